@@ -40,7 +40,7 @@ def vllm_server(
     arguments: Mapping[str, Argument],
     env: Mapping[str, str],
     *more: str,
-    ready_timeout_s: float = 600.0,
+    ready_timeout_s: float = READY_S,
     program: str = "vllm",
     host: str = "127.0.0.1",
     port: int = 0,

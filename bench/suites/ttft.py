@@ -16,19 +16,21 @@ import random
 import statistics
 import tempfile
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, get_args
 
 import click
+from rich.progress import Progress
 
 from bench.lib.kv import RawPool
 from bench.lib.model import VOCABULARY, ModelKind, write_model
 from bench.lib.pool import cluster_here, raw_client
-from bench.lib.report import at_least, at_most, finish, option, output_options, progress
+from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
 from bench.lib.stats import timed
-from bench.lib.vllm_server import BLOCK, CHUNK, ENV, READY_S, OpenAIServer, Peer, connector_flag, vllm_server
+from bench.lib.vllm_server import BLOCK, CHUNK, ENV, OpenAIServer, Peer, connector_flag, vllm_server
 from bench.suites.ttft_pd import measure_handoffs
 from pd_cache.cluster import (
     ClusterConfig,
@@ -92,7 +94,7 @@ def arguments(positions: int, kind: ModelKind, *, gpu: bool) -> dict[str, Any]:
 
 def vllm(model: Path, flags: dict[str, Any], env: dict[str, str], *more: str) -> AbstractContextManager[str]:
     """Returns a server that is started when the block is entered."""
-    return vllm_server(model, "bench", flags, {**ENV, **env}, *more, ready_timeout_s=READY_S)
+    return vllm_server(model, "bench", flags, {**ENV, **env}, *more)
 
 
 def starting_ours(model: Path, flags: dict[str, Any], master: MasterNode, folder: Path) -> Start:
@@ -142,23 +144,8 @@ def starting_theirs(model: Path, flags: dict[str, Any], master: str, folder: Pat
     return lambda node: vllm(model, flags, {"MOONCAKE_CONFIG_PATH": str(file)}, flag)
 
 
-class Figures:
-    """What was measured, by the length of the prompts."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._times: dict[int, dict[str, list[float]]] = {tokens: {} for tokens in lengths}
-        self._counts: dict[int, dict[str, int]] = {tokens: {} for tokens in lengths}
-
-    def took(self, tokens: int, name: str, seconds: float) -> None:
-        self._times[tokens].setdefault(f"{name}_ms", []).append(1000 * seconds)
-
-    def counted(self, tokens: int, name: str, count: float) -> None:
-        self._counts[tokens][name] = round(count)
-
-    def row(self, tokens: int) -> dict[str, float]:
-        """Returns the medians of all but the first prompt, which touches memory that was never touched; and the counts."""
-        medians = {name: statistics.median(times[1:]) for name, times in self._times[tokens].items()}
-        return {"tokens": tokens, **medians, **self._counts[tokens]}
+Figures = dict[tuple[int, str], list[float]]
+"""What was measured of each prompt, by the prompts' length and name; times in ms."""
 
 
 def measure_plain(
@@ -171,10 +158,10 @@ def measure_plain(
             server.first_token(prompt[:tokens])
             again = prompt[:tokens] if kind in STATES else prompt
             server.first_token(again)
-            found.took(tokens, "warm", server.first_token(again))
+            found[tokens, "warm_ms"].append(1000 * server.first_token(again))
             server.forget()
             raws[tokens].put()
-            found.took(tokens, "raw_get", timed(raws[tokens].get))
+            found[tokens, "raw_get_ms"].append(1000 * timed(raws[tokens].get))
             client.remove_all(True)
 
 
@@ -201,18 +188,88 @@ def measure_connector(name: str, start: Start, plain: Start, prompts: Prompts, f
                 before = {what: server.total(*counter) for what, counter in counters.items()}
                 for prompt in several:
                     if beside is not None:
-                        found.took(tokens, "recompute", beside.first_token(prompt[:tokens]))
+                        found[tokens, "recompute_ms"].append(1000 * beside.first_token(prompt[:tokens]))
                         beside.forget()
                     spent = server.total(*LOAD)
-                    found.took(tokens, f"{name}_{node}", server.first_token(prompt[:tokens]))
+                    found[tokens, f"{name}_{node}_ms"].append(1000 * server.first_token(prompt[:tokens]))
                     server.forget()
                     if name == "ours" and node == "b":
-                        found.took(tokens, "ours_load", server.total(*LOAD) - spent)
+                        found[tokens, "ours_load_ms"].append(1000 * (server.total(*LOAD) - spent))
                 for what, counter in counters.items():
-                    found.counted(tokens, f"{name}_{what}", (server.total(*counter) - before[what]) / len(several))
+                    found[tokens, f"{name}_{what}"] = [(server.total(*counter) - before[what]) / len(several)]
             missed = server.metric("vllm:pd_cache_troubles_total")
             troubles |= {f"{node}: {labels}": chunks for labels, chunks in missed.items() if chunks}
     return troubles
+
+
+def measure(
+    model: Path,
+    flags: dict[str, Any],
+    kind: ModelKind,
+    folder: Path,
+    lengths: Sequence[int],
+    rounds: int,
+    bar: Progress,
+) -> tuple[dict[str, Any], list[Check]]:
+    """Returns the figures, medians of all prompts but the first, which touches memory that was never touched; and the targets."""
+    rng = random.Random(0)
+    prompts = {
+        tokens: [[rng.randrange(10, VOCABULARY) for _ in range(tokens + 1)] for _ in range(rounds + 1)]
+        for tokens in lengths
+    }
+    # all prompts of one connector, which may store what windows have passed, too, and as much again
+    store = StoreNode(name="store", segment_size=2 * (rounds + 1) * sum(lengths) * _KV_BYTES)
+    whole = ClusterConfig(name="bench", nodes=(MasterNode(name="master", port=0, metrics_port=0), store))
+    found: Figures = defaultdict(list)
+    with ExitStack() as stack:
+        config = stack.enter_context(cluster_here(whole)).config
+        master = config.master_address
+        client = stack.enter_context(raw_client(master))
+        raws = {}
+        for tokens in lengths:
+            count, size = tokens // CHUNK, CHUNK * TOKEN_BYTES[kind]
+            memory = StagingPool(count * size, size)
+            raws[tokens] = RawPool(client, memory, [f"raw/{uuid.uuid4().hex}" for _ in range(count)], size)
+        steps = bar.add_task("a vLLM without a connector", total=3)
+
+        def plain(node: str) -> AbstractContextManager[str]:
+            return vllm(model, flags, {})
+
+        with plain("") as url:
+            measure_plain(OpenAIServer(url), kind, prompts, raws, client, found)
+        bar.update(steps, advance=1, description="pd-cache's connector")
+        troubles = measure_connector("ours", starting_ours(model, flags, config.master, folder), plain, prompts, found)
+        client.remove_all(True)
+        bar.update(steps, advance=1, description="MooncakeStoreConnector")
+        measure_connector("theirs", starting_theirs(model, flags, master, folder), plain, prompts, found)
+        bar.update(steps, advance=1)
+    # a line for each load, of which the last are measured; none for a load that never began, of which a check tells
+    lines = [[0.0, 0.0, 0.0]] * len(lengths) * (rounds + 1)
+    lines += [[float(figure) for figure in line.split()] for line in (folder / "steps").open()]
+    for place, tokens in enumerate(reversed(lengths)):
+        several = lines[len(lines) - (place + 1) * (rounds + 1) :][: rounds + 1]
+        for empty, seconds, processor in several:
+            found[tokens, "ours_empty_steps"].append(empty)
+            found[tokens, "ours_empty_steps_ms"].append(1000 * seconds)
+            found[tokens, "ours_empty_steps_processor_ms"].append(1000 * processor)
+    rows = {tokens: {"tokens": float(tokens)} for tokens in lengths}
+    for (tokens, name), values in found.items():
+        rows[tokens][name] = statistics.median(values[1:] or values)
+    checks = []
+    of_theirs, of_limit = (1.0, 1.3) if kind in STATES else (0.7, 1.1)
+    for tokens, row in rows.items():
+        # of as many bytes as our connector loaded: those of windows and states are not in the read that was measured
+        row["raw_ms"] = row["raw_get_ms"] * row["ours_loaded"] / (tokens * TOKEN_BYTES[kind])
+        floor = row["warm_ms"] + row["raw_ms"]
+        checks += [
+            at_most(f"{tokens}: ours_b / theirs_b", row["ours_b_ms"] / row["theirs_b_ms"], of_theirs),
+            at_most(f"{tokens}: ours_b / (warm + raw)", row["ours_b_ms"] / floor, of_limit),
+            at_most(f"{tokens}: ours_a / recompute", row["ours_a_ms"] / row["recompute_ms"], 1.03),
+        ]
+        # a connector that found less has computed the rest: its time would say nothing about loading
+        for name in ("ours_found", "theirs_found"):
+            checks.append(at_least(f"{tokens}: {name}", row[name], tokens - BLOCK))
+    return {"model": kind, "results": list(rows.values()), "troubles": troubles}, checks
 
 
 @click.command()
@@ -235,71 +292,11 @@ def main(
     """Time to first token with vLLM: from the pool, from vLLM's own connector, and computed."""
     if any(tokens % CHUNK for tokens in lengths):
         raise click.UsageError(f"--tokens must be whole chunks of {CHUNK}")
-    # all prompts of one connector, which may store what windows have passed, too, and as much again
-    pool = 2 * (rounds + 1) * sum(lengths) * _KV_BYTES
-    found, checks = Figures(lengths), []
-    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name, progress() as bar, ExitStack() as stack:
-        folder = Path(name)
-        gpu = has_gpu()
+    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name, progress() as bar:
+        folder, gpu = Path(name), has_gpu()
         model, flags = write_model(folder / "model", kind=kind, **SHAPE), arguments(2 * max(lengths), kind, gpu=gpu)
         if pd:
-            finish(
-                *measure_handoffs(model, flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind], gpu=gpu),
-                **output,
-            )
-            return
-        rng = random.Random(0)
-        prompts = {
-            tokens: [[rng.randrange(10, VOCABULARY) for _ in range(tokens + 1)] for _ in range(rounds + 1)]
-            for tokens in lengths
-        }
-        store = StoreNode(name="store", segment_size=pool)
-        whole = ClusterConfig(name="bench", nodes=(MasterNode(name="master", port=0, metrics_port=0), store))
-        config = stack.enter_context(cluster_here(whole)).config
-        master = config.master_address
-        client = stack.enter_context(raw_client(master))
-        raws = {}
-        for tokens in lengths:
-            count, size = tokens // CHUNK, CHUNK * TOKEN_BYTES[kind]
-            memory = StagingPool(count * size, size)
-            raws[tokens] = RawPool(client, memory, [f"raw/{uuid.uuid4().hex}" for _ in range(count)], size)
-        steps = bar.add_task("a vLLM without a connector", total=3)
-
-        def plain(node: str) -> AbstractContextManager[str]:
-            return vllm(model, flags, {})
-
-        with plain("") as url:
-            measure_plain(OpenAIServer(url), kind, prompts, raws, client, found)
-        bar.update(steps, advance=1, description="pd-cache's connector")
-        troubles = measure_connector("ours", starting_ours(model, flags, config.master, folder), plain, prompts, found)
-        # a line for each load, of which the last are measured; none for a load that never began, of which a check tells
-        lines = [[0.0, 0.0, 0.0]] * len(lengths) * (rounds + 1)
-        lines += [[float(figure) for figure in line.split()] for line in (folder / "steps").open()]
-        for place, tokens in enumerate(reversed(lengths)):
-            several = lines[len(lines) - (place + 1) * (rounds + 1) :][: rounds + 1]
-            found.counted(tokens, "ours_empty_steps", statistics.median(count for count, _, _ in several))
-            for _, seconds, processor in several:
-                found.took(tokens, "ours_empty_steps", seconds)
-                found.took(tokens, "ours_empty_steps_processor", processor)
-        client.remove_all(True)
-        bar.update(steps, advance=1, description="MooncakeStoreConnector")
-        measure_connector("theirs", starting_theirs(model, flags, master, folder), plain, prompts, found)
-        bar.update(steps, advance=1)
-        rows = [found.row(tokens) for tokens in lengths]
-        of_theirs, of_limit = (1.0, 1.3) if kind in STATES else (0.7, 1.1)
-        for tokens, row in zip(lengths, rows, strict=True):
-            # of as many bytes as our connector loaded: those of windows and states are not in the read that was measured
-            row["raw_ms"] = row["raw_get_ms"] * row["ours_loaded"] / (tokens * TOKEN_BYTES[kind])
-            floor = row["warm_ms"] + row["raw_ms"]
-            checks += [
-                at_most(f"{tokens}: ours_b / theirs_b", row["ours_b_ms"] / row["theirs_b_ms"], of_theirs),
-                at_most(f"{tokens}: ours_b / (warm + raw)", row["ours_b_ms"] / floor, of_limit),
-                at_most(f"{tokens}: ours_a / recompute", row["ours_a_ms"] / row["recompute_ms"], 1.03),
-                # a connector that found less has computed the rest: its time would say nothing about loading
-                *(
-                    at_least(f"{tokens}: {who}_found", row[f"{who}_found"], tokens - BLOCK)
-                    for who in ("ours", "theirs")
-                ),
-            ]
-    figures = {"model": kind, "results": rows, "troubles": troubles}
-    finish(figures, checks, **output)
+            found = measure_handoffs(model, flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind], gpu=gpu)
+        else:
+            found = measure(model, flags, kind, folder, lengths, rounds, bar)
+    finish(*found, **output)

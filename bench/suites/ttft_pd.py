@@ -8,6 +8,7 @@ link of this rate; everything else, with all of the pool's memory, is on the pre
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -48,6 +50,7 @@ from transfer.settings import TransferSettings
 STREAM: tuple[Literal["never", "always"], ...] = ("never", "always")
 PEERS: dict[Peer, str] = {"mooncake": "MooncakeConnector", "nixl": "NixlConnector"}
 COMPUTED = ("vllm:prompt_tokens_by_source_total", "source", "local_compute")
+COLUMNS = ("prefill_ms", "after_prefill_ms", "first_token_ms", "step_ms", "computed")
 STEP = 512
 """The most tokens of a step. However early the rest was moved, the last step's KV is moved after the prefill's end."""
 _COMMANDS = ("ip", "tc", "unshare", "nsenter")
@@ -122,9 +125,9 @@ Ask = Callable[[Sequence[int]], tuple[float, float]]
 @contextmanager
 def ours(
     model: Path, flags: dict[str, Any], places: tuple[Place, Place], pool: int, folder: Path
-) -> Iterator[tuple[dict[str, Ask], OpenAIServer]]:
+) -> Iterator[tuple[Mapping[str, Ask], OpenAIServer]]:
     """Yields how to ask, for each value of `handoff.stream`, and the decode node."""
-    (here, there), none = places, 0
+    here, there = places
     config = ClusterConfig(
         name="bench",
         transfer=TransferSettings(staging_size=512 << 20),
@@ -134,35 +137,33 @@ def ours(
         nodes=(
             MasterNode(name="master", host=here.host, port=0, metrics_port=0),
             StoreNode(name="store", host=here.host, segment_size=pool),
-            PrefillNode(name="prefill", host=here.host, port=0, segment_size=none, env=here.env),
-            DecodeNode(name="decode", host=there.host, port=there.port, segment_size=none, env=there.env),
+            PrefillNode(name="prefill", host=here.host, port=0, segment_size=0, env=here.env),
+            DecodeNode(name="decode", host=there.host, port=there.port, segment_size=0, env=there.env),
             *(ProxyNode(name=stream, host=here.host, port=0) for stream in STREAM),
         ),
     )
     config = choose_ports(config, [node for node in config.nodes if node.host == here.host])
     for stream in STREAM:
-        of_proxy = msgspec.structs.replace(config, handoff=HandoffConfig(stream=stream))
-        (folder / f"{stream}.yaml").write_text(dump_config(of_proxy))
+        streaming = msgspec.structs.replace(config, handoff=HandoffConfig(stream=stream))
+        (folder / f"{stream}.yaml").write_text(dump_config(streaming))
 
     def program(node: Node) -> Program:
         # a proxy has the name of its file
-        one = program_of(node, folder / f"{node.name if node.role == 'proxy' else 'always'}.yaml")
+        started = program_of(node, folder / f"{node.name if node.role == 'proxy' else 'always'}.yaml")
         before = {"prefill": here.before, "decode": there.before}.get(node.role, ())
-        return dataclasses.replace(one, argv=(*before, *one.argv))
+        return dataclasses.replace(started, argv=(*before, *started.argv))
 
-    def asking(proxy: OpenAIServer) -> Ask:
-        def asked(prompt: Sequence[int]) -> tuple[float, float]:
-            before = proxy.total("pd_cache_proxy_prefill_seconds_sum")
-            first = proxy.first_token(prompt)
-            return proxy.total("pd_cache_proxy_prefill_seconds_sum") - before, first
-
-        return asked
+    def ask(proxy: OpenAIServer, prompt: Sequence[int]) -> tuple[float, float]:
+        before = proxy.total("pd_cache_proxy_prefill_seconds_sum")
+        first = proxy.first_token(prompt)
+        return proxy.total("pd_cache_proxy_prefill_seconds_sum") - before, first
 
     with Supervisor(config.supervisor, sink=quiet) as supervisor:
         master, store, prefill, decode, *proxies = map(program, config.nodes)
         supervisor.start([master, store, [prefill, decode], proxies])
         urls = supervisor.ready_urls
-        yield {stream: asking(OpenAIServer(urls[stream])) for stream in STREAM}, OpenAIServer(urls["decode"])
+        ways: dict[str, Ask] = {stream: functools.partial(ask, OpenAIServer(urls[stream])) for stream in STREAM}
+        yield ways, OpenAIServer(urls["decode"])
 
 
 @contextmanager
@@ -182,7 +183,7 @@ def theirs(
                 kv_connector_extra_config={"mooncake_protocol": "tcp"},
             )
             at: Any = {"host": place.host, "port": place.port, "before": place.before}
-            server = vllm_server(model, "bench", flags, place.env, flag, ready_timeout_s=READY_S, **at)
+            server = vllm_server(model, "bench", flags, place.env, flag, **at)
             nodes.append(OpenAIServer(stack.enter_context(server)))
         prefill, decode = nodes
 
@@ -216,7 +217,7 @@ def measure_handoffs(
 ) -> tuple[dict[str, Any], list[Check]]:
     """Returns the figures, medians over the rounds, and the targets."""
     rng = random.Random(0)
-    found: dict[tuple[int, str], list[tuple[float, ...]]] = {}
+    found: dict[tuple[int, str], list[tuple[float, ...]]] = defaultdict(list)
     flags = {**flags, "max-num-batched-tokens": STEP}
     pool = len(STREAM) * (rounds + 1) * sum(lengths) * token_bytes * 5 // 4
 
@@ -228,9 +229,9 @@ def measure_handoffs(
                     before = decode.total(*COMPUTED)
                     prefilled, first = asked(prompt[:tokens])
                     fresh = decode.total(*COMPUTED) - before
-                    times = (prefilled, first - prefilled, first, fresh, decode.first_token(prompt))
+                    times = prefilled, first - prefilled, first, decode.first_token(prompt)
                     if number:
-                        found.setdefault((tokens, way), []).append(times)
+                        found[tokens, way].append((*(1000 * seconds for seconds in times), fresh))
 
     with linked(rate, gpu=gpu) as places:
         with ours(model, flags, places, pool, folder) as (ways, decode):
@@ -243,18 +244,16 @@ def measure_handoffs(
     for tokens in lengths:
         medians = {}
         for way in (*STREAM, *peers):
-            # of five columns
-            prefill, after, first, fresh, step = map(statistics.median, zip(*found[tokens, way], strict=True))
-            medians[way] = (prefill, after, first, step)
-            times = {"prefill_ms": prefill, "after_prefill_ms": after, "first_token_ms": first, "step_ms": step}
-            shown = {name: 1000 * seconds for name, seconds in times.items()}
-            rows.append({"tokens": tokens, "way": way, **shown, "computed": fresh})
-            checks.append(at_most(f"{tokens}, {way}: tokens that the decode node computed", fresh, BLOCK))
-        alone, today, _, step = medians["never"]
-        _, streamed, whole, _ = medians["always"]
-        chunk = (today - step) * CHUNK / tokens
-        limit = 1.05 * alone + chunk + step
-        checks.append(at_most(f"{tokens}: always / (1.05 prefill alone + chunk + step)", whole / limit, 1.0))
+            columns = zip(*found[tokens, way], strict=True)
+            medians[way] = row = dict(zip(COLUMNS, map(statistics.median, columns), strict=True))
+            rows.append({"tokens": tokens, "way": way, **row})
+            checks.append(at_most(f"{tokens}, {way}: tokens that the decode node computed", row["computed"], BLOCK))
+        never, always = medians["never"], medians["always"]
+        chunk = (never["after_prefill_ms"] - never["step_ms"]) * CHUNK / tokens
+        limit = 1.05 * never["prefill_ms"] + chunk + never["step_ms"]
+        name = f"{tokens}: always / (1.05 prefill alone + chunk + step)"
+        checks.append(at_most(name, always["first_token_ms"] / limit, 1.0))
         if rate is not None:  # over loopback, a step is a large part of what comes after
-            checks.append(at_most(f"{tokens}: after prefill, always / never", streamed / today, 0.25))
+            share = always["after_prefill_ms"] / never["after_prefill_ms"]
+            checks.append(at_most(f"{tokens}: after prefill, always / never", share, 0.25))
     return {"link": rate or "loopback", "results": rows}, checks
