@@ -135,8 +135,10 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
-            options = [one for one in error.ctx.command.params if isinstance(one, click.Option)] if error.ctx else []
-            file = next((one for one in options if one.name == "file"), None)
+            options = (
+                [option for option in error.ctx.command.params if isinstance(option, click.Option)] if error.ctx else []
+            )
+            file = next((option for option in options if option.name == "file"), None)
             missing = isinstance(error, click.MissingParameter) and error.param is file
             if error.ctx is None or file is None or not (missing or "unexpected extra" in error.message):
                 raise
@@ -425,7 +427,7 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
         task = bar.add_task(node, total=None)
         shown = 0.0
 
-        def told(state: drained.Drain) -> None:
+        def report(state: drained.Drain) -> None:
             nonlocal shown
             whole = f" of {shown_bytes(state.bytes)}" if state.bytes else ""
             sizes = f"{shown_bytes(state.moved_bytes)}{whole}"
@@ -435,7 +437,7 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
                 screen.print(line, soft_wrap=True, highlight=False)
                 shown = state.seconds + 5.0
 
-        found = drained.drain(config, node, timeout_s=timeout_s, told=told, stop=stop)
+        found = drained.drain(config, node, timeout_s=timeout_s, report=report, stop=stop)
     _answer(as_json, found, drained.text_of(found, str(file)))
     if found.outcome != "drained":
         raise SystemExit(1)
@@ -611,7 +613,9 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
     ours = [node for node in mine if not isinstance(node, ProxyNode) and node not in engines]
     if ours:
         place = ("nodes", config.nodes.index(ours[0]))
-        problems += [Problem(place, one.found) for one in library_findings() if one.verdict is Verdict.BROKEN]
+        problems += [
+            Problem(place, finding.found) for finding in library_findings() if finding.verdict is Verdict.BROKEN
+        ]
     warnings = []
     if isinstance(config.engine, VllmEngineConfig) and engines and machine.find_program(config.engine.executable):
         click.echo("asking vLLM about its flags, which takes up to two minutes …", err=True)

@@ -80,7 +80,7 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
                 "tokens_equal": answer["choices"][0]["token_ids"] == tokens,
             }
         )
-    all_equal = all(one["tokens_equal"] for one in compared)
+    all_equal = all(request["tokens_equal"] for request in compared)
     if as_json:
         print(json.dumps({"all_equal": all_equal, "requests": compared}), flush=True)
     else:
@@ -117,13 +117,13 @@ def _show(compared: list[dict[str, Any]], all_equal: bool, config: ClusterConfig
     table.add_column("decode\nTTFT ms", justify="right")
     table.add_column("alone\nTTFT ms", justify="right")
     table.add_column("tokens", no_wrap=True)
-    for one in compared:
+    for request in compared:
         table.add_row(
-            str(one["prompt_tokens"]),
-            *(f"{one[hop]['cached_tokens']} + {one[hop]['computed_tokens']}" for hop in ("prefill", "decode")),
-            f"{one['decode']['ttft_ms']:.0f}",
-            f"{one['recompute']['ttft_ms']:.0f}",
-            "[green]identical[/]" if one["tokens_equal"] else "[red]DIFFERENT[/]",
+            str(request["prompt_tokens"]),
+            *(f"{request[hop]['cached_tokens']} + {request[hop]['computed_tokens']}" for hop in ("prefill", "decode")),
+            f"{request['decode']['ttft_ms']:.0f}",
+            f"{request['recompute']['ttft_ms']:.0f}",
+            "[green]identical[/]" if request["tokens_equal"] else "[red]DIFFERENT[/]",
         )
     console.print(table)
     for number, comment in enumerate(comments(compared[3]["prompt_tokens"]), start=1):

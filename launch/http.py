@@ -94,8 +94,8 @@ class BadStatus(OSError):
     """An answer with another status than 2xx, and its body. The message has the status, and the beginning of the body."""
 
     def __init__(self, status: int, body: bytes = b"") -> None:
-        told = one_line(body[:300].decode(errors="replace"))
-        super().__init__(f"it answers {status}{told and ': ' + told}")
+        why = one_line(body[:300].decode(errors="replace"))
+        super().__init__(f"it answers {status}{why and ': ' + why}")
         self.status = status
         self.body = body
 

@@ -92,7 +92,7 @@ class _Keys(msgspec.Struct, frozen=True):
 
 def read_copies(body: bytes) -> dict[str, list[Copy]]:
     """Returns the copies of each key, from a master's `/batch_query_keys`. Raises ValueError for any other answer."""
-    return {key: one.values or [] for key, one in decode_json(body, _Keys).data.items()}
+    return {key: replicas.values or [] for key, replicas in decode_json(body, _Keys).data.items()}
 
 
 def copies_at(metrics: str, keys: Iterable[str], timeout: float = ANSWER_S) -> dict[str, list[Copy]]:
@@ -125,8 +125,8 @@ def keys_in(metrics: str, endpoint: str, timeout: float) -> tuple[list[str], lis
         asked = [key for key in some if len(key) <= LONGEST_IN_A_URL and "," not in key]
         unknown += [key for key in some if key not in asked]
         if asked:
-            told = copies_at(metrics, asked)
-            found += [key for key in asked if any(copy.transport_endpoint_ == endpoint for copy in told.get(key, ()))]
+            copies = copies_at(metrics, asked)
+            found += [key for key in asked if any(copy.transport_endpoint_ == endpoint for copy in copies.get(key, ()))]
     return found, unknown
 
 

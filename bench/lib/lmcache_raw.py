@@ -30,7 +30,7 @@ class RawMooncakeL2Adapter(LaneL2Adapter):
 
     def store(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> int | None:
         codes = self._moved(self._client.batch_put_from, keys, objects)
-        return None if any(codes) else sum(one.get_size() for one in objects)
+        return None if any(codes) else sum(item.get_size() for item in objects)
 
     def lookup(self, keys: Sequence[Any], deadline: Deadline) -> list[bool]:
         return [code == 1 for code in self._client.batch_is_exist(self._names(keys))]
@@ -43,7 +43,7 @@ class RawMooncakeL2Adapter(LaneL2Adapter):
         self._open.close()
 
     def _moved(self, call: Callable[..., list[int]], keys: Sequence[Any], objects: Sequence[Any]) -> list[int]:
-        return call(self._names(keys), [one.data_ptr for one in objects], [one.get_size() for one in objects])
+        return call(self._names(keys), [item.data_ptr for item in objects], [item.get_size() for item in objects])
 
     def _names(self, keys: Sequence[Any]) -> list[str]:
-        return [f"{self._prefix}/{one.kv_rank}/{one.chunk_hash.hex()}" for one in keys]
+        return [f"{self._prefix}/{key.kv_rank}/{key.chunk_hash.hex()}" for key in keys]

@@ -208,7 +208,7 @@ def _draw(console: Console, tables: Iterable[Table]) -> None:
 
 def in_words(text: str) -> str:
     """Returns a text in which the names of figures are words: `lookup_p50_ms` becomes `lookup, median, ms`."""
-    return _NAME.sub(lambda found: _WORD.sub(lambda one: _WORDS[one[0]], found[0]).replace("_", " "), text)
+    return _NAME.sub(lambda found: _WORD.sub(lambda part: _WORDS[part[0]], found[0]).replace("_", " "), text)
 
 
 def shown(value: object) -> str:

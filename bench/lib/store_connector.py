@@ -89,7 +89,7 @@ def metadata_of(model: str, groups: Sequence[Any]) -> list[CacheMetadata]:
                 group=layers,
             )
         )
-    return sorted(found, key=lambda one: one.group is not None and one.group.tail)
+    return sorted(found, key=lambda metadata: metadata.group is not None and metadata.group.tail)
 
 
 @contextmanager
@@ -106,18 +106,21 @@ def their_lookup(raw: Any, config: Any, groups: list[Any]) -> Iterator[tuple[Any
     sizes = kv_cache_utils.resolve_kv_cache_block_sizes(kv, config)
     scheduler = kv_cache_utils.generate_scheduler_kv_cache_config([kv])
     kv.cache_hit_alignment_tokens = kv_cache_utils.resolve_cache_hit_alignment_tokens(scheduler, config, *sizes)
-    one = worker.MooncakeStoreWorker.__new__(worker.MooncakeStoreWorker)
-    one.store, one._capacity_only, one.hash_block_size = raw, False, sizes[1]
-    one.coord = coordinator.MooncakeStoreCoordinator.from_kv_cache_config(kv, config, *sizes)
-    one._kv_cache_groups = one.coord.kv_cache_groups
-    one.tp_rank, one.tp_size, one.pcp_size, one.dcp_size, one.pp_size = 0, 1, 1, 1, 1
-    one._group_tp_replication_factors = (1,) * len(groups)
-    one.token_dbs = one._build_token_databases(data.KeyMetadata("bench", 0, 0, 0, 0), None)
-    one._init_lookup_key_prefixes()
-    one.kv_connector_stats, one._kv_connector_stats_lock = metrics.MooncakeStoreConnectorStats(), threading.Lock()
-    server, client = worker.LookupKeyServer(one, config), worker.LookupKeyClient(config)
+    answering = worker.MooncakeStoreWorker.__new__(worker.MooncakeStoreWorker)
+    answering.store, answering._capacity_only, answering.hash_block_size = raw, False, sizes[1]
+    answering.coord = coordinator.MooncakeStoreCoordinator.from_kv_cache_config(kv, config, *sizes)
+    answering._kv_cache_groups = answering.coord.kv_cache_groups
+    answering.tp_rank, answering.tp_size, answering.pcp_size, answering.dcp_size, answering.pp_size = 0, 1, 1, 1, 1
+    answering._group_tp_replication_factors = (1,) * len(groups)
+    answering.token_dbs = answering._build_token_databases(data.KeyMetadata("bench", 0, 0, 0, 0), None)
+    answering._init_lookup_key_prefixes()
+    answering.kv_connector_stats, answering._kv_connector_stats_lock = (
+        metrics.MooncakeStoreConnectorStats(),
+        threading.Lock(),
+    )
+    server, client = worker.LookupKeyServer(answering, config), worker.LookupKeyClient(config)
     try:
-        yield client, one
+        yield client, answering
     finally:
         client.close()
         server.running = False

@@ -133,7 +133,7 @@ class BandwidthSite(Site):
             placement = Placement(preferred_segment=job.to.segment)
             return store.start_put(keys, self._source, self._sizes, timeout=timeout, placement=placement).results()
         if job.part == "get":
-            return [one.status for one in store.start_get(keys, self._target, timeout=timeout).results()]
+            return [moved.status for moved in store.start_get(keys, self._target, timeout=timeout).results()]
         if job.part == "remove":
             return store.remove(keys, timeout=timeout, force=True)
         write = job.part == "raw_write"
@@ -166,7 +166,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Returns a row for each of the pairs, which move bytes at the same time, from the first to the second node's memory. The first round
     is not counted."""
-    timeout = _MARGIN_S + max(one.timeout_s for one in opened.values())
+    timeout = _MARGIN_S + max(memory.timeout_s for memory in opened.values())
     rates: dict[str, dict[Part, list[float]]] = {begin: {part: [] for part in PARTS} for begin, _ in pairs}
     equal = dict.fromkeys(rates, True)
     for turn in range(rounds + 1):
@@ -206,10 +206,10 @@ def lead(machines: Crew, object_bytes: int, rounds: int, at_once: bool, link_gbi
     master = machines.later.enter_context(pool)
     job = JoinPool(master, object_bytes)
     opened = machines.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
-    one, other = machines.nodes
+    node, other = machines.nodes
     turns = [[(begin, end)] for begin in machines.nodes for end in machines.nodes]
     with progress() as bar:
-        turns += [[(one, other), (other, one)]] if at_once else []
+        turns += [[(node, other), (other, node)]] if at_once else []
         rows = [
             row
             for pairs in bar.track(turns, description="pairs")
@@ -221,7 +221,7 @@ def lead(machines: Crew, object_bytes: int, rounds: int, at_once: bool, link_gbi
     return {
         "results": rows[:4],
         "at_once": rows[4:],
-        "nodes": [{"node": one.node, "host": one.host, "machine": one.machine} for one in opened.values()],
+        "nodes": [{"node": memory.node, "host": memory.host, "machine": memory.machine} for memory in opened.values()],
         "object_bytes": object_bytes,
         "objects": _OBJECTS,
     }

@@ -110,7 +110,7 @@ def looking_up(
     try:
         client.store.wait_open(_OPEN_S)
         with raw_client(master, location.host, transfer) as raw:
-            groups = [ChunkedTokenDatabase(one.namespace(settings.cache)) for one in (metadata, *further)]
+            groups = [ChunkedTokenDatabase(group.namespace(settings.cache)) for group in (metadata, *further)]
             yield client, LayerGroups(groups), raw
     finally:
         client.close()

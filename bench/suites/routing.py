@@ -171,8 +171,8 @@ def simulate(
     """Lets `nodes` nodes of `rate` tokens/s each compute the trace, with the pool behind them, if there is one."""
     policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
     pool, rng = NodePool("prefill", policy, rng=Random(0)), Random(0)
-    told = 0 if router == "guess" else cache_tokens
-    pool.update(Target(str(index), kv_tokens=told) for index in range(nodes))
+    size = 0 if router == "guess" else cache_tokens
+    pool.update(Target(str(index), kv_tokens=size) for index in range(nodes))
     fleet = {url: _SimulatedNode(cache_tokens) for url in pool.urls()}
     known: dict[str, KnownCache] = {}
     if router in ("events", "oracle", "longest_prefix", "longest_prefix_idle"):
@@ -268,7 +268,7 @@ def compare_hints(requests: list[Request], nodes: int, pool_tokens: int) -> Foun
         pool = HintedPool(requests, _SYSTEM_TOKENS // BLOCK_TOKENS, pool_tokens, share)
         outcome = simulate(requests, "least_loaded", nodes, 0, behind=pool)
         row: dict[str, Any] = {"pool_tokens": pool_tokens, "max_share": share}
-        after = [one for one in outcome.waited if pool.call(one[1]) in pool.waited]
+        after = [prompt for prompt in outcome.waited if pool.call(prompt[1]) in pool.waited]
         for name, some in (("", outcome.waited), ("after_wait_", after)):
             tokens = sum(request.input_length for _, request, _ in some)
             row[f"{name}hit_rate"] = sum(found for _, _, found in some) / max(1, tokens)

@@ -64,10 +64,10 @@ def grow(
     for request in copied.passed:
         for copy in range(copied.copies(count)):
             cluster.remember(names_of(copied.parts(request, copy), size))
-    outcomes, asked = cluster.run([of_arrival(one, size) for one in arrivals])
-    answered = [one for one in outcomes if not one.error]
-    firsts = [one.first or 0.0 for one in answered]
-    seconds = max([one.due + one.last for one in answered] + [arrivals[-1].due])
+    outcomes, asked = cluster.run([of_arrival(arrival, size) for arrival in arrivals])
+    answered = [outcome for outcome in outcomes if not outcome.error]
+    firsts = [outcome.first or 0.0 for outcome in answered]
+    seconds = max([outcome.due + outcome.last for outcome in answered] + [arrivals[-1].due])
     row = {
         "nodes": nodes,
         "prefill": prefill,
@@ -76,7 +76,8 @@ def grow(
         "rate": rate,
         "answered_per_s": len(answered) / seconds,
         "refused": len(outcomes) - len(answered),
-        "hit_rate": sum(one.cached or 0 for one in answered) / max(1, sum(one.prompt_tokens for one in answered)),
+        "hit_rate": sum(outcome.cached or 0 for outcome in answered)
+        / max(1, sum(outcome.prompt_tokens for outcome in answered)),
         "ttft_p50_ms": quantile(firsts, 0.5) * 1e3,
         "ttft_p99_ms": quantile(firsts, 0.99) * 1e3,
     }
@@ -95,14 +96,14 @@ def within(
     for request in copied.passed if reuse else ():
         cluster.remember(names_of(copied.parts(request, 0), size))
     if not reuse:
-        for number, one in enumerate(arrivals):
-            prompt = tuple(Part(hash((part.seed, number)), part.tokens) for part in one.prompt)
-            arrivals[number] = one._replace(prompt=prompt)
-    outcomes, _ = cluster.run([of_arrival(one, size) for one in arrivals])
-    firsts = [math.inf if one.error or one.first is None else one.first for one in outcomes]
+        for number, arrival in enumerate(arrivals):
+            prompt = tuple(Part(hash((part.seed, number)), part.tokens) for part in arrival.prompt)
+            arrivals[number] = arrival._replace(prompt=prompt)
+    outcomes, _ = cluster.run([of_arrival(arrival, size) for arrival in arrivals])
+    firsts = [math.inf if outcome.error or outcome.first is None else outcome.first for outcome in outcomes]
     met = [
-        first <= limits[0] and one.last - first <= limits[1] * (one.tokens - 1)
-        for first, one in zip(firsts, outcomes, strict=True)
+        first <= limits[0] and outcome.last - first <= limits[1] * (outcome.tokens - 1)
+        for first, outcome in zip(firsts, outcomes, strict=True)
     ]
     return sum(met) / len(met)
 
@@ -146,7 +147,7 @@ def limits(asked: Mapping[int, dict[str, float]]) -> list[dict[str, Any]]:
     full = {kind: full_at([(nodes, shares[kind]) for nodes, shares in asked.items()]) for kind in kinds}
     return [
         {"resource": kind, "full_from_nodes": full[kind]}
-        for kind in sorted(full, key=lambda one: full[one] or math.inf)
+        for kind in sorted(full, key=lambda resource: full[resource] or math.inf)
     ]
 
 

@@ -230,7 +230,7 @@ def lookups_at_a_rate(url: str, model: str) -> list[float]:
     with contextlib.closing(Crew(AskingScheduler, Location.here(), CLIENTS)) as crew:
         crew.everywhere(AskingScheduler.connect, job, timeout_s=_PATIENCE_S)
         found = crew.everywhere(AskingScheduler.ask, job, timeout_s=_SECONDS + _PATIENCE_S)
-        return [latency for one in found.values() for latency in one]
+        return [latency for latencies in found.values() for latency in latencies]
 
 
 # --- the whole -------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
     for node in mine:  # a store without a metrics_port answers nothing, and has its memory if the pool has that
         mounted = sum(segment.size_bytes for segment in segments if segment.host == node.host)
         if node.role == "store" and mounted >= sum(
-            config.segment_size(one) for one in config.nodes if one.host == node.host
+            config.segment_size(other) for other in config.nodes if other.host == node.host
         ):
             running.add(node.name)
     yield checks.memory_finding(config, mine, running)

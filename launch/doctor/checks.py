@@ -68,10 +68,8 @@ def _import_finding() -> Finding:
     if done.returncode == 0:
         return ok(check, "mooncake.store can be imported")
     lines = done.stderr.strip().splitlines()
-    told = lines[-1].partition("MissingLibraryError: ")[2] or lines[-1] if lines else f"it ended with {done.returncode}"
-    return broken(
-        check, f"mooncake.store cannot be imported: {told}", why=_WHY_MOONCAKE, repair="install what it names"
-    )
+    why = lines[-1].partition("MissingLibraryError: ")[2] or lines[-1] if lines else f"it ended with {done.returncode}"
+    return broken(check, f"mooncake.store cannot be imported: {why}", why=_WHY_MOONCAKE, repair="install what it names")
 
 
 # --- RDMA --------------------------------------------------------------------------------------------------------------

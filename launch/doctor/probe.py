@@ -107,10 +107,12 @@ def advertised_findings(hosts: Collection[str], segments: Iterable[Segment]) -> 
     if len({host for host in hosts if not _only_here(host)}) < 2:
         return
     for segment in segments:
-        told = [address for address in (segment.segment_name, segment.te_endpoint) if _only_here(host_of(address))]
-        if told:
+        unreachable = [
+            address for address in (segment.segment_name, segment.te_endpoint) if _only_here(host_of(address))
+        ]
+        if unreachable:
             yield broken(
-                "network.advertised", f"is given out as {told[0]}, which other machines cannot reach", segment.segment_name,
+                "network.advertised", f"is given out as {unreachable[0]}, which other machines cannot reach", segment.segment_name,
                 why="chunks that land there can only be read on its own machine",
                 repair="nodes: the host of that node must be the address that the others reach it at",
             )  # fmt: skip
@@ -205,15 +207,15 @@ def second_pool_finding(settings: NodeSettings) -> Finding:
         store.wait_open(_OPEN_S)
         (status,) = store.batch_exist([f"{PREFIX}/second"], timeout=_CONTROL_S)
     except (TransferError, PoolUnavailableError) as error:
-        told = str(error)
+        failure = str(error)
     else:
         if status is Status.MISSING:
             return ok(check, "answers a lookup", settings.master)
-        told = f"a lookup failed: {status.value}"
+        failure = f"a lookup failed: {status.value}"
     finally:
         store.close()
     return warning(
-        check, told, settings.master, why="what only that pool has is computed again",
+        check, failure, settings.master, why="what only that pool has is computed again",
         repair="start that master; if it has served its time, take its tier out of cache.tiers",
     )  # fmt: skip
 
@@ -280,9 +282,9 @@ def _transfer(
         return _failed(segment, "put", failed)
     elsewhere = 0
     with contextlib.suppress(OSError, ValueError):  # the master does not say
-        told = copies_at(master_metrics, keys)
+        copies = copies_at(master_metrics, keys)
         elsewhere = sum(
-            copy.transport_endpoint_ != segment.te_endpoint for key in keys for copy in told.get(key, ())[:1]
+            copy.transport_endpoint_ != segment.te_endpoint for key in keys for copy in copies.get(key, ())[:1]
         )
     if elsewhere:
         return _full(segment, f"{elsewhere} of {len(put)} objects were put elsewhere"), False

@@ -84,7 +84,7 @@ def report_table(report: DoctorReport) -> Group:
     for finding in report.findings:
         style = _STYLES[finding.verdict]
         table.add_row(finding.check, f"[{style}]{finding.verdict.value}[/]", _told(finding))
-    counts = {verdict: sum(one.verdict is verdict for one in report.findings) for verdict in Verdict}
+    counts = {verdict: sum(finding.verdict is verdict for finding in report.findings) for verdict in Verdict}
     shown = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
     summary = f"{'something is broken' if report.broken else 'nothing is broken'}: {shown}"
     return Group(table, Text(summary, "red" if report.broken else "green"))

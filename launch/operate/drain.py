@@ -67,12 +67,12 @@ class Drain(msgspec.Struct, kw_only=True):
 
 
 def drain(
-    config: ClusterConfig, name: str, *, timeout_s: float, told: Callable[[Drain], None], stop: StopFlag
+    config: ClusterConfig, name: str, *, timeout_s: float, report: Callable[[Drain], None], stop: StopFlag
 ) -> Drain:
     """Moves the objects of a node to the others, and returns how that ended. If the node is being drained already, this helps, and follows it.
     After `timeout_s` seconds it cancels what it began, as it does when `stop` is set; that takes up to a minute more.
 
-    Calls `told` twice a second. Raises ConfigError if the node does not exist or gives no memory, PdCacheError if it cannot be drained, or if
+    Calls `report` twice a second. Raises ConfigError if the node does not exist or gives no memory, PdCacheError if it cannot be drained, or if
     the master stops to answer.
     """
     status = cluster_status(config)
@@ -102,7 +102,7 @@ def drain(
     with MooncakeStore(config.transfer, master=master, host="127.0.0.1", segment_size=0) as store:
         try:
             job = begin_drain(leader.metrics, [own.segment_name], _AT_A_TIME)
-            return _Follower(store, leader.metrics, own, job, state).follow(timeout_s, told, stop)
+            return _Follower(store, leader.metrics, own, job, state).follow(timeout_s, report, stop)
         except (OSError, ValueError) as error:
             raise PdCacheError(f"the master did not answer: {error}; {_again(name)}") from error
 
@@ -135,11 +135,11 @@ def drain_local(file: Path, config: ClusterConfig, limit_s: float, stop: StopFla
 
 def _check_room(name: str, own: Segment, segments: Sequence[Segment]) -> None:
     """Raises PdCacheError if the other segments cannot take what lies in this one."""
-    others = [one for one in segments if one.status == "OK" and one.segment_name != own.segment_name]
+    others = [segment for segment in segments if segment.status == "OK" and segment.segment_name != own.segment_name]
     if not others:
         raise PdCacheError(f"{name} has the only memory that takes objects: there is nowhere to move what it holds")
     # the allocator sets aside up to an eighth more than an object's size (docs/mooncake.md)
-    room = sum(max(0, one.free - one.size_bytes // 8) for one in others)
+    room = sum(max(0, segment.free - segment.size_bytes // 8) for segment in others)
     if own.allocator_used_bytes > room:
         raise PdCacheError(
             f"{name} holds {shown_bytes(own.allocator_used_bytes)}, and the others have room for {shown_bytes(room)}: add a node first, or "
@@ -168,10 +168,10 @@ class _Follower:
         self._ask_again = 0.0
         self._begin = time.monotonic()
 
-    def follow(self, timeout_s: float, told: Callable[[Drain], None], stop: StopFlag) -> Drain:
+    def follow(self, timeout_s: float, report: Callable[[Drain], None], stop: StopFlag) -> Drain:
         state, canceled = self._state, False
         while (status := self._look()) == "DRAINING":
-            told(state)
+            report(state)
             if not self._targets or state.seconds > timeout_s or stop.is_set():
                 canceled, status = True, self._cancel(status)
                 break
@@ -208,8 +208,8 @@ class _Follower:
                 time.sleep(_POLL_S)
         if job is None and self._job is not None:
             raise PdCacheError(f"the master no longer knows the job, because it was started anew; {_again(state.node)}")
-        there = (one for one in segments if one.segment_name == state.segment)
-        own = next((one for one in there if one.status in ("OK", "DRAINING", "DRAINED")), None)
+        there = (segment for segment in segments if segment.segment_name == state.segment)
+        own = next((segment for segment in there if segment.status in ("OK", "DRAINING", "DRAINED")), None)
         if own is None or (own.status == "OK" and job is not None and not job.ended):
             # the master goes on waiting for its moves
             raise PdCacheError(f"{state.node} has stopped, or was started anew: what it had not moved yet is lost")
@@ -217,8 +217,10 @@ class _Follower:
             state.moved, state.failed, state.in_use = job.succeeded_units, job.failed_units, job.blocked_units
             state.moved_bytes = job.migrated_bytes
             self._moving = job.active_units > 0 or not job.blocked_units
-        others = (one for one in segments if one.status == "OK" and one is not own)
-        self._targets = [one.segment_name for one in sorted(others, key=lambda one: one.free, reverse=True)]
+        others = (segment for segment in segments if segment.status == "OK" and segment is not own)
+        self._targets = [
+            segment.segment_name for segment in sorted(others, key=lambda segment: segment.free, reverse=True)
+        ]
         state.seconds = time.monotonic() - self._begin
         return own.status
 

@@ -104,11 +104,11 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
 
     within = request_id.removeprefix("chat").removeprefix("cmpl-")  # engines put `cmpl-` or `chatcmpl-` before the id
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-explain") as threads:
-        for one in dict.fromkeys((request_id, within)):
-            asked_for = itertools.repeat(urllib.parse.quote(one, safe=""))
-            told = list(zip(records, threads.map(asked, records, asked_for), strict=True))
-            trip = next((way for record, way in told if record.role == "proxy" and way), None)
-            own = [(record, found) for record, found in told if record.role != "proxy" and found]
+        for name in dict.fromkeys((request_id, within)):
+            asked_for = itertools.repeat(urllib.parse.quote(name, safe=""))
+            answers = list(zip(records, threads.map(asked, records, asked_for), strict=True))
+            trip = next((way for record, way in answers if record.role == "proxy" and way), None)
+            own = [(record, found) for record, found in answers if record.role != "proxy" and found]
             if trip is None:  # no proxy knows its way
                 hops = [hop for _, found in own for hop in found]
             else:
@@ -171,17 +171,17 @@ def explain_prompt(config: ClusterConfig, prompt: list[int] | str, salt: str | N
     with contextlib.ExitStack() as stack:
         pool = _PoolLookups(config, status.view, salt, stack)
         for row in rows:
-            one = ExplainedNode(row.name, row.record.role)
-            explained.append(one)
+            node = ExplainedNode(row.name, row.record.role)
+            explained.append(node)
             if row.state == "down":
-                one.detail = f"down: {row.why}"
+                node.detail = f"down: {row.why}"
                 continue
             try:
                 tokens = prompt if isinstance(prompt, list) else _tokenized(row.record, prompt)
             except (OSError, ValueError) as error:
-                one.detail = f"it does not return the tokens of a text ({error}); give token ids"
+                node.detail = f"it does not return the tokens of a text ({error}); give token ids"
             else:
-                pool.look(row.record, tokens, one)
+                pool.look(row.record, tokens, node)
     _compare(rows, explained)
     return explained
 
@@ -189,12 +189,12 @@ def explain_prompt(config: ClusterConfig, prompt: list[int] | str, salt: str | N
 def prompt_text(explained: Sequence[ExplainedNode]) -> str:
     """Returns what `explain --prompt` prints."""
     lines = []
-    for one in explained:
-        if one.found is None:
-            lines.append(f"{one.node} ({one.role}): {one.detail or MEANINGS[one.reason]}")
+    for node in explained:
+        if node.found is None:
+            lines.append(f"{node.node} ({node.role}): {node.detail or MEANINGS[node.reason]}")
             continue
-        lines.append(f"{one.node} ({one.role}): would find {one.found} of {one.tokens} tokens in the pool")
-        lines.append(f"  {reason_text(one.reason, one.detail)}")
+        lines.append(f"{node.node} ({node.role}): would find {node.found} of {node.tokens} tokens in the pool")
+        lines.append(f"  {reason_text(node.reason, node.detail)}")
     return "\n".join(lines) or "discovery knows no prefill or decode node"
 
 
@@ -217,18 +217,18 @@ class _PoolLookups:
         self._seeds = hash_seeds(config)
         self._clients: dict[tuple[Namespace, ...], MooncakeLookupClient] = {}
 
-    def look(self, record: NodeRecord, tokens: list[int], one: ExplainedNode) -> None:
+    def look(self, record: NodeRecord, tokens: list[int], node: ExplainedNode) -> None:
         """Notes what a node would find in the pool."""
-        one.tokens = len(tokens)
+        node.tokens = len(tokens)
         spaces = record.cache_namespaces
         if not spaces:
-            one.detail = "it does not say in which namespace its chunks are"
+            node.detail = "it does not say in which namespace its chunks are"
             return
         if self._master is None:
-            one.reason, one.detail = "pool_down", "no master of the pool is known"
+            node.reason, node.detail = "pool_down", "no master of the pool is known"
             return
         if len(tokens) < spaces[0].chunk_size:
-            one.found, one.reason = 0, "too_short"
+            node.found, node.reason = 0, "too_short"
             return
         try:
             named = PromptNamer(spaces[0], self._seeds).name(tokens, self._salt)
@@ -236,11 +236,11 @@ class _PoolLookups:
             client.reset(record.label)
             found = client.find(named.names)
         except PoolUnavailableError:
-            one.found, one.reason = 0, "pool_down"
+            node.found, node.reason = 0, "pool_down"
         except (PdCacheError, ValueError) as error:
-            one.detail = one_line(str(error))
+            node.detail = one_line(str(error))
         else:
-            one.found, one.reason = found.chunks * spaces[0].chunk_size, found.reason
+            node.found, node.reason = found.chunks * spaces[0].chunk_size, found.reason
 
     def _client(self, spaces: tuple[Namespace, ...], master: str) -> MooncakeLookupClient:
         if spaces not in self._clients:
@@ -252,19 +252,19 @@ class _PoolLookups:
 
 def _compare(rows: Sequence[NodeStatus], explained: Sequence[ExplainedNode]) -> None:
     """Says of a node that finds less than a node of another namespace that this is why."""
-    for row, one in zip(rows, explained, strict=True):
-        if one.found is None or one.reason not in _NOT_THERE:
+    for row, node in zip(rows, explained, strict=True):
+        if node.found is None or node.reason not in _NOT_THERE:
             continue
         better = [
             (other.found, other_row.name, other_row.difference)
             for other_row, other in zip(rows, explained, strict=True)
             if other.found is not None
-            and other.found > one.found
+            and other.found > node.found
             and other_row.record.fingerprint != row.record.fingerprint
         ]
         if better:
             found, name, difference = max(better)
-            one.reason = "other_namespace"
-            one.detail = f"{name}, which would find {found} tokens, has another namespace"
+            node.reason = "other_namespace"
+            node.detail = f"{name}, which would find {found} tokens, has another namespace"
             if why := row.difference or difference:
-                one.detail += f": {why}"
+                node.detail += f": {why}"

@@ -31,8 +31,8 @@ def send_action(config: ClusterConfig, kind: str, payload: dict[str, Any], actio
         if row.record.role != "proxy":
             continue
         try:
-            told = fetch(f"{row.record.address}/hints", _ASK_S, access, body)
-            (answer,) = decode_json(told, HintsAnswer).actions
+            answered = fetch(f"{row.record.address}/hints", _ASK_S, access, body)
+            (answer,) = decode_json(answered, HintsAnswer).actions
         except (OSError, ValueError) as error:
             why = f"{row.name}: {error}"
         else:

@@ -98,8 +98,8 @@ def _sizes(metrics: str, samples: Iterable[Sequence[str]]) -> dict[str, int]:
     end, found = time.monotonic() + _SIZES_S, dict[str, int]()
     while (batch := list(itertools.islice(alike, KEYS_IN_A_URL))) and (left := end - time.monotonic()) > 0:
         with contextlib.suppress(OSError, ValueError):  # keys of other programs may be of any kind
-            told = copies_at(metrics, batch, left)
-            found |= {key: sum(copy.size_ for copy in copies) for key, copies in told.items() if copies}
+            listed = copies_at(metrics, batch, left)
+            found |= {key: sum(copy.size_ for copy in copies) for key, copies in listed.items() if copies}
     return found
 
 
@@ -146,7 +146,7 @@ def survey(config: ClusterConfig) -> PoolReport:
     status = cluster_status(config)
     metrics, records = _leading(status), [row.record for row in status.nodes]
     tally = Tally(_keys(metrics))
-    sizes = _sizes(metrics, [one.sample for one in tally.spaces.values()])
+    sizes = _sizes(metrics, [counted.sample for counted in tally.spaces.values()])
     known = {space.fingerprint(): space for record in records for space in record.cache_namespaces}
     known |= _manifests(config, status, tally.manifests.difference(known))
     for fingerprint in tally.manifests.difference(name.partition(".")[0] for name in tally.spaces):
@@ -156,16 +156,16 @@ def survey(config: ClusterConfig) -> PoolReport:
         fingerprint, _, version = name.partition(".")
         space, objects = known.get(fingerprint), counted.prefixes.total()
         having = [record for record in records if space is not None and space in record.cache_namespaces]
-        labels = {state.label for one in having for state in one.weights}
+        labels = {state.label for record in having for state in record.weights}
         found = [sizes[key] for key in counted.sample if key in sizes]
         values = any(prefix.startswith(VALUE_FORMAT.encode()) for prefix in counted.prefixes)
         spaces.append(
             Space(
                 name=name,
                 kind="other" if name == OTHERS else "values" if values else "chunks",
-                model=next((one.model for one in having if one.model), "" if space is None else space.model),
-                nodes=[one.name for one in having],
-                current=version in labels if having and all(one.weights for one in having) else None,
+                model=next((record.model for record in having if record.model), "" if space is None else space.model),
+                nodes=[record.name for record in having],
+                current=version in labels if having and all(record.weights for record in having) else None,
                 shards=len(counted.prefixes),
                 objects=objects,
                 bytes=round(objects * sum(found) / len(found)) if found else None if objects else 0,
@@ -173,7 +173,7 @@ def survey(config: ClusterConfig) -> PoolReport:
                 namespace=None if space is None else msgspec.to_builtins(space),
             )
         )
-    spaces.sort(key=lambda one: (one.kind == "other", -(one.bytes or 0), one.name))
+    spaces.sort(key=lambda space: (space.kind == "other", -(space.bytes or 0), space.name))
     return PoolReport(namespaces=spaces, segments=list(status.segments or ()))
 
 
@@ -202,7 +202,7 @@ def _opened(config: ClusterConfig, status: ClusterStatus) -> Iterator[MooncakeSt
 
 
 def _manifests(config: ClusterConfig, status: ClusterStatus, fingerprints: Collection[str]) -> dict[str, Namespace]:
-    """Returns namespaces that no node has told, as far as their manifests can be read within a few seconds."""
+    """Returns namespaces that no node has reported, as far as their manifests can be read within a few seconds."""
     found: dict[str, Namespace] = {}
     if not fingerprints:
         return found
@@ -228,12 +228,12 @@ def choose(report: PoolReport, pattern: str, *, old: bool) -> list[Space]:
 
     Raises PdCacheError if there is none.
     """
-    ours = [one for one in report.namespaces if one.kind != "other" and (one.objects or not one.nodes)]
+    ours = [space for space in report.namespaces if space.kind != "other" and (space.objects or not space.nodes)]
     chosen = [
-        one
-        for one in ours
-        if (one.current is False or not old)
-        and (fnmatch.fnmatchcase(one.name, pattern) or fnmatch.fnmatchcase(one.model, pattern))
+        space
+        for space in ours
+        if (space.current is False or not old)
+        and (fnmatch.fnmatchcase(space.name, pattern) or fnmatch.fnmatchcase(space.model, pattern))
     ]
     if not chosen:
         what = "namespace of an old version" if old else "namespace"
@@ -247,9 +247,9 @@ def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -
     Returns how many were removed, and how many stay because they are being written. Raises PdCacheError, which says how many are gone
     already, if the master or the pool does not answer.
     """
-    names = {one.name for one in chosen}
-    stay = {one.fingerprint for one in report.namespaces if one.nodes or one.name not in names}
-    manifests = {_manifest_key(one.fingerprint).encode() for one in chosen if one.fingerprint not in stay}
+    names = {space.name for space in chosen}
+    stay = {space.fingerprint for space in report.namespaces if space.nodes or space.name not in names}
+    manifests = {_manifest_key(space.fingerprint).encode() for space in chosen if space.fingerprint not in stay}
     status, removed, busy = cluster_status(config), 0, 0
     metrics = _leading(status)
     try:
@@ -263,7 +263,7 @@ def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -
                 outcomes = Counter(store.remove(batch, timeout=_REMOVAL_S, force=True))
                 removed, busy = removed + outcomes[Status.OK], busy + outcomes[Status.BUSY]
                 if failed := outcomes.keys() - {Status.OK, Status.BUSY, Status.MISSING}:
-                    raise PdCacheError(f"the pool answers {', '.join(one.value for one in failed)}")
+                    raise PdCacheError(f"the pool answers {', '.join(outcome.value for outcome in failed)}")
     except PdCacheError as error:
         raise PdCacheError(f"{removed} objects were removed, and then: {error}; run it again for the others") from error
     return removed, busy
@@ -275,16 +275,16 @@ def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -
 def space_table(spaces: Sequence[Space]) -> Group:
     """Returns namespaces as text for people, to be read in 80 columns."""
     table = _table("namespace", "used by", ">chunks", ">bytes", "model")
-    for one in spaces:
+    for space in spaces:
         users = chunks = ""
-        about = f"{one.objects:,} objects of {'other programs' if one.kind == 'other' else 'ObjectCache'}"
-        if one.kind == "chunks":
-            group = (one.namespace or {}).get("group")
-            count = len(one.nodes)
-            users = "old" if one.current is False else f"{count or 'no'} node{'s' if count > 1 else ''}"
-            chunks = f"{one.objects // max(1, one.shards):,}"
-            about = f"{one.model or '?'}, layers {group}" if group else one.model or "?"
-        table.add_row(one.name, users, chunks, _shown(one.bytes), escape(one_line(about)))
+        about = f"{space.objects:,} objects of {'other programs' if space.kind == 'other' else 'ObjectCache'}"
+        if space.kind == "chunks":
+            group = (space.namespace or {}).get("group")
+            count = len(space.nodes)
+            users = "old" if space.current is False else f"{count or 'no'} node{'s' if count > 1 else ''}"
+            chunks = f"{space.objects // max(1, space.shards):,}"
+            about = f"{space.model or '?'}, layers {group}" if group else space.model or "?"
+        table.add_row(space.name, users, chunks, _shown(space.bytes), escape(one_line(about)))
     return Group(table, *_estimate(spaces))
 
 
@@ -293,9 +293,9 @@ def usage_table(report: PoolReport) -> Group:
     models, segments = _table("model", ">bytes", ">objects"), _table("segment", ">used", ">size")
     for model, (objects, size) in by_model(report).items():
         models.add_row(escape(one_line(model)), _shown(size), f"{objects:,}")
-    for one in report.segments:
-        sizes = shown_bytes(one.allocator_used_bytes), shown_bytes(one.size_bytes)
-        segments.add_row(escape(one_line(one.segment_name)), *sizes)
+    for segment in report.segments:
+        sizes = shown_bytes(segment.allocator_used_bytes), shown_bytes(segment.size_bytes)
+        segments.add_row(escape(one_line(segment.segment_name)), *sizes)
     return Group(models, *_estimate(report.namespaces), Text(), segments)
 
 
@@ -309,10 +309,10 @@ def usage(report: PoolReport) -> dict[str, object]:
 def by_model(report: PoolReport) -> dict[str, tuple[int, int | None]]:
     """Returns how many objects each model has, and their bytes; under the name of a namespace what has no known model."""
     found: dict[str, tuple[int, int | None]] = {}
-    for one in report.namespaces:
-        objects, size = found.get(one.model or one.name, (0, 0))
-        both = None if size is None or one.bytes is None else size + one.bytes
-        found[one.model or one.name] = objects + one.objects, both
+    for space in report.namespaces:
+        objects, size = found.get(space.model or space.name, (0, 0))
+        both = None if size is None or space.bytes is None else size + space.bytes
+        found[space.model or space.name] = objects + space.objects, both
     return found
 
 
@@ -328,5 +328,5 @@ def _shown(size: int | None) -> str:
 
 
 def _estimate(spaces: Sequence[Space]) -> list[Text]:
-    sampled, objects = sum(one.sampled for one in spaces), sum(one.objects for one in spaces)
+    sampled, objects = sum(space.sampled for space in spaces), sum(space.objects for space in spaces)
     return [Text(f"bytes are estimated from {sampled:,} of {objects:,} objects")] if sampled < objects else []

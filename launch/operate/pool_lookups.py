@@ -34,7 +34,9 @@ def pool_bytes(config: ClusterConfig, view: View) -> int:
     sizes = []
     for record in view.by_role("master"):
         try:
-            sizes.append(sum(one.size_bytes for one in segments_at(record.metrics or "") if not one.shown_status))
+            sizes.append(
+                sum(segment.size_bytes for segment in segments_at(record.metrics or "") if not segment.shown_status)
+            )
         except (OSError, ValueError) as error:
             failure = error
     if not sizes:

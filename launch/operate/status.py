@@ -65,7 +65,7 @@ def as_dict(status: ClusterStatus) -> dict[str, object]:
             "in_flight": node.in_flight,
             "errors": node.reading.errors,
             "leads": node.leads,
-            "segments": [one.segment_name for one in (node.role != "master" and node.segments) or ()],
+            "segments": [segment.segment_name for segment in (node.role != "master" and node.segments) or ()],
             "memory": node.memory,
         }
         for node in status.nodes

@@ -113,7 +113,7 @@ class Proxy:
         self.hops.session = session
         checks = check_health(self._pools, session)
         hints = _repeat(lambda: self._hints.renew_s, self._hints.renew)
-        beside = {asyncio.create_task(one) for one in (checks, hints)}
+        beside = {asyncio.create_task(task) for task in (checks, hints)}
         stop_following = self._files.follow()
         try:
             yield

@@ -114,8 +114,8 @@ class DirectRule:
         """Returns why its prompts cannot be looked up; empty if they can."""
         try:
             self._namer = PromptNamer(pool.namespaces[0], self._seeds)
-            self._keys_per_chunk = sum(one.shards for one in pool.namespaces)
-            self.chunk_bytes = sum(one.chunk_bytes for one in pool.namespaces)
+            self._keys_per_chunk = sum(group.shards for group in pool.namespaces)
+            self.chunk_bytes = sum(group.chunk_bytes for group in pool.namespaces)
             if self._open is not None and self._tokens:
                 if self._opened is None or self._opened[0] != pool:
                     self._retire()

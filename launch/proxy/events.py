@@ -216,7 +216,7 @@ class CacheView:
 
     def load_cost(self, namespaces: Iterable[Namespace]) -> float:
         """Returns what a token of these groups of layers costs that is loaded, if one that is computed costs 1. At most 1."""
-        a_token = sum(one.chunk_bytes / one.chunk_size for one in namespaces)
+        a_token = sum(space.chunk_bytes / space.chunk_size for space in namespaces)
         return min(1.0, a_token / self._load_bytes)
 
     def hits(self, prompt: NamedPrompt) -> dict[str, list[dict[str, int]]]:
@@ -320,10 +320,12 @@ class CacheQuery:
         for name, ranks in self._caches.hits(prompt).items():
             if query.instance_id in (None, name):
                 longest = [max(media.values()) for media in ranks]
-                media = {medium: max(one.get(medium, 0) for one in ranks) for medium in dict.fromkeys(chain(*ranks))}
+                media = {
+                    medium: max(tokens.get(medium, 0) for tokens in ranks) for medium in dict.fromkeys(chain(*ranks))
+                }
                 found[name] = {
                     "longest_matched": max(longest),
                     **media,
-                    "DP": {str(n): one for n, one in enumerate(longest)},
+                    "DP": {str(n): length for n, length in enumerate(longest)},
                 }
         return {_TENANT: found}

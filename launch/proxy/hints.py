@@ -134,18 +134,18 @@ class Hints:
 
     async def taken(self, message: bytes, exchange: Exchange) -> bytes:
         """Returns the answer to hints that came with a completion, for a header. Raises nothing."""
-        told: dict[str, Any]
+        answer: dict[str, Any]
         try:
             async with asyncio.timeout(HINTS_S):
-                told = msgspec.to_builtins(await self.take(message, exchange))
+                answer = msgspec.to_builtins(await self.take(message, exchange))
         except TimeoutError:
-            told = {"error": f"The hints were not answered within {HINTS_S:g} s"}
+            answer = {"error": f"The hints were not answered within {HINTS_S:g} s"}
         except ApiError as error:
-            told = {"error": error.message[:500]}
+            answer = {"error": error.message[:500]}
         except Exception:  # a hint never fails its request
             log.exception("hints failed unexpectedly")
-            told = {"error": "Internal error of the proxy"}
-        return json.dumps(told, separators=(",", ":")).encode()
+            answer = {"error": "Internal error of the proxy"}
+        return json.dumps(answer, separators=(",", ":")).encode()
 
     async def take(self, message: bytes, exchange: Exchange) -> HintsAnswer:
         """Does what a client's message asks for, and returns what became of each action.
@@ -283,7 +283,7 @@ class Hints:
 
     def prefetched_by(self, client: Client) -> bool:
         """Returns whether a node holds a prompt for this client. Prompts that others prefetch cost it nothing."""
-        return any(one.holder == client.holder for one in self._prefetched.values())
+        return any(prefetched.holder == client.holder for prefetched in self._prefetched.values())
 
     def prefetched(self, named: NamedPrompt) -> Prefetched | None:
         """Returns the longest prefetch of a request's prompt, which ends with the request; None if there is none."""
@@ -291,8 +291,8 @@ class Hints:
         return None if last is None else self._prefetched.pop(last)
 
     def end_prefetches(self) -> None:
-        for one in self._prefetched.values():
-            one.stream.cancel()
+        for prefetched in self._prefetched.values():
+            prefetched.stream.cancel()
 
     async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt) -> str | None:
         """Has the decode node that a request with this prompt would get load it, and hold it for `PREFETCH_S`; the request will go there.
@@ -312,7 +312,7 @@ class Hints:
         if not streams and not self._direct.why(named.tokens, named.pool_tokens):
             raise ApiError(400, "a decode node would compute it, because the pool lacks too much of it (docs/hints.md)")
         holder = exchange.client.holder
-        held = sum(one.holder == holder for one in self._prefetched.values())
+        held = sum(prefetched.holder == holder for prefetched in self._prefetched.values())
         if not fair(holder, held, _MOST_PREFETCHED - len(self._prefetched)):
             raise ApiError(400, f"of {_MOST_PREFETCHED} prefetches, none is free, or this client has as many as are")
         body, name = completion.for_stream() if streams else completion.for_load(), f"-prefetch-{last.hex()[:8]}"
@@ -321,10 +321,10 @@ class Hints:
             raise ApiError(400, "other requests take all the memory for bodies")
         if last in self._prefetched:
             self._prefetched[last].stream.cancel()
-        self._prefetched[last] = one = Prefetched(holder, node, stream)
+        self._prefetched[last] = prefetched = Prefetched(holder, node, stream)
 
         def ended(*_: object) -> None:
-            if self._prefetched.get(last) is one:
+            if self._prefetched.get(last) is prefetched:
                 del self._prefetched[last]
 
         def failed() -> bool:  # one that is cancelled has given way to its request, or to another of the same prompt
@@ -345,7 +345,7 @@ class Hints:
     @property
     def renew_s(self) -> float:
         """How often leases are renewed: so that one renewal may fail."""
-        leases = [one.lease_ttl_ms for one in self._view.by_role("master") if one.lease_ttl_ms]
+        leases = [master.lease_ttl_ms for master in self._view.by_role("master") if master.lease_ttl_ms]
         return min(_LONGEST_RENEWAL_S, min(leases, default=_LEASE_MS) / 3000)
 
     async def renew(self) -> None:

@@ -184,7 +184,7 @@ class Hops:
                 with pool.working(node, prompt), exchange.hop_span("prefill", node) as span:
                     url = node + exchange.request.path
                     asking = self._whole(
-                        exchange, span, "POST", url, body, lambda one: (read_handoff(one), read_report(one))
+                        exchange, span, "POST", url, body, lambda answer: (read_handoff(answer), read_report(answer))
                     )
                     async with asyncio.timeout(left):
                         handoff, report = await asking

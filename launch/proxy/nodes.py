@@ -234,7 +234,7 @@ class NodePools:
         for hop, pool in self.pools.items():
             pool.update(_target(record) for record in records if record.role == hop)
         prefill = self.pools["prefill"]
-        known_caches = self.caches.update(one for one in records if one.role == "prefill")
+        known_caches = self.caches.update(record for record in records if record.role == "prefill")
         prefill.know(known_caches)
         self._direct.wants_names = bool(known_caches)
         found = differences([*records, *self._view.by_role("master")])
@@ -242,7 +242,11 @@ class NodePools:
             if self._differences.get(name) != difference:
                 log.warning("%s: %s", name, difference)
         self._differences = found
-        known = [(one.cache_namespaces, one.model) for one in records if one.role == "decode" and one.cache_namespaces]
+        known = [
+            (record.cache_namespaces, record.model)
+            for record in records
+            if record.role == "decode" and record.cache_namespaces
+        ]
         if known and self._serves not in known:  # while nodes of two versions come and go, it stays as long as it can
             self._serves = known[0]
         master = self._master(self._view)
@@ -253,8 +257,10 @@ class NodePools:
         else:
             namespaces, model = self._serves
             prefill.load_cost = self.caches.load_cost(namespaces)
-            serving = (one for one in records if one.role == "decode" and one.cache_namespaces == namespaces)
-            label = Counter(one.label for one in serving).most_common(1)
+            serving = (
+                record for record in records if record.role == "decode" and record.cache_namespaces == namespaces
+            )
+            label = Counter(record.label for record in serving).most_common(1)
             self._direct.use(Pool(namespaces, master, model), label[0][0] if label else FIRST)
 
 

@@ -82,9 +82,9 @@ class HintsAnswer(msgspec.Struct, frozen=True):
     actions: list[ActionAnswer]
 
 
-def done(action_id: str, why: Sequence[str], **told: Any) -> ActionAnswer:
+def done(action_id: str, why: Sequence[str], **fields: Any) -> ActionAnswer:
     """Returns the answer to an action that was done, `why` not wholly."""
-    return ActionAnswer(action_id, "clipped" if why else "accepted", "; ".join(why), **told)
+    return ActionAnswer(action_id, "clipped" if why else "accepted", "; ".join(why), **fields)
 
 
 def refused(action_id: str, error: Exception) -> ActionAnswer:

@@ -124,8 +124,8 @@ class Requests:
             return await self._finish(exchange, serving, max(0.0, left))
 
     async def _hint(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
-        told = await self._hints.take(body, exchange)
-        return web.Response(body=msgspec.json.encode(told), content_type="application/json")
+        answer = await self._hints.take(body, exchange)
+        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
     async def _finish(
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float

@@ -51,8 +51,8 @@ def exposed(
             return Response(200, generate_latest(registry), CONTENT_TYPE_LATEST)
         if path == "/health":
             up = available()
-            told = {"status": {None: "starting", True: "ok", False: "degraded"}[up], **versions()}
-            return Response(503 if up is None else 200, msgspec.json.encode(told), "application/json")
+            body = {"status": {None: "starting", True: "ok", False: "degraded"}[up], **versions()}
+            return Response(503 if up is None else 200, msgspec.json.encode(body), "application/json")
         return Response(404, b"/metrics and /health are here\n")
 
     with serving(host, port, respond, _CONNECTIONS) as address:

@@ -69,7 +69,7 @@ def drained(
     stop: StopFlag | None = None,
     timeout_s: float = 600.0,
 ) -> Drain:
-    return drain(load_config(pool.file), "store-0", timeout_s=timeout_s, told=told, stop=stop or StopFlag())
+    return drain(load_config(pool.file), "store-0", timeout_s=timeout_s, report=told, stop=stop or StopFlag())
 
 
 def test_nothing_is_lost_while_prompts_are_looked_up_loaded_and_stored_and_then_the_node_may_go_and_come_back(

@@ -116,12 +116,12 @@ class Station:
 def first_of(*happenings: Happening) -> Happening:
     """Returns what happens with the first of these."""
     either = Happening()
-    for one in happenings:
-        one.then(either.happen)
+    for happening in happenings:
+        happening.then(either.happen)
     return either
 
 
 def wait_for_all(happenings: list[Happening]) -> Process:
     """Waits for the last of these."""
-    for one in happenings:  # noqa: UP028 - a list takes no values that are sent back
-        yield one
+    for happening in happenings:  # noqa: UP028 - a list takes no values that are sent back
+        yield happening

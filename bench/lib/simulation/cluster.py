@@ -315,8 +315,8 @@ class SimulatedCluster:
             "proxy's places": _mean([proxy.most_admitted for proxy in self._proxies]) / self.plan.proxy.max_requests,
             "prefill": _mean([node.engine.asked for node in self.nodes["prefill"]]) / seconds,
             "decode": _mean([node.engine.asked for node in self.nodes["decode"]]) / seconds,
-            "links": _mean([max(one.outgoing.asked, one.incoming.asked) for one in machines]) / seconds,
-            "nodes' cores": _mean([one.cores.asked for one in machines]) / cores,
+            "links": _mean([max(machine.outgoing.asked, machine.incoming.asked) for machine in machines]) / seconds,
+            "nodes' cores": _mean([machine.cores.asked for machine in machines]) / cores,
         }
 
 

@@ -110,33 +110,35 @@ class SimulatedEngine:
         self._prefilling.append(generating)
         self._wake.happen()
 
-    def _prefill(self, one: Generating) -> Process:
+    def _prefill(self, generating: Generating) -> Process:
         step = self._costs.engine.step_tokens
-        end = min((one.position // step + 1) * step, one.request.tokens)
-        seconds = self._costs.prefill.step(end - one.position, one.position)
+        end = min((generating.position // step + 1) * step, generating.request.tokens)
+        seconds = self._costs.prefill.step(end - generating.position, generating.position)
         self.asked += seconds
         yield self._time.after(seconds)
-        one.position = end
+        generating.position = end
         if (
-            end == one.request.tokens or one.storing.done
+            end == generating.request.tokens or generating.storing.done
         ):  # what is complete goes to the pool while the rest is computed
-            one.storing = self._store(one)
-            one.stored = end
-        if end < one.request.tokens:
+            generating.storing = self._store(generating)
+            generating.stored = end
+        if end < generating.request.tokens:
             return
         self._prefilling.popleft()
-        one.produced = 1
-        one.first.happen()
-        one.on_tokens(1)
-        if one.produced >= one.output:
-            self._end(one)
+        generating.produced = 1
+        generating.first.happen()
+        generating.on_tokens(1)
+        if generating.produced >= generating.output:
+            self._end(generating)
         else:
-            self._decoding.append(one)
+            self._decoding.append(generating)
 
     def _decode(self, most: int) -> Process:
         batch, begun = self._decoding, self._time.now
-        ticks = min(most, min(one.output - one.produced for one in batch))
-        context = sum(one.request.tokens + one.produced for one in batch) + len(batch) * (ticks - 1) / 2
+        ticks = min(most, min(generating.output - generating.produced for generating in batch))
+        context = (
+            sum(generating.request.tokens + generating.produced for generating in batch) + len(batch) * (ticks - 1) / 2
+        )
         each = self._costs.decode.step(len(batch), context)
         if ticks > 1:
             self._wake = Happening()
@@ -144,12 +146,12 @@ class SimulatedEngine:
             ticks = min(ticks, int((self._time.now - begun) / max(each, 1e-12)) + 1)
         self.asked += each * ticks
         yield self._time.after(begun + each * ticks - self._time.now)
-        for one in batch:
-            one.produced += ticks
-            one.on_tokens(ticks)
-            if one.produced >= one.output:
-                self._end(one)
-        self._decoding = [one for one in batch if one.produced < one.output]
+        for generating in batch:
+            generating.produced += ticks
+            generating.on_tokens(ticks)
+            if generating.produced >= generating.output:
+                self._end(generating)
+        self._decoding = [generating for generating in batch if generating.produced < generating.output]
 
     def _end(self, generating: Generating) -> None:
         generating.ended.happen()

@@ -181,7 +181,7 @@ class ReferenceEngine:
                 self.metrics.requests.labels("rejected").inc()
                 raise GenerationError("queue_full", f"{self.config.max_queue} requests wait already")
             generation = Generation(
-                request, now + self._request_timeout_s, lambda one: self._post(lambda: self._cancel(one))
+                request, now + self._request_timeout_s, lambda expired: self._post(lambda: self._cancel(expired))
             )
             self._outstanding.add(generation)
             queue = self._begin_stream if request.streams else self._waiting.append
@@ -268,7 +268,7 @@ class ReferenceEngine:
             return
         deadlines = [active.generation.deadline for active in self._active()]
         deadlines += [active.load.deadline for active in self._running if active.load is not None]
-        until = min((one - time.monotonic() for one in deadlines), default=_LONGEST_SLEEP_S)
+        until = min((deadline - time.monotonic() for deadline in deadlines), default=_LONGEST_SLEEP_S)
         with self._changed:
             longest = max(0.0, min(until, _LONGEST_SLEEP_S))
             self._changed.wait_for(lambda: self._inbox or self._stopping, timeout=longest)
@@ -319,7 +319,7 @@ class ReferenceEngine:
             blocks = self.pool.allocate(max(0, self._blocks_needed(active) - len(taken)))
             if blocks is None:
                 # nothing else gives blocks back: the request that ends a stream may wait behind this one
-                holding = [one for one in self._streams if one.blocks and one is not stream]
+                holding = [other for other in self._streams if other.blocks and other is not stream]
                 if self._running or not holding:
                     return
                 self._give_back(holding[-1])
@@ -342,8 +342,8 @@ class ReferenceEngine:
     def _begin_stream(self, active: _Active) -> None:
         """Begins to load its prompt. Ends it at once if there is no room: requests that are to be answered need the blocks."""
         self._streams.append(active)
-        needed, streaming = self._blocks_needed(active), [one for one in self._streams if one.blocks]
-        held = needed + sum(len(one.blocks) for one in streaming)
+        needed, streaming = self._blocks_needed(active), [stream for stream in self._streams if stream.blocks]
+        held = needed + sum(len(stream.blocks) for stream in streaming)
         if len(streaming) < self._most_streams and held <= self.pool.total // 4 and needed <= self.pool.free // 2:
             active.blocks = self.pool.allocate(needed) or ()
             active.phase = _Phase.PREFILL
@@ -356,12 +356,14 @@ class ReferenceEngine:
         request = active.generation.request
         if active.skip_cache:
             return None
-        for one in self._streams:
+        for stream in self._streams:
             # if its load broke off, the request looks for itself what is there
-            loaded = one.prefix is not None and one.prefix.current and one.result.tokens == one.prefix.length
-            of_use = one.blocks and (one.load is not None or loaded)
-            if of_use and one.prompt == active.prompt and one.generation.request.cache_salt == request.cache_salt:
-                return one
+            loaded = (
+                stream.prefix is not None and stream.prefix.current and stream.result.tokens == stream.prefix.length
+            )
+            of_use = stream.blocks and (stream.load is not None or loaded)
+            if of_use and stream.prompt == active.prompt and stream.generation.request.cache_salt == request.cache_salt:
+                return stream
         return None
 
     def _take_over(self, active: _Active, stream: _Active) -> None:
@@ -410,7 +412,7 @@ class ReferenceEngine:
         active.phase = _Phase.LOADING
 
     def _load_ended(self, load: LoadAttempt, result: LoadResult) -> None:
-        active = next((one for one in self._active() if one.load is load), None)
+        active = next((active for active in self._active() if active.load is load), None)
         if active is None:
             self.lent_blocks -= len(load.blocks)
             return

@@ -131,21 +131,21 @@ class _Step:
         kv, rows = self._kv, self._slots.numel()
         kv.write(layer, self._slots, key[0, :, :rows].transpose(0, 1), value[0, :, :rows].transpose(0, 1))
         out = torch.zeros(1, query.shape[2], query.shape[1], kv.head_dim, dtype=query.dtype)
-        for one in self._segments:
-            stop = one.start + one.rows
-            out[0, one.start : stop] = self._attended(one, query[0, :, one.start : stop], layer)
+        for segment in self._segments:
+            stop = segment.start + segment.rows
+            out[0, segment.start : stop] = self._attended(segment, query[0, :, segment.start : stop], layer)
         return out
 
-    def _attended(self, one: _Segment, query: torch.Tensor, layer: int) -> torch.Tensor:
+    def _attended(self, segment: _Segment, query: torch.Tensor, layer: int) -> torch.Tensor:
         """Returns the attention of one request's `query [heads, rows, head_dim]` to its context, as `[rows, heads, head_dim]`."""
         kv = self._kv
-        keys, values = kv.read(layer, one.blocks, one.context, one.mask.shape[1])
+        keys, values = kv.read(layer, segment.blocks, segment.context, segment.mask.shape[1])
         heads, rows, head_dim = query.shape
-        padded = one.mask.shape[0] // self._group
+        padded = segment.mask.shape[0] // self._group
         # query heads that share a KV head become further rows of it: [kv_heads, group * rows, head_dim]
         folded = functional.pad(query, (0, 0, 0, padded - rows)).reshape(kv.kv_heads, -1, head_dim)
         attended = functional.scaled_dot_product_attention(
-            folded.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), attn_mask=one.mask
+            folded.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), attn_mask=segment.mask
         )
         return attended.view(heads, padded, head_dim)[:, :rows].transpose(0, 1)
 

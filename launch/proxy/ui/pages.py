@@ -190,14 +190,19 @@ class UiPages:
         status = self._nodes.status(now)
         names = {node.record.address: node.name for node in status.nodes}
         owners = {
-            one.segment_name: node.name for node in status.nodes if node.role != "master" for one in node.segments or ()
+            segment.segment_name: node.name
+            for node in status.nodes
+            if node.role != "master"
+            for segment in node.segments or ()
         }
-        segments = sorted(status.segments or (), key=lambda one: (owners.get(one.segment_name, ""), one.segment_name))
+        segments = sorted(
+            status.segments or (), key=lambda segment: (owners.get(segment.segment_name, ""), segment.segment_name)
+        )
         return {
             "version": pd_cache.__version__,
             "cluster": self._cluster,
             "serves": any(self._pools.pools["decode"].health(now).values()),
-            "failed": sum((one.failed for one in minutes if one is not None), Counter[int]()),
+            "failed": sum((minute.failed for minute in minutes if minute is not None), Counter[int]()),
             "saved_s": self._recent.saved_s(),
             "first_token": [first_token_within(minutes, part) for part in (0.5, 0.99)],
             "running": self._metrics.running._value.get(),
@@ -206,30 +211,30 @@ class UiPages:
             "problems": [trouble.found for trouble in status.troubles],
             "segments": [
                 {
-                    "name": one_line(one.segment_name),
-                    "owner": owners.get(one.segment_name, ""),
-                    "size": one.size_bytes,
-                    "used": one.allocator_used_bytes,
+                    "name": one_line(segment.segment_name),
+                    "owner": owners.get(segment.segment_name, ""),
+                    "size": segment.size_bytes,
+                    "used": segment.allocator_used_bytes,
                 }
-                for one in segments
+                for segment in segments
             ],
             "minutes": [
-                one
+                minute
                 and {
-                    "requests": one.requests,
-                    "untold": one.untold,
-                    "failed": one.failed,
-                    "errors": sum(count for status, count in one.failed.items() if status >= 500),
-                    "first_token": [first_token_within([one], part) for part in (0.5, 0.99)],
-                    **one.sources,
+                    "requests": minute.requests,
+                    "untold": minute.untold,
+                    "failed": minute.failed,
+                    "errors": sum(count for status, count in minute.failed.items() if status >= 500),
+                    "first_token": [first_token_within([minute], part) for part in (0.5, 0.99)],
+                    **minute.sources,
                 }
-                for one in minutes
+                for minute in minutes
             ],
-            "slow": [_shown_slow(one, max(0.0, now - one.at), names) for one in self._recent.slowest(client)],
+            "slow": [_shown_slow(ended, max(0.0, now - ended.at), names) for ended in self._recent.slowest(client)],
         }
 
 
-def _shown_slow(one: EndedRequest, age_s: float, names: dict[str, str]) -> dict[str, Any]:
+def _shown_slow(ended: EndedRequest, age_s: float, names: dict[str, str]) -> dict[str, Any]:
     hops = [
         {
             "hop": hop.hop,
@@ -238,15 +243,15 @@ def _shown_slow(one: EndedRequest, age_s: float, names: dict[str, str]) -> dict[
             "sources": None if hop.report is None else prompt_sources(hop.report),
             "reason": "" if hop.report is None else hop.report.reason,
         }
-        for hop in one.trip.hops
+        for hop in ended.trip.hops
     ]
     return {
-        "id": one.request_id,
+        "id": ended.request_id,
         "ago": age_s,
-        "seconds": one.seconds,
-        "first_byte": one.first_byte_s,
-        "status": one.status,
-        "client": one.trip.client,
+        "seconds": ended.seconds,
+        "first_byte": ended.first_byte_s,
+        "status": ended.status,
+        "client": ended.trip.client,
         "hops": hops,
     }
 

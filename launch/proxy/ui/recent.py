@@ -78,7 +78,7 @@ class RecentRequests:
         self._clock = clock
         self._minutes: deque[Minute] = deque(maxlen=MINUTES)
 
-    def note(self, one: EndedRequest) -> None:
+    def note(self, ended: EndedRequest) -> None:
         """Takes in a request that has ended. Its prompt counts at the first node that worked on it."""
         now = self._clock()
         number = int(now // _MINUTE_S)
@@ -86,23 +86,23 @@ class RecentRequests:
             self._minutes.append(Minute(number))
         minute = self._minutes[-1]
         minute.requests += 1
-        if one.status >= 400:
-            minute.failed[one.status] += 1
-        first_token_s = one.first_byte_s if one.streamed and one.status < 400 else None
+        if ended.status >= 400:
+            minute.failed[ended.status] += 1
+        first_token_s = ended.first_byte_s if ended.streamed and ended.status < 400 else None
         if first_token_s is not None:
             minute.first_token.append(first_token_s)
-        if (report := next((hop.report for hop in one.trip.hops), None)) is not None:
+        if (report := next((hop.report for hop in ended.trip.hops), None)) is not None:
             for source, tokens in prompt_sources(report).items():
                 minute.sources[source] += tokens
-            took_s = first_token_s if one.prefill_s is None else one.prefill_s
+            took_s = first_token_s if ended.prefill_s is None else ended.prefill_s
             if took_s is not None and report.reason != "too_short":
                 minute.pace[0 if report.loaded else 2] += report.loaded + report.computed
                 minute.pace[1 if report.loaded else 3] += took_s
-        elif one.status < 400:
+        elif ended.status < 400:
             minute.untold += 1
-        minute.slow.append(one._replace(at=now))
+        minute.slow.append(ended._replace(at=now))
         if len(minute.slow) > SLOWEST:
-            minute.slow.remove(min(minute.slow, key=lambda one: one.waited))
+            minute.slow.remove(min(minute.slow, key=lambda ended: ended.waited))
 
     def minutes(self) -> list[Minute | None]:
         """Returns the last hour, the present minute last. None stands for a minute without requests."""
@@ -118,8 +118,10 @@ class RecentRequests:
 
     def slowest(self, client: str | None = None) -> list[EndedRequest]:
         """Returns the requests of the last hour that waited longest for their first byte. `client`: only that client's."""
-        slow = [one for minute in self.minutes() if minute is not None for one in minute.slow]
-        return sorted((one for one in slow if client in (None, one.trip.client)), key=lambda one: -one.waited)[:SLOWEST]
+        slow = [ended for minute in self.minutes() if minute is not None for ended in minute.slow]
+        return sorted(
+            (ended for ended in slow if client in (None, ended.trip.client)), key=lambda ended: -ended.waited
+        )[:SLOWEST]
 
     def rate(self) -> float:
         """Returns how many requests ended a second, over the present minute and the last."""
