@@ -179,10 +179,11 @@ class Clients(msgspec.Struct, frozen=True):
 
 
 class Asking(msgspec.Struct, frozen=True):
-    """Ask for one's prompt of this length, again and again, for `_SECONDS`."""
+    """Ask for one's prompt of this length, again and again."""
 
     kind: Literal["lookup", "raw"]
     tokens: int
+    seconds: float
 
 
 class TimedLookups(Site):
@@ -218,7 +219,7 @@ class TimedLookups(Site):
         for _ in range(_WARM_UP):
             right()
         start = time.perf_counter()
-        while time.perf_counter() < start + _SECONDS:
+        while time.perf_counter() < start + job.seconds:
             if not right():
                 raise TransferError(f"{job.kind}: not the whole prompt of {job.tokens} tokens was found")
             answers += 1
@@ -236,7 +237,7 @@ class LookupSite(Site):
 
     def ask(self, job: Asking) -> float:
         """Makes the clients look up, all at the same time. Returns how many answers came a second, to all together."""
-        return sum(self._crew.everywhere(TimedLookups.ask, job, timeout_s=_SECONDS + _MARGIN_S).values())
+        return sum(self._crew.everywhere(TimedLookups.ask, job, timeout_s=job.seconds + _MARGIN_S).values())
 
 
 # --- at the machine that leads ----------------------------------------------------------------------------------------------
@@ -307,7 +308,7 @@ def measure_clients(machines: Crew, master: str, levels: Sequence[int]) -> list[
             for tokens in _RATES:
                 row: dict[str, Any] = {"tokens": tokens, "clients": count * len(machines.nodes)}
                 for kind in _KINDS:
-                    job = Asking(kind, tokens)
+                    job = Asking(kind, tokens, _SECONDS)
                     rates = machines.everywhere(LookupSite.ask, job, timeout_s=_SECONDS + 2 * _MARGIN_S)
                     row[f"{kind}_per_s"] = sum(rates.values())
                 rows.append({**row, "ratio": row["lookup_per_s"] / row["raw_per_s"]})

@@ -46,7 +46,7 @@ CLIENTS = 4
 RATE = 1000
 """Lookups a second, of all clients together."""
 LOOKUP_TOKENS = 4096
-_QUESTIONS, _SECONDS = 20_000, 10
+_QUESTIONS, _SECONDS = 20_000, 10.0
 _PATIENCE_S = 60.0
 _WARM_UP = 200
 _ECHO = """
@@ -195,6 +195,7 @@ class AskServer(msgspec.Struct, frozen=True):
 
     url: str
     model: str
+    seconds: float
 
 
 class AskingScheduler(Site):
@@ -210,7 +211,7 @@ class AskingScheduler(Site):
         it was due: they include the wait of one that was delayed by the one before."""
         start = time.monotonic() + 0.5 + int(self.location.node.rpartition("-")[2]) / RATE
         latencies, prompt = [], list(range(LOOKUP_TOKENS))
-        for index in range(RATE // CLIENTS * _SECONDS):
+        for index in range(int(RATE / CLIENTS * job.seconds)):
             due = start + index * CLIENTS / RATE
             time.sleep(max(0.0, due - time.monotonic()))
             adapter, request = self._adapter, str(index)
@@ -226,7 +227,7 @@ class AskingScheduler(Site):
 
 def lookups_at_a_rate(url: str, model: str) -> list[float]:
     """Latencies, from when each was due, of `RATE` lookups a second that find 4096 tokens, from four processes."""
-    job = AskServer(url, model)
+    job = AskServer(url, model, _SECONDS)
     with contextlib.closing(Crew(AskingScheduler, Location.here(), CLIENTS)) as crew:
         crew.everywhere(AskingScheduler.connect, job, timeout_s=_PATIENCE_S)
         found = crew.everywhere(AskingScheduler.ask, job, timeout_s=_SECONDS + _PATIENCE_S)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.suites.bandwidth import checks_of
-from tests.support.cli import cli_json, run_program
+from tests.support.cli import cli_json
 
 SMALL = ("--tokens", "512", "--layers", "2")
 RUNS = {
@@ -34,15 +33,24 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(seconds=90)
+QUICKLY = {
+    "server._QUESTIONS": 200,
+    "server._SECONDS": 0.2,
+    "tiers.MOST": 2000,
+    "lookup._ROUNDS": 3,
+    "lookup._SECONDS": 0.1,
+}
+"""What else says how long they take."""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("bench", RUNS)
 def test_a_bench_runs_and_has_its_figures(bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, figures = RUNS[bench]
-    if bench == "tiers":  # in this process, with an index that is quickly filled
-        monkeypatch.setattr("bench.suites.tiers.MOST", 2000)
-        report = cli_json("bench", bench, *arguments, "--path", tmp_path)
-    else:
-        report = json.loads(run_program("bench", bench, *arguments, "--json").stdout.splitlines()[-1])
+    for constant, value in QUICKLY.items():
+        monkeypatch.setattr(f"bench.suites.{constant}", value)
+    folder = ("--path", tmp_path) if bench == "tiers" else ()
+    report = cli_json("bench", bench, *arguments, *folder)
     assert set(report) >= {*figures.split(), "checks", "ok"}
     assert all(check["name"] for check in report["checks"])
     assert not list(tmp_path.iterdir()), "what was measured is gone"
