@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from transfer.deadlines import left
+
 _LOOK_S = 0.15
 """How often a waiting thread checks whether its call is queued behind a late one."""
 
@@ -160,7 +162,7 @@ class CallThreads:
                     self._queue.put(None)
         end = time.monotonic() + timeout
         for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(left(end))
         return not any(thread.is_alive() for thread in threads)
 
     # --- with the lock held ---------------------------------------------------------------------------------------

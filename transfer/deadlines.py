@@ -1,4 +1,4 @@
-"""Time below the public edge: `end`, on the monotonic clock, or None if nothing ends. Pure but for the clock."""
+"""The one form of time below the public edge: `end`, on the monotonic clock; None if nothing ends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ def left(end: float | None) -> float | None:
     return None if end is None else max(0.0, end - time.monotonic())
 
 
-@overload
-def end_in(seconds: float) -> float: ...
-@overload
-def end_in(seconds: None) -> None: ...
 def end_in(seconds: float | None) -> float | None:
     """Returns when `seconds` from now are over."""
     return None if seconds is None else time.monotonic() + seconds

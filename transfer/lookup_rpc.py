@@ -216,28 +216,23 @@ class LookupRpc:
         number = next(self._numbers) & 0xFFFFFFFF
         connection.settimeout(self._left(deadline))
         connection.sendall(_REQUEST.pack(_MAGIC, 0, 0, 0, number, _METHOD, len(body), 0) + body)
-        answer = self._receive(connection, keys, deadline)
-        while (verdicts := read_answer(answer, number, keys)) is None:
-            self._left(deadline)
-            answer += self._receive(connection, keys, deadline)
-        return verdicts
-
-    def _receive(self, connection: socket.socket, keys: int, deadline: float) -> bytes:
-        """Returns what has come. Looks once even if the deadline has passed: this process may have been stopped meanwhile."""
-        look_until = self._clock() + _LOOK_S
+        answer, most, look_until = b"", _most_bytes(keys), self._clock() + _LOOK_S
         connection.setblocking(False)
         while True:
-            try:
-                more = connection.recv(_most_bytes(keys))
-                break
+            try:  # looks once even if the deadline has passed: this process may have been stopped meanwhile
+                more = connection.recv(most)
             except BlockingIOError:
                 if self._clock() < look_until:
                     os.sched_yield()
                 else:
                     connection.settimeout(self._left(deadline))
-        if not more:
-            raise ConnectionError("the master ended the connection")
-        return more
+                continue
+            if not more:
+                raise ConnectionError("the master ended the connection")
+            answer += more
+            if (verdicts := read_answer(answer, number, keys)) is not None:
+                return verdicts
+            connection.settimeout(self._left(deadline))
 
     def _left(self, deadline: float) -> float:
         if (left := deadline - self._clock()) <= 0:

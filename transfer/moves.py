@@ -150,8 +150,12 @@ class Moves:
         breaker: CircuitBreaker,
         memory: Sequence[StagingPool],
         watch: Callable[[], Watch] = Watch,
+        *,
+        own_peer: str = "",
+        direct: DirectReads | None = None,
     ) -> None:
-        """`memory`: what is registered with the client; the caller may add to it."""
+        """`memory`: what is registered with the client; the caller may add to it. `own_peer`: the address of this process's own segment,
+        which it reads without a transfer; empty if it has none. `direct`: reads that do not go through Mooncake's client."""
         self._client = client
         self._breaker = breaker
         self._memory = memory
@@ -161,10 +165,8 @@ class Moves:
         self._lease_s = settings.timeouts.get_ms / 1000
         """For how long an object is surely leased once the master has said where it lies: the checks of a cluster's file demand it."""
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
-        self.direct: DirectReads | None = None
-        """Reads that do not go through Mooncake's client; None if this store has none."""
-        self.own_peer = ""
-        """The address of this process's own segment, which it reads without a transfer; empty if it has none."""
+        self.direct = direct
+        self.own_peer = own_peer
         self._unrevoked: set[str] = set()
         """Keys whose put sessions were given up but are still open in Mooncake's client."""
         self._stalled: dict[int, frozenset[str]] = {}

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from transfer.calls import Call, CallThreads
+from transfer.deadlines import left
 from transfer.direct_reads import DirectReads, idle
 from transfer.errors import MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
 from transfer.health import CircuitBreaker
@@ -62,13 +63,16 @@ _undrained: list[object] = []
 _stores: weakref.WeakSet[MooncakeStore] = weakref.WeakSet()
 
 
-def _outlive_the_child() -> None:
-    """Keeps clients and engines from being destroyed in a forked child: a destructor would wait for threads that do not exist there."""
+def _end_in_child() -> None:
+    """Closes the stores in a forked child, and keeps clients and engines from being destroyed there: a destructor would wait for threads
+    that do not exist."""
+    for store in _stores:
+        store._state, store._breaker.available = "closed", False
     for kept in (*idle, *(part for store in _stores for part in (store._client, store._moves))):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
-os.register_at_fork(after_in_child=_outlive_the_child)
+os.register_at_fork(after_in_child=_end_in_child)
 
 
 class GetResult(NamedTuple):
@@ -204,7 +208,7 @@ class MooncakeStore:
         self._breaker = CircuitBreaker(self._master, settings)
         self._lookup_rpc = lookup_rpc(self._master) if settings.direct_lookups else None
         self._moves = Moves(self._client, settings, self._breaker, self._regions)
-        self._process = os.getpid()
+        """Replaced when the store opens. Nothing moves before."""
         self._control = CallThreads("mooncake-control", 2)
         # separate threads, so that a prompt on its way out does not hold up one on its way in
         self._gets, self._puts = (
@@ -240,11 +244,7 @@ class MooncakeStore:
     @property
     def available(self) -> bool:
         """Whether calls go to the pool now: the store is open and the breaker closed."""
-        return self._state == "open" and not self._breaker.down and not self._forked
-
-    @property
-    def _forked(self) -> bool:
-        return os.getpid() != self._process
+        return self._breaker.available
 
     @property
     def hostname(self) -> str:
@@ -276,21 +276,22 @@ class MooncakeStore:
 
     def close(self) -> None:
         """Drains the calls under way, unmounts the segment and forgets the pool. Idempotent; never raises."""
-        if self._forked:  # threads that do not exist here may hold its locks
+        if self._state == "closed":  # in a forked child, threads that do not exist may hold its locks
             return
         with self._changed:
             if self._state in ("closing", "closed"):
                 return
             self._state = "closing"
+            self._breaker.close()
             self._changed.notify_all()
         if self._lookup_rpc is not None:
             self._lookup_rpc.close()
         end = time.monotonic() + self._settings.timeouts.close_ms / 1000
         drained = True
         for threads in (self._gets, self._puts, self._control):
-            drained &= threads.close(max(0.0, end - time.monotonic()))
+            drained &= threads.close(left(end))
         # the keeper may be inside setup() or a probe; to close the client meanwhile would be a use after free
-        self._keeper.join(max(0.0, end - time.monotonic()))
+        self._keeper.join(left(end))
         drained &= not self._keeper.is_alive()
         for pool in self._regions:  # another store may go on to use it
             pool.forget(self._client)
@@ -320,7 +321,7 @@ class MooncakeStore:
         """
         if not keys:
             return []
-        if not self.available:
+        if not self._breaker.available:
             return [self._refusal()] * len(keys)
         deadline, rpc = time.monotonic() + timeout, self._lookup_rpc
         codes: Sequence[int] | None = None
@@ -451,7 +452,7 @@ class MooncakeStore:
 
     def _refusal(self) -> Status:
         """The reason why a call was not begun."""
-        if self._state in ("closing", "closed") or self._forked:
+        if self._state in ("closing", "closed"):
             return Status.CLOSED
         return Status.OVERLOADED if self.available else Status.POOL_DOWN
 
@@ -515,17 +516,17 @@ class MooncakeStore:
         self._setup_error = ""
         self._put_config = self._config(self._placement)
         first = self._probe_segment() if self.segment_size else None
-        if first is not None:
-            self._moves.own_peer = first.transport_endpoint
+        direct = DirectReads() if settings.protocol == "tcp" and settings.metadata == "P2PHANDSHAKE" else None
+        own_peer = "" if first is None else first.transport_endpoint
+        self._moves = Moves(self._client, settings, self._breaker, self._regions, own_peer=own_peer, direct=direct)
         if self.segment_size and settings.prefault:
             prefault_segment(self.segment_size, None if first is None else int(first.buffer_address))
-        if settings.protocol == "tcp" and settings.metadata == "P2PHANDSHAKE":
-            self._moves.direct = DirectReads()
         with self._changed:
             if self._state == "opening":
                 for pool in self._regions:
                     self._register(pool)
                 self._state = "open"
+                self._breaker.open()
                 self._changed.notify_all()
                 log.info(
                     "pool %s: open, segment of %d bytes as %s",

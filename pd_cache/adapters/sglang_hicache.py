@@ -32,6 +32,7 @@ from pd_cache.errors import ConfigError, LayoutError
 from pd_cache.objects.cache import MOST_BYTES, PART_BYTES, ObjectCache
 from pd_cache.objects.values import MOST_PARTS
 from pd_cache.sparse_log import SparseLog
+from transfer.deadlines import left
 from transfer.errors import PoolUnavailableError
 
 log = logging.getLogger(__name__)
@@ -235,7 +236,7 @@ class PdCacheStorage(HiCacheStorage):
         if pool is None or indices is None:
             raise ValueError(f"pool {name} is not registered, or no pages of it were given")
         begun = time.perf_counter()
-        seconds = max(0.0, end - time.monotonic())
+        seconds = left(end)
         names = names_of(pool.prefix, keys)
         values = pool.pages.values(indices.cpu())
         if len(values) != len(keys):

@@ -19,6 +19,7 @@ from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.objects.cache import Deadline
 from pd_cache.sparse_log import SparseLog
 from transfer.calls import CallThreads
+from transfer.deadlines import left
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -199,7 +200,7 @@ class RowJobs:
         """Ends all jobs and the threads, and lets go of the memory. Returns False if a transfer still uses it, long after its deadline.
         Idempotent."""
         end = time.monotonic() + self._seconds + _WARN_S
-        ended = [lane.close(max(0.0, end - time.monotonic())) for lane in (self._loads, self._stores)]
+        ended = [lane.close(left(end)) for lane in (self._loads, self._stores)]
         if not all(ended):
             return False
         self._memory.release()

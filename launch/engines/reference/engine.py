@@ -41,6 +41,7 @@ from pd_cache.layout import KVLayout
 from pd_cache.reasons import RequestReport
 from pd_cache.tracing import UNTRACED, Tracing
 from transfer.calls import CallThreads
+from transfer.deadlines import left
 
 _logger = logging.getLogger(__name__)
 
@@ -200,10 +201,7 @@ class ReferenceEngine:
         if self._thread.is_alive():
             _logger.warning("the model thread is still in a step after %.0f s; leaving it behind", _JOIN_S)
         end = time.monotonic() + _JOIN_S
-        ended = [
-            threads.close(max(0.0, end - time.monotonic()))
-            for threads in (self._loaders, self._streamers, self._storers)
-        ]
+        ended = [threads.close(left(end)) for threads in (self._loaders, self._streamers, self._storers)]
         if not all(ended):
             _logger.warning("a call of the cache is still running after %.0f s; leaving it behind", _JOIN_S)
 
