@@ -85,7 +85,7 @@ def put(backend: StorageBackend, keys: Sequence[str]) -> None:
 def get(backend: StorageBackend, keys: Sequence[str], use: Callable[[memoryview], object] | None = None) -> None:
     """Reads every key: checked, in order, each given back before the next."""
     for fetched in backend.batched_get(keys):
-        assert not fetched.check(), fetched.reason
+        assert not backend.check(fetched), fetched.reason
         assert fetched.payload is not None
         if use is not None:
             use(fetched.payload)

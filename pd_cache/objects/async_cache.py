@@ -66,7 +66,7 @@ class AsyncObjectCache:
 
     async def get_tensor(self, name: str | bytes, *, timeout: float | None = None) -> torch.Tensor | None:
         """Returns a new tensor on the CPU, as it was put; None for a miss, for a value that is no tensor, or if `timeout` (s) is over."""
-        return await self._call(lambda deadline: self.cache.get_tensor(name, timeout=deadline), timeout, lambda _: None)
+        return await self._call(self.cache.get_tensor, name, timeout=timeout, refused=lambda _: None)
 
     async def exists(self, name: str | bytes, *, timeout: float | None = None) -> bool:
         """Returns whether there is a value; False, too, if `timeout` (s) is over. A get may still miss: of a long value, a part may be gone."""
@@ -74,9 +74,7 @@ class AsyncObjectCache:
 
     async def remove(self, name: str | bytes, *, timeout: float | None = None) -> Status:
         """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was none. `timeout` is in seconds."""
-        return await self._call(
-            lambda deadline: self.cache.remove(name, timeout=deadline), timeout, lambda status: status
-        )
+        return await self._call(self.cache.remove, name, timeout=timeout, refused=lambda status: status)
 
     async def put_many(
         self, names: Sequence[str | bytes], values: Sequence[AnyValue], *, timeout: float | None = None
@@ -87,25 +85,22 @@ class AsyncObjectCache:
         stored. Raises ValueError if there are not as many values as names, or for a value longer than the cache's `most_bytes`.
         """
         return await self._call(
-            lambda deadline: self.cache.put_many(names, values, timeout=deadline),
-            timeout,
-            lambda status: [status] * len(names),
+            self.cache.put_many, names, values, timeout=timeout, refused=lambda status: [status] * len(names)
         )
 
     async def get_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[ObjectOutcome]:
         """Returns the bytes of each value, or the reason why there is none. `timeout` (s) bounds the whole call."""
         return await self._call(
-            lambda deadline: self.cache.get_many(names, timeout=deadline),
-            timeout,
-            lambda status: [ObjectOutcome(None, status.value)] * len(names),
+            self.cache.get_many,
+            names,
+            timeout=timeout,
+            refused=lambda status: [ObjectOutcome(None, status.value)] * len(names),
         )
 
     async def exists_many(self, names: Sequence[str | bytes], *, timeout: float | None = None) -> list[Status]:
         """Returns OK or MISSING for each name, with one request; any other status says why the answer is unknown. `timeout` is in seconds."""
         return await self._call(
-            lambda deadline: self.cache.exists_many(names, timeout=deadline),
-            timeout,
-            lambda status: [status] * len(names),
+            self.cache.exists_many, names, timeout=timeout, refused=lambda status: [status] * len(names)
         )
 
     async def close(self) -> None:
@@ -119,9 +114,9 @@ class AsyncObjectCache:
         await asyncio.to_thread(close)
 
     async def _call(
-        self, function: Callable[[Deadline], T], timeout: float | None, refused: Callable[[Status], T]
+        self, function: Callable[..., T], *given: object, timeout: float | None, refused: Callable[[Status], T]
     ) -> T:
-        """Runs `function` with its deadline. Returns `refused` of the reason if it cannot run, or not in time."""
+        """Runs `function` with what it is given and its deadline. Returns `refused` of the reason if it cannot run, or not in time."""
         seconds = self._usual_timeout if timeout is None else timeout
         deadline = Deadline(seconds)
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -129,7 +124,7 @@ class AsyncObjectCache:
         def run() -> None:
             if answer.set_running_or_notify_cancel():
                 try:
-                    answer.set_result(function(deadline))
+                    answer.set_result(function(*given, timeout=deadline))
                 except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
                     answer.set_exception(error)
 

@@ -38,6 +38,7 @@ from pd_cache.objects.values import (
 )
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend, open_backend
 from pd_cache.tiers.memory import SELF_SIZED, Damage
+from transfer.deadlines import left
 from transfer.errors import PoolUnavailableError, Status
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Deadline:
 
     def left(self) -> float | None:
         """Returns the seconds until the deadline, at least 0; None if there is no deadline."""
-        return None if self._end == math.inf else max(0.0, self._end - time.monotonic())
+        return None if self._end == math.inf else left(self._end)
 
     @property
     def passed(self) -> bool:
@@ -559,7 +560,7 @@ class ObjectCache:
                             yield key, Status.TIMEOUT.value
                             continue
                         reason, used = take(key, fetched.payload)
-                        found = fetched.check() if used is None else fetched.check(used)
+                        found = self.backend.check(fetched, used)
                         if found and attempt < _RETRIES:
                             damaged.append(key)
                             known[key] = found

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pd_cache.config import DiskTier, LocalTier, MooncakeTier, NodeSettings
+from pd_cache.config import DiskTier, LocalTier, NodeSettings
 from pd_cache.metrics import BackendLevels, CacheMetrics
 from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.disk import LocalDiskBackend
@@ -36,96 +37,73 @@ def open_backend(
     by default 64 MiB; less lets more of short reads overlap. Raises ValueError if `transfer.staging_size`
     is too small for one chunk.
     """
-    tiers, transfer = settings.cache.tiers, settings.transfer
-    metrics = metrics or CacheMetrics()
-    names = _names([str(tier.__struct_config__.tag) for tier in tiers])
-    reserve = sum(_reserved(tier, payload_bytes) for tier in tiers)
-    if not slots_of(transfer.staging_size, payload_bytes):
-        # the slots that local tiers reserve are no substitute: once a tier is full, none of them is free
-        slot = StagingPool.stride_of(payload_bytes + TRAILER_BYTES)
+    tiers, transfer, metrics = settings.cache.tiers, settings.transfer, metrics or CacheMetrics()
+    kinds = [str(tier.__struct_config__.tag) for tier in tiers]
+    # a tier's name is its kind, with a number from the second tier of that kind on
+    names = [f"{kind}-{kinds[:n].count(kind)}" if kind in kinds[:n] else kind for n, kind in enumerate(kinds)]
+    counts = [metrics.tier(name) for name in names]
+    slot_bytes, staging = (
+        StagingPool.stride_of(payload_bytes + TRAILER_BYTES),
+        slots_of(transfer.staging_size, payload_bytes),
+    )
+    if not staging:  # the slots of local tiers are no substitute: once a tier is full, none of them is free
         raise ValueError(
-            f"the staging memory holds no slot of {payload_bytes + TRAILER_BYTES} bytes; make it at least {slot} bytes"
+            f"the staging memory holds no slot of {payload_bytes + TRAILER_BYTES} bytes; make it at least {slot_bytes} bytes"
         )
-    opened: list[StorageBackend] = []
-    store: MooncakeStore | None = None
-    try:
-        pool = next((tier for tier in tiers if isinstance(tier, MooncakeTier)), None)
-        if pool is not None:
+    kept = sum(slots_of(tier.capacity, payload_bytes) for tier in tiers if isinstance(tier, LocalTier))
+    reserve, pool = kept * slot_bytes, None
+    with contextlib.ExitStack() as opened:
+        if "mooncake" in kinds:
             # imported here: a node without a pool needs no Mooncake
-            from pd_cache.tiers.mooncake import BATCH_BYTES, MooncakeBackend
+            from pd_cache.tiers.mooncake import MooncakeBackend
 
-            mooncake = MooncakeBackend(
-                settings,
-                payload_bytes,
-                pin=pin,
-                reserve=reserve,
-                batch_bytes=batch_bytes or BATCH_BYTES,
-                metrics=metrics.tier(names[tiers.index(pool)]),
+            count = counts[kinds.index("mooncake")]
+            pool = MooncakeBackend(
+                settings, payload_bytes, pin=pin, reserve=reserve, batch_bytes=batch_bytes, metrics=count
             )
-            opened.append(mooncake)
-            memory, store = mooncake.memory, mooncake.store
-            if len(tiers) == 1:
-                _report_levels(metrics, memory, 0, [], store)
-                return mooncake
+            opened.callback(pool.close)
+            memory = pool.memory
         else:
             slots = StagingPool(
                 transfer.staging_size + reserve,
                 payload_bytes + TRAILER_BYTES,
                 prefaulted=transfer.prefault,
                 pin=pin,
-                headroom=slots_of(transfer.staging_size, payload_bytes) // 4,
+                headroom=staging // 4,
             )
             memory = ObjectMemory(slots, payload_bytes)
-        # without the slots in which local tiers keep objects
-        staging = memory.pool.slots - reserve // StagingPool.stride_of(memory.object_bytes)
         parts: list[Tier] = []
-        shelves: list[LocalBackend] = []
-        for tier, name in zip(tiers, names, strict=True):
-            counts = metrics.tier(name)
-            backend: StorageBackend
-            if isinstance(tier, MooncakeTier):
-                if tier is pool:
-                    parts.append(Tier(mooncake, counts, tier.blocking))
-                elif (second := settings.second_pool) is not None:
-                    behind = MooncakeBackend(
-                        second,
-                        payload_bytes,
-                        batch_bytes=batch_bytes or BATCH_BYTES,
-                        metrics=counts,
-                        shared=mooncake.memory,
-                    )
-                    opened.append(behind)
-                    counts.off_unless(_up(behind))
-                    parts.append(Tier(behind, counts, blocking=False, stores=False))
-                continue
-            if isinstance(tier, DiskTier):
-                backend = LocalDiskBackend(memory, tier, transfer.timeouts, counts, slots=staging)
+        for tier, count in zip(tiers, counts, strict=True):
+            if isinstance(tier, LocalTier):  # a put into memory never waits
+                part = Tier(LocalBackend(memory, tier, transfer.timeouts, count), count, promote=tier.promote)
+            elif isinstance(tier, DiskTier):
+                disk = LocalDiskBackend(memory, tier, transfer.timeouts, count, slots=staging)
+                part = Tier(disk, count, tier.blocking, tier.promote)
+            elif count is counts[kinds.index("mooncake")]:
+                assert pool is not None
+                part = Tier(pool, count, tier.blocking)
             else:
-                backend = local = LocalBackend(memory, tier, transfer.timeouts, counts)
-                shelves.append(local)
-            opened.append(backend)
-            # a put into memory never waits
-            blocking = tier.blocking if isinstance(tier, DiskTier) else True
-            parts.append(Tier(backend, counts, blocking, tier.promote))
-        _report_levels(metrics, memory, reserve, shelves, store)
-        return HybridBackend(parts, backlog=staging // 2, close_s=transfer.timeouts.close_ms / 1000)
-    except BaseException:
-        for one in opened:
-            one.close()
-        raise
+                second = settings.second_pool
+                assert second is not None
+                behind = MooncakeBackend(second, payload_bytes, batch_bytes=batch_bytes, metrics=count, shared=memory)
+                count.off_unless(_up(behind))
+                part = Tier(behind, count, blocking=False, stores=False)
+            opened.callback(part.backend.close)
+            parts.append(part)
+        shelves = [part.backend for part in parts if isinstance(part.backend, LocalBackend)]
+        metrics.levels.add(_levels(memory, staging, shelves, None if pool is None else pool.store))
+        opened.pop_all()
+    if pool is not None and len(parts) == 1:
+        return pool
+    return HybridBackend(parts, backlog=staging // 2, close_s=transfer.timeouts.close_ms / 1000)
 
 
-def _report_levels(
-    metrics: CacheMetrics,
-    memory: ObjectMemory,
-    reserve: int,
-    shelves: Sequence[LocalBackend],
-    store: MooncakeStore | None,
-) -> None:
-    """Has the metrics report on the memory and on the pool for as long as the backend is open. `shelves`: the tiers that keep objects in
-    the memory, for which `reserve` bytes of it are mapped."""
-    opened, slot_bytes = weakref.ref(memory), StagingPool.stride_of(memory.object_bytes)
-    keeping = [weakref.ref(shelf) for shelf in shelves]
+def _levels(
+    memory: ObjectMemory, slots: int, shelves: Sequence[LocalBackend], store: MooncakeStore | None
+) -> Callable[[], BackendLevels | None]:
+    """Returns a function that reports on the memory and on the pool for as long as the memory is open. Keeps nothing alive. `shelves`: the
+    tiers that keep objects in the memory besides these `slots`."""
+    opened, keeping = weakref.ref(memory), [weakref.ref(shelf) for shelf in shelves]
     reached = None if store is None else weakref.ref(store)
 
     def levels() -> BackendLevels | None:
@@ -133,15 +111,15 @@ def _report_levels(
         if memory is None or memory.pool.closed:
             return None
         kept = sum(len(shelf.index) for one in keeping if (shelf := one()) is not None)
-        used = max(0, memory.pool.in_use - kept) * slot_bytes
-        total = memory.pool.slots * slot_bytes - reserve
-        forfeited = memory.pool.forfeited_bytes
+        slot_bytes = StagingPool.stride_of(memory.object_bytes)
+        used, forfeited = max(0, memory.pool.in_use - kept) * slot_bytes, memory.pool.forfeited_bytes
         if store is None:
-            return BackendLevels(total, used, forfeited, None)
+            return BackendLevels(slots * slot_bytes, used, forfeited, None)
         segment = store.hostname if store.segment_size else ""
-        return BackendLevels(total, used, forfeited, store.available, segment, store.segment_size if segment else 0)
+        size = store.segment_size if segment else 0
+        return BackendLevels(slots * slot_bytes, used, forfeited, store.available, segment, size)
 
-    metrics.levels.add(levels)
+    return levels
 
 
 def _up(second: MooncakeBackend) -> Callable[[], bool]:
@@ -153,15 +131,3 @@ def _up(second: MooncakeBackend) -> Callable[[], bool]:
         return memory is None or memory.pool.closed or store is None or store.available
 
     return up
-
-
-def _reserved(tier: object, payload_bytes: int) -> int:
-    """Returns the bytes of shared memory in which a tier keeps objects."""
-    if not isinstance(tier, LocalTier):
-        return 0
-    return slots_of(tier.capacity, payload_bytes) * StagingPool.stride_of(payload_bytes + TRAILER_BYTES)
-
-
-def _names(kinds: list[str]) -> list[str]:
-    """Returns a name for each tier: its kind, with a number from the second tier of that kind on."""
-    return [f"{kind}-{kinds[:n].count(kind)}" if kind in kinds[:n] else kind for n, kind in enumerate(kinds)]

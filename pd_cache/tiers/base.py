@@ -16,8 +16,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
+from pd_cache.layout import checksum
 from pd_cache.reasons import TierChunks
-from pd_cache.tiers.memory import Fetched, ObjectMemory, Staged, TierKind
+from pd_cache.tiers.memory import Damage, Fetched, ObjectMemory, Staged, TierKind
 from transfer.errors import Status
 
 
@@ -98,6 +99,26 @@ class StorageBackend(ABC):
                 finally:
                     for fetched in left:
                         fetched.release()
+
+    def check(self, fetched: Fetched, payload_checksum: int | None = None) -> str:
+        """Returns the reason for a miss, or why a payload with this checksum is not the one that was put; empty if it is.
+
+        `payload_checksum` has to be taken after the payload was used, and of the bytes that were used: what comes into the memory later
+        cannot matter, and what came before is found. By default it is taken of the payload now. A tier forgets an object that is damaged,
+        so that it can be read from another tier, or stored again. Raises ValueError after `Fetched.release`.
+        """
+        if fetched.payload is None:
+            if not fetched.reason:
+                raise ValueError("expected a payload that is still held, but it was already released")
+            return fetched.reason
+        found = checksum(fetched.payload) if payload_checksum is None else payload_checksum
+        if found != fetched.expected and not fetched.reason:
+            fetched.reason = Damage.CORRUPT.value
+            self._forget(fetched)
+        return fetched.reason
+
+    def _forget(self, damaged: Fetched) -> None:  # noqa: B027 - several tiers have each forget its own
+        """Forgets an object of this tier that turned out to be damaged."""
 
     @abstractmethod
     def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:

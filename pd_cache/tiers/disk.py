@@ -49,6 +49,7 @@ from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.index import Entry, EvictingIndex
 from pd_cache.tiers.memory import SELF_SIZED, Damage, Fetched, ObjectMemory, Staged, inspect
 from transfer.calls import Call, CallThreads
+from transfer.deadlines import end_in, left
 from transfer.errors import PoolUnavailableError, Status
 from transfer.settings import Timeouts
 from transfer.staging import Quota
@@ -379,13 +380,13 @@ class LocalDiskBackend(StorageBackend):
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         longest = self._timeouts.get_ms / 1000
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = end_in(timeout)
         ahead: deque[_Read] = deque()
         started = 0
         try:
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < self._ahead:
-                    seconds = longest if deadline is None else min(longest, max(0.0, deadline - time.monotonic()))
+                    seconds = longest if deadline is None else min(longest, left(deadline))
                     # only a reader that holds no memory waits for some, so two readers never wait for each other
                     read = self._start_read(keys[started], size, seconds, 0.0 if ahead else seconds)
                     if read is None:
@@ -397,14 +398,14 @@ class LocalDiskBackend(StorageBackend):
                     return
                 yield [self._finish(keys[started - len(ahead)], size, ahead.popleft())]
         finally:
-            for left in ahead:
-                left.release()
+            for unused in ahead:
+                unused.release()
 
     def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
         deadline = time.monotonic() + self._put_seconds(timeout)
         if not self.wait_room(timeout):
             return None
-        return self.memory.stage(max(0.0, deadline - time.monotonic()), payload_bytes=payload_bytes)
+        return self.memory.stage(left(deadline), payload_bytes=payload_bytes)
 
     def wait_room(self, timeout: float | None = None) -> bool:
         """Waits until at most half of the slots for writes are taken, or the tier takes no puts."""
@@ -443,8 +444,8 @@ class LocalDiskBackend(StorageBackend):
         end = time.monotonic() + self._timeouts.close_ms / 1000
         drained = True
         for threads in (self._writes, self._reads):
-            drained &= threads.close(max(0.0, end - time.monotonic()))
-        self._keeper.join(max(0.0, end - time.monotonic()))
+            drained &= threads.close(left(end))
+        self._keeper.join(left(end))
         drained &= not self._keeper.is_alive()
         self.index.close()
         self.memory.close()
@@ -546,17 +547,13 @@ class LocalDiskBackend(StorageBackend):
             return Fetched(None, str(found))
         read.staged.cut(size)
         read.staged.sealed_for = key
-        fetched = Fetched(read.staged, expected=found)
-        fetched.tier = self.kind
+        return Fetched(read.staged, expected=found, source=key, tier=self.kind)
 
-        def checked(one: Fetched) -> None:
-            # not `_remove`, which others who are reading the object would hold up
-            if one.reason and (entry := self.index.pin(digest_of(key))) is not None:
-                self._discard(entry, Damage.CORRUPT)
-                self._unpin(entry)
-
-        fetched.when_checked(checked)
-        return fetched
+    def _forget(self, damaged: Fetched) -> None:
+        # not `_remove`, which others who are reading the object would hold up
+        if (entry := self.index.pin(digest_of(damaged.source))) is not None:
+            self._discard(entry, Damage.CORRUPT)
+            self._unpin(entry)
 
     # --- writing -------------------------------------------------------------------------------------------------
 

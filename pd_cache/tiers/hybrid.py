@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import queue
 import threading
@@ -29,6 +28,7 @@ from pd_cache.metrics import TierMetrics
 from pd_cache.reasons import TierChunks
 from pd_cache.tiers.base import PutOutcome, Settled, StorageBackend
 from pd_cache.tiers.memory import Fetched, Staged, TierKind
+from transfer.deadlines import end_in, left
 from transfer.errors import PoolUnavailableError, Status
 
 log = logging.getLogger(__name__)
@@ -79,18 +79,18 @@ class HybridBackend(StorageBackend):
         end = time.monotonic() + timeout
         for tier in self._stored[:-1]:
             with contextlib.suppress(PoolUnavailableError):
-                tier.backend.wait_available(max(0.0, end - time.monotonic()))
-        self._stored[-1].backend.wait_available(max(0.0, end - time.monotonic()))
+                tier.backend.wait_available(left(end))
+        self._stored[-1].backend.wait_available(left(end))
 
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         statuses = [Status.MISSING] * len(keys)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = end_in(timeout)
         for tier in self.tiers:
             lacking = [index for index, status in enumerate(statuses) if status is not Status.OK]
             if not lacking:
                 break
             # a second pool has the time that the tiers before it have left
-            seconds = timeout if tier.stores else _seconds_to(deadline)
+            seconds = timeout if tier.stores else left(deadline)
             answers = tier.backend.batched_contains([keys[index] for index in lacking], timeout=seconds)
             for index, answer in zip(lacking, answers, strict=True):
                 # a tier that could not answer might have the key, so this is not a plain miss
@@ -126,18 +126,18 @@ class HybridBackend(StorageBackend):
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
-        return self._read(keys, size, 0, None if timeout is None else time.monotonic() + timeout)
+        return self._read(keys, size, 0, end_in(timeout))
 
     def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
         """Stages as the last tier does, after waiting, within `timeout`, until no blocking tier has too much to write."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = end_in(timeout)
         if not self.wait_room(timeout) and timeout == 0.0:
             return None  # the caller already holds memory; it puts that first
-        return self._stored[-1].backend.stage(payload_bytes=payload_bytes, timeout=_seconds_to(deadline))
+        return self._stored[-1].backend.stage(payload_bytes=payload_bytes, timeout=left(deadline))
 
     def wait_room(self, timeout: float | None = None) -> bool:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        return all(tier.backend.wait_room(_seconds_to(deadline)) for tier in self._stored if tier.blocking)
+        deadline = end_in(timeout)
+        return all(tier.backend.wait_room(left(deadline)) for tier in self._stored if tier.blocking)
 
     def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
@@ -194,12 +194,12 @@ class HybridBackend(StorageBackend):
         four at a time: it may be the only one that still has them. On average, it is asked for each key a constant number of times.
         """
         start = 0
-        for level, run in groupby(self._levels(keys, floor, _seconds_to(deadline))):
+        for level, run in groupby(self._levels(keys, floor, left(deadline))):
             tier, together = self.tiers[level], len(list(run))
             stop = start + together
             while start < stop:
                 first, asked, lacking = start, keys[start : min(start + together, stop)], 0
-                fetches = tier.backend.batched_fetch(asked, payload_bytes=size, timeout=_seconds_to(deadline))
+                fetches = tier.backend.batched_fetch(asked, payload_bytes=size, timeout=left(deadline))
                 with contextlib.closing(fetches):
                     for outcomes in fetches:
                         ready: list[Fetched] = []
@@ -227,7 +227,7 @@ class HybridBackend(StorageBackend):
     def _outcome(self, level: int, key: str, fetched: Fetched) -> Fetched:
         """Returns what a tier answered as this backend's answer."""
         if fetched.payload is not None:
-            fetched.when_checked(functools.partial(self._checked, level, key))
+            fetched.level = level, key
         elif not self.tiers[level].stores:
             if fetched.reason != Status.MISSING.value:
                 self.tiers[level].metrics.missed(fetched.reason)
@@ -252,12 +252,17 @@ class HybridBackend(StorageBackend):
             unknown = [index for index in unknown if levels[index] == last]
         return levels
 
-    def _checked(self, level: int, key: str, fetched: Fetched) -> None:
-        """Counts the outcome, and puts an intact object into the tiers before its own, as their policies say."""
-        if fetched.reason:
+    def check(self, fetched: Fetched, payload_checksum: int | None = None) -> str:
+        """Does what `StorageBackend.check` does. Counts the outcome, once, and puts an intact object into the tiers before its own, as their
+        policies say."""
+        if fetched.level is None or fetched.payload is None:
+            return super().check(fetched, payload_checksum)
+        (level, key), fetched.level = fetched.level, None
+        reason = self.tiers[level].backend.check(fetched, payload_checksum)
+        if reason:
             if level + 1 < len(self.tiers):
-                self.tiers[level].metrics.missed(fetched.reason)
-            return
+                self.tiers[level].metrics.missed(reason)
+            return reason
         self.tiers[level].metrics.hit()
         for tier, seen in zip(self.tiers[:level], self._seen, strict=False):
             if tier.promote == "never" or (seen is not None and not seen.again(key)):
@@ -267,10 +272,7 @@ class HybridBackend(StorageBackend):
                     self._behind.put(tier, [key], [staged], None)
                 finally:
                     staged.release()
-
-
-def _seconds_to(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+        return ""
 
 
 class _SecondHit:

@@ -143,13 +143,14 @@ class LocalBackend(StorageBackend):
             self._discard(entry)
             self._unpin(entry)
             return Fetched(None, found.value)
-        fetched = Fetched(kept.share(), expected=found, on_release=lambda: self._unpin(entry))
-        fetched.tier = self.kind
-        fetched.when_checked(lambda one: self._discard(entry) if one.reason else None)
-        return fetched
+        return Fetched(
+            kept.share(), expected=found, source=entry, tier=self.kind, on_release=lambda: self._unpin(entry)
+        )
+
+    def _forget(self, damaged: Fetched) -> None:
+        self._discard(damaged.source)
 
     def _discard(self, entry: Entry[Staged]) -> None:
-        """Forgets a damaged object."""
         self.index.discard(entry)
         self._count()
         self._metrics.healed()

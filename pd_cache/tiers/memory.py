@@ -25,7 +25,7 @@ import enum
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pd_cache.layout import checksum
 from transfer.errors import Status
@@ -106,10 +106,6 @@ def inspect(key: str, data: memoryview, payload_bytes: int) -> Damage | int:
 # --- slots -------------------------------------------------------------------------------------------------------------
 
 
-def _nothing() -> None:
-    return
-
-
 class Staged:
     """Memory for one payload, lent by `StorageBackend.stage`: one reference to a slot that is being filled or that holds a whole object.
 
@@ -169,11 +165,11 @@ class Staged:
 class Fetched:
     """One key's outcome. A hit holds one reference to the slot that its object lies in.
 
-    `payload` is valid until `release()`, and None for a miss. It may be damaged: see `check`. `reason` is that of a miss, a `Status` or
-    `Damage` value, and empty for a hit. `tier` is the kind of tier that the object was read from.
+    `payload` is valid until `release()`, and None for a miss. It may be damaged: see `StorageBackend.check`. `reason` is that of a miss, a
+    `Status` or `Damage` value, and empty for a hit. `tier` is the kind of tier that the object was read from.
     """
 
-    __slots__ = ("_expected", "_on_release", "_when_checked", "payload", "reason", "staged", "tier")
+    __slots__ = ("_on_release", "expected", "level", "payload", "reason", "source", "staged", "tier")
 
     def __init__(
         self,
@@ -181,41 +177,21 @@ class Fetched:
         reason: str = "",
         *,
         expected: int = 0,
-        on_release: Callable[[], None] = _nothing,
+        source: Any = None,
+        tier: TierKind = "pool",
+        on_release: Callable[[], None] | None = None,
     ) -> None:
-        """Takes an object whose payload should have the checksum `expected`, or the `reason` why there is none.
-
-        `on_release` runs once, for a hit only.
-        """
+        """Takes an object whose payload should have the checksum `expected`, or the `reason` why there is none. `source` is what its
+        tier needs to forget it. `on_release` runs once, for a hit only."""
         self.staged = staged
-        self._expected = expected
         self._on_release = on_release
-        self._when_checked: list[Callable[[Fetched], None]] = []
+        self.expected = expected
+        self.source = source
         self.payload: memoryview | None = None if staged is None else staged.payload
         self.reason = reason
-        self.tier: TierKind = "pool"
-
-    def when_checked(self, call: Callable[[Fetched], None]) -> None:
-        """Registers `call`, which the first check runs after it has set `reason`. Calls run in reverse order. For tiers."""
-        self._when_checked.append(call)
-
-    def check(self, payload_checksum: int | None = None) -> str:
-        """Returns the reason for a miss, or why a payload with this checksum is not the one that was put; empty if it is.
-
-        `payload_checksum` has to be taken after the payload was used, and of the bytes that were used: what comes into the memory later
-        cannot matter, and what came before is found. By default it is taken of the payload now. A tier forgets an object that is damaged,
-        so that it can be read from another tier, or stored again. Raises ValueError after `release()`.
-        """
-        if self.payload is None:
-            if not self.reason:
-                raise ValueError("expected a payload that is still held, but it was already released")
-            return self.reason
-        found = checksum(self.payload) if payload_checksum is None else payload_checksum
-        if found != self._expected:
-            self.reason = Damage.CORRUPT.value
-        while self._when_checked:
-            self._when_checked.pop()(self)
-        return self.reason
+        self.tier: TierKind = tier
+        self.level: tuple[int, str] | None = None
+        """Of several tiers, the number of the one that it was read from, and its key, until it is checked."""
 
     def share(self) -> Staged | None:
         """Returns one more reference to the object, for another tier to keep; None for a miss."""
@@ -224,10 +200,10 @@ class Fetched:
     def release(self) -> None:
         """Gives the payload's memory back. Idempotent."""
         staged, self.staged, self.payload = self.staged, None, None
-        self._when_checked.clear()
         if staged is not None:
             staged.release()
-            self._on_release()
+            if self._on_release is not None:
+                self._on_release()
 
 
 class ObjectMemory:

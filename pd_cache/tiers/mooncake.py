@@ -15,11 +15,12 @@ from pd_cache.layout import checksum
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.memory import TRAILER_BYTES, Damage, Fetched, ObjectMemory, Staged, inspect, payload_size, slots_of
+from transfer.deadlines import end_in, left
 from transfer.errors import Status
 from transfer.staging import Pin, Quota, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
 
-BATCH_BYTES = 64 << 20
+_BATCH_BYTES = 64 << 20
 """The most bytes of one transfer call: enough for full speed, yet moved in well under a second. A lease must last for three batches."""
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
@@ -54,14 +55,14 @@ class MooncakeBackend(StorageBackend):
         *,
         pin: Pin | None = None,
         reserve: int = 0,
-        batch_bytes: int = BATCH_BYTES,
+        batch_bytes: int | None = None,
         metrics: TierMetrics | None = None,
         shared: ObjectMemory | None = None,
     ) -> None:
         """Maps the staging memory and begins to open the store. Does not wait for the pool.
 
         `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides `transfer.staging_size`, for local
-        tiers that keep objects in the same memory. A batch has about `batch_bytes`. `shared`: the memory of the first pool, if this is a second
+        tiers that keep objects in the same memory. A batch has about `batch_bytes`, by default 64 MiB. `shared`: the memory of the first pool, if this is a second
         one, which then maps none. Raises ValueError if `transfer.staging_size` is too small for one chunk.
         """
         transfer = settings.transfer
@@ -94,7 +95,7 @@ class MooncakeBackend(StorageBackend):
         share, reads = (_SHARE, _READS) if self._owns_memory else (2 * _SHARE, _SECOND_READS)
         self._reads = Quota(min(slots - 1, -(-reads * slots // _SHARE)), headroom=slots // share)
         self._puts = Quota(_PUTS * slots // _SHARE, headroom=slots // _SHARE)
-        per_call = min(_BATCH_KEYS, batch_bytes // max(1, payload_bytes))
+        per_call = min(_BATCH_KEYS, (batch_bytes or _BATCH_BYTES) // max(1, payload_bytes))
         self.batch_size = max(1, min(per_call, slots // (share * transfer.threads)))
 
     @property
@@ -112,7 +113,7 @@ class MooncakeBackend(StorageBackend):
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         longest = self._timeouts.get_ms / 1000
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = end_in(timeout)
         ahead: deque[_ReadBatch] = deque()
         started = 0
         try:
@@ -127,7 +128,7 @@ class MooncakeBackend(StorageBackend):
                     batch = list(keys[started : started + len(slots)])
                     started += len(slots)
                     # the memory and the transfer share one deadline
-                    seconds = max(0.0, end - time.monotonic())
+                    seconds = left(end)
                     ahead.append(
                         _ReadBatch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds), end)
                     )
@@ -211,15 +212,12 @@ class MooncakeBackend(StorageBackend):
             slot.release()
             return Fetched(None, found)
         slot.settle()  # its peer has delivered, so it leaves the quota
-        payload_bytes = payload_size(slot.view, size)
-        fetched = Fetched(Staged(self.memory, slot, payload_bytes, key), expected=found)
+        staged = Staged(self.memory, slot, payload_size(slot.view, size), key)
+        return Fetched(staged, expected=found, source=(key, slot, size, end))
 
-        def checked(one: Fetched) -> None:
-            if one.reason:
-                self._look_again(key, slot, one.reason, size, end)
-
-        fetched.when_checked(checked)
-        return fetched
+    def _forget(self, damaged: Fetched) -> None:
+        key, slot, size, end = damaged.source
+        self._look_again(key, slot, damaged.reason, size, end)
 
     def _object(self, key: str, slot: Slot, result: GetResult, size: int) -> str | int:
         """Returns the reason why a slot does not hold an object of `key` after a read, or the checksum that its payload must have."""
@@ -237,7 +235,7 @@ class MooncakeBackend(StorageBackend):
         Another reader may have found the damage, and a writer may have replaced the object. Mooncake has no conditional removal, so a
         replacement that comes after the second read is removed, too. That costs a miss.
         """
-        result = self.store.start_get([key], [slot], timeout=max(0.0, end - time.monotonic())).results()[0]
+        result = self.store.start_get([key], [slot], timeout=left(end)).results()[0]
         found = self._object(key, slot, result, size)
         if isinstance(found, int) and checksum(slot.view[: payload_size(slot.view, size)]) != found:
             found = Damage.CORRUPT.value

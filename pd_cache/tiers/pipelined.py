@@ -72,6 +72,9 @@ class PipelinedBackend(StorageBackend):
                 fetches.close()
             pump.shutdown(wait=False)
 
+    def check(self, fetched: Fetched, payload_checksum: int | None = None) -> str:
+        return self.inner.check(fetched, payload_checksum)
+
     def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
         return self.inner.stage(payload_bytes=payload_bytes, timeout=timeout)
 

@@ -63,7 +63,7 @@ def get(backend: MooncakeBackend, keys: list[str], timeout: float | None = None)
     """The reasons of the misses; empty for a hit."""
     reasons = []
     for fetched in backend.batched_get(keys, timeout=timeout):
-        reasons.append(fetched.check())
+        reasons.append(backend.check(fetched))
         fetched.release()
     return reasons
 

@@ -77,7 +77,7 @@ class Subject:
         """The payload of each key, or the reason why there is none. What is damaged is read again, as a load does."""
         outcomes: list[bytes | str] = []
         for key, fetched in zip(keys, self.backend.batched_get(keys), strict=True):
-            reason = fetched.check()
+            reason = self.backend.check(fetched)
             outcomes.append(reason if fetched.payload is None or reason else bytes(fetched.payload))
             there = fetched.payload is not None
             fetched.release()

@@ -131,7 +131,7 @@ def test_every_option_stores_and_reads_also_for_a_caller_that_would_wait_for_eve
     assert subject.get(KEYS) == expected()
     assert put_one(subject, "k", math.inf).results() == [Status.OK]
     (fetched,) = subject.backend.batched_get(["k"], timeout=math.inf)
-    assert fetched.check() == ""
+    assert subject.backend.check(fetched) == ""
     fetched.release()
 
 

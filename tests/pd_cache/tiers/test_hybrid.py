@@ -66,7 +66,7 @@ def test_a_chunk_read_from_a_later_tier_is_put_into_the_first_without_a_copy(mak
     (fetched,) = subject.backend.batched_get(["k"])
     assert fetched.payload is not None
     assert not holds(subject, "local", "k"), "it might be damaged"
-    assert fetched.check() == ""
+    assert subject.backend.check(fetched) == ""
     local = subject.bases["local"]
     (again,) = local.batched_get(["k"])
     assert again.payload is not None
