@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -24,6 +23,7 @@ from pd_cache.paged.base import BlocksOrSlots, LeavingOut, PagedCopier, Slots, l
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.tiers import StorageBackend, open_backend
 from pd_cache.versions import FIRST, PRESENT, WeightsVersion
+from transfer.deadlines import end_in
 
 Mask = torch.Tensor | Sequence[bool]
 
@@ -128,6 +128,10 @@ class _Pages(NamedTuple):
     tensors: list[torch.Tensor]
     copiers: list[PagedCopier]
 
+    def lend(self) -> contextlib.AbstractContextManager[list[PagedCopier]]:
+        """Lends the copiers; see `pd_cache.mover.Pages`."""
+        return contextlib.nullcontext(self.copiers)
+
     def close(self) -> None:
         for copier in self.copiers:
             copier.close()
@@ -174,11 +178,6 @@ class CacheEngine(PrefixLookup):
         self._lock = threading.Lock()
 
     @property
-    def label(self) -> str | None:
-        """The label of this engine's weights; None from a change of theirs until somebody names them."""
-        return self.version.label
-
-    @property
     def _closed(self) -> bool:
         return self.mover.closed
 
@@ -214,16 +213,11 @@ class CacheEngine(PrefixLookup):
     ) -> list[StoreOutcome]:
         """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each transfer has the configured
         timeout."""
-        end = None if timeout is None else time.monotonic() + timeout
-        label = self.label if label == PRESENT else label
-        allowed = leaving_out(loads=False, keeps_tail=self._keeps_tail)
-        run = self._run(names, blocks, kv_caches, label or FIRST, may_leave_out=allowed)
-        if label is None:
-            self.metrics.trouble("store", "weights_unnamed", len(names))
-            return [StoreOutcome.NOT] * len(names)
+        end, pages = end_in(timeout), self._pages(kv_caches)
+        run = self._run(names, blocks, label, leaving_out(loads=False, keeps_tail=self._keeps_tail))
         if after is not None:
             after.follow()
-        return self.mover.store(run, end)
+        return self.mover.store(run, pages.lend, end)
 
     def load(
         self,
@@ -242,13 +236,8 @@ class CacheEngine(PrefixLookup):
         `label` is this engine's from before the lookup, by default the present one. `timeout` is in seconds. Raises ValueError, before
         anything moves, for blocks that the KV tensors do not have or that do not go with the names.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        label = self.label if label == PRESENT else label
-        run = self._run(names, blocks, kv_caches, label or FIRST, may_leave_out="ends")
-        if label is None:
-            self.metrics.trouble("retrieve", "weights_unnamed", len(names))
-            return Loaded(0, "weights_unnamed")
-        return self.mover.load(run, end)
+        end, pages = end_in(timeout), self._pages(kv_caches)
+        return self.mover.load(self._run(names, blocks, label, "ends"), pages.lend, end)
 
     def end(self, session: str) -> None:
         """Does nothing: a lookup protects nothing here."""
@@ -273,20 +262,13 @@ class CacheEngine(PrefixLookup):
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _run(
-        self,
-        names: Sequence[bytes],
-        blocks: BlocksOrSlots,
-        kv_caches: KVCaches | None,
-        label: str,
-        *,
-        may_leave_out: LeavingOut,
+        self, names: Sequence[bytes], blocks: BlocksOrSlots, label: str | None, may_leave_out: LeavingOut
     ) -> ChunkRun:
         """Checks the arguments and returns the chunks in their places."""
-        pages = self._pages(kv_caches)
+        label = self.label if label == PRESENT else label
         chunks = plan_named(names, blocks, self.layout, self.chunk_size, may_leave_out=may_leave_out)
         shards = self.metadata.shards
-        keys = self.database.keys(names, shards, label)
-        return ChunkRun(names, keys, chunks, len(shards), lambda: contextlib.nullcontext(pages.copiers), label)
+        return ChunkRun(names, self.database.keys(names, shards, label or FIRST), chunks, len(shards), label)
 
     def _pages(self, kv_caches: KVCaches | None) -> _Pages:
         """Returns these tensors, or the registered ones, with their copiers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from pd_cache.groups import LayerGroups, judge
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import ChunkHistory, Found, MissReason, TierChunks
 from pd_cache.versions import WeightsVersion
-from transfer.deadlines import end_in, left
+from transfer.deadlines import left
 from transfer.errors import Status
 from transfer.store import MooncakeStore
 
@@ -20,20 +21,33 @@ _RENEWED = 1 << 14
 """How many leases one request renews. It takes 7 to 9 ms."""
 
 
-class LooksUp(Protocol):
+class LooksUp(ABC):
     """What a lookup client asks: a cache, all layer groups of an engine together, or the pool itself."""
 
+    def __init__(self, version: WeightsVersion | None, metrics: CacheMetrics | None) -> None:
+        """`version`: that of the engine's weights, by default one of its own."""
+        self.version = version or WeightsVersion()
+        self.metrics = metrics or CacheMetrics()
+
+    @property
+    def label(self) -> str | None:
+        """The label of the engine's weights; None from a change of theirs until somebody names them."""
+        return self.version.label
+
+    def reset(self, version: str | None = None) -> None:
+        """Notes that the engine has other weights now; see `LookupClient.reset`."""
+        self.version.reset(version)
+
+    @property
+    @abstractmethod
+    def available(self) -> bool:
+        """False while it is known that nothing can be found."""
+
+    @abstractmethod
     def find(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
     ) -> Found:
         """Returns how long a prefix is; see `BlockCache.find`."""
-
-    @property
-    def available(self) -> bool:
-        """False while it is known that nothing can be found."""
-
-    def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`."""
 
 
 class LookupClient(ABC):
@@ -154,23 +168,22 @@ class HoldsKeys(Protocol):
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]: ...
 
 
-class PrefixLookup:
+class PrefixLookup(LooksUp):
     """Looks up all chunks of a prompt, in all groups of layers, with one request. Thread-safe."""
 
     def __init__(
         self,
         groups: LayerGroups,
         backend: HoldsKeys,
-        version: WeightsVersion,
-        metrics: CacheMetrics,
+        version: WeightsVersion | None = None,
+        metrics: CacheMetrics | None = None,
         history: ChunkHistory | None = None,
     ) -> None:
         """`version`: the weights version to look in. `history` learns what is found, and says of what is missing whether it was there
         before. Without it, no lookup knows."""
         self.groups = groups
+        super().__init__(version, metrics)
         self.backend = backend
-        self.version = version
-        self.metrics = metrics
         self.history = history
 
     @property
@@ -182,10 +195,6 @@ class PrefixLookup:
     def _closed(self) -> bool:
         """Whether nothing is asked any more."""
         return False
-
-    def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`."""
-        self.version.reset(version)
 
     def find(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
@@ -201,14 +210,14 @@ class PrefixLookup:
             return Found(at_hand, at_hand)
         if self._closed:
             return Found(at_hand, at_hand, "not_asked")
-        end, label = end_in(timeout), self.version.state.label
+        label = self.version.state.label
         if label is None:
             self.metrics.tokens("lookup", "requested", (len(names) - at_hand) * self.groups.first.chunk_size)
             self.metrics.trouble("lookup", "weights_unnamed")
             return Found(at_hand, at_hand, "weights_unnamed")
         keys = self.groups.keys(names[at_hand:], label)
         with self.metrics.timed("lookup"):
-            statuses = self.backend.batched_contains(keys, timeout=left(end))
+            statuses = self.backend.batched_contains(keys, timeout=timeout)
         return count_found(self, names, at_hand, statuses, label)
 
 
@@ -251,7 +260,7 @@ class _Pools:
 
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
         assert timeout is not None
-        end = end_in(timeout)
+        end = time.monotonic() + timeout
         statuses = self.store.batch_exist(list(keys), timeout=timeout)
         lacking = [index for index, status in enumerate(statuses) if status is not Status.OK]
         if self.second is not None and lacking:
@@ -290,19 +299,18 @@ class MooncakeLookupClient(LookupClient):
         """The client of the second pool, if there is one."""
         if (second := config.second_pool) is not None:
             self.second = MooncakeStore(second.transfer, master=second.master, host=config.host, segment_size=0)
-        metrics, self.version = metrics or CacheMetrics(), version or WeightsVersion()
-        self._groups, self._history = groups, history
         self._exist_s = config.transfer.timeouts.exist_ms / 1000
-        pools = _Pools(self.store, self.second)
-        prefix = PrefixLookup(groups, pools, self.version, metrics, history)
-        super().__init__(groups.first, metrics, cache=prefix, timeout=self._exist_s)
+        self._prefix = PrefixLookup(groups, _Pools(self.store, self.second), version, metrics, history)
+        self.version = self._prefix.version
+        super().__init__(groups.first, self._prefix.metrics, cache=self._prefix, timeout=self._exist_s)
 
     def renew(self, names: Sequence[bytes]) -> tuple[str, int] | None:
-        label, step, found = self.version.label, max(1, _RENEWED // self._groups.keys_per_chunk), 0
+        groups, label, found = self._prefix.groups, self.version.label, 0
+        step = max(1, _RENEWED // groups.keys_per_chunk)
         if label is None:
             return None
         for start in range(0, len(names), step):
-            keys = self._groups.keys(names[start : start + step], label)
+            keys = groups.keys(names[start : start + step], label)
             statuses = self.store.batch_exist(keys, timeout=self._exist_s)
             if not {Status.OK, Status.MISSING}.intersection(statuses):
                 return None
@@ -310,8 +318,8 @@ class MooncakeLookupClient(LookupClient):
         return label, found
 
     def stored(self, names: Sequence[bytes]) -> None:
-        if self._history is not None:
-            self._history.note(names)
+        if self._prefix.history is not None:
+            self._prefix.history.note(names)
 
     def close(self) -> None:
         self.store.close()

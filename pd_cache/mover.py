@@ -7,12 +7,13 @@ scattered.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple
 
@@ -24,7 +25,7 @@ from pd_cache.paged.base import PagedCopier, PendingCopy
 from pd_cache.reasons import ChunkHistory, Loaded, StoreOutcome, TierChunks, miss_reason
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend
 from pd_cache.tiers.memory import TierKind
-from pd_cache.versions import WeightsVersion
+from pd_cache.versions import FIRST, WeightsVersion
 from transfer.deadlines import left
 from transfer.errors import Status
 
@@ -34,8 +35,12 @@ _RETRIES = 8
 """How often one load reads a damaged object again: once for each tier, which removes it."""
 
 
+Pages = Callable[[], AbstractContextManager[Sequence[PagedCopier]]]
+"""Lends the copier of each shard for one batch of copies. Raises, on the way in or out, if the blocks must not be touched."""
+
+
 class ChunkRun(NamedTuple):
-    """Chunks of a prompt: their names, the keys of their objects, their blocks in a paged cache, and the copiers that move them."""
+    """Chunks of a prompt: their names, the keys of their objects, and their blocks in a paged cache."""
 
     names: Sequence[bytes]
     keys: list[str]
@@ -43,36 +48,35 @@ class ChunkRun(NamedTuple):
     chunks: list[torch.Tensor]
     """The blocks of each chunk."""
     shards: int
-    copiers: Callable[[], AbstractContextManager[Sequence[PagedCopier]]]
-    """Lends the copier of each shard. Raises, on the way in or out, if the blocks must not be touched."""
-    label: str = ""
-    """The label of the weights in the keys."""
+    label: str | None = FIRST
+    """The label of the weights in the keys; None if these had none, so that nothing is moved."""
 
     def part(self, first: int, end: int) -> ChunkRun:
         """Returns the run of the chunks from `first` to before `end`."""
         keys = self.keys[first * self.shards : end * self.shards]
         return self._replace(names=self.names[first:end], keys=keys, chunks=self.chunks[first:end])
 
-    def copy(
-        self, direction: Literal["gather", "scatter"], indices: Sequence[int], payloads: Sequence[memoryview]
-    ) -> list[int]:
-        """Copies the blocks of the objects whose keys have these indices into the payloads, or the payloads to the blocks, as `PagedCopier` does.
-        Returns the checksums of what the blocks hold."""
-        if not indices:  # no copy, no fence: the reason why there is nothing to copy is to be counted
-            return []
-        copies: list[PendingCopy] = []
-        with self.copiers() as copiers:
-            try:
-                for index, payload in zip(indices, payloads, strict=True):
-                    chunk, shard = divmod(index, self.shards)
-                    host = torch.frombuffer(payload, dtype=torch.uint8)
-                    copies.append(getattr(copiers[shard], direction)(self.chunks[chunk], host))
-                return [copy.wait() for copy in copies]
-            except BaseException:
-                for copy in copies:  # the memory may still be read or written
-                    with contextlib.suppress(Exception):
-                        copy.wait()
-                raise
+    def places(
+        self, indices: Iterable[int], payloads: Iterable[memoryview]
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yields, for the objects whose keys have these indices, the shard, the blocks, and the payload as bytes."""
+        for payload, index in zip(payloads, indices, strict=False):
+            chunk, shard = divmod(index, self.shards)
+            yield shard, self.chunks[chunk], torch.frombuffer(payload, dtype=torch.uint8)
+
+
+def _checksums(begun: Iterator[PendingCopy]) -> list[int]:
+    """Begins copies, and waits for them. Returns the checksums of what the blocks hold."""
+    copies: list[PendingCopy] = []
+    try:
+        for copy in begun:
+            copies.append(copy)
+        return [copy.wait() for copy in copies]
+    except BaseException:
+        for copy in copies:  # the memory may still be read or written
+            with contextlib.suppress(Exception):
+                copy.wait()
+        raise
 
 
 _movers: weakref.WeakSet[ChunkMover] = weakref.WeakSet()
@@ -115,8 +119,8 @@ class ChunkMover:
         self._idle = threading.Condition()
         _movers.add(self)
 
-    def store(self, run: ChunkRun, end: float | None = None) -> list[StoreOutcome]:
-        """Stores the objects that the backend lacks. Returns the outcome of each chunk.
+    def store(self, run: ChunkRun, pages: Pages, end: float | None = None) -> list[StoreOutcome]:
+        """Stores the objects of `pages` that the backend lacks. Returns the outcome of each chunk.
 
         The call ends by `end`, on the monotonic clock; without it, each transfer has the configured timeout.
         """
@@ -134,7 +138,7 @@ class ChunkMover:
             for index, status in enumerate(statuses):
                 if status is Status.OK:
                     outcomes[index] = StoreOutcome.BEFORE
-            for index, status in zip(missing, self._put(run, missing, end), strict=False):
+            for index, status in zip(missing, self._put(run, pages, missing, end), strict=False):
                 if status is Status.OK:
                     outcomes[index] = StoreOutcome.NEW
             stored = outcomes.count(StoreOutcome.NEW)
@@ -148,8 +152,8 @@ class ChunkMover:
         self.history.note([name for name, one in zip(run.names, outcomes, strict=True) if one is not StoreOutcome.NOT])
         return outcomes
 
-    def load(self, run: ChunkRun, end: float | None = None) -> Loaded:
-        """Loads chunks in order up to the first that is missing. Returns how many were loaded, from where, and why not more.
+    def load(self, run: ChunkRun, pages: Pages, end: float | None = None) -> Loaded:
+        """Loads chunks into `pages`, in order, up to the first that is missing. Returns how many were loaded, from where, and why not more.
 
         None counts as loaded if the engine has another label at the end. The call ends by `end`, as in `store`.
         """
@@ -160,10 +164,10 @@ class ChunkMover:
             if not may_move:
                 return Loaded(0, "not_asked")
             kinds: list[TierKind] = []
-            reason = self._get(run, end, kinds)
-            if kinds and (outdated := self.outdated(run)):
+            reason = self.outdated(run) or self._get(run, pages, end, kinds)
+            if outdated := self.outdated(run):
                 reason = outdated
-                self.metrics.trouble("retrieve", reason, len(kinds))
+                self.metrics.trouble("retrieve", reason, len(run.keys))
                 kinds.clear()
         objects, shards = len(kinds), run.shards
         loaded = objects // shards
@@ -208,14 +212,14 @@ class ChunkMover:
                 self._under_way -= begun
                 self._idle.notify_all()
 
-    def _put(self, run: ChunkRun, missing: list[int], end: float | None) -> list[Status]:
+    def _put(self, run: ChunkRun, pages: Pages, missing: list[int], end: float | None) -> list[Status]:
         """Returns one status for each of the `missing`, in order; fewer if there was no memory for the last ones."""
         outcomes: list[PutOutcome] = []
         done = 0
         while done < len(missing):
             # one chunk first: it is on its way while the others are gathered
             indices = missing[done : done + (self.backend.batch_size if done else 1)]
-            staged = self._gather(run, indices, end)
+            staged = self._gather(run, pages, indices, end)
             if not staged:
                 self.metrics.trouble("store", "no_staging", len(missing) - done)
                 break
@@ -226,7 +230,7 @@ class ChunkMover:
         self.metrics.outages("store", statuses)
         return statuses
 
-    def _gather(self, run: ChunkRun, indices: list[int], end: float | None) -> list[Staged]:
+    def _gather(self, run: ChunkRun, pages: Pages, indices: list[int], end: float | None) -> list[Staged]:
         """Stages the objects of `indices`, from the first, as far as there is memory. Stages none only if no memory became free in time.
 
         Only the first object waits for memory, so that two stores that hold some never wait for each other. Each object is sealed with the
@@ -239,17 +243,19 @@ class ChunkMover:
                 if memory is None:
                     break
                 staged.append(memory)
-            indices = indices[: len(staged)]
-            checksums = run.copy("gather", indices, [memory.payload for memory in staged])
-            for index, memory, copied in zip(indices, staged, checksums, strict=True):
-                memory.seal(run.keys[index], copied)
+            if staged:
+                places = run.places(indices[: len(staged)], [memory.payload for memory in staged])
+                with pages() as copiers:
+                    checksums = _checksums(copiers[shard].gather(blocks, out) for shard, blocks, out in places)
+                for index, memory, copied in zip(indices, staged, checksums, strict=False):
+                    memory.seal(run.keys[index], copied)
         except BaseException:
             for memory in staged:
                 memory.release()
             raise
         return staged
 
-    def _get(self, run: ChunkRun, end: float | None, kinds: list[TierKind]) -> str:
+    def _get(self, run: ChunkRun, pages: Pages, end: float | None, kinds: list[TierKind]) -> str:
         """Scatters objects in order up to the first that is missing. Returns why not more; `none` if all were scattered.
 
         Adds to `kinds` the kind of tier that each one came from.
@@ -275,9 +281,15 @@ class ChunkMover:
                                 reason = fetched.reason
                                 break
                             payloads.append(fetched.payload)
-                        places = range(len(kinds), len(kinds) + len(payloads))
-                        for fetched, copied in zip(together, run.copy("scatter", places, payloads), strict=False):
-                            if damage := fetched.check(copied):
+                        checksums: list[int] = []
+                        if payloads:  # otherwise no fence: the reason why there is nothing to copy is to be counted
+                            places = run.places(itertools.count(len(kinds)), payloads)
+                            with pages() as copiers:
+                                checksums = _checksums(
+                                    copiers[shard].scatter(blocks, of) for shard, blocks, of in places
+                                )
+                        for fetched, copied in zip(together, checksums, strict=False):
+                            if damage := self.backend.check(fetched, copied):
                                 reason, damaged = damage, True
                                 break
                             kinds.append(fetched.tier)

@@ -63,10 +63,10 @@ class WeightsVersion:
         """The label of the engine's weights; None while it is out."""
         return self.state.label
 
-    def why_not(self, label: str) -> Literal["", "reset", "weights_unnamed"]:
+    def why_not(self, label: str | None) -> Literal["", "reset", "weights_unnamed"]:
         """Returns why chunks of a version are not to be used now; empty if the engine has that version."""
         own = self.state.label
-        if own is None:
+        if own is None or label is None:
             return "weights_unnamed"
         return "" if label == own else "reset"
 

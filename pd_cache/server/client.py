@@ -21,7 +21,7 @@ from pd_cache.chunks import (
 )
 from pd_cache.config import NodeSettings
 from pd_cache.layout import KVCaches, KVLayout, PageKind, layer_tensors
-from pd_cache.lookup import LookupClient
+from pd_cache.lookup import LooksUp, LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged.base import BlocksOrSlots, leaving_out, plan_named
 from pd_cache.reasons import Found, Loaded, MissReason, StoreOutcome, miss_reason
@@ -44,7 +44,7 @@ R = TypeVar("R")
 _GIVE_UP_S = 5.0
 
 
-class RemoteCache:
+class RemoteCache(LooksUp):
     """A `BlockCache` (see there) over the connection of one engine rank. Thread-safe.
 
     Each operation has a twin that only begins it and returns a pending object, for callers that must not wait. What the server cannot do
@@ -71,34 +71,18 @@ class RemoteCache:
         `lookup_timeout_s` or `move_timeout_s`. version: that of the engine's weights; by default the cache has its own. Raises the errors
         of `ServerConnection`.
         """
-        self.metrics = metrics or CacheMetrics()
+        super().__init__(version, metrics)
         self.connection = ServerConnection(url, context, kind, identity, connect_timeout_s=connect_timeout_s)
+        self.chunk_size = self.connection.chunk_size
+        self.block_size = identity.block_size
+        self.blocks_per_chunk = self.chunk_size // self.block_size
+        """A whole number, or the server would have refused the engine."""
+        self._namer = ChunkNamer(self.chunk_size)
         self._lookup_timeout_s = lookup_timeout_s
         self._move_timeout_s = move_timeout_s
         self._tensors: list[torch.Tensor] = []
         self._layout: KVLayout | None = None
         self._chunk_bytes = 0
-        self.version = version or WeightsVersion()
-
-    @property
-    def chunk_size(self) -> int:
-        """Tokens per chunk."""
-        return self.connection.chunk_size
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block of the paged cache."""
-        return self.connection.hello.engine.block_size
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """The number of the engine's blocks in a chunk."""
-        return self.chunk_size // self.block_size  # a whole number, or the server would have refused the engine
-
-    @property
-    def label(self) -> str | None:
-        """The label of this engine's weights; None from a change of theirs until somebody names them."""
-        return self.version.label
 
     @property
     def available(self) -> bool:
@@ -128,10 +112,6 @@ class RemoteCache:
         welcome = self.connection.welcome
         mode = None if welcome is None else welcome.hash_mode
         return name_chunks(self._namer, self.blocks_per_chunk, mode, tokens, hashes, extra_keys)
-
-    @functools.cached_property
-    def _namer(self) -> ChunkNamer:
-        return ChunkNamer(self.chunk_size)  # which never changes once it is known
 
     # --- operations that wait for their end ----------------------------------------------------------------------
 
@@ -239,10 +219,6 @@ class RemoteCache:
         """Releases what a session protects. Does nothing if there is no such session."""
         self.connection.link.notify(EndSession(session))  # if the server is gone, there is nothing to release
 
-    def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`."""
-        self.version.reset(version)
-
     def mark(self) -> Any:
         """Returns a mark of the work that the calling thread has given the device so far: `store(after=…)` waits for it."""
         if not self._tensors:
@@ -285,15 +261,15 @@ class RemoteCache:
         self.metrics.tokens(pending.op, "requested", len(names) * self.chunk_size)
         if not self.connection.ready:
             pending.outcome = "server_lost"
-        elif label is None or (outdated := self.version.why_not(label)):
-            pending.outcome = "weights_unnamed" if label is None else outdated
+        elif outdated := self.version.why_not(label):
+            pending.outcome = outdated
         elif (place := self.connection.fence.admit(loads=kind is Retrieve)) is None:
             pending.outcome = "busy"
         else:
             pending.place, pending.event = place, after
             try:
                 patience, handle = max(1, int(seconds * 1000)), event_handle(after)
-                request = kind(session, tuple(names), tuple(ids), *place, patience, handle, label)
+                request = kind(session, tuple(names), tuple(ids), *place, patience, handle, label or FIRST)
                 pending.future = self.connection.link.request(request, seconds)
             except BaseException:
                 pending.give_up()
@@ -313,7 +289,7 @@ class RemoteCache:
         """Returns how many of so many chunks, in the weights version `label`, are in their blocks. Counts them."""
         if not isinstance(answer, Loaded) or answer.chunks > chunks:
             return Loaded(0, self._failed("retrieve", chunks, answer))
-        if outdated := self.version.why_not(label or FIRST):
+        if outdated := self.version.why_not(label):
             return Loaded(0, self._failed("retrieve", chunks, outdated))
         self._count_moved("retrieve", "loaded", answer.chunks)
         if answer.chunks < chunks:  # the server counts which chunk failed for which reason

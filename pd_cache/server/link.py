@@ -43,6 +43,7 @@ from pd_cache.server.protocol import (
     encode,
     failed,
 )
+from transfer.deadlines import left
 
 log = logging.getLogger(__name__)
 
@@ -136,14 +137,9 @@ class Future:
         self.number = number
         self.deadline = deadline
 
-    @property
-    def done(self) -> bool:
-        """Whether the future is settled. Does not look for new answers."""
-        return self.answer is not None
-
     def query(self) -> bool:
         """Looks for an answer without waiting. Returns True once there is one or it is clear that there will be none."""
-        return self.done or self._link.look(self)
+        return self.answer is not None or self._link.look(self)
 
     def outcome(self) -> Answer | str:
         """Waits for the answer, at most until the deadline. Returns it, or why there is none, in a word that names a counter."""
@@ -251,11 +247,11 @@ class ClientLink:
         """Reads the answers that have arrived, without waiting. Returns whether the future is settled, which it is after its deadline."""
         with self._changed:
             self._read()
-            if not future.done and time.monotonic() >= future.deadline:
+            if future.answer is None and time.monotonic() >= future.deadline:
                 self._futures.pop(future.number, None)  # an answer that still comes is dropped
                 future.answer = NoAnswerError(f"no answer from {self.url} in time")
                 self._tell()
-            return future.done
+            return future.answer is not None
 
     def fail_all(self, reason: str) -> None:
         """Settles all outstanding futures as failed."""
@@ -267,11 +263,11 @@ class ClientLink:
 
     def wait(self, future: Future) -> None:
         """Waits until the future is settled, at most until its deadline."""
-        while not future.done:
+        while future.answer is None:
             with self._changed:
                 if self.look(future):
                     return
-                slice_s = min(max(0.0, future.deadline - time.monotonic()), _WAIT_SLICE_S)
+                slice_s = min(left(future.deadline), _WAIT_SLICE_S)
                 if self._waited_for is not None:
                     self._changed.wait(slice_s)
                     continue
@@ -366,7 +362,7 @@ class ClientLink:
     def _tell(self) -> None:
         """Wakes the threads whose futures were settled. Call with the lock held."""
         self._changed.notify_all()
-        if self._waited_for is not None and self._waited_for.done:
+        if self._waited_for is not None and self._waited_for.answer is not None:
             self._wire.wake()
 
 
@@ -468,7 +464,7 @@ class ServerLink:
             with contextlib.suppress(OSError):  # not connected any more
                 one.shutdown(socket.SHUT_RDWR)
         for thread in (self._receiver, self._acceptor, *connections.values()):
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(left(end))
 
     def close(self) -> None:
         """Stops listening, after `stop`."""

@@ -164,33 +164,27 @@ class Sessions:
                 pins.backend.unpin(pins.pinned)
 
 
-class LookupJob:
-    """A lookup, and the name of its session."""
+class LookupJob(NamedTuple):
+    """A lookup, and who asks."""
 
-    __slots__ = ("at_hand", "client", "label", "models", "names", "prefix", "session")
+    models: Sequence[Model]
+    """One for each of the groups of layers in `prefix`."""
+    prefix: PrefixLookup
+    client: str
+    request: Lookup
 
-    def __init__(self, models: Sequence[Model], prefix: PrefixLookup, client: str, request: Lookup) -> None:
-        """`models`: one for each of the groups of layers in `prefix`."""
-        self.models = models
-        self.prefix = prefix
-        self.client = client
-        self.session = request.session
-        self.at_hand = request.at_hand
-        self.label = request.label
-        most = max(1, MOST_KEYS // prefix.groups.keys_per_chunk)
-        self.names = request.names[: request.at_hand + most]
-
-    def keys(self) -> list[list[str]]:
-        """Returns the keys to ask each model's backend for."""
-        names = self.names[self.at_hand :]
-        return [model.database.all_shard_keys(names, self.label) for model in self.models]
+    def keys(self, model: Model) -> list[str]:
+        """Returns the keys to ask a model's backend for."""
+        first = self.request.at_hand
+        most = max(1, MOST_KEYS // self.prefix.groups.keys_per_chunk)
+        return model.database.all_shard_keys(self.request.names[first : first + most], self.request.label)
 
     def found(self, end: int) -> Iterator[FoundChunks]:
         """Yields, for each group of layers, the chunks that a load up to `end` needs."""
-        for model, needed in zip(self.models, self.prefix.groups.needed(self.at_hand, end), strict=True):
-            names = self.names[needed.start : needed.stop]
+        for model, needed in zip(self.models, self.prefix.groups.needed(self.request.at_hand, end), strict=True):
+            names = self.request.names[needed.start : needed.stop]
             database, shards = model.database, model.database.namespace.shards
-            keys = database.all_shard_keys(names, self.label)
+            keys = database.all_shard_keys(names, self.request.label)
             by_rank = [
                 [keys[chunk + shard] for chunk in range(0, len(keys), shards) for shard in model.shards_of(rank)]
                 for rank in range(model.group.world_size)
@@ -205,11 +199,10 @@ def answer_lookups(
 
     What a job has found is pinned for its session, for `session_s` seconds.
     """
-    keys_of = [job.keys() for job in jobs]
+    asked = [[(model.mover.backend, job.keys(model)) for model in job.models] for job in jobs]
     wanted: dict[StorageBackend, list[str]] = {}
-    for job, parts in zip(jobs, keys_of, strict=True):
-        for model, keys in zip(job.models, parts, strict=True):
-            wanted.setdefault(model.mover.backend, []).extend(keys)
+    for backend, keys in itertools.chain.from_iterable(asked):
+        wanted.setdefault(backend, []).extend(keys)
     known: dict[StorageBackend, Iterator[Status] | Refused] = {}
     with metrics.timed("lookup"):
         for backend, keys in wanted.items():
@@ -222,15 +215,14 @@ def answer_lookups(
                 log.exception("lookups failed")
                 known[backend] = failed(error)
     answers = []
-    for job, parts in zip(jobs, keys_of, strict=True):
+    for job, parts in zip(jobs, asked, strict=True):
         statuses: list[Status] = []
         answer: Answer | None = None
-        for model, keys in zip(job.models, parts, strict=True):
-            one = known[model.mover.backend]
-            if isinstance(one, Refused):
-                answer = one
+        for backend, keys in parts:
+            if isinstance(said := known[backend], Refused):
+                answer = said
             else:
-                statuses += itertools.islice(one, len(keys))
+                statuses += itertools.islice(said, len(keys))
         answers.append(answer or _judge(job, statuses, sessions, session_s))
     return answers
 
@@ -238,13 +230,13 @@ def answer_lookups(
 def _judge(job: LookupJob, statuses: list[Status], sessions: Sessions, session_s: float) -> Answer:
     """Returns what a lookup found, and pins it for the lookup's session."""
     try:
-        reach = count_found(job.prefix, job.names, job.at_hand, statuses, job.label)
-        client, session = job.client, job.session
-        if session and reach.chunks > job.at_hand:
-            sessions.open(client, session, list(job.found(reach.chunks)), session_s)
+        request, client = job.request, job.client
+        reach = count_found(job.prefix, request.names, request.at_hand, statuses, request.label)
+        if request.session and reach.chunks > request.at_hand:
+            sessions.open(client, request.session, list(job.found(reach.chunks)), session_s)
             if any(model.mover.closed for model in job.models):
                 # a backend was released meanwhile, together with its sessions
-                sessions.end(client, session)
+                sessions.end(client, request.session)
         return reach
     except Exception as error:  # an error of one lookup must not stop the others
         log.exception("a lookup failed")

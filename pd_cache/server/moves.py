@@ -19,7 +19,7 @@ import torch
 from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.lookup import PrefixLookup
-from pd_cache.mover import ChunkRun
+from pd_cache.mover import ChunkRun, Pages
 from pd_cache.paged import open_copier
 from pd_cache.paged.base import PagedCopier, leaving_out, plan_named
 from pd_cache.reasons import Loaded, TierChunks
@@ -91,15 +91,15 @@ class MappedTensors:
     def copiers(
         self,
         move: Move,
-        until: float,
+        end: float,
         on_stream: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> Iterator[Sequence[PagedCopier]]:
         """Yields the copier of each shard, for the blocks of one move, on its stream. The memory stays mapped for as long as the block runs.
 
-        Raises AbandonedError after `unmap`, if the engine has given up the move, and after its deadline `until`, by `time.monotonic()`.
+        Raises AbandonedError after `unmap`, if the engine has given up the move, and after its `end`.
         """
         with self._lock:
-            if self._closed or time.monotonic() > until:
+            if self._closed or time.monotonic() > end:
                 raise AbandonedError
             self._users += 1
         try:
@@ -166,8 +166,8 @@ class Worker(NamedTuple):
     rank: int
     tensors: MappedTensors
 
-    def run(self, request: Move, until: float) -> ChunkRun:
-        """Returns what a request is to move. No copy begins after `until`, by `time.monotonic()`.
+    def begin(self, request: Move, end: float) -> tuple[ChunkRun, Pages]:
+        """Returns what a request is to move, and the pages for it. No copy begins after `end`.
 
         Raises RefusalError, before anything moves, if the request does not fit the layout.
         """
@@ -180,11 +180,11 @@ class Worker(NamedTuple):
         shards = self.model.shards_of(self.rank)
         keys = database.keys(request.names, shards, request.label)
         # a stream for the move, whose turns change threads: what waits for the engine's event is this move's copies, and no other's
-        copiers = functools.partial(self.tensors.copiers, request, until, own_stream(self.tensors.device))
+        pages = functools.partial(self.tensors.copiers, request, end, own_stream(self.tensors.device))
         if request.event:
-            with copiers():  # an engine that has given up the move has no event any more
+            with pages():  # an engine that has given up the move has no event any more
                 wait_for_event(self.tensors.device, request.event)
-        return ChunkRun(request.names, keys, chunks, len(shards), copiers, request.label)
+        return ChunkRun(request.names, keys, chunks, len(shards), request.label), pages
 
 
 class Client:
@@ -271,38 +271,38 @@ class MoveJob:
         self._client = client
         self._request = request
         self._sessions = sessions
-        self._begun: tuple[Worker, ChunkRun] | None = None
+        self._begun: tuple[Worker, ChunkRun, Pages] | None = None
         self._done = 0
         """How many chunks have moved."""
         self._tiers = TierChunks()
         """Where the chunks that were loaded came from."""
         self._outcomes = bytearray()
-        self._until = time.monotonic() + request.patience_ms / 1000
-        """When the engine gives it up, by `time.monotonic()`."""
+        self._end = time.monotonic() + request.patience_ms / 1000
+        """When the engine gives it up."""
 
     def turn(self) -> Answer | None:
         """Does the next turn. Returns the answer after the last turn, otherwise None.
 
         Raises RefusalError if the request does not fit or is late, AbandonedError if the engine has given it up, or what the memory raises.
         """
-        if time.monotonic() > self._until:
+        if time.monotonic() > self._end:
             raise RefusalError("late", "its turn came after its deadline")
         if self._begun is None:
             if (worker := self._client.worker) is None:
                 raise RefusalError("unknown_client", "register the KV tensors first")
-            self._begun = worker, worker.run(self._request, self._until)
-        worker, run = self._begun
+            self._begun = worker, *worker.begin(self._request, self._end)
+        worker, run, pages = self._begun
         model = worker.model
         most = max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards_of(worker.rank))))
         first, self._done = self._done, min(self._done + most, len(run.chunks))
         part = run.part(first, self._done)
         if isinstance(self._request, Retrieve):
-            loaded = model.mover.load(part)
+            loaded = model.mover.load(part, pages)
             self._tiers = TierChunks(*map(sum, zip(self._tiers, loaded.tiers, strict=True)))
             if loaded.chunks == len(part.chunks) and self._done < len(run.chunks):
                 return None
             if self._request.session:
                 self._sessions.loaded(self._request.session, model.group, worker.rank, run.names)
             return Loaded(first + loaded.chunks, loaded.reason, self._tiers)
-        self._outcomes += bytes(model.mover.store(part))
+        self._outcomes += bytes(model.mover.store(part, pages))
         return None if self._done < len(run.chunks) else Stored(bytes(self._outcomes))

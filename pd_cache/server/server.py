@@ -46,7 +46,7 @@ from pd_cache.server.protocol import (
     Welcome,
     failed,
 )
-from pd_cache.versions import WeightsVersion
+from transfer.deadlines import left
 
 T = TypeVar("T")
 
@@ -229,7 +229,7 @@ class CacheServer:
             self._link.answer(incoming, _CLOSING)
         end = time.monotonic() + self.settings.transfer.timeouts.close_ms / 1000
         for model in self.models:
-            model.mover.close(max(0.0, end - time.monotonic()))
+            model.mover.close(left(end))
         with self._lock:
             clients = list(self._clients.values())
             self._clients.clear()
@@ -259,8 +259,7 @@ class CacheServer:
                 return Found(at_hand, at_hand, "none" if at_hand == len(request.names) else "not_asked")
             if client.prefix is None or models != client.models:
                 mover, groups = models[0].mover, LayerGroups([model.database for model in models])
-                # each lookup brings its label
-                client.prefix = PrefixLookup(groups, mover.backend, WeightsVersion(), self.metrics, mover.history)
+                client.prefix = PrefixLookup(groups, mover.backend, None, self.metrics, mover.history)
                 client.models = models
             job = LookupJob(models, client.prefix, client.hello.client, request)
             if not self._lookups.put(Item(incoming, client, job)):

@@ -41,8 +41,8 @@ def test_a_chunk_that_was_damaged_on_the_way_ends_the_load_and_is_stored_again(t
         names = DATABASE.name_chunks(range(count * CHUNK))
         tensors = make_cache(block_size=BLOCK)
         copiers = functools.partial(contextlib.nullcontext, [open_copier(tensors, LAYOUT)])
-        run = ChunkRun(names, DATABASE.keys(names), plan(range(2 * count), LAYOUT, CHUNK), 1, copiers)
-        assert mover.store(run) == [StoreOutcome.NEW] * count
+        run = ChunkRun(names, DATABASE.keys(names), plan(range(2 * count), LAYOUT, CHUNK), 1)
+        assert mover.store(run, copiers) == [StoreOutcome.NEW] * count
         scatter = CpuPagedCopier.scatter
 
         def damaged(copier: CpuPagedCopier, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
@@ -51,14 +51,14 @@ def test_a_chunk_that_was_damaged_on_the_way_ends_the_load_and_is_stored_again(t
 
         with monkeypatch.context() as patch:
             patch.setattr(CpuPagedCopier, "scatter", damaged)
-            loaded = mover.load(run)
+            loaded = mover.load(run, copiers)
         assert (loaded.chunks, loaded.reason) == (3, "damaged")
         assert subject.count("pd_cache_tier_healed_total") == 1
         assert count_of(mover.metrics, "pd_cache_troubles_total", reason="corrupt") == 1
         outcomes = [StoreOutcome.BEFORE] * count
         outcomes[3] = StoreOutcome.NEW
-        assert mover.store(run) == outcomes
-        assert mover.load(run).chunks == count
+        assert mover.store(run, copiers) == outcomes
+        assert mover.load(run, copiers).chunks == count
         subject.check_integrity()
     finally:
         subject.backend.close()
@@ -99,16 +99,16 @@ def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_the
         mover, copier = ChunkMover(subject.backend, DATABASE, CacheMetrics()), Later()
         names = DATABASE.name_chunks(range(3 * CHUNK))
         copiers = functools.partial(contextlib.nullcontext, [copier])
-        run = ChunkRun(names, DATABASE.keys(names), plan(range(6), LAYOUT, CHUNK), 1, copiers)
-        assert mover.store(run) == [StoreOutcome.NEW] * 3
+        run = ChunkRun(names, DATABASE.keys(names), plan(range(6), LAYOUT, CHUNK), 1)
+        assert mover.store(run, copiers) == [StoreOutcome.NEW] * 3
         copier.events.clear()
-        assert mover.load(run).chunks == 3
+        assert mover.load(run, copiers).chunks == 3
         assert copier.events == ["scatter 0", "scatter 2", "waited 0", "waited 2", "scatter 4", "waited 4"]
 
         copier.events.clear()
         copier.fails_at = "scatter 2"
         with pytest.raises(RuntimeError, match="no such kernel"):
-            mover.load(run)
+            mover.load(run, copiers)
         assert copier.events == ["scatter 0", "waited 0"], "its memory is given back when nothing reads it any more"
 
         copier.fails_at = ""
@@ -117,7 +117,7 @@ def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_the
             patch.setattr(
                 subject.backend, "batched_fetch", lambda *args, **options: without_the_second(fetch(*args, **options))
             )
-            assert mover.load(run).chunks == 1, (
+            assert mover.load(run, copiers).chunks == 1, (
                 "what comes behind a miss is not taken for it, whether or not the miss has a reason"
             )
 
@@ -126,7 +126,7 @@ def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_the
 
         absent = DATABASE.name_chunks(range(8, 8 + CHUNK))
         assert (
-            mover.load(ChunkRun(absent, DATABASE.keys(absent), run.chunks[:1], 1, forbidden)).reason == "never_stored"
+            mover.load(ChunkRun(absent, DATABASE.keys(absent), run.chunks[:1], 1), forbidden).reason == "never_stored"
         )
     finally:
         subject.backend.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier
-from pd_cache.mover import ChunkRun
+from pd_cache.mover import ChunkRun, Pages
 from pd_cache.versions import Naming, WeightsVersion
 from tests.support.engines import BLOCK, CHUNK, Host, host
 from tests.support.pool import Pool
@@ -193,8 +193,8 @@ def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(poo
         (served_model,) = server.models
         load, turns = served_model.mover.load, []
 
-        def load_and_reset(run: ChunkRun, timeout: float | None = None) -> object:
-            restored = load(run, timeout)
+        def load_and_reset(run: ChunkRun, pages: Pages) -> object:
+            restored = load(run, pages)
             turns.append(restored)
             if len(turns) == 3:
                 engine.worker._cache.reset(label)
@@ -211,9 +211,9 @@ def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_cam
         (served_model,) = server.models
         store = served_model.mover.store
 
-        def store_after_a_change(run: ChunkRun, timeout: float | None = None) -> object:
+        def store_after_a_change(run: ChunkRun, pages: Pages) -> object:
             engine.scheduler.reset("w1")
-            return store(run, timeout)
+            return store(run, pages)
 
         monkeypatch.setattr(served_model.mover, "store", store_after_a_change)
         engine.store("a", TOKENS)
