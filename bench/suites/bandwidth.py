@@ -1,10 +1,10 @@
-"""How fast bytes move from each of two nodes to each node's memory, next to raw TransferEngine between the same two, and to the link.
+"""How fast do bytes move between two nodes' memories? `put_ratio` and `get_ratio`, against Mooncake's raw TransferEngine.
 
     pd-cache bench bandwidth                           on one machine, between two processes
     pd-cache bench bandwidth --serve HOST:PORT         on one of two machines, and on the other --connect HOST:PORT
 
-The pool is the bench's own: a master at the machine that connects, and of each a segment for as long as the bench runs. Put and get
-go through `MooncakeStore`, as chunks do; raw is one batch of Mooncake's TransferEngine with as many pieces of the same size.
+The pool is the bench's own: a master at the machine that connects, and a segment of each node. Put and get go through `MooncakeStore`, as
+chunks do; raw is one batch of Mooncake's TransferEngine with as many pieces of the same size.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""CacheEngine.store and .retrieve against Mooncake's own batch calls on the same bytes and objects, in the same run.
+"""What does an engine's cache cost? `store_ratio` and `retrieve_ratio`, against Mooncake's own batch calls with the same bytes.
 
-`raw_put_copied` and `raw_get_copied` are the same calls with the one copy that a paged buffer makes necessary, and nothing else: a batch is
-copied while the one before is on the network. Where the network's bytes cost processors, as with TCP, that copy is not free, and how
-much it costs differs between processes with the memory that each of them got.
+`raw_put_copied` and `raw_get_copied` are the same calls with the one copy that a paged buffer needs: a batch is copied while the one before
+is on the network. Over TCP, which costs processors, that copy is not free; its cost differs between processes, with the memory that each got.
 
 The default is Llama-3.1-8B's KV shape (32 layers, 8 KV heads, 128, bf16: 128 KiB per token), over TCP from a store node in another
 process. Rounds are interleaved, raw and ours in turn, and medians are compared.
 
-`gather` and `scatter` are the copier alone, between the paged cache and staging memory, and with the checksum; `to_host` and `to_device` one copy
-of as many bytes that lie in a row, and `checksum` the hash alone.
+`gather` and `scatter` are the copier alone, with the checksum, between the paged cache and staging memory; `to_host` and `to_device` are one
+copy of as many contiguous bytes; `checksum` is the hash alone.
 
     pd-cache bench engine [--device cuda] --json
 """

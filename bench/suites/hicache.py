@@ -1,4 +1,4 @@
-"""Pages of an SGLang host pool, to and from a Mooncake pool: by pd-cache's HiCache backend, and by SGLang's own Mooncake backend.
+"""How fast does SGLang move pages by our HiCache backend? `store_ratio` and `load_ratio`, against SGLang's own Mooncake backend.
 
 Needs SGLang beside pd-cache (`make install-sglang`). Both run in this process, in turn, over the same host pool (attention heads), each with
 names of its own. SGLang's moves bytes straight from and to the host pool, without a checksum and without a deadline.

@@ -1,4 +1,4 @@
-"""`lmcache bench l2` with our plugin and with raw Mooncake, in turn.
+"""How fast does LMCache move objects by our L2 plugin? `store_ratio` and `load_ratio` of `lmcache bench l2`, against raw Mooncake.
 
 Needs LMCache beside pd-cache (`make install-lmcache`). Each adapter runs in processes of its own, one at a time, several times in turn;
 medians over all rounds are compared. Raw Mooncake moves bytes from and to LMCache's memory without a copy and without a checksum.

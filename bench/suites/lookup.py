@@ -1,8 +1,7 @@
-"""How long a lookup takes, against naming alone, a raw `batch_is_exist` of the same keys and, if asked for, LMCache's lookup client, in
-the same run; and how many lookups a second one master answers as clients grow.
+"""How long does a lookup take? Milliseconds, and lookups a second, against raw `batch_is_exist` and LMCache's lookup client.
 
-pd-cache bench lookup [--lmcache] [--groups]
-pd-cache bench lookup --serve HOST:PORT                      on one of two machines, and on the other --connect HOST:PORT
+    pd-cache bench lookup [--lmcache] [--groups]
+    pd-cache bench lookup --serve HOST:PORT                      on one of two machines, and on the other --connect HOST:PORT
 """
 
 from __future__ import annotations

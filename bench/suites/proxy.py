@@ -1,8 +1,7 @@
-"""What the proxy costs: streams through it against the same streams from the node itself, in the same run.
+"""What does the proxy add to a stream? `proxy_adds_first_ms` and `proxy_adds_total_ms`, against streams from the node itself.
 
-Node and proxies are processes of their own. The node computes nothing, so what is measured is the way. Rounds are interleaved:
-straight to the node, through a proxy that knows only decode nodes, and through one that asks a prefill node first, which is
-compared with a client that makes both hops itself.
+Nodes and proxies are processes of their own. The nodes compute nothing. Four kinds of streams take turns: straight from the decode node;
+through a proxy that knows only this node; by a client that asks a prefill node first; and through a proxy that does so.
 
     pd-cache bench proxy --json
 """

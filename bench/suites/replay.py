@@ -1,9 +1,8 @@
-"""Replays a trace of conversations on a real pool: its hit rate against the pool's capacity and the master's eviction settings.
+"""What does a pool of this size find of a trace? `hit_rate`, against LRU with the same room, and a pool that never forgets.
 
 For each request of the trace, in order, a client looks up its whole blocks of 512 tokens, loads what is found and compares every byte,
-and stores what is missing. Chunks are shrunken to a few KiB, so that the pool of a small machine holds as many as that of a large
-cluster. All else is real: keys, lookups, leases, transfers, eviction. Two simulations give the context: one that never forgets (the
-trace's ideal), and LRU with the same capacity.
+and stores what is missing. Chunks have only a few KiB, so that the pool of a small machine holds as many as that of a large cluster. All
+else is real: keys, lookups, leases, transfers, eviction. LRU and the pool that never forgets (the trace's ideal) are simulated.
 
     pd-cache bench replay --trace FILE                     pools of several capacities on this machine, one after the other
 

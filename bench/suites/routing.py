@@ -1,8 +1,8 @@
-"""The proxy's policies on traces, in simulation: hit rate of the nodes' own caches, and how long prompts queue.
+"""Which policy finds most in the nodes' own caches? `hit_rate` and queueing times, against round robin and an oracle, in simulation.
 
-The router is the proxy's own (`launch/proxy/routing.py`), with simulated time. A prefill node is modelled as a queue that computes one
-prompt after the other, at a steady rate of tokens that its cache lacks; its cache keeps the blocks used last. `bench/lib/trace.py`
-describes the format of traces, `agent_trace` the synthetic one.
+The router is the proxy's own (`launch/proxy/routing.py`), with simulated time. A simulated prefill node computes one prompt after the
+other, at a steady rate of tokens that its cache lacks; its cache is an LRU. `bench/lib/trace.py` describes the format of traces,
+`agent_trace` the synthetic one.
 
 - `round_robin`, `least_loaded`: the proxy's policies of these names.
 - `guess`: `prefix_aware` without events, if nodes do not say how large their caches are, as vLLM's do not. The proxy assumes a million

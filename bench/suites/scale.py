@@ -1,7 +1,7 @@
-"""What a cluster of 1 to 1,000 nodes does, in simulation, and what is full first.
+"""What is full first as a cluster grows to 1,000 nodes? `full_from_nodes`, and times to first token, in simulation; there is no peer.
 
-Requests of a trace come at a rate that grows with the cluster. The policies are the proxy's own modules; unit costs are assumed, or given in
-a file.
+Requests of a trace come at a rate that grows with the cluster. The policies are the proxy's own modules. Unit costs are assumed; a file
+may give others.
 
     pd-cache bench scale --trace FILE --html scale.html
     pd-cache bench scale --trace FILE --costs mine.yaml        costs of other machines: those that the file gives

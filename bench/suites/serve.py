@@ -1,9 +1,8 @@
-"""A cluster under load: time to first token, tokens/s, hit rate and errors at a rate of requests.
+"""How long do clients wait? `ttft_p50_ms` and `hit_rate` at a rate of requests, against the same requests without reuse.
 
-Open loop: requests begin when they are due, at random times of a given rate (Poisson) or as in a trace, however slow the
-cluster is; see `bench/lib/load.py`. The same load is sent twice: first with an isolation of its own for each request (`cache_salt`), so
-that every prompt is computed anew, then without, so that prompts reuse what others left in the pool. A few requests before both are not
-counted.
+Open loop: requests begin when they are due, at random times of a given rate (Poisson) or as in a trace, however slow the cluster is
+(`bench/lib/load.py`). The same load is sent twice: first with a `cache_salt` of its own for each request, so that every prompt is
+computed anew; then without, so that prompts reuse what others left in the pool. A few requests before both do not count.
 
     pd-cache bench serve --rate 2                a small cluster of the reference engine on this machine
     pd-cache bench serve --trace FILE --requests 300

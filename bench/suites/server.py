@@ -1,8 +1,7 @@
-"""The cache server: what a question costs, and what a transfer reaches.
+"""What does the cache server cost? `store_ratio` and `retrieve_ratio`, against a `CacheEngine` in this process; `memory_ratio`, against memcpy.
 
-The server runs in a process of its own (`pd-cache launch cache-server`), over ipc://, with Mooncake's master and a store node in
-two others. Transfers have Llama-3.1-8B's KV shape by default (128 KiB a token). Rounds are interleaved with what they are
-compared with: `memcpy` of the same bytes into the same shared buffer, and an in-process `CacheEngine` on the same pool.
+The server, Mooncake's master and a store node are processes of their own. Transfers have Llama-3.1-8B's KV shape by default (128 KiB a
+token). The server takes turns with its peers: the engine has the same pool, and memcpy copies the same bytes into the same shared buffer.
 
     pd-cache bench server [--device cuda] --json
 """

@@ -1,5 +1,4 @@
-"""Every storage tier against its limit in the same run: memory against memcpy, the disk against plain loops, a hybrid against its
-first tier alone; how long `contains` and an eviction take.
+"""How fast is each storage tier? Ratios against memcpy, plain loops of disk calls, and a hybrid's first tier; µs of `contains` and evictions.
 
     pd-cache bench tiers --json
 """

@@ -1,12 +1,12 @@
-"""Time to first token with vLLM: a full hit from the pool against recompute, and against vLLM's own MooncakeStoreConnector.
+"""How soon does vLLM answer if the pool has the prompt? `ours_b_ms`, against recomputing and vLLM's own MooncakeStoreConnector.
 
     pd-cache bench ttft [--model-kind KIND] [--json] [--check]
     pd-cache bench ttft --pd [--link 1gbit] [--peer mooncake] [--peer nixl]      through a prefill and a decode node: `ttft_pd.py`
 
-Servers of one model are up one after the other, because several on one machine slow each other down: a plain one, and of each
-connector A, which computes and stores, and B, which takes what A stored. A plain one takes turns with our A, because a machine's speed drifts
-by more than storing costs. Of B's load, `ours_empty_steps` are vLLM's steps meanwhile, their time, and the engine thread's processor time in them.
-Runs in an environment that has vLLM (`make test-vllm` sets one up).
+Servers run one after the other, because several on one machine slow each other down: a plain one; then, for each connector, A, which
+computes and stores, and B, which loads what A stored. A plain one takes turns with our A, because a machine's speed drifts by more than
+storing costs. `ours_empty_steps` counts vLLM's steps while B loads, with their time and the engine thread's processor time in them. Runs
+in an environment that has vLLM (`make test-vllm` sets one up).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From the end of a prefill to the decode node's first token: `bench ttft --pd`.
+"""How soon does a decode node answer after the prefill? `after_prefill_ms`, against vLLM's own connectors: `bench ttft --pd`.
 
-A prefill and a decode node, each with a core of its own, or half of a GPU, behind a proxy. `never` and `always` are values of `handoff.stream`. Then the same
-with connectors of vLLM's own, where the bench makes both hops. With a link, the decode node is in a network namespace of its own, behind a
-link of this rate; everything else, with all of the pool's memory, is on the prefill node's side. Each prompt is new.
+A prefill and a decode node stand behind a proxy; each has a core of its own, or half of a GPU. `never` and `always` are values of
+`handoff.stream`. With vLLM's own connectors, the bench makes both hops. With `--link`, the decode node is in a network namespace of its
+own, behind a link of this rate; everything else, with all of the pool's memory, is on the prefill node's side. Each prompt is new.
 """
 
 from __future__ import annotations
