@@ -77,6 +77,16 @@ def at_most(name: str, value: float, limit: float) -> Check:
     return Check(name, value, limit, from_below=False)
 
 
+def all_at_least(figures: Mapping[str, float], **limits: float) -> list[Check]:
+    """Returns targets for figures by their names."""
+    return [at_least(name, figures[name], limit) for name, limit in limits.items()]
+
+
+def all_at_most(figures: Mapping[str, float], **limits: float) -> list[Check]:
+    """Returns targets for figures by their names."""
+    return [at_most(name, figures[name], limit) for name, limit in limits.items()]
+
+
 class Table(NamedTuple):
     """Rows under columns; None is an empty cell."""
 
@@ -86,8 +96,13 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, title: str, rows: Sequence[Mapping[str, object]]) -> Table:
-        """Returns a table of rows that have their columns' names."""
-        return cls(title, list(rows[0]), [list(row.values()) for row in rows])
+        """Returns a table of rows that have their columns' names. A few long rows stand side by side: their names are the first column."""
+        names = list(rows[0])
+        if len(names) <= 4 * len(rows):
+            return cls(title, names, [list(row.values()) for row in rows])
+        first, *others = names
+        heads = [f"{first} {shown(row[first])}" for row in rows]
+        return cls(title, ["", *heads], [[name, *(row[name] for row in rows)] for name in others])
 
 
 # --- how it was measured ---------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import torch
 
 from bench.lib.kv import CHUNK, CopiedPool, Device, FlatCopy, PagedPrompt, RawPool, Shape, device_option
 from bench.lib.pool import local_pool, raw_client
-from bench.lib.report import at_least, finish, option, output_options
+from bench.lib.report import all_at_least, at_least, finish, option, output_options
 from bench.lib.stats import gbps, in_turn, timed
 from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
@@ -131,14 +131,15 @@ def main(tokens: int, layers: int, rounds: int, device: Device, **output: Any) -
             with closing(CopiedPool(raw, prompt.device)) as copied:
                 results = copier | measure(engine, prompt, raw, copied, rounds)
     first = results["first_store_gbps"] / results["store_gbps"]
-    checks = [
-        at_least("store_ratio", results["store_ratio"], 0.9),
-        at_least("store_ratio_copied", results["store_ratio_copied"], 0.95),
-        at_least("retrieve_ratio", results["retrieve_ratio"], 0.9),
-        at_least("retrieve_ratio_copied", results["retrieve_ratio_copied"], 0.95),
-        at_least("first_store_gbps / store_gbps", first, 0.7),
-        at_least("bytes_equal", float(results["bytes_equal"]), 1.0),
-    ]
+    checks = all_at_least(
+        results,
+        store_ratio=0.9,
+        store_ratio_copied=0.95,
+        retrieve_ratio=0.9,
+        retrieve_ratio_copied=0.95,
+        bytes_equal=1.0,
+    )
+    checks.append(at_least("first_store_gbps / store_gbps", first, 0.7))
     if device == "cuda":
-        checks += [at_least(name, results[name], 0.9) for name in ("gather_ratio", "scatter_ratio")]
+        checks += all_at_least(results, gather_ratio=0.9, scatter_ratio=0.9)
     finish(results, checks, **output)

@@ -1,7 +1,7 @@
 """How long does a lookup take? Milliseconds, and lookups a second, against raw `batch_is_exist` and LMCache's lookup client.
 
-    pd-cache bench lookup [--lmcache] [--groups]
-    pd-cache bench lookup --serve HOST:PORT                      on one of two machines, and on the other --connect HOST:PORT
+pd-cache bench lookup [--lmcache] [--groups]
+pd-cache bench lookup --serve HOST:PORT                      on one of two machines, and on the other --connect HOST:PORT
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import click
 
-from bench.lib.report import at_most, finish, option, output_options, progress
+from bench.lib.report import all_at_most, finish, option, output_options, progress
 from bench.lib.stats import timed
 from launch.proxy.bodies import Completion
 from launch.proxy.routing import NodePool, Target
@@ -204,9 +204,5 @@ def main(streams: int, tokens: int, rounds: int, most: int, **output: Any) -> No
         "open_streams_longest_ms": max(timing.total for timing in timings),
         "decision_ms": decision(),
     }
-    checks = [
-        at_most("proxy_adds_total_ms", results["proxy_adds_total_ms"], 3.0),
-        at_most("proxy_adds_first_ms", results["proxy_adds_first_ms"], 3.0),
-        at_most("decision_ms", results["decision_ms"], 1.0),
-    ]
+    checks = all_at_most(results, proxy_adds_total_ms=3.0, proxy_adds_first_ms=3.0, decision_ms=1.0)
     finish(results, checks, **output)

@@ -26,7 +26,7 @@ import msgspec
 from bench.lib.arrivals import Arrival, from_trace, ideal_hit_rate, poisson, synthetic
 from bench.lib.load import ANY_LENGTH, Destination, generate, summarize
 from bench.lib.pool import cluster_here, config_option
-from bench.lib.report import Check, Table, at_least, at_most, finish, option, output_options, progress
+from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
 from bench.lib.trace import BLOCK_TOKENS, read_trace
 from launch.discovery import open_directory
 from launch.http import client_key, fetch, proxy_certificate
@@ -200,11 +200,4 @@ def main(
             arrivals = synthetic(times, prompt_tokens, _SHARED, _PREFIXES, output_tokens)
         send("warm-up", target, [arrival._replace(due=0.0) for arrival in arrivals[:_WARM_UP]], isolated=True)
         rows = [send(name, target, arrivals, isolated=name == "recompute") for name in _PASSES]
-    beside = [[name, *(row[name] for row in rows)] for name in rows[0] if name != "pass"]
-    finish(
-        {"results": rows},
-        checks_of(rows),
-        tables=[Table("", ("", *_PASSES), beside)],
-        config=config,
-        **output,
-    )
+    finish({"results": rows}, checks_of(rows), config=config, **output)

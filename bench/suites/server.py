@@ -24,7 +24,7 @@ import zmq
 
 from bench.lib.kv import BLOCK, CHUNK, Device, FlatCopy, PagedPrompt, Shape, device_option
 from bench.lib.pool import cluster_here
-from bench.lib.report import at_least, at_most, finish, option, output_options
+from bench.lib.report import all_at_least, all_at_most, at_most, finish, option, output_options
 from bench.lib.stats import gbps, in_turn, quantile, timed
 from bench.lib.two_machines import Crew, Location, Site
 from launch.run.supervise import end, spawn_child
@@ -261,11 +261,8 @@ def main(tokens: int, layers: int, rounds: int, device: Device, **output: Any) -
     with cache_server(shape, local) as (_, url):
         results |= from_memory(prompt, url, rounds)
     checks = [
-        at_most("empty_lookup_p50_us", results["empty_lookup_p50_us"], 150),
-        at_most("empty_lookup_p99_us", results["empty_lookup_p99_us"], 1000),
+        *all_at_most(results, empty_lookup_p50_us=150, empty_lookup_p99_us=1000),
         at_most(f"lookup_p99_ms at {RATE}/s", results["lookup_p99_ms"], 5),
-        at_least("store_ratio", results["store_ratio"], 0.95),
-        at_least("retrieve_ratio", results["retrieve_ratio"], 0.95),
-        at_least("memory_ratio", results["memory_ratio"], 0.65),
+        *all_at_least(results, store_ratio=0.95, retrieve_ratio=0.95, memory_ratio=0.65),
     ]
     finish(results, checks, **output)

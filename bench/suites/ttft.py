@@ -252,7 +252,7 @@ def measure(
             found[tokens, "ours_empty_steps"].append(empty)
             found[tokens, "ours_empty_steps_ms"].append(1000 * seconds)
             found[tokens, "ours_empty_steps_processor_ms"].append(1000 * processor)
-    rows = {tokens: {"tokens": float(tokens)} for tokens in lengths}
+    rows: dict[int, dict[str, Any]] = {tokens: {"tokens": tokens} for tokens in lengths}
     for (tokens, name), values in found.items():
         rows[tokens][name] = statistics.median(values[1:] or values)
     checks = []
