@@ -43,12 +43,12 @@ def main(pages: int, rounds: int, **output: Any) -> None:
         keys = {"ours": [""], "theirs": [""]}
 
         def fresh() -> None:
-            for who in keys:
-                keys[who] = [uuid.uuid4().hex for _ in range(pages)]
+            for side in keys:
+                keys[side] = [uuid.uuid4().hex for _ in range(pages)]
 
-        def move(who: str, method: Callable[..., Any], place: Any) -> None:
-            if not all(method(keys[who], place)):
-                raise click.ClickException(f"{who}: not every page was moved")
+        def move(side: str, method: Callable[..., Any], place: Any) -> None:
+            if not all(method(keys[side], place)):
+                raise click.ClickException(f"{side}: not every page was moved")
 
         steps: dict[str, Callable[[], object]] = {"_fresh": fresh}
         ours = sglang_pools.our_options(
@@ -63,14 +63,14 @@ def main(pages: int, rounds: int, **output: Any) -> None:
             "device_name": "",
         }
         with ExitStack() as stack:
-            for who, kind, extra in (("ours", "dynamic", ours), ("theirs", "mooncake", theirs)):
+            for side, kind, extra in (("ours", "dynamic", ours), ("theirs", "mooncake", theirs)):
                 config = sglang_pools.storage_config(extra, model_name="bench")
                 backend = sglang_pools.open_backend(kind, host, config)
                 stack.callback(backend.close)
-                if who == "ours":
+                if side == "ours":
                     backend.cache.wait_available(60)
-                steps[f"{who}_store"] = functools.partial(move, who, backend.batch_set_v1, places[0])
-                steps[f"{who}_load"] = functools.partial(move, who, backend.batch_get_v1, places[1])
+                steps[f"{side}_store"] = functools.partial(move, side, backend.batch_set_v1, places[0])
+                steps[f"{side}_load"] = functools.partial(move, side, backend.batch_get_v1, places[1])
             rates = gbps(pages * page_bytes, in_turn(rounds, steps))
     ratios = {f"{what}_ratio": rates[f"ours_{what}_gbps"] / rates[f"theirs_{what}_gbps"] for what in ("store", "load")}
     finish({"pages": pages, "page_bytes": page_bytes, **rates, **ratios}, [], **output)

@@ -83,14 +83,14 @@ def report_table(report: DoctorReport) -> Group:
     table.add_column("found", overflow="fold")
     for finding in report.findings:
         style = _STYLES[finding.verdict]
-        table.add_row(finding.check, f"[{style}]{finding.verdict.value}[/]", _told(finding))
+        table.add_row(finding.check, f"[{style}]{finding.verdict.value}[/]", _cell(finding))
     counts = {verdict: sum(finding.verdict is verdict for finding in report.findings) for verdict in Verdict}
     shown = ", ".join(f"{count} {verdict.value}" for verdict, count in counts.items() if count)
     summary = f"{'something is broken' if report.broken else 'nothing is broken'}: {shown}"
     return Group(table, Text(summary, "red" if report.broken else "green"))
 
 
-def _told(finding: Finding) -> str:
+def _cell(finding: Finding) -> str:
     about = f"[bold]{escape(finding.about)}[/]: " if finding.about else ""
     lines = [f"{about}{escape(finding.found)}"]
     if finding.why:

@@ -197,8 +197,8 @@ class DirectRule:
         namer, client = self._namer, self._client
         if namer is None or client is None:
             return None
-        told = await asyncio.get_running_loop().run_in_executor(self._threads, client.renew, names)
-        return None if told is None else ((namer.fingerprint, told[0]), told[1])
+        renewed = await asyncio.get_running_loop().run_in_executor(self._threads, client.renew, names)
+        return None if renewed is None else ((namer.fingerprint, renewed[0]), renewed[1])
 
     def _retire(self) -> None:
         if self._opened is not None:

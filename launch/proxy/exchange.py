@@ -61,7 +61,7 @@ class Exchange:
         self.hinted: asyncio.Task[bytes] | None = None
         """Makes the answer to the request's hints; None without hints."""
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Returns, for the log, which client asked, which nodes answered, and why they did not find more of the prompt."""
         parts = [f"{what}={who}" for what, who in zip(("client", "tenant"), self.client, strict=True) if who]
         parts += [f"{hop}={node}" for hop, node in self.nodes.items()]

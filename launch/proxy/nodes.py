@@ -165,16 +165,16 @@ def _mapped() -> Iterator[None]:
     try:
         yield
     except (aiohttp.InvalidURL, UnicodeError, aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-        raise HopError("unreachable", _told(error)) from error  # UnicodeError: a host name that cannot be looked up
+        raise HopError("unreachable", _text_of(error)) from error  # UnicodeError: a host name that cannot be looked up
     except TimeoutError as error:  # an OSError, too, from Python 3.11 on
-        raise HopError("timeout", _told(error)) from error
+        raise HopError("timeout", _text_of(error)) from error
     except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, OSError) as error:
-        raise HopError("disconnected", _told(error)) from error
+        raise HopError("disconnected", _text_of(error)) from error
     except aiohttp.ClientError as error:
-        raise HopError("garbage", _told(error)) from error
+        raise HopError("garbage", _text_of(error)) from error
 
 
-def _told(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError) and (number := error.os_error.errno or 0) > 0:
         return os.strerror(number)  # aiohttp's text repeats the address, which the caller knows
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -196,7 +196,7 @@ class NodePools:
         self._view = View(())
         self._serves: tuple[tuple[Namespace, ...], str | None] = ((), None)
         """The namespaces and the model of the pool in use."""
-        self._told: dict[str, About] = {}
+        self._abouts: dict[str, About] = {}
         self._differences: dict[str, str] = {}
 
     def update(self, view: View) -> None:
@@ -207,13 +207,13 @@ class NodePools:
             log.info("node %s is gone", name)
         self._view = view
         urls = {record.address.rstrip("/") for record in view.by_role(*_HOPS)}
-        self._told = {url: told for url, told in self._told.items() if url in urls}
+        self._abouts = {url: about for url, about in self._abouts.items() if url in urls}
         self._compare()
 
-    def told_namespace(self, url: str, told: About) -> None:
+    def note_about(self, url: str, about: About) -> None:
         """Notes what a node itself says about its caches. It is used if the node's record says nothing."""
-        if self._told.get(url, About()) != told:
-            self._told[url] = told
+        if self._abouts.get(url, About()) != about:
+            self._abouts[url] = about
             self._compare()
 
     def stale_s(self, now: float) -> float:
@@ -229,8 +229,8 @@ class NodePools:
         }
 
     def _compare(self) -> None:
-        told = ((record, self._told.get(record.address.rstrip("/"))) for record in self._view.by_role(*_HOPS))
-        records = [record if about is None else record.telling(about) for record, about in told]
+        known = ((record, self._abouts.get(record.address.rstrip("/"))) for record in self._view.by_role(*_HOPS))
+        records = [record if about is None else record.telling(about) for record, about in known]
         for hop, pool in self.pools.items():
             pool.update(_target(record) for record in records if record.role == hop)
         prefill = self.pools["prefill"]
@@ -242,15 +242,15 @@ class NodePools:
             if self._differences.get(name) != difference:
                 log.warning("%s: %s", name, difference)
         self._differences = found
-        known = [
+        serves = [
             (record.cache_namespaces, record.model)
             for record in records
             if record.role == "decode" and record.cache_namespaces
         ]
-        if known and self._serves not in known:  # while nodes of two versions come and go, it stays as long as it can
-            self._serves = known[0]
+        if serves and self._serves not in serves:  # while nodes of two versions come and go, it stays as long as it can
+            self._serves = serves[0]
         master = self._master(self._view)
-        if not known:
+        if not serves:
             self._direct.use("no decode node reports its namespace")
         elif master is None:
             self._direct.use("no master of the pool is known")
@@ -313,5 +313,5 @@ async def _why_ill(nodes: NodePools, session: aiohttp.ClientSession, url: str) -
         body = await read_all(answer, _MAX_ANSWER)
     finally:
         answer.close()
-    nodes.told_namespace(url, read_about(body))
+    nodes.note_about(url, read_about(body))
     return ""

@@ -107,7 +107,7 @@ class Requests:
             exchange.span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
             exchange.span.end(f"status {status}" if status >= 500 else "")
             took = time.monotonic() - exchange.started
-            log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.told())
+            log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.summary())
             if request.method == "POST" and (exchange.nodes or status >= 500):
                 trip, status = exchange.trip(), exchange.cut_status or status
                 self._hops.trips.note(exchange.id, trip)

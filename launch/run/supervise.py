@@ -467,7 +467,7 @@ class Supervisor:
             for watched in self._all():
                 if watched.process is not None and (status := watched.process.poll()) is not None:
                     when = "ended" if watched.url is not None else "ended before it was ready"
-                    raise self._error(watched, f"{when}: {_told(status)}")
+                    raise self._error(watched, f"{when}: {_shown_status(status)}")
             waiting = [watched for watched in batch if watched.url is None]
             if not waiting:
                 return True
@@ -489,7 +489,7 @@ class Supervisor:
             return
         status = watched.process.poll()
         if status is not None:
-            self._retry_later(watched, f"ended: {_told(status)}")
+            self._retry_later(watched, f"ended: {_shown_status(status)}")
         elif watched.url is None and now - watched.started >= self._settings.ready_timeout_s:
             # no grace, because it never became ready and the others must be watched meanwhile
             end([watched.process], 0, ask=False, clock=self._clock, sleep=self._sleep)
@@ -508,7 +508,7 @@ class Supervisor:
             return SupervisorError(watched.program.name, what, tuple(watched.tail))
 
 
-def _told(status: int) -> str:
+def _shown_status(status: int) -> str:
     if status >= 0:
         return f"exit status {status}"
     try:

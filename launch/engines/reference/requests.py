@@ -79,7 +79,7 @@ class Generation:
         """Known from the first token on. Set by the engine."""
         self._on_cancel = on_cancel
         self._changed = threading.Condition()
-        self._tell: Callable[[], object] = self._changed.notify_all
+        self._wake: Callable[[], object] = self._changed.notify_all
         """Wakes the consumer. Called with the lock."""
         self._events: deque[TokenEvent] = deque()
         self._failure: GenerationError | None = None
@@ -103,14 +103,14 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
-        def tell() -> None:
+        def wake() -> None:
             try:
                 loop.call_soon_threadsafe(news.set)
             except RuntimeError:
                 pass  # the consumer's loop is closed: nothing waits any more
 
         with self._changed:
-            self._tell = tell
+            self._wake = wake
         last = False
         while not last:
             with self._changed:
@@ -149,7 +149,7 @@ class Generation:
         with self._changed:
             self._events.append(event)
             self._ended = event.last
-            self._tell()
+            self._wake()
 
     def fail(self, failure: GenerationError) -> None:
         """Ends the request here, unless it has ended already. Called by the engine."""
@@ -157,4 +157,4 @@ class Generation:
             if not self._ended:
                 self._failure = failure
                 self._ended = True
-                self._tell()
+                self._wake()

@@ -174,7 +174,7 @@ class ReferenceServer:
         except (ApiError, GenerationError, ValueError) as error:
             if generation is None and not isinstance(error, GenerationError):
                 self.engine.metrics.requests.labels("invalid").inc()
-            raise _told(error) from None
+            raise _api_error(error) from None
         finally:
             if generation is not None:
                 if (stats := generation.stats) is not None:
@@ -224,7 +224,7 @@ class ReferenceServer:
         except GenerationError as failure:
             if not response.prepared:
                 raise
-            await _send(response, _told(failure).body().decode())
+            await _send(response, _api_error(failure).body().decode())
         except (ConnectionError, TimeoutError):
             # The client is gone or no longer reads: there is no one to inform.
             if http.transport is not None:
@@ -237,7 +237,7 @@ async def _send(response: web.StreamResponse, data: str) -> None:
         await response.write(f"data: {data}\n\n".encode())
 
 
-def _told(error: Exception) -> ApiError:
+def _api_error(error: Exception) -> ApiError:
     """Returns what the client is sent if the engine refuses or fails a request."""
     if isinstance(error, ApiError):
         return error

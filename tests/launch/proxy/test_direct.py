@@ -259,7 +259,7 @@ def test_prompts_are_looked_up_in_the_version_that_most_decode_nodes_say_by_the_
     seen = []
     for url, label in zip([*urls, *urls], ["w1", "w1", None, None, None, "w2"], strict=True):
         weights = Weights(id="0" * 16, label=label, since=0)
-        pools.told_namespace(url, About(weights=(weights,)))
+        pools.note_about(url, About(weights=(weights,)))
         seen.append(opened[-1].label)
     direct.close()
     assert seen == ["", "w1", "w1", None, None, None]

@@ -312,7 +312,7 @@ def test_a_node_that_says_how_large_its_cache_is_is_guessed_to_hold_no_more() ->
     pools.update(View(tuple(NodeRecord(name=name, role="prefill", address=f"http://{name}:1") for name in "ab")))
     pool, known = pools.pools["prefill"], read_prompt(ids(2000))
     with pool.working("http://a:1", RoutedPrompt(3)):
-        pools.told_namespace("http://a:1", About(kv_tokens=1000))
+        pools.note_about("http://a:1", About(kv_tokens=1000))
         assert pool.loads()["http://a:1"] == 3, "it is the same node"
     for prompt in (known, read_prompt(ids(2000, first=50_000))):
         with pool.working("http://a:1", prompt):
