@@ -21,7 +21,7 @@ _END = "-----END CERTIFICATE-----"
 
 
 class Access(NamedTuple):
-    """What a request to a node needs besides its address."""
+    """A request to a node needs these besides the address."""
 
     key: str = ""
     context: ssl.SSLContext | None = None

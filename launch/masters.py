@@ -40,7 +40,7 @@ class Segment(msgspec.Struct, frozen=True):
     """The segment's name, as in `preferred_segment`: `host:port`."""
     size_bytes: _Size
     te_endpoint: str
-    """Where its owner accepts connections: `host:port`."""
+    """The address at which its owner accepts connections: `host:port`."""
     allocator_used_bytes: _Size = 0
     protocol: str = ""
     status: Annotated[str, msgspec.Meta(pattern=r"^[A-Z_]{0,40}\Z")] = "OK"

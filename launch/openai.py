@@ -59,7 +59,7 @@ def given_id(request: web.Request) -> str:
 
 
 class RecentReports(Generic[T]):
-    """What is known of the last requests, by their ids."""
+    """Reports on the last requests, by their ids."""
 
     def __init__(self, most: int = 1000) -> None:
         """Keeps the `most` requests that were noted last."""

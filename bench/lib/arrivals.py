@@ -1,4 +1,4 @@
-"""What requests come, and when: at random times or as in a trace, with prompts that share their beginnings as they should."""
+"""Requests to send, and when: at random times or as in a trace, with prompts that share their beginnings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def poisson(rate: float, count: int) -> list[float]:
 
 
 def synthetic(times: Iterable[float], tokens: int, shared: float, prefixes: int, output: int) -> list[Arrival]:
-    """Prompts of `tokens` tokens, of which the first `shared` part (0 to 1) is one of so many `prefixes`; the rest is unique."""
+    """Returns prompts of `tokens` tokens. The first `shared` part (0 to 1) is one of `prefixes` prefixes; the rest is unique."""
     rng = random.Random(0)
     head = round(tokens * shared)
     arrivals = []

@@ -1,4 +1,4 @@
-"""What benches of one machine move: a prompt's KV in a paged cache, and the same bytes in a raw Mooncake client's memory."""
+"""The bytes that benches move: a prompt's KV in a paged cache, and as many in a raw Mooncake client's memory."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class PagedPrompt:
         )
 
     def store(self, cache: BlockCache) -> None:
-        """Stores all whole chunks, none of which the cache's pool may hold."""
+        """Stores all whole chunks. The cache's pool must hold none of them."""
         stored = PromptCache(cache).store(self.tokens, kv_caches=self.tensors, slot_mapping=self.source)
         assert stored == self.whole_tokens, f"only {stored} tokens were stored"
 

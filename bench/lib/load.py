@@ -24,7 +24,7 @@ _HEADERS = {"Content-Type": "application/json"}
 
 
 class RequestOutcome(msgspec.Struct, kw_only=True):
-    """What became of a request. Times in seconds after it was due."""
+    """The outcome of a request. Times are in seconds after it was due."""
 
     due: float
     prompt_tokens: int
@@ -44,25 +44,25 @@ class RequestOutcome(msgspec.Struct, kw_only=True):
 
 
 class Destination(NamedTuple):
-    """Where the load goes."""
+    """The server under load."""
 
     url: str
     model: str
     vocabulary: int
     """Prompts are made of token ids below it."""
     longest: int = ANY_LENGTH
-    """Tokens of a prompt and its answer; more than it takes is not asked."""
+    """The most tokens of a prompt and its answer."""
     deadline_s: float = 60.0
     """In seconds, for each request: from when it is due to its last byte."""
     salted: str = ""
-    """Where it is not empty, each request has an isolation of its own made of it: nothing that others left is reused."""
+    """If not empty, each request gets a `cache_salt` of its own that begins with it, so that nothing is reused."""
     key: str = ""
     """API key, where the server asks for one."""
     certificate: str = ""
-    """The server's own, in PEM format, where that is to be trusted; empty: those that the machine's authorities signed."""
+    """A certificate of the server's own to trust, in PEM format; empty for the machine's authorities."""
     hands_over: bool = False
-    """Whether a node may answer for which another has computed the prompt. The cache hits that such a node reports are then no reuse, and
-    only the reports of our own nodes, of both kinds, count."""
+    """Whether one node may compute a prompt and another answer it. What the second one then finds in its cache is no reuse, so only reports of
+    our own nodes count, which name both."""
 
 
 async def generate(
@@ -137,8 +137,8 @@ class _Event(msgspec.Struct):
     error: Any = None
 
     def cached(self, hands_over: bool) -> int | None:
-        """Prompt tokens from the pool: on the prefill node where there was one, since the decode node finds what that one
-        has just computed, too."""
+        """Prompt tokens from the pool: at the prefill node, if there was one, because the decode node also finds what the prefill node has just
+        computed."""
         if self.pd_cache is not None:
             return (self.pd_cache.prefill or self.pd_cache.self).cached_tokens
         if not hands_over and self.usage is not None and self.usage.prompt_tokens_details is not None:

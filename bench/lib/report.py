@@ -1,4 +1,4 @@
-"""What every bench reports: its figures, beside them the targets and whether they were met, and how it was measured.
+"""A bench's report: its figures, its targets and whether they were met, and how it was measured.
 
 The report is tables for people, in a terminal or on a page, and one JSON object for scripts.
 """

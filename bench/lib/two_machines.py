@@ -5,7 +5,7 @@
 
 A bench is a `Site`, whose methods `(self, job) -> result` are steps, and a function that leads. Each site has a process of its own, on this
 machine or the other. The machine that connects leads: it has the sites do steps at the same time (`Crew.run`). Jobs and results are what
-msgspec encodes. A site that needs further processes, such as many clients, has a crew of its own. Every wait of what leads has a deadline. Nothing is
+msgspec encodes. A site that needs further processes, such as many clients, has a crew of its own. Every wait of the leading machine has a deadline. Nothing is
 authenticated.
 """
 
@@ -44,7 +44,7 @@ MOST = 1024
 _OPEN, _LEAVE = b"+", b"-"
 """In place of a step's name."""
 _HELLO_S, _START_S, _GRACE_S = 30.0, 300.0, 20.0
-"""For the other machine to answer, for the processes of a crew, which import what the bench does, and for these to end."""
+"""Time for the other machine to answer; for a crew's processes to start, with the bench's imports; and for them to end."""
 _LARGEST = 256 << 20
 
 
@@ -127,7 +127,7 @@ class Crew:
         each has its site. `site` is a class that can be imported."""
         self.location = location
         self.later = ExitStack()
-        """What ends when all sites are closed, such as a pool."""
+        """Closed after all sites, such as a pool."""
         self._folder = tempfile.TemporaryDirectory(prefix="pd-cache-bench-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._peers: dict[str, Peer] = {}

@@ -28,7 +28,7 @@ from transfer.staging import Slot, StagingPool
 from transfer.store import MooncakeStore
 
 _OBJECTS = 16
-"""Of a batch."""
+"""Objects of a batch."""
 _OPEN_S = 30.0
 _MARGIN_S = 10.0
 _RATIO = 0.9
@@ -49,7 +49,7 @@ class JoinPool(msgspec.Struct, frozen=True):
 
 
 class NodeMemory(msgspec.Struct, frozen=True):
-    """What the others need to reach this node's memory, and what it is."""
+    """A node's memory, as other nodes reach it."""
 
     node: str
     host: str
@@ -58,7 +58,7 @@ class NodeMemory(msgspec.Struct, frozen=True):
     address: int
     machine: str
     timeout_s: float
-    """Of its transfers."""
+    """The time-out of its transfers."""
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -231,7 +231,7 @@ def lead(machines: Crew, object_bytes: int, rounds: int, at_once: bool, link_gbi
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:
-    """Returns the checks against the raw engine, of which there is none within a node, and of the bytes."""
+    """Returns the checks of bytes, and those against the raw engine, which does not run within a node."""
     everything = [*figures["results"], *figures["at_once"]]
     equal = sum(row["bytes_equal"] for row in everything)
     found = [at_least("pairs whose bytes came back as they were", equal, len(everything))]

@@ -25,7 +25,7 @@ from bench.lib.stats import gbps, in_turn
 
 _MIB = 1 << 20
 _TOKENS, _LAYERS = 64, 32
-"""Of a page, and of the model, which has 8 KV heads of 128 in bf16."""
+"""Tokens of a page, and layers of the model, which has 8 KV heads of 128 in bf16."""
 
 
 @click.command()

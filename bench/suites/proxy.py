@@ -115,7 +115,7 @@ async def _streams(
     each: int = 1,
     over_s: float = 0.0,
 ) -> list[Timing]:
-    """`each` streams in a row on `count` connections that are open already; the first ones begin evenly within `over_s`."""
+    """Runs `each` streams in a row on each of `count` open connections; the first ones begin evenly within `over_s`."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_STREAM_S)) as session:
         warm = json.dumps({**json.loads(body), "max_tokens": 1, "pause_ms": 0}).encode()
@@ -130,7 +130,7 @@ async def _streams(
 
 
 def overhead(ways: dict[str, Callable[[], list[Timing]]], rounds: int, track: Callable[[range], Any]) -> dict[str, Any]:
-    """Medians of each way over all rounds; what a proxy adds is the median over rounds of the difference within one."""
+    """Returns medians of each way over all rounds. What a proxy adds is the median of the differences within a round."""
     found: dict[str, list[list[Timing]]] = {name: [] for name in ways}
     for _ in track(range(rounds)):
         for name, run in ways.items():
@@ -155,7 +155,7 @@ def overhead(ways: dict[str, Callable[[], list[Timing]]], rounds: int, track: Ca
 
 
 def decision() -> float:
-    """Returns the milliseconds to choose among 16 nodes, each of which knows half of the prompt."""
+    """Returns the milliseconds to choose among 16 nodes that each know half of the prompt."""
     rng = random.Random(0)
     prompt = [rng.randrange(128_000) for _ in range(_PROMPT)]
     body, half = (json.dumps({"model": "bench", "prompt": some}).encode() for some in (prompt, prompt[: _PROMPT // 2]))
@@ -185,7 +185,7 @@ def main(streams: int, tokens: int, rounds: int, most: int, **output: Any) -> No
     with started() as urls:
 
         def run(name: str, prefill_url: str | None = None) -> Callable[[], list[Timing]]:
-            # begun evenly over the time that one takes, as requests come that do not know of each other
+            # they begin evenly over the time that one stream takes, as independent requests do
             over_s = tokens * _PAUSE_MS / 1000
             return lambda: asyncio.run(_streams(urls[name], streams, body, tokens, prefill_url, each=3, over_s=over_s))
 

@@ -99,18 +99,18 @@ def allotted_bytes(nbytes: int) -> int:
 
 
 class Tally(msgspec.Struct):
-    """What became of requests, summed up."""
+    """The outcomes of all requests, added up."""
 
     prompt_tokens: int = 0
     found: int = 0
-    """How many chunks the prefixes have that lookups found."""
+    """Chunks of the prefixes that lookups found."""
     loaded: int = 0
-    """How many of those were loaded with the right bytes."""
+    """Chunks that were loaded with the right bytes."""
     damaged: int = 0
     """Loaded with other bytes than were stored."""
     stored: int = 0
     refused: int = 0
-    """That the pool did not take."""
+    """Chunks that the pool did not take."""
     seconds: float = 0.0
 
     @property

@@ -143,7 +143,7 @@ def _names(request: Request) -> list[bytes]:
 
 
 class PolicyOutcome(NamedTuple):
-    """What a policy made of the trace."""
+    """The outcome of a trace under a policy."""
 
     hit_rate: float
     queueing: list[float]
@@ -156,7 +156,7 @@ class _SimulatedNode:
     def __init__(self, cache_tokens: int) -> None:
         self.cache = SimulatedLru[int](cache_tokens // BLOCK_TOKENS)
         self.queue: deque[tuple[float, Request, ExitStack]] = deque()
-        """When each came, and what to close when the node has computed its prompt, to report that to the router."""
+        """Arrival time and request; closing the stack reports to the router that the node has computed the prompt."""
         self.wake = Happening()
 
 

@@ -37,7 +37,7 @@ _LIMITED_WARM, _LIMITED_S, _LIMITED_TOKENS = 3000, 600.0, 3_000_000
 """With --within: requests that passed before; how long others come, at each rate as long, since a queue may grow to the limit until they
 end; tokens that each node gives to the pool, as in FAST'25."""
 _BUSY = 0.6
-"""Of the time, engines are busy at the usual rate."""
+"""The share of the time for which engines are busy at the usual rate."""
 _TRIAL_NODES = 4
 _TRIAL_BUSY = 0.2
 _TRIAL_REQUESTS = 100

@@ -112,7 +112,7 @@ def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str
     if isinstance(engine, ReferenceEngineConfig):
         return engine.model.name, vocabulary or engine.model.random.vocab_size, engine.max_model_len
     if engine is None or vocabulary is None:
-        raise ConfigError("the file does not tell the model's vocabulary: say --vocabulary")
+        raise ConfigError("the file does not give the model's vocabulary: say --vocabulary")
     return engine.name or engine.model, vocabulary, ANY_LENGTH
 
 

@@ -49,7 +49,7 @@ from transfer.staging import StagingPool
 
 SHAPE = {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 8, "positions": 32768}
 _KV_BYTES = 12 * 2 * 8 * 64 * 2
-"""Of a token: layers, K and V, KV heads, head dimension, bytes of a bfloat16."""
+"""Bytes of a token: layers, K and V, KV heads, head dimension and bytes of a bfloat16, multiplied."""
 TOKEN_BYTES: dict[ModelKind, int] = {
     "llama": _KV_BYTES,
     "gemma3": _KV_BYTES // 3,
@@ -57,9 +57,9 @@ TOKEN_BYTES: dict[ModelKind, int] = {
     "qwen3next": _KV_BYTES // 4,
     "mamba2": _KV_BYTES // 4,
 }
-"""What our connector moves for a token of a long prompt: the KV of layers with full attention. Windows and states come on top, once."""
+"""Bytes that our connector moves for a token of a long prompt: the KV of layers with full attention, without windows and states."""
 STATES: tuple[ModelKind, ...] = ("qwen3next", "mamba2")
-"""Models that go on only from the end of a block: of a prompt of whole blocks, every cache leaves the last block to be computed."""
+"""Models that continue only from the end of a block: every cache leaves the last block of a prompt to be computed."""
 
 
 Start = Callable[[str], AbstractContextManager[str]]
@@ -72,7 +72,7 @@ STORED, LOADED = (("vllm:pd_cache_bytes_total", "op", op) for op in ("store", "r
 THEIRS_STORED, THEIRS_LOADED = (
     ("vllm:mooncake_store_operation_bytes_total", "operation", operation) for operation in ("save_put", "load_get")
 )
-"""What the connectors count themselves, on vLLM's `/metrics`: a counter's name, a label and its value."""
+"""The connectors' own counters on vLLM's `/metrics`: name, label and the label's value."""
 LOAD = ("vllm:pd_cache_op_seconds_total", "op", "retrieve")
 """The seconds that our connector spends on loads."""
 
@@ -151,8 +151,8 @@ Figures = dict[tuple[int, str], list[float]]
 def measure_plain(
     server: OpenAIServer, kind: ModelKind, prompts: Prompts, raws: Mapping[int, RawPool], client: Any, found: Figures
 ) -> None:
-    """Measures a vLLM without a connector: prompts of which its own cache has all but a token, or all but a block if the model has states.
-    Between them, reads as many bytes from the pool as our connector loads for such a prompt. `client` empties the pool."""
+    """Measures a vLLM without a connector, whose own cache has all of a prompt but a token, or but a block if the model has states. Between
+    prompts, reads as many bytes from the pool as our connector loads for such a prompt. `client` empties the pool."""
     for tokens, several in prompts.items():
         for prompt in several:
             server.first_token(prompt[:tokens])
@@ -180,7 +180,7 @@ def measure_connector(name: str, start: Start, plain: Start, prompts: Prompts, f
             if node == "a" and name == "ours":
                 beside = OpenAIServer(stack.enter_context(plain(node)))
             elif node == "b":
-                # a page fault of vLLM's blocks, each of which is used for the first time once, is no part of a load
+                # the first use of vLLM's blocks makes page faults, which are no part of a load
                 for prompt in (prompt[:tokens] for tokens, several in prompts.items() for prompt in several):
                     server.first_token(prompt)
                     server.forget()
@@ -243,7 +243,7 @@ def measure(
         bar.update(steps, advance=1, description="MooncakeStoreConnector")
         measure_connector("theirs", starting_theirs(model, flags, master, folder), plain, prompts, found)
         bar.update(steps, advance=1)
-    # a line for each load, of which the last are measured; none for a load that never began, of which a check tells
+    # a line for each load; the last ones are measured. A load that never began has none, and a check fails
     lines = [[0.0, 0.0, 0.0]] * len(lengths) * (rounds + 1)
     lines += [[float(figure) for figure in line.split()] for line in (folder / "steps").open()]
     for place, tokens in enumerate(reversed(lengths)):
@@ -258,7 +258,7 @@ def measure(
     checks = []
     of_theirs, of_limit = (1.0, 1.3) if kind in STATES else (0.7, 1.1)
     for tokens, row in rows.items():
-        # of as many bytes as our connector loaded: those of windows and states are not in the read that was measured
+        # for as many bytes as our connector loaded: the measured read was without windows and states
         row["raw_ms"] = row["raw_get_ms"] * row["ours_loaded"] / (tokens * TOKEN_BYTES[kind])
         floor = row["warm_ms"] + row["raw_ms"]
         checks += [

@@ -57,7 +57,7 @@ _COMMANDS = ("ip", "tc", "unshare", "nsenter")
 
 
 class Place(NamedTuple):
-    """Where a node runs, with all its processes."""
+    """The place of a node and all its processes."""
 
     host: str
     core: int

@@ -1,4 +1,4 @@
-"""What a process says of itself to others, and how it finds them, with both kinds of discovery: the file itself, and etcd."""
+"""How a process announces itself and finds others, with both kinds of discovery: the file itself, and etcd."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Member:
         self._node = node
         self._registration: Any = None
         self.about = About(version=pd_cache.__version__, mooncake=mooncake_version())
-        """What the node's `/health` says of it, too, where other nodes learn it with static discovery. Replace it before `announce`, on a node
-        that keeps a cache, or whose program is in another environment."""
+        """The same as in the node's `/health`, from which other nodes learn it with static discovery. A node that keeps a cache, or whose
+        program is in another environment, replaces it before `announce`."""
         self.master: str | None = None
         """The address at which a client of the pool expects the master. Set it before `announce`."""
         if isinstance(config.discovery, EtcdDiscovery):

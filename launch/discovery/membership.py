@@ -32,7 +32,7 @@ class View:
 
 
 class Directory:
-    """What is known of the cluster's nodes; this one knows the nodes of the file, always. Leaving the context stops following them."""
+    """Views of the cluster's nodes; this class always shows the nodes of the file. Leaving the context stops following them."""
 
     def __init__(self, view: View) -> None:
         self._view = view

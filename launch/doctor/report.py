@@ -1,4 +1,4 @@
-"""What a check finds, and the report as a table and as JSON, which is `DoctorReport`, field by field."""
+"""The findings of checks, and the report: a table, or JSON with the fields of `DoctorReport`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Verdict(enum.Enum):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     check: str
     """`SUBJECT.NAME`, such as `memory.free`: the same from one version to the next."""
     verdict: Verdict
     found: str
     about: str = ""
-    """The node, device, library or address that it is about; empty for the machine or the cluster as a whole."""
+    """The node, device, library or address that was checked; empty for the machine or the cluster as a whole."""
     why: str = ""
     """Why it matters; empty where all is well."""
     repair: str = ""
-    """A command, or a key of the file, or where to go on; empty where there is nothing to do."""
+    """A command, a key of the file, or the next step; empty if there is nothing to do."""
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):

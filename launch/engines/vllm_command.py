@@ -54,7 +54,7 @@ def vllm_program(config: ClusterConfig, node: PrefillNode | DecodeNode, file: Pa
     """Returns the program `vllm serve` for a node of `file`, whose text is `config`. Raises RoleError if there is no vLLM.
 
     Its environment has the file's own variables, and the secrets of its arguments. If the file has a collector, vLLM sends its own spans there,
-    and tells the connector under which trace context a request came. It does so only with that option.
+    and gives the connector the trace context of each request. It does so only with that option.
     """
     engine, traces = config.engine, config.tracing.endpoint
     assert isinstance(engine, VllmEngineConfig), "the file's checks make sure of it"

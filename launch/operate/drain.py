@@ -31,7 +31,7 @@ from transfer.store import MooncakeStore
 log = logging.getLogger(__name__)
 
 _PER_S = 16
-"""How many moves a node begins in a second, whatever its objects' size."""
+"""A node begins so many moves a second, whatever its objects' size."""
 _AT_A_TIME = 2 * _PER_S
 """Moves that wait or are under way: a node that looks for new ones always finds some."""
 _LEASED_AT_A_TIME = 64
@@ -60,9 +60,9 @@ class Drain(msgspec.Struct, kw_only=True):
     left: int = 0
     """Objects that are still there, once this has ended."""
     bytes: int = 0
-    """What lay there when this command began; 0 if it was being drained already."""
+    """The bytes there when this command began; 0 if it was being drained already."""
     moved_bytes: int = 0
-    """What the job has moved; objects in use are not counted."""
+    """The bytes that the job has moved, without objects in use."""
     seconds: float = 0.0
 
 
@@ -225,7 +225,7 @@ class _Follower:
         return own.status
 
     def _move_leased(self) -> None:
-        """Has some objects moved that the job leaves alone. Who has just asked for one still finds it at the old place: nothing is put there."""
+        """Moves some objects that the job leaves alone. A reader that has just asked for one still finds it at the old place: nothing is put there."""
         store, listed = self._store, self._listed
         if not listed:
             here, unknown = keys_in(self._metrics, self._own.te_endpoint, _LISTING_S)

@@ -43,7 +43,7 @@ class ExplainedRequest(msgspec.Struct, frozen=True):
 
     request_id: str
     hops: list[HopReport]
-    """Of each node, by its name, or by its address if discovery does not know it."""
+    """Each node has its name, or its address if discovery does not know it."""
     unanswered: dict[str, str]
     """The nodes that did not answer, with the reason."""
 
@@ -162,7 +162,7 @@ def read_prompt_file(file: Path) -> list[int] | str:
 
 
 def explain_prompt(config: ClusterConfig, prompt: list[int] | str, salt: str | None = None) -> list[ExplainedNode]:
-    """Returns what each prefill and decode node would find of a prompt in the pool now, and why not more. `salt` is the request's `cache_salt`.
+    """Returns how much of a prompt each prefill and decode node would find in the pool now, and why not more. `salt` is the request's `cache_salt`.
 
     Nothing is stored, loaded or computed.
     """
@@ -251,7 +251,7 @@ class _PoolLookups:
 
 
 def _compare(rows: Sequence[NodeStatus], explained: Sequence[ExplainedNode]) -> None:
-    """Says of a node that finds less than a node of another namespace that this is why."""
+    """Gives a node that finds less than a node of another namespace this reason."""
     for row, node in zip(rows, explained, strict=True):
         if node.found is None or node.reason not in _NOT_THERE:
             continue

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pd_cache.decoding import one_line
 
 SOURCES = ("engine", "memory", "disk", "pool", "loaded", "computed")
-"""Where the KV of a prompt's tokens came from: the engine's own cache, one of the tiers, a tier that the node does not name, or nowhere."""
+"""The places that the KV of a prompt's tokens can come from: the engine's own cache, a tier, a tier that the node does not name, or none."""
 TIMINGS = ("lookup", "retrieve", "store", "first token", "first byte")
 LONGEST_WINDOW_S = 60.0
 """The window of shares and quantiles."""
@@ -39,7 +39,7 @@ _OURS = (
 _MOST = 2.0**62
 """More than any node can have counted; seconds and bytes are below it, too."""
 TIERS = {"local": "memory", "disk": "disk", "mooncake": "pool"}
-"""What people call a tier, by its kind."""
+"""The tiers' names for people, by kind."""
 _FIRST_TOKEN = ("pd_cache_reference_ttft_seconds_bucket", "time_to_first_token_seconds_bucket")
 _QUEUED = ("pd_cache_reference_queue_length", "num_requests_waiting")
 _RUNNING = (
@@ -90,7 +90,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     started: float | None = None
     """When the process started, in seconds since 1970."""
     counts: dict[Key, float] = {}
-    """What only grows, by kind and label: `lookups`, `requests` (by status), `bytes` (by operation), `tokens` (by source), `hits` and
+    """Counters, by kind and label: `lookups`, `requests` (by status), `bytes` (by operation), `tokens` (by source), `hits` and
     `evictions` (by tier), `missed` (tokens by reason), and each of `TIMINGS`: how many took up to so many seconds."""
     queued: float | None = None
     running: float | None = None
@@ -108,7 +108,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def troubles(self) -> list[str]:
-        """What does not work, as the node itself says."""
+        """Returns the node's own reports of what does not work."""
         found = []
         if self.pool_up is False:
             found.append("calls do not go to the pool: its breaker is open, or its client is not")
@@ -200,7 +200,7 @@ def _buckets(samples: Samples, timing: str) -> dict[str, float]:
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node has done of late. A second's worth of the last interval, unless stated otherwise; None if that is unknown."""
+    """A node's recent work: rates a second over the last interval, unless stated otherwise; None if unknown."""
 
     load: float = 0.0
     """Bytes that it loaded."""
@@ -211,7 +211,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     evictions: dict[str, float] = {}
     """Chunks, by tier."""
     sources: dict[str, float] | None = None
-    """The parts of the last minute's prompt tokens that came from each of `SOURCES`; None without prompts."""
+    """The shares of the last minute's prompt tokens, by source (`SOURCES`); None without prompts."""
     quantiles: dict[str, tuple[float, float]] = {}
     """The median and the 99th percentile of the last minute, in seconds, by timing. Infinite beyond the last bucket."""
     missed: tuple[tuple[str, float, float], ...] = ()
@@ -220,7 +220,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hit(self) -> float | None:
-        """The hit rate: tokens that were loaded of tokens that were asked for."""
+        """The hit rate: loaded tokens over all prompt tokens."""
         return None if self.sources is None else hit_rate(self.sources)
 
 

@@ -1,7 +1,7 @@
 """`pd-cache pool`: the namespaces that the pool holds, what they take, and their removal.
 
-The master makes one list of all keys. It is read as it arrives, and only counts are kept. Sizes are asked of the first keys of each namespace,
-one short request after the other, until a deadline. None of this takes a lease, so nothing stays in the pool longer because it was counted.
+The master makes one list of all keys. We read it as it arrives, and keep only counts. Then we ask for the sizes of the first keys of each
+namespace, with short requests, until a deadline. None of this takes a lease, so nothing stays in the pool longer because it was counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from transfer.errors import PoolUnavailableError, Status
 from transfer.store import MooncakeStore
 
 SAMPLES = 100
-"""Of how many keys of a namespace the size is asked, at most. All chunks of a namespace have one size; values by name have any."""
+"""The most keys of a namespace whose size is asked. All chunks of a namespace have one size; values by name have any."""
 _SIZES_S = 5.0
 _LISTING_S = 120.0
 _OPEN_S = 10.0
@@ -110,22 +110,22 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     """A namespace in one weights version."""
 
     name: str
-    """What its keys have after the format: the fingerprint, and after a dot the version, if it is not the first."""
+    """The second part of its keys: the fingerprint, and after a dot the version, unless that is the first."""
     kind: str
     """`chunks`, `values` (of `ObjectCache` and of adapters), or `other`."""
     model: str
-    """As nodes call it, or else as its manifest does; empty if it is not known."""
+    """The name that nodes give it, or else its manifest; empty if it is not known."""
     nodes: list[str]
     """The nodes that have this namespace."""
     current: bool | None
     """Whether an engine has this weights version; None if no engine has the namespace, or one does not say its version."""
     shards: int
-    """Into how many objects a chunk is cut, as far as there are keys."""
+    """The number of objects of a chunk, as far as there are keys."""
     objects: int
     bytes: int | None
-    """Of all copies in memory; None if the master said nothing of them. Estimated, unless `sampled` is `objects`."""
+    """The bytes of all copies in memory; None if the master did not say. An estimate, unless `sampled` equals `objects`."""
     sampled: int
-    """Of how many objects the size is known."""
+    """The number of objects whose size is known."""
     namespace: dict[str, Any] | None
     """The fields of the manifest, if they are known."""
 

@@ -26,7 +26,7 @@ def hash_seeds(config: ClusterConfig) -> set[str]:
 
 
 def pool_bytes(config: ClusterConfig, view: View) -> int:
-    """Returns how many bytes the pool holds, if each object is there as often as the file says. What is being drained does not count. Raises
+    """Returns how many bytes the pool can hold, with as many copies of each object as the file says. Segments that are drained do not count. Raises
     OSError or ValueError if no master answers."""
     tiers = (tier for tier in config.cache.tiers if isinstance(tier, MooncakeTier) and tier.master is None)
     copies = next((tier.replicas for tier in tiers), 1)
@@ -45,7 +45,7 @@ def pool_bytes(config: ClusterConfig, view: View) -> int:
 
 
 def open_lookup(config: ClusterConfig, host: str, namespaces: Sequence[Namespace], master: str) -> MooncakeLookupClient:
-    """Returns a client that looks up in the namespaces of a model's groups of layers, the first of which names the chunks.
+    """Returns a client that looks up in the namespaces of a model's layer groups. The first group names the chunks.
 
     `host` is this process's address. Does not wait for the pool at `master`.
     """

@@ -25,7 +25,7 @@ _AT_A_TIME = 16
 
 
 class Reset(NamedTuple):
-    """What became of a command."""
+    """The outcome of a command."""
 
     nodes: dict[str, str]
     """By name of the node, which version its engines have now, or why that is not known."""

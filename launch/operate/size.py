@@ -28,7 +28,7 @@ _FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
 class Config(msgspec.Struct):
-    """What counts of a model's config.json. Models for images, too, have it in `text_config`."""
+    """The fields of a model's config.json that matter here. Models that take images have them in `text_config`."""
 
     num_hidden_layers: int = 0
     num_attention_heads: int = 0

@@ -17,7 +17,7 @@ from pd_cache.cluster import NodeRecord, Skew, differences, mooncake_skew
 from pd_cache.cluster.machine import host_of, shown_bytes
 
 NodeState = Literal["up", "degraded", "down", "asking", "not asked"]
-"""`degraded`: it answers, and something of it does not work. `down`: it was asked and does not answer. `asking`: its first answer has not come
+"""`degraded`: it answers, but part of it does not work. `down`: it was asked and does not answer. `asking`: its first answer has not come
 yet. `not asked`: there is no address to ask it at."""
 _ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
 
@@ -52,11 +52,11 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     segments: tuple[Segment, ...] | None = None
     """The memory that the pool has from it, as the leading master says; for a master, all that it knows. None if that is not known."""
     difference: str = ""
-    """How its namespace differs from that of most nodes; empty if it does not."""
+    """The difference between its namespace and that of most nodes; empty if there is none."""
     rates: Rates | None = None
     history: NodeHistory = msgspec.field(default_factory=NodeHistory)
     silent_s: float | None = None
-    """For how long it has not answered; None if it never did."""
+    """Seconds since its last answer; None if it never answered."""
 
     @property
     def name(self) -> str:
@@ -149,14 +149,13 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     nodes: list[NodeStatus]
     """In the order of a request's way."""
     weights: list[str] = []
-    """Which nodes have weights other than those of their files, and which have been out for a minute, with what to do."""
+    """The nodes whose weights are not those of their files, and those that have been out for a minute, with what to do."""
     segments: tuple[Segment, ...] | None = None
     """The pool's memory, as the leading master knows it; None if none says so."""
     elected: bool = False
     """Whether etcd elects one of several masters."""
     sources: dict[str, float] | None = None
-    """The parts of prompts' tokens that came from each of `figures.SOURCES`, at the nodes that prompts reach first: prefill nodes, or if these
-    had no prompts, decode nodes."""
+    """The shares of prompts' tokens by source (`figures.SOURCES`), at prefill nodes, or at decode nodes if the prefill nodes had no prompts."""
 
     @property
     def view(self) -> View:
@@ -230,19 +229,19 @@ class _Watched(msgspec.Struct):
     record: NodeRecord
     history: NodeHistory
     last: NodeStatus | None = None
-    """What came of asking it."""
+    """Its last answer, or its failure to answer."""
     answered: float | None = None
     """When it last answered."""
 
 
 class WatchedNodes:
-    """What is known of the nodes. The time comes from the caller."""
+    """The nodes, and their answers so far. The time comes from the caller."""
 
     def __init__(
         self, discovery: str = "static", *, elected: bool = False, stale_s: float = 10.0, since_start: bool = False
     ) -> None:
         """`discovery` is its kind; `elected` says whether masters are elected. A node that has not answered for `stale_s` seconds is down, even if
-        nobody has asked it since. With `since_start`, shares and quantiles count from the nodes' start, otherwise over the last minute."""
+        it was not asked since. With `since_start`, shares and quantiles count from the nodes' start, otherwise over the last minute."""
         self._discovery = discovery
         self._elected = elected
         self._stale_s = stale_s
@@ -268,7 +267,7 @@ class WatchedNodes:
             self._nodes[record.name] = node
 
     def take(self, answers: Iterable[NodeStatus]) -> None:
-        """Takes in what came of asking nodes. Ignores nodes that are gone."""
+        """Takes in nodes' answers and failures. Ignores nodes that are gone."""
         for answer in answers:
             if (node := self._nodes.get(answer.name)) is None:
                 continue

@@ -40,7 +40,7 @@ Key = Literal["up", "down", "sort", "reverse", "follow", "back", "help", "quit"]
 
 _TICK_S, _REDRAW_S = 0.1, 0.5
 _STALE_S = 10.0
-"""After how many seconds without an answer a node counts as down. The time from one question to the next is added."""
+"""A node is down after so many seconds without an answer, and one interval between questions."""
 WIDEST = 200
 """The width of one table where there is no terminal to say one."""
 _DETAILS = 14
@@ -179,7 +179,7 @@ class Column(NamedTuple):
     cell: Callable[[NodeStatus], str]
     left: bool = False
     figure: Callable[[NodeStatus], float | None] | None = None
-    """What rows can be sorted by."""
+    """The figure to sort rows by."""
 
 
 def _pair(node: NodeStatus, *timings: str) -> str:

@@ -1,4 +1,4 @@
-"""Asks the nodes of a cluster how they are; for `status`, `top`, `doctor` and `/ui` alike. `status.py` says what their answers mean.
+"""Asks the nodes of a cluster how they are, for `status`, `top`, `doctor` and `/ui`. `state.py` says what their answers mean.
 
 `cluster_status` asks each node once. `Asker` asks again and again, each node on a schedule of its own, so that a slow node delays no other.
 """
@@ -31,7 +31,7 @@ SYNC_S = 5.0
 _CHOSEN_BY_UP = "its port is 0 in this file: `up` chooses it, and this user has none running"
 _AT_A_TIME = 64
 _OUT_S = 60.0
-"""How long engines are out before `status` says so: until a reset, which follows the last engine's change."""
+"""`status` reports engines that have been out for so long: a reset follows only the last engine's change."""
 _OUT = (
     "the weights have changed and have no label, so it loads and stores nothing; run `pd-cache reset` when all nodes "
     "have the new weights"

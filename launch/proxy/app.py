@@ -137,7 +137,7 @@ class Proxy:
         return response
 
     def _origin(self, request: web.Request) -> str:
-        """Returns the origin that a browser is told may read the answer; empty for none."""
+        """Returns the origin whose pages may read the answer; empty for none."""
         given, allowed = request.headers.get("Origin", ""), self._config.cors_origins
         return "*" if given and "*" in allowed else given if given in allowed else ""
 

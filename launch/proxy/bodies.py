@@ -55,7 +55,7 @@ class BodyMemory:
 
 
 class BodyShare:
-    """What one request's body takes."""
+    """The memory that one request's body takes."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory

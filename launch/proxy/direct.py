@@ -41,7 +41,7 @@ class Pool(NamedTuple):
     """The pool to look up in, and the names of its chunks."""
 
     namespaces: tuple[Namespace, ...]
-    """Those of the model's groups of layers, the first of which names the chunks."""
+    """The namespaces of the model's layer groups. The first group names the chunks."""
     master: str
     model: str | None = None
     """The `model` that requests for it name; requests for others, such as a LoRA adapter, have KV of other names. None for all."""
@@ -126,7 +126,7 @@ class DirectRule:
         return ""
 
     def why(self, tokens: int, found: int = 0) -> Why | None:
-        """Returns why a prompt of `tokens` tokens, of which the pool holds the first `found`, needs no prefill node; None if it needs one."""
+        """Returns why a prompt of `tokens` tokens needs no prefill node if the pool holds the first `found`; None if it needs one."""
         if tokens < self._tokens:
             return "short"
         return "in_pool" if tokens - found < self._tokens else None
@@ -146,7 +146,7 @@ class DirectRule:
         return isinstance(self._used, Pool) and len(self._used.namespaces) > 1
 
     def can_tell(self, model: str | None, tokens: int) -> bool:
-        """Returns whether `look_up` can say more of such a prompt for `model`, and somebody wants to know it."""
+        """Returns whether `look_up` can say more of such a prompt for `model`, and routing or hints would use it."""
         if self._namer is None or tokens > _MAX_TOKENS or (self._client is None and not self.wants_names):
             return False
         return self.model is None or model in (None, self.model)

@@ -20,7 +20,7 @@ from pd_cache.tracing import TraceSpan, Tracing, trace_headers
 HINTS_HEADER = "X-KV-Hints"
 """The header of a completion's answer that has the answer to its hints."""
 REQUEST_ID = web.RequestKey("request_id", str)
-"""Where the outermost handler leaves the id in aiohttp's request."""
+"""The key under which the outermost handler leaves the id in aiohttp's request."""
 
 
 class Exchange:

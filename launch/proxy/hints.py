@@ -2,11 +2,11 @@
 a decode node load it before its request comes.
 
 The master leases each key that it is asked for, and does not evict leased objects. So a pin is a list of chunks' names: the proxy asks for all of
-them again and again, before their leases end. What of a pinned prompt is not in the pool yet is kept from when it comes.
+them again and again, before their leases end. Chunks that are not in the pool yet are kept as soon as they come.
 
 1. Pins never fill the pool. All pins of all proxies together take at most `max_share` of it. They count in full, whether the pool has them or not,
    and a chunk counts once, however many of a holder's pins it is in. If the pool shrinks, the newest pins end.
-2. A pin ends with its time, by a release, by the next request with its prompt if it is for one, when the weights change, and with this proxy.
+2. A pin ends after its time, with a release, with the next request for its prompt (`once`), when the weights change, and with this proxy.
    Leases cannot be given back: they end by themselves.
 3. An action never fails the completion that it comes with, nor the actions beside it.
 4. A pin is its client's and its tenant's: others can neither release nor replace it.
@@ -62,20 +62,20 @@ log = logging.getLogger(__name__)
 LARGEST_HINTS = 4 << 20
 """The event loop reads them: all of a message of this size in 70 ms."""
 HINTS_S = 5.0
-"""How long the body of a `POST /hints` may take, and how long a completion's answer may wait for that to its hints."""
+"""The longest time for the body of a `POST /hints`, and for a completion's answer to wait for the answer to its hints."""
 _LEASE_MS = 10_000
 _LONGEST_RENEWAL_S = 5.0
 """Leases are renewed at least so often, however long they are: so chunks that come into the pool get one."""
 _RECENT, _RECENT_CHUNKS = 1000, 1 << 17
-"""How many requests' prompts are remembered, and how many chunks' names of all of them: 8 MiB."""
+"""The most requests whose prompts are remembered, and the most names of chunks of all of them: 8 MiB."""
 
 PoolBytes = Callable[[View], int]
 """Returns how many bytes the pool holds. Blocks; raises OSError or ValueError if that is not known."""
 PREFETCH_S = 60.0
-"""The longest that a node holds a prompt for a request to come: it has the blocks of few."""
+"""The longest time for which a node holds a prompt before its request comes: it has blocks for few."""
 _MOST_PREFETCHED = 64
 _PREFETCH_REFUSED_S = 0.1
-"""How long a node has to refuse a prompt that it should prefetch."""
+"""A node has so long to refuse a prompt that it should prefetch."""
 
 
 class Prefetched(NamedTuple):
@@ -327,7 +327,9 @@ class Hints:
             if self._prefetched.get(last) is prefetched:
                 del self._prefetched[last]
 
-        def failed() -> bool:  # one that is cancelled has given way to its request, or to another of the same prompt
+        def failed() -> (
+            bool
+        ):  # a cancelled stream has given way to its request, or to another stream of the same prompt
             return stream.done() and not stream.cancelled() and (streams or stream.result() != 200)
 
         stream.add_done_callback(lambda _: ended() if failed() else None)
@@ -344,7 +346,7 @@ class Hints:
 
     @property
     def renew_s(self) -> float:
-        """How often leases are renewed: so that one renewal may fail."""
+        """The interval at which leases are renewed: so short that one renewal may fail."""
         leases = [master.lease_ttl_ms for master in self._view.by_role("master") if master.lease_ttl_ms]
         return min(_LONGEST_RENEWAL_S, min(leases, default=_LEASE_MS) / 3000)
 

@@ -54,7 +54,7 @@ _LIST_AT_ONE_S = 1.0
 _MOST_REFUSALS = 2
 """How many prefill nodes may refuse a prompt until the decode node gets it."""
 _STREAM_ID = "-stream"
-"""What follows a request's id in the id of its stream: engines tell requests apart by their ids."""
+"""The suffix of a stream's id after the request's id: engines distinguish requests by their ids."""
 
 
 class Hops:

@@ -34,7 +34,7 @@ _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class Client(NamedTuple):
-    """Whose a key is."""
+    """The owner of a key."""
 
     name: str = ""
     """Empty if clients need no keys."""

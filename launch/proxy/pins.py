@@ -40,14 +40,14 @@ class HintAction(msgspec.Struct, frozen=True):
     payload: msgspec.Raw
 
     def check(self) -> None:
-        """Raises HintRefusedError for an action that nobody here knows."""
+        """Raises HintRefusedError for an unknown action."""
         if self.action_type not in KINDS or self.action_version != "1.0":
             what = one_line(f"{self.action_type[:40]} {self.action_version[:8]}")
             raise HintRefusedError(f"{what} is not supported, only {', '.join(KINDS)} 1.0")
 
 
 class HintPayload(msgspec.Struct, frozen=True):
-    """What is in a payload besides a prompt."""
+    """The fields of a payload besides the prompt."""
 
     ttl_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     once: bool = False
@@ -55,11 +55,11 @@ class HintPayload(msgspec.Struct, frozen=True):
     model: str | None = None
     request_id: str | None = None
     block_hashes: Annotated[list[_Hash], msgspec.Meta(max_length=1 << 14)] | None = None
-    """The engine's chained hashes of the prompt's blocks, from the first: of as many tokens as a prompt may have that is looked up."""
+    """The engine's chained hashes of the prompt's blocks, from the first, for at most as many tokens as a lookup may have."""
 
 
 class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of an action."""
+    """The outcome of an action."""
 
     action_id: str
     status: Literal["accepted", "clipped", "refused"]
@@ -67,7 +67,7 @@ class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why it is not simply accepted."""
     ttl_s: float | None = None
     tokens: int | None = None
-    """How many of the prompt's tokens, from the first, are kept for `ttl_s`."""
+    """The number of the prompt's tokens, from the first, that are kept for `ttl_s`."""
     in_pool: int | None = None
     """How many of these the pool has now."""
     released: int | None = None
@@ -83,7 +83,7 @@ class HintsAnswer(msgspec.Struct, frozen=True):
 
 
 def done(action_id: str, why: Sequence[str], **fields: Any) -> ActionAnswer:
-    """Returns the answer to an action that was done, `why` not wholly."""
+    """Returns the answer to an action that was done; `why` says why only in part."""
     return ActionAnswer(action_id, "clipped" if why else "accepted", "; ".join(why), **fields)
 
 
@@ -113,7 +113,7 @@ class Pin(NamedTuple):
 
 
 PinKey = tuple[Client, str]
-"""Whose a pin is, and the id of the action that made it."""
+"""A pin's client, and the id of the action that made it."""
 
 
 class Pins:
@@ -154,7 +154,7 @@ class Pins:
         return count
 
     def end_where(self, ends: Callable[[PinKey, Pin], bool]) -> int:
-        """Ends the pins of which `ends(key, pin)` is true. Returns how many."""
+        """Ends the pins for which `ends(key, pin)` is true. Returns how many."""
         ended = [key for key, pin in self._pins.items() if ends(key, pin)]
         for key in ended:
             self._end(key)

@@ -199,7 +199,7 @@ class NodePool:
                 cache.end(begun)
 
     def _node(self, url: str) -> _RoutedNode:
-        """Returns the node, or if it has left since it was picked, one that nobody knows."""
+        """Returns the node; if it has left since it was picked, a stand-in that counts for no pool."""
         return self._nodes.get(url) or _RoutedNode(Target(url), self._failures, 0.0)
 
     def failed(self, url: str, reason: Reason, now: float) -> None:

@@ -8,7 +8,7 @@ from pd_cache.reasons import RequestReport
 
 
 class HopReport(msgspec.Struct, frozen=True):
-    """What one node reported on a request."""
+    """One node's report on a request."""
 
     hop: str
     """`prefill` or `decode`."""

@@ -24,7 +24,7 @@ _PATIENCE_S = 10.0
 
 
 class Response(NamedTuple):
-    """What a request is answered with."""
+    """The answer to a request."""
 
     status: int
     body: bytes

@@ -116,7 +116,7 @@ def stop_on_signals() -> Iterator[StopFlag]:
     """
     flag = StopFlag()
     before = {number: signal.signal(number, flag.set) for number in stop_signals()}
-    # a parent may have left it ignored: then the kernel reaps our children, and nobody learns how they ended
+    # if a parent left it ignored, the kernel reaps our children, and their exit codes are lost
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield flag

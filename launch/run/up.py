@@ -47,7 +47,7 @@ class LocalCluster:
 
     @property
     def urls(self) -> dict[str, str]:
-        """Where each node answers, by name."""
+        """The URL of each node, by name."""
         return dict(self.supervisor.ready_urls)
 
 

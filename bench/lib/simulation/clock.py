@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 Process = Generator["Happening", Any, Any]
-"""Yields what it waits for, and gets that one's value back."""
+"""Yields happenings to wait for, and gets their values back."""
 
 
 class Happening:

@@ -24,7 +24,7 @@ class _CostSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class MachineCosts(_CostSection, frozen=True, kw_only=True):
-    """A machine, of which each node has one."""
+    """A node's machine."""
 
     cores: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16
     link_bytes_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e15)] = 12.5e9
@@ -32,7 +32,7 @@ class MachineCosts(_CostSection, frozen=True, kw_only=True):
 
 
 class ServiceCosts(_CostSection, frozen=True, kw_only=True):
-    """What a process pays for a request apart from computing: reading the body, choosing, passing tokens on."""
+    """The cost of a request at a server, apart from computing: read the body, choose a node, pass tokens on."""
 
     request_s: Cost = 0.0
     token_s: Cost = 0.0

@@ -1,4 +1,4 @@
-"""What the simulated cluster is asked: requests with the names of their chunks, as many copies of a trace as the cluster needs."""
+"""Requests to the simulated cluster, with the names of their chunks: as many copies of a trace as the cluster needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's pages and its cache: blocks and who holds them; a prompt's prefix is loaded, its chunks are stored.
+"""The engine's pages and its cache: it counts the holders of blocks, loads prompts' prefixes, and stores their chunks.
 
 Loads and stores run on worker threads and never raise: if the cache fails in any way, no prefix was found.
 """

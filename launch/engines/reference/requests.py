@@ -41,7 +41,7 @@ class GenerationStats(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float
     """From arrival to the first token."""
     report: RequestReport
-    """Where the prompt's KV came from, and why not more of it came from the cache."""
+    """The source of the prompt's KV, and the reason why not more of it came from the cache."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True):

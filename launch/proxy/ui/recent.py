@@ -41,7 +41,7 @@ class EndedRequest(NamedTuple):
     first_byte_s: float | None
     """How long the client waited for the first byte; None if there was none."""
     status: int
-    """What the client was sent; 499 if it went away before; of an answer that was cut, the error's."""
+    """The status that the client got; 499 if it went away before; the error's if the answer was cut."""
     trip: Trip
     streamed: bool = False
     """Whether its first byte was that of its first token."""
@@ -65,9 +65,9 @@ class Minute(msgspec.Struct):
     failed: Counter[int] = msgspec.field(default_factory=Counter)
     """How many ended with a status of 400 or more, by status."""
     first_token: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=200))
-    """How long its last streams took to their first token, in seconds."""
+    """Seconds to the first token of its last streams."""
     pace: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)
-    """Of prompts of which some tokens were loaded: tokens loaded or computed, and the seconds that they took; of all others the same."""
+    """Four sums: tokens and seconds of prompts with loaded tokens, then tokens and seconds of all others."""
     sources: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(_SOURCES, 0.0))
     slow: list[EndedRequest] = []
 

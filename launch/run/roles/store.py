@@ -23,7 +23,7 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], Non
         store = stack.enter_context(
             MooncakeStore(settings.transfer, master=settings.master, host=named, segment_size=settings.segment_size)
         )
-        if node.metrics_port is not None:  # before the store is open, so that one that waits for its master says so
+        if node.metrics_port is not None:  # before the store is open, so that a store that waits for its master says so
             from prometheus_client import CollectorRegistry, ProcessCollector
 
             from launch.run.health_server import exposed
