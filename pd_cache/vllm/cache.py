@@ -1,4 +1,4 @@
-"""The cache of one worker: an engine in its process, or the cache server of its host."""
+"""The cache of a worker: an engine in its process, or the cache server of its host."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WorkerGroup(NamedTuple):
     layout: KVLayout
     kv_caches: Sequence[torch.Tensor]
     stores: bool
-    """False if a rank before it has the same KV."""
+    """False if an earlier rank has the same KV, and stores it."""
 
 
 def open_caches(
@@ -54,8 +54,8 @@ def open_caches(
 ) -> Sequence[BlockCache]:
     """Returns a cache for each layer group of worker `rank` of the `ranks` of all pipeline stages. Does not wait for the pool.
 
-    `stack` closes them. Raises ConfigError for settings that cannot work, ServerRefusedError, with the server's reason, if a cache server does not
-    take this worker.
+    `stack` closes them. Raises ConfigError for settings that cannot work, and ServerRefusedError, with the server's reason, if a cache server
+    refuses this worker.
     """
     node = settings.node
     shards = (group.layout.shard(group.metadata.shards_per_rank) for group in groups)
@@ -94,7 +94,7 @@ def _open_server(
     version: WeightsVersion,
     stack: contextlib.ExitStack,
 ) -> RemoteCache:
-    """Returns a connection for a group of layers, whose tensors are lent to the server."""
+    """Returns the cache of a layer group at a server, which reads and writes the group's tensors."""
     identity = EngineIdentity.of(group.metadata, settings.node.cache)
     if len(object_sizes) > 1:
         identity = msgspec.structs.replace(identity, object_sizes=tuple(object_sizes))
@@ -114,7 +114,8 @@ def _open_server(
 
 
 def _of_rank(node: NodeSettings, rank: int, ranks: int) -> NodeSettings:
-    """Returns the settings of one rank, which gives its part of the node's memory. If the parts are too small, the first rank gives all."""
+    """Returns the settings of a rank. Each rank gives the pool its part of the node's memory; if the parts are too small, the first rank gives
+    all of it."""
     part = node.segment_size // ranks
     if part < MIN_SEGMENT:
         part = node.segment_size if rank == 0 else 0
@@ -123,10 +124,12 @@ def _of_rank(node: NodeSettings, rank: int, ranks: int) -> NodeSettings:
 
 @contextlib.contextmanager
 def on_all_cores() -> Iterator[None]:
-    """Lets the threads that are started in the `with` block run on all cores of the process that started this one. Afterwards the calling
-    thread has its own cores again. vLLM binds the main thread of a worker on CPUs to one core, and new threads inherit that."""
+    """Lets threads that start in the `with` block run on all cores of the parent process. Then the calling thread has its own cores again.
+
+    On CPUs, vLLM binds a worker's main thread to a single core, and new threads inherit that.
+    """
     before = os.sched_getaffinity(0)
-    # the parent may be gone, or its cores forbidden to this process: a thread that is confined is better than none
+    # the parent may be gone, or its cores may be forbidden to this process: a thread on fewer cores is better than none
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, before | os.sched_getaffinity(os.getppid()))
     try:

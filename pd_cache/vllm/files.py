@@ -1,9 +1,9 @@
 """Files and sockets through which vLLM's API server learns what the connector knows, for `/health` and `/requests/ID`, and names weights.
 
-The connector knows, in vLLM's engine process, the namespaces of the cache, how much vLLM's own holds, and what became of each request. The API
-server, another process, is asked: by a proxy, which has to know which nodes share chunks and what a node likely still has, and by `explain`.
-`pd-cache launch` names a file to both, and gives vLLM `TellCache` as `--middleware`. Each engine of a server with several (data parallelism)
-answers for its weights at a socket of its own beside that file.
+The connector runs in vLLM's engine process. It knows the namespaces of the cache, how many tokens vLLM's own cache holds, and what became of
+each request. Proxies and `explain` ask the API server, which is another process. So `pd-cache launch` names the same file to both, and gives
+vLLM `TellCache` as `--middleware`. With data parallelism, a server has several engines; each answers for its weights at its own socket beside
+that file.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 def write_about(
     file: Path, namespaces: Sequence[Namespace], kv_tokens: int, streams: bool = False, max_model_len: int = 0
 ) -> None:
-    """Writes the body of `/health`, atomically: the namespaces of the model's layer groups, none if they must not be published, how many
-    tokens vLLM's own cache and one request hold, whether it loads prompts that another node computes, and the versions of pd-cache and
-    Mooncake. Raises OSError if the file cannot be written."""
-    told = {
+    """Writes the body of `/health`, atomically. Raises OSError if the file cannot be written.
+
+    `namespaces` are those of the model's layer groups; none if they must not be published. `kv_tokens`: how many tokens vLLM's own cache
+    holds. `streams`: whether vLLM loads prompts that another node computes meanwhile.
+    """
+    body = {
         "version": pd_cache.__version__,
         "mooncake": mooncake_version(),
         "kv_tokens": kv_tokens,
@@ -52,9 +54,9 @@ def write_about(
         "streams": streams,
     }
     if namespaces:
-        told |= namespaces[0].described(namespaces[1:])
+        body |= namespaces[0].described(namespaces[1:])
     new = file.with_name(f"{file.name}.{os.getpid()}.new")
-    new.write_bytes(msgspec.json.encode(told))
+    new.write_bytes(msgspec.json.encode(body))
     new.replace(file)
 
 
@@ -76,22 +78,22 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def report_file(namespace_file: Path) -> Path:
-    """Returns the path of the file of reports that lies beside a namespace file."""
+    """Returns the path of the file of reports, which lies beside a namespace file."""
     return namespace_file.with_name(f"{namespace_file.name}.requests")
 
 
 class ReportWriter:
-    """Appends reports to a file, which all data-parallel ranks of a node share."""
+    """Appends reports to a file. All data-parallel ranks of a node share it."""
 
     def __init__(self, file: Path, most_bytes: int = _MOST_BYTES) -> None:
-        """When the file has `most_bytes`, it takes the place of the one before it."""
+        """A file of `most_bytes` replaces the file before it, and a new file begins."""
         self._file = file
         self._most_bytes = most_bytes
 
     def write(self, request_id: str, report: RequestReport) -> None:
         """Appends a line. Raises OSError if it cannot be written."""
         line = msgspec.json.encode(_Line(request_id, report)) + b"\n"
-        with contextlib.suppress(FileNotFoundError):  # nothing was written yet, or another rank is as far
+        with contextlib.suppress(FileNotFoundError):  # nothing was written yet, or another rank has just replaced it
             if self._file.stat().st_size + len(line) > self._most_bytes:
                 self._file.replace(_before(self._file))
         with self._file.open("ab") as file:
@@ -101,15 +103,15 @@ class ReportWriter:
 def find_reports(file: Path, request_id: str) -> list[RequestReport]:
     """Returns the reports on a request, the latest last.
 
-    vLLM makes the ids of its requests out of the `X-Request-Id` that it is sent: it puts the API before it, and the number of the prompt and
-    eight random characters behind it; of `n` samples, each has its number before all that. So a report's id may be `request_id`, or such a one.
+    vLLM makes its ids from the header `X-Request-Id`: it puts the API's name before it, and the number of the prompt and eight random characters
+    behind it. With `n` samples, the number of the sample comes before all that. A report matches if its id is `request_id`, or made from it.
     """
     found: list[RequestReport] = []
     given, needle = re.escape(request_id), request_id.encode()
     made = re.compile(rf"(\d+_)?(cmpl-{given}-\d+|(chatcmpl|generate-tokens)-{given}(_\d+)?)(-[0-9a-f]{{8}})?")
-    for one in (_before(file), file):
+    for path in (_before(file), file):
         try:
-            lines = one.read_bytes().splitlines()
+            lines = path.read_bytes().splitlines()
         except OSError:
             continue
         for line in lines:
@@ -132,13 +134,13 @@ def _before(file: Path) -> Path:
 
 _ANSWER_S = 1.0
 _LONGEST = 1 << 17
-"""The most bytes of a naming: one of as many engines as it may name."""
+"""The most bytes of a naming: enough for all states that it may name."""
 _NOBODY = Naming(label="-", ids=())
 
 
 @contextlib.contextmanager
 def serving_weights(file: Path, version: WeightsVersion) -> Iterator[None]:
-    """Answers `name_weights` while the block runs. Raises OSError if there can be no socket beside `file`."""
+    """Answers `name_weights` until the `with` block ends. Raises OSError if no socket can be made beside `file`."""
 
     class Handler(socketserver.StreamRequestHandler):
         timeout = _ANSWER_S
@@ -161,7 +163,7 @@ def serving_weights(file: Path, version: WeightsVersion) -> Iterator[None]:
 
 
 def name_weights(file: Path, naming: Naming = _NOBODY) -> list[Weights]:
-    """Gives a label to those engines beside a namespace file that a naming means. Returns the state of each engine after that.
+    """Sends a naming to all engines beside a namespace file. Returns the state of each engine's weights after that.
 
     Raises OSError or UndecodableError if an engine that runs does not answer within a second.
     """
@@ -169,7 +171,7 @@ def name_weights(file: Path, naming: Naming = _NOBODY) -> list[Weights]:
     for path in sorted(file.parent.glob(f"{glob.escape(file.name)}.*.sock")):
         with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
             client.settimeout(_ANSWER_S)
-            client.connect(str(path))  # an engine that was killed has left its socket
+            client.connect(str(path))  # refused by the socket of an engine that was killed
             client.sendall(msgspec.json.encode(naming) + b"\n")
             with client.makefile("rb") as answer:
                 states.append(decode_json(answer.readline(_LONGEST), Weights))
@@ -177,15 +179,18 @@ def name_weights(file: Path, naming: Naming = _NOBODY) -> list[Weights]:
 
 
 class TellCache:
-    """ASGI middleware for vLLM's server: it puts what the connector says into the body of a `/health` that is answered with 200, and answers a
-    GET of `/requests/ID` with `{"reports": […]}`, or 404 if there is no report. A POST of `/weights` with a `Naming` names the weights of this
-    server's engines."""
+    """ASGI middleware for vLLM's server.
+
+    - `GET /health`: if vLLM answers 200, the body is what `write_about` wrote, with the state of each engine's weights.
+    - `GET /requests/ID`: `{"reports": […]}`, or 404 if there is no report.
+    - `POST /weights` with a `Naming` names the weights of this server's engines.
+    """
 
     def __init__(self, app: _App) -> None:
         """`app` is vLLM's own."""
         self._app = app
         self._file = Path(os.environ.get(NAMESPACE_FILE) or "none")
-        self._told = b""
+        self._written = b""
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         path = scope.get("path", "")
@@ -209,8 +214,8 @@ class TellCache:
             sent.append(message)
 
         await self._app(scope, receive, keep)
-        self._told = self._told or about(self._file)
-        if self._told and sent[0]["status"] == 200 and not any(message.get("body") for message in sent):
+        self._written = self._written or about(self._file)
+        if self._written and sent[0]["status"] == 200 and not any(message.get("body") for message in sent):
             await _answer(send, 200, await asyncio.to_thread(self._about))
             return
         for message in sent:
@@ -220,8 +225,8 @@ class TellCache:
         try:
             weights = name_weights(self._file)
         except (OSError, UndecodableError):
-            return self._told
-        return self._told.removesuffix(b"}") + b',"weights":' + msgspec.json.encode(weights) + b"}"
+            return self._written
+        return self._written.removesuffix(b"}") + b',"weights":' + msgspec.json.encode(weights) + b"}"
 
     async def _name(self, receive: _Receive, send: _Send) -> None:
         body, more = b"", True

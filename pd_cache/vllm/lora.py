@@ -1,11 +1,11 @@
-"""What distinguishes two LoRA adapters of one name: a digest of their weights.
+"""Digests of LoRA adapters' weights, which tell adapters of the same name apart.
 
-vLLM identifies an adapter by its name and path. Two nodes may have other weights under both, and a file may be written again. Files are read
-on threads of our own: the scheduler never waits for one. Until an adapter's digest is known, its requests neither load nor store.
+vLLM identifies an adapter by its name and path. Two nodes may have different weights under both, and files may change. Threads of our own read
+the files, so the scheduler never waits for them. Until an adapter's digest is known, its requests neither load nor store.
 
-vLLM does not say when it reads an adapter's files, and its own prefix cache keeps what was computed with weights that have been replaced. So
-only the first digest of a name and path counts. Each later request has the files looked at again. Once they have changed, it is unknown
-which weights computed the KV of a block, and the adapter loads and stores nothing until vLLM is started again.
+vLLM does not say when it reads an adapter's files, and its own prefix cache keeps what earlier weights computed. So only the first digest of a
+name and path counts. With each later request, a thread checks the files. Once they have changed, nobody knows which weights computed a
+block, and the adapter loads and stores nothing until vLLM is started again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Unidentified = Literal["adapter_unread", "adapter_unreadable", "adapter_changed"
 
 
 class Adapter:
-    """What is known of one adapter. The scheduler's thread reads it; one thread of `Adapters` at a time writes it."""
+    """What is known of an adapter. The scheduler's thread reads it; a single thread of `Adapters` at a time writes it."""
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
@@ -41,12 +41,12 @@ class Adapter:
         self.detail = ""
         """The same in words."""
         self.stamps: tuple[FileStamp, ...] | None = None
-        """Of the files of which the digest was made."""
+        """Those of the files when the digest was made."""
         self.checking = False
 
 
 class Adapters:
-    """Identifies the adapters of one engine. `of` and `close` are called on the scheduler's thread."""
+    """Identifies an engine's adapters. `of` and `close` are called on the scheduler's thread."""
 
     def __init__(self, served: str = "") -> None:
         """`served` describes the engine's settings that change an adapter's KV."""
@@ -56,7 +56,7 @@ class Adapters:
         self._threads: CallThreads | None = None
 
     def of(self, name: str, path: str) -> Adapter:
-        """Returns what is known of an adapter, and has its files looked at. Does not wait for that."""
+        """Returns what is known of an adapter. A thread then checks its files; this does not wait for it."""
         adapter = self._known.setdefault((name, path), Adapter(name, path))
         if not adapter.checking and adapter.why != "adapter_changed":
             adapter.checking = True
@@ -66,7 +66,7 @@ class Adapters:
         return adapter
 
     def close(self) -> None:
-        """Ends the threads, except those that a file system holds up. Idempotent."""
+        """Ends the threads, except those that wait for a file system. Idempotent."""
         if self._threads is not None:
             self._threads.close(_CLOSE_S)
 
@@ -77,17 +77,17 @@ class Adapters:
         return self._threads
 
     def _check(self, adapter: Adapter) -> None:
-        """Reads an adapter that has no digest, and compares the files of one that has with those that were read."""
+        """Reads an adapter, or, if it has been read, checks whether its files have changed."""
         folder = Path(adapter.path).expanduser()
         try:
             stamps = adapter_stamps(folder)
             digest = adapter_digest(folder) if adapter.stamps is None else ""
             if adapter_stamps(folder) != stamps:
-                stamps = ()  # written meanwhile
+                stamps = ()  # the files changed while they were read
         except (WeightsError, OSError, ValueError, RuntimeError) as error:
             if adapter.stamps is None:
                 _refuse(adapter, "adapter_unreadable", str(error))
-            return  # what is gone was not replaced: the digest stays
+            return  # the files are gone, not replaced: the digest stays
         if adapter.stamps is None and stamps:
             described = hashlib.sha256(f"{digest} {self._served}".encode()).digest()
             adapter.stamps, adapter.digest = stamps, described

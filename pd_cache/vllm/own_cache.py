@@ -1,4 +1,4 @@
-"""What may get into vLLM's own prefix cache: nothing of outdated requests."""
+"""Keeps KV of earlier weights out of vLLM's own prefix cache, and out of the pool."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 class OutdatedRequests:
-    """One per engine. Nothing of an outdated request may be stored, nor get into vLLM's own cache."""
+    """The requests that began with earlier weights. There is an instance for each engine."""
 
     def __init__(self, version: WeightsVersion, manager: KVCacheManager) -> None:
-        """Keeps what outdated requests compute out of vLLM's own cache from now on.
+        """From now on, blocks of outdated requests do not get into vLLM's own cache.
 
-        vLLM puts a block there when it plans the step that fills the block, or when it takes notice of a load's end or of a step's tokens
-        (with asynchronous scheduling; from 0.33 on with drafts, too), and a request that it plans for next can find it at once: to take the
-        block out again afterwards would be too late. vLLM has no call for this, so its coordinator's `cache_blocks`, through which every
-        block gets there, is replaced.
+        vLLM puts a block there when it plans the step that fills the block, when a load ends, or (with asynchronous scheduling; from 0.33 on
+        with drafts, too) when it takes in a step's tokens. The request that it plans next can find the block at once, so it would be too late to
+        take the block out afterwards. vLLM has no call for this. Every block gets there through the coordinator's `cache_blocks`, so this
+        replaces it.
         """
         self._version = version
         self.weights = version.state
-        """The state of the engine's weights, as last known."""
+        """The state of the engine's weights when `follow` was last called."""
         self._ids: set[str] = set()
         self._pool = manager.block_pool
         coordinator: Any = manager.coordinator
@@ -39,8 +39,8 @@ class OutdatedRequests:
         coordinator.cache_blocks = cache_unless_outdated
 
     def follow(self, requests: Iterable[TrackedRequest]) -> bool:
-        """Returns whether the weights are in another state than before. If so, what `requests` have computed is outdated, and so is what vLLM's
-        own cache holds."""
+        """Returns whether the weights are in another state than at the last call. If so, `requests` that have KV are outdated, and vLLM's own cache
+        is emptied."""
         if self._version.state is self.weights:
             return False
         self.weights = self._version.state
@@ -52,5 +52,5 @@ class OutdatedRequests:
         return request_id in self._ids
 
     def forget(self, request_id: str) -> None:
-        """Notes that the request has ended, or begins or begins anew, without any KV but what it may have found in vLLM's own cache."""
+        """Notes that the request has ended, or that it has no KV, except from vLLM's own cache."""
         self._ids.discard(request_id)

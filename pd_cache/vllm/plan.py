@@ -1,7 +1,4 @@
-"""What the connector loads and stores of prompts. Pure.
-
-It follows from the settings and the model, and is the same for all requests.
-"""
+"""How much of a prompt is looked up, loaded and stored, as far as the settings and the model decide it. Pure."""
 
 from __future__ import annotations
 
@@ -19,21 +16,22 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """What is loaded and stored of a prompt: it follows from the settings and the model, and is the same for all requests."""
+    """The settings and the model, as far as they decide what is loaded and stored. The same for all requests."""
 
     settings: Settings
     layers: Sequence[KeptLayers]
     """What `kept_layers` returns."""
     hash_block_size: int
-    """Tokens of each of a request's block hashes."""
+    """Tokens of each block hash of a request."""
     stores: bool = True
     """False for a consumer."""
     ranks: int = 1
     """Of all pipeline stages."""
     dense: bool = False
-    """Whether to store all of a window: vLLM keeps more of windows than the ends of prompts, by its `prefix_cache_retention_interval`."""
+    """Whether to store all chunks of layers with a window, because vLLM, too, keeps more of them than the ends of prompts
+    (`prefix_cache_retention_interval`)."""
     drafted_up_to: int | None = None
-    """The most tokens that any request of a step may have if the draft model is to run in that step; None without a draft model."""
+    """The draft model runs in a step if no request of it has more tokens than this; None without a draft model."""
     hashes_media: bool = False
     """Whether vLLM names an image by a hash of its content, unless the client names it. Otherwise vLLM numbers images."""
 
@@ -54,7 +52,7 @@ class ChunkPlan:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether there is one layer group, of which a load needs every chunk."""
+        """Whether there is a single layer group, and a load needs all of its chunks."""
         return len(self.layers) == 1 and not self.tails[0]
 
     @cached_property
@@ -62,15 +60,15 @@ class ChunkPlan:
         return all(group.divisible for group in self.layers)
 
     def most(self, request: Request) -> int:
-        """Returns how many chunks are looked up. vLLM has to compute the last token, and some layers can be loaded only up to a chunk's
-        end. If a group is ahead, a load leaves the last of these chunks to compute."""
+        """Returns how many chunks to look up. vLLM has to compute the last token, and some layers can be loaded only up to a chunk's end. If a
+        group is ahead, a load leaves the last of these chunks to compute."""
         length: int = request.num_tokens
         if self.settings.connector.recompute == "block":
             return min(length // self.chunk, -(-self.loadable(request) // self.chunk) + self.ahead)
         return (length if self._divisible or self.ahead else length - 1) // self.chunk
 
     def loadable(self, request: Request) -> int:
-        """Returns how many of a request's tokens may be loaded at most. vLLM has to compute the last one: its logits are needed."""
+        """Returns the most tokens that may be loaded. vLLM has to compute the last token, because it needs its logits."""
         length: int = request.num_tokens
         if self.settings.connector.recompute == "token":
             return length - 1
@@ -81,7 +79,7 @@ class ChunkPlan:
     def needed_blocks(self, request: Request, end: int) -> int:
         """Returns the most blocks that the request holds until all of its tokens are computed, if the tokens before `end` are loaded."""
         total = 0
-        # by number, because a draft model's group may be over the same blocks as another group
+        # by number, because a draft model's group may use the same blocks as another group
         for group in {group.number: group for group in self.layers}.values():
             blocks = -(-request.num_tokens // group.block_size)
             if group.kind == "window":

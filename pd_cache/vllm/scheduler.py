@@ -1,10 +1,10 @@
-"""The connector's part in the scheduler: what vLLM's hooks mean for requests, stores and streams.
+"""The connector's part in the scheduler: it passes vLLM's hooks on to requests, stores and streams.
 
 Everything runs on the scheduler's thread. While requests wait for loads, that thread spins through its loop, and asks about each request
 hundreds of times a second. So a request is looked up once, and everything else here is a few dictionary operations.
 
-`SchedulerSide` ties together parts with one subject each: a request (`tracked.py`), stores (`stores.py`), prompts that are loaded while they are
-computed elsewhere (`streams.py`), and what vLLM's own prefix cache may hold (`own_cache.py`).
+`tracked.py` has a request's state, `stores.py` the stores, `streams.py` the prompts that are loaded while other nodes compute them, and
+`own_cache.py` keeps KV of earlier weights out of vLLM's own cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("vllm.pd_cache")  # below vLLM's own logger, whose handl
 
 
 class SchedulerSide:
-    """One per engine, on the scheduler's thread. Before the first request come `bind` and `open`."""
+    """The hooks of an engine. Call `bind` and `open` before the first request."""
 
     stores: Stores
     streams: Streams
@@ -62,8 +62,8 @@ class SchedulerSide:
         version: WeightsVersion | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_report` is called with the id of each request that ends, and with its report. `version`: that of the engine's weights, in
-        which lookups look, too. The caller closes `adapters` and `tracing`."""
+        """`on_report` is called with the id and the report of each request that ends. `version`: the version of the engine's weights, which the
+        lookup client uses, too. The caller closes `adapters` and `tracing`."""
         self._plan = plan
         self._adapters = adapters
         self.metrics = metrics
@@ -73,11 +73,11 @@ class SchedulerSide:
         self._clock = clock
         self._requests: dict[str, TrackedRequest] = {}
         self._next = Step()
-        """What the workers have to do with the next step, as far as it is known."""
+        """What is known of the next step."""
         self._refused = False
         """True if vLLM ran out of blocks for a request in this step. It then asks about no request behind it."""
         self._holding: dict[str, int] = {}
-        """Requests that hold blocks for a load and have computed nothing since, and the number of blocks that all tokens of each need."""
+        """The requests that hold blocks for a load and have computed nothing since. For each, the blocks that all of its tokens need."""
 
     def bind(self, manager: KVCacheManager) -> None:
         """Takes the manager that knows each request's blocks."""
@@ -87,8 +87,8 @@ class SchedulerSide:
         self.streams = Streams(self._plan, manager, self._tracing)
 
     def open(self, metadata: Sequence[CacheMetadata], lookup: LookupClient) -> None:
-        """Takes the lookup client, once the workers' KV tensors are known. The caller closes it. `metadata` has an entry for each layer
-        group, of each pipeline stage."""
+        """Takes the lookup client, once the workers' KV tensors are known. The caller closes it. `metadata` has an entry for each layer group of
+        each pipeline stage."""
         spaces = [group.namespace(self._plan.settings.node.cache) for group in metadata]
         self._database = ChunkedTokenDatabase(spaces[0])
         self._namespaces = tuple(space.fingerprint() for space in spaces)
@@ -97,7 +97,7 @@ class SchedulerSide:
     # --- a request's way -----------------------------------------------------------------------------------------
 
     def track(self, request: Request) -> TrackedRequest:
-        """Returns what is known of a request, which may have arrived just now."""
+        """Returns the state of a request, which may be new."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             lora = request.lora_request
@@ -107,8 +107,8 @@ class SchedulerSide:
         return tracked
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later; and whether any are loaded, which is
-        done while other requests compute."""
+        """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later; and whether there is a load, which
+        runs while other requests compute."""
         tracked = self.track(request)
         tracked.asked(computed)
         self._holding.pop(tracked.id, None)  # vLLM asks only for requests without blocks
@@ -116,12 +116,12 @@ class SchedulerSide:
         self._follow()
         match = self._match_stream if tracked.streams else self._match
         tokens = match(tracked, self._clock())
-        self._refused = tokens is not None  # unless vLLM finds blocks
+        self._refused = tokens is not None  # until vLLM has found blocks
         self._next.expecting |= tokens is None
         return tokens, bool(tokens)
 
     def _match(self, tracked: TrackedRequest, now: float) -> int | None:
-        """Returns how many tokens can be loaded. None: the request waits for a prefill node, for a stream, or for other loads' blocks."""
+        """Returns how many tokens can be loaded; None while the request waits for a prefill node, a stream, or blocks of other loads."""
         if self.streams.take_over(tracked):
             return None
         if not tracked.wants_lookup():
@@ -139,8 +139,7 @@ class SchedulerSide:
         return tokens if self._fits(tracked) else tracked.wait_for_room(now)
 
     def _match_stream(self, tracked: TrackedRequest, now: float) -> int | None:
-        """Returns what `_match` does, for a request that only has its prompt's chunks loaded as they appear. If nobody cancels it, vLLM computes
-        it in the end."""
+        """Returns the same for a stream. If nobody cancels it, vLLM computes its prompt in the end."""
         if now >= tracked.arrived + self.streams.longest_s:
             return 0
         if tracked.may_load and tracked.names.possible and self._lookup.available:
@@ -160,7 +159,7 @@ class SchedulerSide:
         tracked.looked_up(reach, self.streams.came(came), awaited, self._clock())
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Plans the load for this step. vLLM has allocated blocks for the part of our proposal that it accepts."""
+        """Plans the load for this step. vLLM has allocated blocks for `external` of the tokens that it was offered."""
         self._refused = False
         tracked = self.track(request)
         if external <= 0 or not tracked.proposed:
@@ -171,18 +170,17 @@ class SchedulerSide:
             return
         self._holding[tracked.id] = tracked.needed_blocks
         parts = tracked.begin_load(external, ids, self._manager.block_pool.null_block.block_id)
-        # with several groups, a window or a state, no blocks are reported: vLLM would go on at the first of them, with a window or a state
-        # that was never loaded
+        # with several groups, a window or a state, the load fails as a whole: vLLM would use all before the first failed block, with a window
+        # or a state that was never loaded
         failing = parts[0].blocks if self._plan.plain else []
-        # if vLLM takes another number of tokens than was proposed, we cannot know which ones. Then none are loaded, and vLLM computes all
-        # of them
+        # if vLLM takes another number of tokens, we cannot know which. Then none are loaded, and vLLM computes all
         wanted = [part for part in parts if part.names] if whole else []
         self._next.loads.append(LoadOp(tracked.id, wanted, failing, self._outdated.weights.label))
         tracked.end_span("given up")
         tracked.span = request_span(self._tracing, "pd_cache.load", request, asked=external)
 
     def begin_step(self, output: SchedulerOutput) -> Step:
-        """Returns what has to be done with this step, whatever else is planned."""
+        """Returns this step's loads."""
         self._follow()
         now = self._clock()
         step, self._next = self._next, Step()
@@ -229,8 +227,7 @@ class SchedulerSide:
                 tracked.load_ended(loaded)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Forgets the request. Returns what its answer says, in `kv_transfer_params`: the report, and, if another node decodes the request,
-        what that node needs. None if there is nothing to say."""
+        """Forgets the request. Returns the `kv_transfer_params` of its answer: its report, and what a decode node has to know; None for neither."""
         request_id = request.request_id
         tracked = self._requests.pop(request_id, None)
         stored = tracked is not None and self._storable(tracked)
@@ -243,9 +240,9 @@ class SchedulerSide:
         self._lookup.end(request_id)
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         report = tracked.report(computed)
-        said = {} if report is None else self._published(tracked, report)
+        ours = {} if report is None else self._published(tracked, report)
         if not tracked.handoff.announce:
-            return {"pd_cache": said} if said else None
+            return {"pd_cache": ours} if ours else None
         namespace, *further = self._labelled()
         length = request.num_prompt_tokens
         params = write_params(
@@ -259,11 +256,11 @@ class SchedulerSide:
             ),
             media_hashed=tracked.handoff.media_hashed,
         )
-        params["pd_cache"].update(said)
+        params["pd_cache"].update(ours)
         return params
 
     def _published(self, tracked: TrackedRequest, report: RequestReport) -> dict[str, Any]:
-        """Counts and logs a report. Returns what the request's answer says of it, and of the work of the prefill node."""
+        """Counts and logs a report. Returns it for the request's answer, with what the prefill node did."""
         self.metrics.request(report)
         log.info("request %s: %s", tracked.id, report.line())
         if self._on_report is not None:
@@ -271,11 +268,11 @@ class SchedulerSide:
                 self._on_report(tracked.id, report)
             except OSError as error:
                 self.metrics.trouble("report", "not_written", detail=str(error))
-        said: dict[str, Any] = {KEY: msgspec.to_builtins(report)}
+        ours: dict[str, Any] = {KEY: msgspec.to_builtins(report)}
         announced = tracked.handoff.announced
         if announced is not None and announced.prefill is not None:
-            said["prefill"] = msgspec.to_builtins(announced.prefill)
-        return said
+            ours["prefill"] = msgspec.to_builtins(announced.prefill)
+        return ours
 
     # --- weights -------------------------------------------------------------------------------------------------
 
@@ -285,9 +282,9 @@ class SchedulerSide:
         self._follow()
 
     def _follow(self) -> None:
-        """Takes notice of other weights, or of a label of theirs that another thread has taken: what was found or computed before is outdated.
+        """If the weights or their label have changed, drops what was found or computed before.
 
-        A label comes when the weights have changed, and some engines hear of the change before it is made.
+        A new label counts as a change: some engines hear of other weights before they have them, and get the label afterwards.
         """
         if self._outdated.follow(self._requests.values()):
             self.streams.stop()
@@ -295,14 +292,14 @@ class SchedulerSide:
                 tracked.forget_pool()
 
     def _labelled(self) -> list[str]:
-        """Returns the namespaces of all layer groups as keys have them, with the label of the weights."""
+        """Returns the namespaces of all layer groups as in keys: with the label of the weights."""
         label = self._outdated.weights.label
         return [f"{space}.{label}" if label else space for space in self._namespaces]
 
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _fits(self, tracked: TrackedRequest) -> bool:
-        """Returns whether this request, after its load, and all that hold blocks for a load could compute their other tokens at the same time.
+        """Returns whether there are blocks enough for this request and all that hold blocks for a load to compute all of their tokens.
 
         vLLM cannot preempt a request that waits after its load. So requests that leave each other no blocks would wait for ever. vLLM 0.32
         prevents that only for full attention. For layers with a window it counts too few blocks: `_request_remaining_blocks` compares

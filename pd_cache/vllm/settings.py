@@ -1,4 +1,4 @@
-"""`kv_connector_extra_config`: which file, and which of its nodes, a vLLM belongs to."""
+"""`kv_connector_extra_config`: the cluster's file, and which of its nodes this vLLM is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pd_cache.server.connection import server_welcome
 from pd_cache.vllm.files import NAMESPACE_FILE
 
 _CONNECT_S = 10.0
-"""How long a server may take to report what its chunks are, if there is no file."""
+"""How long a cache server may take to answer, if there is no file."""
 _ROLES = {"kv_producer": ("prefill",), "kv_consumer": ("decode",), "kv_both": ("prefill", "decode")}
 
 
@@ -33,14 +33,14 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The mapping itself."""
 
     config_file: str | None = None
-    """The cluster's YAML file. With a `server_url` it may be left out: the server reports what its chunks are."""
+    """The cluster's YAML file. With a `server_url` it may be left out: the server says how chunks are made."""
     server_url: Annotated[str, msgspec.Meta(pattern=r"^ipc://.+$")] | None = None
     """The address of the cache server, e.g. `ipc:///run/pd-cache.sock`. By default, that of the node's `cache_server`; without either, each
     worker has a cache of its own."""
     node: str | None = None
     """Which of the file's nodes this is; needed if several could be meant."""
     host: str = "127.0.0.1"
-    """Without a node: the address at which the pool's other nodes reach this one."""
+    """The address at which other nodes of the pool reach this vLLM, if it is no node of a file."""
     namespace_file: str | None = None
     """Where to write the namespace of the cache once it is known, for the program that started this vLLM
     (`pd_cache.vllm.files`). By default the value of `PD_CACHE_NAMESPACE_FILE`."""
@@ -61,11 +61,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tracing: TracingConfig = TracingConfig()
     role: str = "vllm"
     name: str = ""
-    """The node's role and name in the file, if it is one of the file's nodes."""
+    """The node's role and name in the file; for a vLLM that is no node of a file, as here."""
 
 
 def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
-    """Checks and reads the settings. Raises ConfigError, which says what is wrong with the mapping, or with the file that it names.
+    """Reads and checks the settings. Raises ConfigError if the mapping, or the file that it names, is wrong.
 
     Without a file, the server is asked. Raises ConfigError if it does not answer within 10 seconds.
     """
@@ -83,11 +83,11 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
         server = config.node(node.cache_server)
         assert isinstance(server, CacheServerNode)  # the file's checks made sure of it
         server_url = config.server_url(server)
-    masters = [one for one in config.nodes if isinstance(one, MasterNode)]
-    if server_url is None and not config.masters.ha and not any(master.port for master in masters):
+    known = any(isinstance(node, MasterNode) and node.port for node in config.nodes)
+    if server_url is None and not config.masters.ha and not known:
         raise ConfigError(
-            f"kv_connector_extra_config.config_file: {given.config_file} does not tell the master's host and port; only "
-            "`pd-cache launch` and `up` find them by themselves"
+            f"kv_connector_extra_config.config_file: {given.config_file} does not give the master's port; only "
+            "`pd-cache launch` and `up` can find it"
         )
     cache = config.cache
     if cache.hash_mode == "auto":
@@ -114,7 +114,7 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
 
 
 def _of_server(given: ExtraConfig) -> Settings:
-    """Returns settings for a cache server. Whatever the server does not decide has the default of a cluster's file."""
+    """Returns settings for a vLLM without a file: the server's, or else the defaults of a cluster's file."""
     if given.server_url is None:
         raise ConfigError("kv_connector_extra_config: needs a config_file or a server_url")
     if given.node is not None:

@@ -1,7 +1,7 @@
 """Statistics in vLLM's classes.
 
-The cache counts once, in `CacheMetrics`. The worker and the scheduler send what was added to the API server's process, which adds it up on
-vLLM's /metrics.
+`CacheMetrics` counts. With each step, the worker and the scheduler send what was added since the last step to the API server's process, which
+adds it up on vLLM's /metrics.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from pd_cache.metrics import COUNTERS
 
-_COUNTERS = {family: (family, *told) for family, told in COUNTERS.items()} | {
+_COUNTERS = {family: (family, *described) for family, described in COUNTERS.items()} | {
     "op_seconds_sum": ("op_seconds", ("op",), "Seconds spent in cache operations"),
     "op_seconds_count": ("ops", ("op",), "Cache operations"),
 }
-"""Of each family of `CacheMetrics`: the name of its counter, its labels, and what it counts."""
+"""For each family of `CacheMetrics`: the name of its counter, its labels, and what it counts."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""What the scheduler and the workers tell each other with every step of the engine.
+"""The messages between the scheduler and the workers, with every step of the engine.
 
-vLLM pickles it, between processes that it started: none of it comes from outside. Its own base classes for both are empty; without them,
-scheduler and worker need no vLLM.
+vLLM pickles them, between processes that it started: nothing comes from outside. vLLM's base classes for them are empty. They are not used here,
+so that scheduler and worker need no vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class GroupChunks:
     names: list[bytes]
     """Names of the chunks, in order."""
     blocks: list[int]
-    """The blocks of those chunks. Blocks at the start that need not move are -1, and so are those behind a load's end."""
+    """The blocks of those chunks, and -1 for blocks that do not move: at hand, before a window, or behind a load's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class LoadOp:
 
     request_id: str
     parts: list[GroupChunks]
-    """A part for each group that has something to load; none for a load that has to fail."""
+    """A part for each layer group that has something to load; none for a load that has to fail."""
     blocks: list[int]
-    """The blocks to report if the load fails; none if it then fails as a whole: of a model with several groups, a window or a state."""
+    """The blocks to report if the load fails. None if it can only fail as a whole: with several layer groups, a window or a state."""
     label: str | None = FIRST
-    """That of the weights, as the chunks were found; None: the load has to fail."""
+    """The label of the weights when the chunks were found; None for a load that has to fail."""
     streams: bool = False
-    """A part of a stream: the request goes on waiting."""
+    """Whether this is a part of a stream, so that the request goes on waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class StoreOp:
     job: int
     chunks: GroupChunks
     label: str = FIRST
-    """That of the weights with which they are computed."""
+    """The label of the weights that compute them."""
 
 
 @dataclass
@@ -56,11 +56,11 @@ class Step:
     loads: list[LoadOp] = field(default_factory=list)
     stores: list[StoreOp] = field(default_factory=list)
     nothing_to_compute: bool = False
-    """No request computes in this step: the worker may wait a moment for a transfer instead of spinning."""
+    """Whether no request computes in this step. The worker may then wait a moment for a transfer instead of spinning."""
     label: str | None = FIRST
-    """That of the engine's weights now; None while they have none."""
+    """The label of the engine's weights now; None while they have none."""
     expecting: bool = False
-    """The scheduler waits for something besides transfers: chunks that another node announced."""
+    """Whether the scheduler waits for something besides transfers: for chunks of another node, or for blocks."""
 
 
 @dataclass
@@ -70,10 +70,9 @@ class StepReport:
     jobs: dict[int, tuple[int, list[StoreOutcome]]] = field(default_factory=dict)
     """Store jobs: how many ranks are done, and the outcome of each chunk."""
     loads: dict[str, Loaded] = field(default_factory=dict)
-    """Loads that have ended: of the layer group that failed, or else of the first one, how many chunks came from where. One that failed has a
-    reason other than `none`."""
+    """Loads that have ended: the end of the layer group that failed, or else of the first group. A load that failed has another reason than `none`."""
     streams: dict[str, tuple[int, Loaded]] = field(default_factory=dict)
-    """Parts of streams: how many ranks are done, and what the worst of them has loaded."""
+    """Parts of streams: how many ranks are done, and the worst of their ends."""
 
     def aggregate(self, other: StepReport) -> StepReport:
         """Returns the report of two ranks together. vLLM calls this."""
@@ -83,13 +82,13 @@ class StepReport:
             both = [StoreOutcome.together(pair) for pair in zip(known, outcomes, strict=True)]
             jobs[job] = (before + ranks, both)
         for request_id, loaded in other.loads.items():
-            pair = (loads.get(request_id, loaded), loaded)
-            loads[request_id] = min(pair, key=lambda one: (one.reason == "none", one.chunks))  # the worst
+            loads[request_id] = _worst(loads.get(request_id, loaded), loaded)
         streams = dict(self.streams)
         for request_id, (ranks, loaded) in other.streams.items():
             before, worst = streams.get(request_id, (0, loaded))
-            streams[request_id] = (
-                before + ranks,
-                min(worst, loaded, key=lambda one: (one.reason == "none", one.chunks)),
-            )
+            streams[request_id] = (before + ranks, _worst(worst, loaded))
         return StepReport(jobs, loads, streams)
+
+
+def _worst(*ends: Loaded) -> Loaded:
+    return min(ends, key=lambda loaded: (loaded.reason == "none", loaded.chunks))

@@ -1,4 +1,4 @@
-"""Stores: what the scheduler's side plans to store, and what becomes of it.
+"""The scheduler's stores: the blocks that they read, and their end.
 
 Each block that a store still reads has a reference of ours, as if a request used it. So it does not matter whether the request that
 computed the block has finished, or was aborted or preempted meanwhile.
@@ -29,14 +29,14 @@ class StoreJob:
 
     chunks: GroupChunks
     outcomes: list[StoreOutcome]
-    """Of each chunk, over all ranks that are done."""
+    """For each chunk, that of all ranks together that are done."""
     remaining: int
-    """How many ranks still work on it."""
+    """How many ranks are not done."""
     span: TraceSpan
 
 
 class Stores:
-    """One per engine, on the scheduler's thread."""
+    """The stores of an engine. Runs on the scheduler's thread."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Stores:
         self._chunks_under_way = 0
 
     def note_undrafted(self, computed: Mapping[TrackedRequest, int]) -> None:
-        """Notes whether vLLM skips the draft model in a step, because a request has too many tokens for it. `computed`: how many tokens each request
-        of the step has after it."""
+        """Notes if vLLM skips the draft model in a step, because a request has too many tokens for it. `computed`: for each request of the
+        step, its tokens after the step."""
         most = self._plan.drafted_up_to
         if most is not None and max(computed.values(), default=0) > most:
             self._undrafted = True
@@ -75,8 +75,8 @@ class Stores:
         ]
 
     def plan_states(self, tracked: TrackedRequest, offers: Iterable[tuple[int, int, int]]) -> list[StoreOp]:
-        """Returns the stores of the states that vLLM hands over. Each offer is the number of vLLM's group, a block, and how many tokens the
-        state covers."""
+        """Returns the stores of the states that vLLM hands over. An offer is the number of vLLM's group, a block, and the number of tokens that
+        the state covers."""
         request, chunk_size = tracked.request, self._plan.chunk
         most = tracked.storable(request.num_tokens)
         places = {group.number: place for place, group in enumerate(self._plan.layers) if group.kind == "state"}
@@ -92,7 +92,7 @@ class Stores:
         return ops
 
     def advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> StoreJob | None:
-        """Notes that `ranks` more ranks are done with a job. When all are, gives its blocks back and returns it."""
+        """Notes that `ranks` more ranks are done with a job. When all are done, gives the job's blocks back, and returns the job."""
         if (job := self._jobs.get(number)) is None:
             return None
         job.outcomes = [StoreOutcome.together(pair) for pair in zip(job.outcomes, outcomes, strict=True)]
@@ -104,13 +104,13 @@ class Stores:
         job.span.end()
         self._chunks_under_way -= len(job.outcomes)
         pool = self._manager.block_pool
-        # the last block first: vLLM evicts first what was freed first, and a prefix is worth more than what follows it
+        # the last block first: vLLM evicts first what was freed first, and later requests need a prefix more than its end
         pool.free_blocks(pool.blocks[block] for block in reversed(job.chunks.blocks) if block >= 0)
         return job
 
     @property
     def under_way(self) -> bool:
-        """Whether stores are under way. If so, the engine has to keep stepping to learn of their end."""
+        """Whether stores are under way. The engine has to keep stepping until they have ended."""
         return bool(self._jobs)
 
     @property
@@ -121,13 +121,13 @@ class Stores:
         return any(pool.blocks[block].ref_cnt == 1 for block in held)
 
     def _chunks_of(self, tracked: TrackedRequest, place: int, run: range) -> GroupChunks | None:
-        """Returns those of a run of chunks for which the queue has room and vLLM still has the blocks; None if there are none."""
+        """Returns the chunks of a run that can be stored: vLLM still has their blocks, and the queue has room. None if there are none."""
         group = self._plan.layers[place]
         per_chunk = self._plan.chunk // group.block_size
         ids = self._manager.get_block_ids(tracked.id)[group.number]
         first, blocks = run.start, list(ids[run.start * per_chunk : run.stop * per_chunk])
         if group.kind == "window":
-            null = self._manager.block_pool.null_block.block_id  # vLLM puts it in place of each block that it has freed
+            null = self._manager.block_pool.null_block.block_id  # stands for each block that vLLM has freed
             gone = max((at + 1 for at, block in enumerate(blocks) if block == null), default=0)
             # a load does not need those blocks of a chunk that lie before the window at the chunk's end
             needed = -(-max(0, group.window - 1) // group.block_size)

@@ -1,8 +1,8 @@
 """Streams: prompts whose chunks are loaded while a prefill node computes them.
 
-Before a prompt is computed, a proxy sends it to a decode node in a request that only holds blocks. vLLM takes it for one with a long load. Each
-chunk that appears in the pool is loaded into these blocks and put into vLLM's own prefix cache. The request that is to be answered comes when
-the prompt has been computed, and finds the chunks there. So a stream may end at any moment: nothing but a head start is lost.
+Before a prompt is computed, a proxy sends it to a decode node, in a request that only holds blocks. To vLLM, this is a request with a long load.
+Each chunk that appears in the pool is loaded into these blocks, and put into vLLM's own prefix cache. When the prompt has been computed, the
+proxy sends the request that is to be answered, which finds the chunks there. So a stream may end at any moment: only a head start is lost.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 _SHARE, _OF_FREE = 4, 2
 """All streams together hold at most a quarter of the blocks; a new one at most half of those that are free."""
 _APART_S = 0.005
-"""The least time between two lookups of any streams."""
+"""The least time between two lookups, of all streams together."""
 _REMEMBERED = 1 << 14
 
 
 @dataclass(eq=False)
 class Stream:
-    """One prompt's, from when it has blocks."""
+    """The stream of a prompt, from when it has blocks."""
 
     tracked: TrackedRequest
     names: Sequence[bytes]
-    """Those of its whole chunks: the rest is for the request that is to be answered."""
+    """Those of its whole chunks. The request that is to be answered loads the rest."""
     blocks: Sequence[int]
-    """Of all its tokens."""
+    """The blocks of all its tokens."""
     done: int
     """How many chunks are loaded, or were at hand."""
     until: float
     over: bool = False
     """Whether nothing more is loaded."""
     outdated: bool = False
-    """Whether the weights have changed since it began: nothing of it may get into vLLM's own cache."""
+    """Whether the weights have changed since it began, so that none of it may get into vLLM's own cache."""
     left: bool = False
     """Whether the request has ended, so that vLLM waits for its blocks."""
     ranks: int = 0
-    """How many ranks still load a part of it. No other part begins before all have ended."""
+    """How many ranks still load a part of it. The next part begins when all have ended."""
     loaded: Loaded = Loaded(0)  # noqa: RUF009 - immutable
     """The worst result of the ranks that have ended."""
     poll_s: float = 0.0
@@ -58,7 +58,7 @@ class Stream:
 
 
 class Streams:
-    """One per engine, on the scheduler's thread."""
+    """The streams of an engine. Runs on the scheduler's thread."""
 
     def __init__(self, plan: ChunkPlan, manager: KVCacheManager, tracing: Tracing) -> None:
         self.longest_s = 600.0
@@ -69,17 +69,17 @@ class Streams:
         self._streams: dict[str, Stream] = {}
         self._loads: list[LoadOp] = []
         self._reserved: dict[str, int] = {}
-        """The blocks of streams that have given way. vLLM reserves as many until their requests end, for loads that never come. It then refuses
-        them to other loads, but not to requests that compute."""
+        """The number of blocks of each stream that has given way. vLLM reserves as many for its load until its request ends. Other loads cannot have
+        them; requests that compute can."""
         self.block_loads = False
-        """Whether to load nothing in the next step, because vLLM refuses blocks to each load and nothing else goes on."""
+        """Whether to load nothing in the next step, because vLLM refuses blocks to every load, and no request computes."""
         self._next_poll = 0.0
         self._came: OrderedDict[bytes, None] = OrderedDict()
         """The names of the chunks that came last."""
 
     @property
     def possible(self) -> bool:
-        """Whether this engine has streams: any part of a prompt is of use to a load, and its own cache may hold it."""
+        """Whether this engine can have streams: a load can use any part of a prompt, and vLLM's own cache is on."""
         return self._plan.plain and self._manager.enable_caching
 
     @property
@@ -88,7 +88,7 @@ class Streams:
 
     @property
     def leaving(self) -> bool:
-        """Whether the blocks of requests that have ended are still to be given back. If so, the engine has to keep stepping."""
+        """Whether requests have ended whose blocks are not given back yet. The engine has to keep stepping until they are."""
         return any(stream.left for stream in self._streams.values())
 
     # --- a stream's way ------------------------------------------------------------------------------------------
@@ -97,13 +97,13 @@ class Streams:
         """Returns how many tokens to propose to vLLM; 0 if there is no room, or nothing to load."""
         plan, pool = self._plan, self._manager.block_pool
         end = plan.loadable(tracked.request)
-        # with the blocks at hand: they are among the free blocks, too
+        # blocks at hand count, too: they are among the free blocks
         needed, free = -(-end // plan.layers[0].block_size), pool.get_num_free_blocks()
         held = sum(len(stream.blocks) for stream in self._streams.values()) + sum(self._reserved.values())
         room = held + needed <= pool.num_gpu_blocks // _SHARE and needed <= free // _OF_FREE
         if not (self.possible and room) or self.block_loads or end <= tracked.at_hand:
             return 0
-        tracked.names.first(plan.most(tracked.request))  # what cannot be named raises here, where vLLM goes on without
+        tracked.names.first(plan.most(tracked.request))  # if that raises, it does so before vLLM has allocated blocks
         return end - tracked.at_hand
 
     def begin(self, tracked: TrackedRequest, blocks: Sequence[int]) -> None:
@@ -115,7 +115,7 @@ class Streams:
         tracked.span = request_span(self._tracing, "pd_cache.stream", tracked.request, asked=tracked.proposed)
 
     def look_up(self, lookup: LookupClient, label: str | None, now: float) -> None:
-        """Looks up the next chunks of a stream, if it is time to, and loads what is found in this weights version."""
+        """Looks up the next chunks of a stream, if it is time, and loads what is found."""
         streams = self._streams.values()
         waiting = (
             stream for stream in streams if not (stream.over or stream.ranks) and stream.done < len(stream.names)
@@ -165,7 +165,7 @@ class Streams:
             self._end(stream, "given up")
 
     def leave(self, request_id: str) -> None:
-        """Notes that the request has ended. vLLM gets its blocks back when nothing is loaded into them."""
+        """Notes that the request has ended. vLLM gets its blocks back when no rank loads into them any more."""
         self._reserved.pop(request_id, None)
         if (stream := self._streams.get(request_id)) is not None:
             stream.left = stream.over = True
@@ -178,15 +178,14 @@ class Streams:
         return loads
 
     def stop(self) -> None:
-        """Loads nothing more for the streams under way: the weights have changed."""
+        """Ends all loads of the streams under way, because the weights have changed."""
         for stream in self._streams.values():
             stream.over = stream.outdated = True
 
     # --- the request that is to be answered --------------------------------------------------------------------------
 
     def take_over(self, tracked: TrackedRequest) -> bool:
-        """Ends the streams of a request's prompt, if a prefill node has announced it. Returns whether a part is still being loaded, for which the
-        request waits."""
+        """Ends the streams of a prompt that a prefill node has announced. Returns whether a part of it is still being loaded."""
         if not self._streams or tracked.handoff.announced is None or not tracked.names.possible:
             return False
         names = tracked.names.first(self._plan.most(tracked.request))
@@ -199,7 +198,7 @@ class Streams:
         return loading
 
     def came(self, names: Sequence[bytes]) -> int:
-        """Returns how many of these chunks came by a stream. Counts each only once."""
+        """Returns how many of these chunks came by a stream. Each chunk counts once."""
         count = 0
         for name in names:
             if name in self._came:
@@ -210,7 +209,7 @@ class Streams:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _end(self, stream: Stream, why: str) -> None:
-        """Ends a stream that no rank loads for. Its load fails, so vLLM gives all of its blocks back."""
+        """Ends a stream for which no rank loads. Its load then fails, so vLLM gives all of its blocks back."""
         tracked = stream.tracked
         del self._streams[tracked.id]
         tracked.may_load = False

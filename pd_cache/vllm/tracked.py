@@ -1,14 +1,14 @@
-"""One request in the scheduler's part of the connector: its state, and how each event changes it.
+"""A request in the scheduler: its state, and how each event changes it. Pure.
 
-Events come in this order; after a preemption they come again from the first:
+Events come in this order; after a preemption, they begin again:
 
-1. vLLM asks what can be loaded: `asked`. The prompt is looked up, perhaps several times (`needs_lookup`, `looked_up`), and `propose` makes a
-   load of what was found.
-2. vLLM allocates blocks for the load: `begin_load`. The workers load into them: `load_ended`.
-3. vLLM computes tokens, in one or more steps: `computes`. After each step, `to_store` says which chunks can be stored.
-4. The request ends: `report` and `announceable`.
+1. vLLM asks what can be loaded (`asked`). The prompt is looked up, perhaps several times (`needs_lookup`, `looked_up`); what was found is offered to
+   vLLM (`propose`).
+2. vLLM allocates blocks for the load (`begin_load`), and the workers load into them (`load_ended`).
+3. vLLM computes tokens, in several steps (`computes`). After each step, chunks may be complete (`to_store`).
+4. The request ends (`report`, `announceable`).
 
-Nothing here waits, reads a clock or calls vLLM: times, lookups' answers and blocks are arguments.
+Times, answers to lookups, and blocks are arguments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def request_span(tracing: Tracing, name: str, request: Request, **attributes: At
 
 
 class TrackedRequest:
-    """One request, from when vLLM takes it in until it ends."""
+    """A request, from when vLLM takes it in until it ends."""
 
     def __init__(
         self,
@@ -70,21 +70,21 @@ class TrackedRequest:
         self._found: Found | None = None
         """The answer to its lookup."""
         self._found_from = 0
-        """The number of chunks that were at hand then, and not looked up."""
+        """The number of chunks that were at hand then, and so were not looked up."""
         self._next_poll = self._poll_s = 0.0
         """When to look up an announced prefix again, and the pause before that."""
         self._foreign = False
-        """Whether the announced prefix is stored in other namespaces than those of this node."""
+        """Whether the announced prefix is in namespaces that this node does not read."""
         self.proposed = 0
-        """The number of tokens that vLLM was offered and has not accepted yet; 0 for no load."""
+        """How many tokens vLLM was offered in its last question; 0 for no load."""
         self._no_room_since: float | None = None
-        """When other loads first left too few blocks for its load; None if there are enough."""
+        """When other loads first left too few blocks for its load."""
         self.span = NO_SPAN
-        """That of the lookup, while the request waits for what it finds, or of the load under way."""
+        """The span of the load under way, or of the lookup while the request waits for chunks."""
         self.drafted = True
-        """Whether the draft model ran in each of its steps."""
+        """Whether the draft model ran in all steps of the request."""
         self._planned = [0] * len(plan.layers)
-        """For each layer group, how many chunks need not be stored any more: they are planned, or in the pool."""
+        """For each layer group, how many chunks need no store any more: they are planned, or in the pool."""
         self.outcome = PromptOutcome()
 
     @property
@@ -95,7 +95,7 @@ class TrackedRequest:
 
     @property
     def streams(self) -> bool:
-        """Whether it only has its prompt's chunks loaded as they appear; see `streams.py`."""
+        """Whether the request is a stream, which only loads chunks as they appear; see `streams.py`."""
         return self.handoff.announced is not None and self.handoff.announced.stream
 
     # --- lookups -------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class TrackedRequest:
         self.at_hand, self.proposed = computed, 0
 
     def wants_lookup(self) -> bool:
-        """Returns whether the prompt can be looked up and loaded. Notes for the report what vLLM had at hand when it asked first."""
+        """Returns whether the prompt may be looked up and loaded. The report counts what was at hand at the first call."""
         adapter = self._adapter
         if self.outcome.at_hand is None:
             self.outcome.at_hand = self.at_hand
@@ -118,13 +118,13 @@ class TrackedRequest:
 
     @property
     def most(self) -> int:
-        """How many chunks are looked up: no more than the request allows to load."""
+        """How many chunks to look up: no more than the request allows to load."""
         most, limit = self._plan.most(self.request), self.handoff.max_load_tokens
         return most if limit is None else min(most, (self.at_hand + limit) // self._chunk + self._plan.ahead)
 
     def awaited(self, own: Sequence[str], now: float) -> int:
-        """Returns for how many chunks the request waits because a prefill node is storing them. `own`: the namespaces that this node reads, as
-        keys have them."""
+        """Returns the number of chunks for which the request waits, because a prefill node is storing them. `own`: the namespaces that this node
+        reads, as in keys."""
         announced = self.handoff.announced
         if announced is None or self._foreign or now >= self.arrived + self._plan.settings.handoff_wait_s:
             return 0
@@ -138,7 +138,7 @@ class TrackedRequest:
 
     def needs_lookup(self, awaited: int, now: float) -> bool:
         """Returns whether to look the prompt up, perhaps again."""
-        # the engine may have evicted since what it had at hand then, and the pool was never asked for that
+        # the engine may have evicted what it had at hand then, and that was not looked up
         known = self._found is not None and self._found_from <= self.at_hand // self._chunk
         return not known or (self.lacks(awaited) and now >= self._next_poll)
 
@@ -158,15 +158,14 @@ class TrackedRequest:
         return self._found is None or self._found.chunks < awaited
 
     def near(self, external: int) -> tuple[int, int]:
-        """Returns how many of the `external` tokens that are to be loaded lay in this host's memory when they were looked up, and how many on its
-        disk."""
+        """Returns how many of `external` tokens to load the lookup found in this host's memory, and how many on its disk."""
         if self._found is None:
             return 0, 0
         memory = min(self._found.near.memory * self._chunk, external)
         return memory, min(self._found.near.disk * self._chunk, external - memory)
 
     def _reason(self, found: Found) -> MissReason:
-        """Returns why a lookup found no more."""
+        """Returns why the lookup found no more."""
         most, announced = self.most, self.handoff.announced
         if most < self._plan.most(self.request) and found.chunks >= most - self._plan.ahead:
             return "limited"
@@ -178,25 +177,23 @@ class TrackedRequest:
     # --- loads ---------------------------------------------------------------------------------------------------
 
     def propose(self) -> int:
-        """Returns how many tokens of what was found are to be loaded."""
+        """Offers vLLM what was found. Returns the number of tokens; 0 if there is nothing to load."""
         request, found = self.request, self._found
         if found is not None:
             if found.leading > found.chunks:  # prompts part behind what was found
-                # vLLM ends a step there, so that states can be stored and kept in vLLM's own cache. It sets the field anew each time it asks
+                # vLLM then ends a step there, so that states can be stored. It resets the field each time it asks
                 request.shared_prefix_boundary = max(request.shared_prefix_boundary, found.leading * self._chunk)
             self.proposed = max(0, min(found.chunks * self._chunk, self._plan.loadable(request)) - self.at_hand)
         return self.proposed
 
     @property
     def needed_blocks(self) -> int:
-        """The most blocks that the request holds until all of its tokens are computed, if the proposed load takes place."""
+        """The most blocks that the request holds until all of its tokens are computed, if what was offered is loaded."""
         return self._plan.needed_blocks(self.request, self.at_hand + self.proposed)
 
     def wait_for_room(self, now: float) -> int | None:
-        """Takes the proposal back, because other loads leave too few blocks for it. Returns None while the request waits for blocks; 0 if it has waited
-        for as long as a load may take, so that vLLM computes it.
-
-        Meanwhile vLLM asks for the requests behind it. If some of their loads always fit, the load of a long prompt never does.
+        """Takes the offer back, because other loads leave too few blocks. Returns None while the request waits for them. After as long as a load
+        may take, returns 0, so that vLLM computes the prompt: if smaller loads behind it always fit, its own never would.
         """
         self.proposed = 0
         if self._no_room_since is None:
@@ -209,11 +206,10 @@ class TrackedRequest:
         return 0
 
     def begin_load(self, external: int, ids: Sequence[Sequence[int]], null: int) -> list[GroupChunks]:
-        """Notes that vLLM has allocated blocks for `external` tokens of the proposed load. Returns what each layer group has to load.
+        """Notes that vLLM has allocated blocks for `external` of the offered tokens. Returns what each layer group has to load.
 
-        `ids` are the request's blocks in each of vLLM's groups. vLLM puts the block `null` in place of each block that it has freed.
+        `ids` are the request's blocks in each of vLLM's groups. The block `null` stands for each block that vLLM has freed.
         """
-        self._no_room_since = None
         self.outcome.began_load(external)
         first, last = self.at_hand // self._chunk, -(-(self.at_hand + self.proposed) // self._chunk)
         parts = [self.part(place, first, last, ids, null) for place in range(len(self._plan.layers))]
@@ -223,8 +219,7 @@ class TrackedRequest:
     def part(
         self, place: int, first: int, last: int, ids: Sequence[Sequence[int]], null: int | None = None
     ) -> GroupChunks:
-        """Returns which of the chunks from `first` to before `last` a layer group has to load: without tokens that the engine has at hand, and
-        those for which vLLM allocated no block."""
+        """Returns which of the chunks from `first` to before `last` a layer group has to load, without blocks that are at hand or not allocated."""
         group, tail = self._plan.layers[place], self._plan.tails[place]
         per_chunk = self._chunk // group.block_size
         if tail:
@@ -240,7 +235,7 @@ class TrackedRequest:
         return GroupChunks(place, self.names.of(group, first + skipped, last), blocks)
 
     def load_ended(self, loaded: Loaded) -> None:
-        """Takes in how the load has ended, on all ranks together."""
+        """Takes in the end of the load, on all ranks together."""
         failed = loaded.reason != "none"
         self.outcome.loaded(loaded)
         self.span.note(loaded=loaded.chunks * self._chunk, reason=loaded.reason)
@@ -250,7 +245,7 @@ class TrackedRequest:
             self.forget_pool()
 
     def forget_pool(self) -> None:
-        """Forgets what the pool has of the prompt: a load has failed, or the weights have changed."""
+        """Forgets which chunks the pool has, because a load has failed, or the weights have changed."""
         self._found = None
         self._planned = [0] * len(self._planned)
 
@@ -262,8 +257,8 @@ class TrackedRequest:
     # --- stores --------------------------------------------------------------------------------------------------
 
     def computes(self) -> None:
-        """Notes that vLLM computes tokens of the request in this step."""
-        self._found = None  # after a preemption it is looked up again, with what it has stored until then
+        """Notes that vLLM computes tokens of the request."""
+        self._found = None  # after a preemption, the lookup also finds what the request has stored
         self.outcome.over = True
 
     def storable(self, tokens: int) -> int:
@@ -272,12 +267,9 @@ class TrackedRequest:
         return tokens if most is None else min(tokens, most)
 
     def to_store(self, computed: int, undrafted: bool) -> list[tuple[int, range]]:
-        """Returns which chunks are complete with the first `computed` tokens and were not returned before: places of layer groups, and runs of
-        their chunks.
-
-        `undrafted`: whether blocks of vLLM's own cache may lack the draft model's KV.
-        """
-        # vLLM also counts tokens that are only drafted. The request has those that are certain
+        """Returns the chunks that the first `computed` tokens complete and that no earlier call returned: runs of chunks, each with the place of
+        its layer group. `undrafted`: whether blocks of vLLM's own cache may lack the draft model's KV."""
+        # vLLM's count includes drafted tokens, which may be rejected
         complete = self.storable(min(computed, self.request.num_tokens)) // self._chunk
         found: list[tuple[int, range]] = []
         for place, group in enumerate(self._plan.layers):
@@ -292,14 +284,14 @@ class TrackedRequest:
         return found
 
     def _needed(self, place: int, first: int, last: int) -> list[range]:
-        """Returns which of the chunks from `first` to before `last` a load could need of a layer group."""
+        """Returns which of a layer group's chunks from `first` to before `last` a load could need."""
         request, plan, tail = self.request, self._plan, self._plan.tails[place]
         prompt = request.num_prompt_tokens // self._chunk
         if not plan.settings.connector.store_generated:
             last = min(last, prompt - plan.layers[place].ahead)
         if not tail or plan.dense:
             return [range(first, last)]
-        # a load of the same prompt ends before its last token; a load of a prompt that continues it ends at some place behind that
+        # a load of the same prompt ends before its last token, a load of a longer prompt somewhere behind that
         end = prompt - 1 if plan.ahead else (request.num_prompt_tokens - 1) // self._chunk
         ends = max(first, end - tail)
         junction = request.shared_prefix_boundary // self._chunk
@@ -308,8 +300,7 @@ class TrackedRequest:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def announceable(self, computed: int) -> int:
-        """Returns how long a prefix of a prompt the pool holds or will hold, in tokens, if vLLM has computed `computed` tokens and all chunks
-        of them were stored."""
+        """Returns how long a prefix of the prompt, in tokens, the pool holds or will hold when vLLM has computed `computed` tokens."""
         whole = self.storable(min(computed, self.request.num_prompt_tokens)) // self._chunk
         chunks = max(0, whole - self._plan.ahead)
         if self._adapter is not None:  # nothing was stored before it was identified
@@ -317,29 +308,29 @@ class TrackedRequest:
         return chunks * self._chunk
 
     def report(self, computed: int) -> RequestReport | None:
-        """Returns the report on the prompt; None if vLLM has never asked about it, or has not computed all of it."""
+        """Returns the report on the prompt; None if vLLM has not asked about it, or has not computed all of it."""
         if computed < self.request.num_prompt_tokens:
             return None
         return self.outcome.report(self.request.num_prompt_tokens, self._plan)
 
 
 class PromptOutcome:
-    """What became of one prompt, for its report. If vLLM preempts the request, its first way counts. Numbers are tokens."""
+    """What the report on a prompt says. Numbers are tokens. Only events before vLLM first computes the request count, and a load's end."""
 
     def __init__(self) -> None:
         self.at_hand: int | None = None
         """Tokens that vLLM's own cache had when vLLM asked first; None before that."""
         self.streamed = 0
-        """How many of those at hand came by a stream."""
+        """How many of the tokens at hand came by a stream."""
         self.over = False
-        """Whether vLLM has begun to compute the request. What is found or loaded later, after a preemption, does not count."""
+        """Whether vLLM has begun to compute the request."""
         self._found = 0
         self._reason: MissReason = "not_asked"
         self._begun = 0
         self._restored: Loaded | None = None
 
     def looked_up(self, end: int, reason: MissReason) -> None:
-        """Notes the end of the prefix that was found, and why it is not loaded further."""
+        """Notes the end of the prefix that was found, and why it is no longer."""
         if not self._begun and not self.over:
             self._found, self._reason = end, reason
 
@@ -360,7 +351,7 @@ class PromptOutcome:
         loaded, reason, ended = self._begun, self._reason, self._restored or Loaded(0)
         if ended.reason != "none":
             reason = ended.reason
-            # vLLM uses what a load that failed has brought only if no window or state is missing
+            # vLLM can use the first chunks of a failed load only if no window or state is missing
             loaded = min(loaded, ended.chunks * plan.chunk) if plan.plain else 0
         return RequestReport.of(
             prompt,
@@ -375,7 +366,7 @@ class PromptOutcome:
 
 
 class PromptNames:
-    """The names of one prompt's chunks, the same for all layer groups."""
+    """The names of a prompt's chunks, the same for all layer groups."""
 
     def __init__(
         self,
@@ -392,21 +383,20 @@ class PromptNames:
         self._by_tokens = plan.settings.node.cache.hash_mode == "tokens"
         own = request.cache_salt or handoff.media_hashed or plan.settings.connector.trust_media_ids
         self.identified = not request.mm_features or (plan.hashes_media and bool(own))
-        """Whether the content of the request's images, audio and video decides about their names.
+        """Whether the names of the request's images, audio and video identify their content.
 
-        A client may name them, too, and nothing tells its names from vLLM's hashes: it may send what looks like a hash, and vLLM hashes its
-        names together with `mm_processor_kwargs`. So a name counts only within the client's salt, or if a proxy has removed the client's
-        names, or if the operator trusts all clients. A number of vLLM's own never counts: each process begins with 0.
+        A client may name them, and its names look like vLLM's hashes: it may send anything that looks like a hash, and vLLM hashes names
+        together with `mm_processor_kwargs`. So names count only within the client's salt, or if a proxy has removed the client's names, or if
+        the operator trusts all clients. Numbers that vLLM gives never count: each process begins with 0.
         """
         self._digest = b""
-        """That of the adapter, once it is known: names depend on it."""
+        """The adapter's digest, once it is known: names depend on it."""
         self._names: list[bytes] = []
-        """Those of the whole chunks so far; grows with the request."""
+        """The names of the whole chunks so far; grows with the request."""
 
     @property
     def possible(self) -> bool:
-        """Whether the chunks can be named now. A prompt of embeddings has no tokens to hash, and without its digest an adapter could be
-        taken for another."""
+        """Whether the chunks can be named now. A prompt of embeddings has no tokens to hash, and an adapter without a digest could be any."""
         if self._adapter is not None:
             digest = self._adapter.digest  # other threads set it
             if not digest:
@@ -423,7 +413,7 @@ class PromptNames:
                 stride = self._plan.chunk // self._plan.hash_block_size
                 hashes = self._request.block_hashes[len(self._names) * stride : count * stride]
                 further = stride_hashes(hashes, stride)
-                # vLLM's hashes take in the adapter's name and path, and not its weights
+                # vLLM's hashes depend on the adapter's name and path, but not on its weights
                 self._names += fold_names(further, self._digest) if self._digest else further
         return self._names[:count]
 
@@ -432,8 +422,8 @@ class PromptNames:
         return self.first(last + group.ahead)[first + group.ahead :]
 
     def _hashed(self) -> list[bytes]:
-        """Returns the names of all whole chunks, in token mode. An image isolates the chunk in which it begins and all chunks after it, so that
-        prompts share the text before it."""
+        """Returns the names of all whole chunks, by tokens. An image isolates the chunk in which it begins and all chunks behind it, so prompts
+        share the text before the image."""
         request, chunk = self._request, self._plan.chunk
         isolation: list[ExtraKey] = ["salt", request.cache_salt] if request.cache_salt else []
         if self._digest:

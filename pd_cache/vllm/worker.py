@@ -1,14 +1,14 @@
 """The connector's part in a worker: moves KV between vLLM's blocks and the pool, off the model's thread.
 
-Each load and store waits for the pool only until its deadline. On a GPU, their threads have streams of their own, and this is the order of copies
-and steps:
+Each load and store waits for the pool only until its deadline. On a GPU, their threads have CUDA streams of their own. Copies and steps
+follow this order:
 
-1. A store reads blocks after the step that computes them: the store's thread follows the mark that `save` made behind that step. It waits for no
-   later step.
-2. A load waits for no step, and no step for a load. vLLM gives a load only blocks that no step under way reads or writes
+1. A store reads blocks after the step that computes them: the store's thread waits for the mark that `save` made at the end of that step. It
+   waits for no later step.
+2. A load waits for no step, and no step waits for a load. vLLM gives a load only blocks that no step under way reads or writes
    (`defer_block_free`), and schedules the request's first step after `take_loads` has reported the load.
-3. A load or store never touches a block after it was reported as ended: the thread that reports has waited, on the host, for its own copies and
-   for those of the other groups of layers. So vLLM may give the blocks of a store to another request, and read those of a load.
+3. No load or store touches a block after its end was reported: the thread that reports the end has waited, on the host, for its own copies and
+   for those of the other layer groups. So vLLM may give the blocks of a store to another request, and read those of a load.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 _LOADERS = 2
 _IDLE_WAIT_S = 0.002
 """How long a step without computation waits for a transfer to end. vLLM spins through such steps, and a thread that spins keeps the
-copying threads from running; a request that arrives meanwhile is scheduled that much later."""
+copying threads from running. A request that arrives meanwhile is scheduled up to this much later."""
 
 
 class EndedLoads(NamedTuple):
@@ -41,7 +41,7 @@ class EndedLoads(NamedTuple):
     failed: set[str]
     """Those of `finished` that failed as a whole; see `LoadOp.blocks`."""
     bad_blocks: set[int]
-    """The blocks that were not loaded, of the other loads that failed."""
+    """The blocks that the other failed loads did not load."""
 
 
 class WorkerSide:
@@ -57,9 +57,9 @@ class WorkerSide:
         version: WeightsVersion,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`caches`: one for each group of layers; the caller keeps them. None for a group of which this rank has no layers. `stores` is
-        false for such a group, and for one whose KV another rank stores, too. `device`: that of the blocks. `version`, of the caches, follows
-        what the steps say."""
+        """`caches` has a cache for each layer group, and None where this rank has no layers of the group. The caller closes them. `stores`: whether
+        this rank stores a group's chunks; false where it has no layers, or where another rank stores the same KV. `device` is that of the
+        blocks. `version`, which the caches share, follows the labels of the steps."""
         self._caches = tuple(caches)
         self._stores = tuple(stores)
         self._first = next(cache for cache in caches if cache is not None)
@@ -79,7 +79,7 @@ class WorkerSide:
         self._report = StepReport()
         self._closing = False
         self._loaders = ThreadPoolExecutor(_LOADERS * len(self._caches), "pd-cache-load", own_stream, (device,))
-        """For the groups of a load beyond its first, at most one thread for each: they wait in their own transfers and for nobody."""
+        """They load the second and further groups of a load, each in at most one thread. Those wait only for their own transfers."""
         self._threads = [
             threading.Thread(target=target, name=f"pd-cache-{name}", daemon=True)
             for name, target in (
@@ -91,7 +91,7 @@ class WorkerSide:
             thread.start()
 
     def start(self, step: Step) -> None:
-        """Begins this step's loads. From now on, no load and no queued store counts that the step's weights do not fit."""
+        """Begins this step's loads. From now on, loads and queued stores count only if they have the label of the step's weights."""
         if step.label != self._version.label:
             self._version.reset(step.label)
         deadline = self._clock() + self._load_timeout_s
@@ -103,7 +103,7 @@ class WorkerSide:
             self._load_queue.put((op, deadline))
 
     def save(self, step: Step) -> None:
-        """Queues this step's stores. The forward pass has been launched, and a mark stands for its end."""
+        """Queues this step's stores, to run when the forward pass, which has been launched, is over."""
         after = self._first.mark() if step.stores else None
         for op in step.stores:
             with self._changed:
@@ -115,7 +115,7 @@ class WorkerSide:
                 self._store_queue.put((op, after))
 
     def take_loads(self, step: Step, finished: set[str]) -> EndedLoads:
-        """Returns the loads that ended. Gives up loads of `finished` requests that have not begun."""
+        """Returns the loads that have ended. Loads of `finished` requests that have not begun are given up."""
         with self._changed:
             self._wanted -= finished
             something_ended = (
@@ -178,7 +178,8 @@ class WorkerSide:
             self._ended.failed.add(op.request_id)
 
     def _load(self, op: LoadOp, deadline: float) -> Loaded:
-        """Loads chunks of all groups at the same time, and waits for all. Returns what became of the first one that failed, or else of the first."""
+        """Loads the chunks of all groups at the same time, and waits for all. Returns the end of the first group that failed, or else of the first
+        group."""
         parts = [(part, cache) for part in op.parts if (cache := self._caches[part.group]) is not None]
 
         def load(part: GroupChunks, cache: BlockCache) -> Loaded:
@@ -190,7 +191,7 @@ class WorkerSide:
                     )
                 else:
                     cache.metrics.trouble("retrieve", "deadline", len(part.names))
-            except Exception as error:  # noqa: BLE001 - whatever the error is, vLLM computes the blocks
+            except Exception as error:  # noqa: BLE001 - vLLM computes the blocks instead
                 self._unexpected("retrieve", len(part.names), error)
                 loaded = Loaded(0, "error")
             return loaded
@@ -210,7 +211,7 @@ class WorkerSide:
             try:
                 if not self._closing and cache is not None:
                     outcomes = cache.store(chunks.names, chunks.blocks, after=after, label=op.label)
-            except Exception as error:  # noqa: BLE001 - a chunk that is not stored is computed again, no more
+            except Exception as error:  # noqa: BLE001 - the chunk is computed again when it is needed
                 self._unexpected("store", len(chunks.names), error)
             with self._changed:
                 self._under_way -= 1
