@@ -221,7 +221,7 @@ class SchedulerSide:
                 ended = zip(job.chunks.names, job.outcomes, strict=True)
                 self._lookup.stored([name for name, outcome in ended if outcome is not StoreOutcome.NOT])
         for request_id, (ranks, loaded) in report.streams.items():
-            self.streams.advance(request_id, ranks, loaded, self._clock())
+            self.streams.advance(request_id, ranks, loaded)
         for request_id, loaded in report.loads.items():
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.load_ended(loaded)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from pd_cache.handoff import next_pause
 from pd_cache.lookup import LookupClient
 from pd_cache.reasons import Loaded
 from pd_cache.tracing import Tracing
@@ -26,7 +25,7 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 
 _SHARE, _OF_FREE = 4, 2
 """All streams together hold at most a quarter of the blocks; a new one at most half of those that are free."""
-_APART_S = 0.005
+_APART_S = 0.01
 """The least time between two lookups, of all streams together."""
 _REMEMBERED = 1 << 14
 
@@ -53,8 +52,8 @@ class Stream:
     """How many ranks still load a part of it. The next part begins when all have ended."""
     loaded: Loaded = Loaded(0)  # noqa: RUF009 - immutable
     """The worst result of the ranks that have ended."""
-    poll_s: float = 0.0
-    next_poll: float = 0.0
+    asked: float = 0.0
+    """When it was last looked up."""
 
 
 class Streams:
@@ -120,20 +119,17 @@ class Streams:
         waiting = (
             stream for stream in streams if not (stream.over or stream.ranks) and stream.done < len(stream.names)
         )
-        stream = min(waiting, key=attrgetter("next_poll"), default=None)
-        if stream is None or now < max(self._next_poll, stream.next_poll):
+        stream = min(waiting, key=attrgetter("asked"), default=None)
+        if stream is None or now < self._next_poll:
             return
-        self._next_poll = now + _APART_S
+        stream.asked, self._next_poll = now, now + _APART_S
         found = lookup.find(stream.names, stream.tracked.id, at_hand=stream.done).chunks
-        if found <= stream.done:
-            stream.poll_s = next_pause(stream.poll_s)
-            stream.next_poll = now + stream.poll_s
-            return
-        part = stream.tracked.part(0, stream.done, found, [stream.blocks])
-        stream.poll_s, stream.ranks, stream.loaded = 0.0, self._plan.ranks, Loaded(found - stream.done)
-        self._loads.append(LoadOp(stream.tracked.id, [part], [], label, streams=True))
+        if found > stream.done:
+            part = stream.tracked.part(0, stream.done, found, [stream.blocks])
+            stream.ranks, stream.loaded = self._plan.ranks, Loaded(found - stream.done)
+            self._loads.append(LoadOp(stream.tracked.id, [part], [], label, streams=True))
 
-    def advance(self, request_id: str, ranks: int, loaded: Loaded, now: float) -> None:
+    def advance(self, request_id: str, ranks: int, loaded: Loaded) -> None:
         """Notes that `ranks` more ranks have loaded a part. When all have, puts it into vLLM's own cache."""
         stream = self._streams[request_id]
         stream.ranks -= ranks
@@ -143,7 +139,6 @@ class Streams:
         came = stream.names[stream.done : stream.done + stream.loaded.chunks]
         stream.over |= loaded.reason != "none"
         stream.done += len(came)
-        stream.next_poll = now
         if came and not stream.outdated:
             self._manager.cache_blocks(stream.tracked.request, stream.done * self._plan.chunk)
             self._came.update(dict.fromkeys(came))

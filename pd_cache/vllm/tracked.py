@@ -192,10 +192,9 @@ class TrackedRequest:
         return self._plan.needed_blocks(self.request, self.at_hand + self.proposed)
 
     def wait_for_room(self, now: float) -> int | None:
-        """Takes the offer back, because other loads leave too few blocks. Returns None while the request waits for them. After as long as a load
-        may take, returns 0, so that vLLM computes the prompt: if smaller loads behind it always fit, its own never would.
+        """Returns the answer to vLLM when other loads leave too few blocks: None while the request waits for them. After as long as a load may
+        take, returns 0, so that vLLM computes the prompt: if smaller loads behind it always fit, its own never would.
         """
-        self.proposed = 0
         if self._no_room_since is None:
             self._no_room_since = now
         if now - self._no_room_since < self._plan.settings.connector.load_timeout_ms / 1000:
@@ -276,11 +275,11 @@ class TrackedRequest:
             first, last = self._planned[place], complete - group.ahead
             if group.drafts and undrafted:
                 first = max(first, -(-self.at_hand // self._chunk)) if self.drafted else last
-            if group.kind == "state" or last <= first:
+            if last <= first:
                 continue
-            last = min(last, len(self.names.first(complete)) - group.ahead)
-            self._planned[place] = last
-            found += [(place, run) for run in self._needed(place, first, last) if run]
+            self._planned[place] = last = min(last, len(self.names.first(complete)) - group.ahead)
+            if group.kind != "state":  # vLLM hands states over
+                found += [(place, run) for run in self._needed(place, first, last) if run]
         return found
 
     def _needed(self, place: int, first: int, last: int) -> list[range]:
@@ -302,10 +301,8 @@ class TrackedRequest:
     def announceable(self, computed: int) -> int:
         """Returns how long a prefix of the prompt, in tokens, the pool holds or will hold when vLLM has computed `computed` tokens."""
         whole = self.storable(min(computed, self.request.num_prompt_tokens)) // self._chunk
-        chunks = max(0, whole - self._plan.ahead)
-        if self._adapter is not None:  # nothing was stored before it was identified
-            chunks = min(chunks, self._planned[0])
-        return chunks * self._chunk
+        # an adapter may have been identified only after the last step, so that nothing was stored
+        return max(0, min(whole - self._plan.ahead, self._planned[0])) * self._chunk
 
     def report(self, computed: int) -> RequestReport | None:
         """Returns the report on the prompt; None if vLLM has not asked about it, or has not computed all of it."""

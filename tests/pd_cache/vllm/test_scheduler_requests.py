@@ -100,6 +100,8 @@ def test_a_hand_off_is_waited_for_only_up_to_what_a_load_takes(layers, options, 
 def test_a_prefill_node_announces_what_it_stores_and_what_it_did(layers, options, chunks):
     scene, request = Scene(*layers, **options), Request("a", PROMPT, REMOTE)
     scene.ask(request)
+    scene.begin(request, *[list(range(10, 17))] * 2)
+    scene.step(a=len(PROMPT))
     request.num_computed_tokens = len(PROMPT)
     handed = scene.finish(request)
     assert scene.lookups.ended == ["a"]

@@ -50,6 +50,22 @@ def test_what_begins_after_a_change_is_of_the_new_version_also_if_it_was_preempt
     assert (store.label, store.chunks.names) == ("w1", scene.names(request)[:2])
 
 
+def test_what_was_found_and_stored_before_a_change_counts_no_more() -> None:
+    scene, request, waiting = Scene(), Request(), Request("b")
+    running(scene, request)
+    assert scene.step(a=CHUNK).stores
+    scene.has(waiting)
+    assert scene.ask(waiting) == (3 * CHUNK, True)
+    other_weights(scene)
+    scene.lookups.there = set()
+    assert scene.ask(waiting) == (0, False)
+    scene.manager.free(request)
+    request.num_computed_tokens = 0
+    running(scene, request)
+    (store,) = scene.step(a=CHUNK).stores
+    assert store.chunks.names == scene.names(request)[:2], "it was preempted, and computes them anew"
+
+
 def test_while_the_weights_have_no_label_nothing_is_stored_and_no_announced_prefix_is_waited_for() -> None:
     announced = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": len(PROMPT)}}
     scene, request, later = Scene(), Request("a", kv_transfer_params=announced), Request("b")
@@ -93,6 +109,7 @@ def test_a_node_does_not_wait_for_what_a_node_of_another_version_announces() -> 
     prefill, decode = Scene(), Scene()
     computed = Request(kv_transfer_params={"do_remote_decode": True})
     running(prefill, computed)
+    prefill.step(a=len(PROMPT) - CHUNK)
     computed.num_computed_tokens = len(PROMPT)
     params = prefill.finish(computed)
     assert params["pd_cache"]["prefix_tokens"] > 0
