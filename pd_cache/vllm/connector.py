@@ -4,8 +4,8 @@
         "kv_connector_module_path": "pd_cache.vllm.connector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"config_file": "cluster.yaml"}}'
 
-Before the first request, anything that cannot work raises an exception that says why. From then on, a hook that fails raises nothing: the
-connector counts and logs the failure, and the hook returns what it would return without a cache.
+Before the first request, whatever cannot work raises an exception that says why. After that, no hook raises: the connector counts and logs the
+failure, and the hook returns what it would return without a cache.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ _NEEDED = (
     "on_new_request",
     "set_xfer_handshake_metadata_pp_aware",
 )
-"""Hooks of `KVConnectorBase_V1` that must be called for KV to be correct and blocks to be given back."""
+"""Hooks of `KVConnectorBase_V1` without which KV could be wrong, or blocks would not be given back."""
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def never_fails(op: str, otherwise: Any = None) -> Callable[[_Hook], _Hook]:
-    """Has a hook that fails return `otherwise`, and counts and logs the failure: no request may fail because the cache does."""
+    """A decorator: a hook that fails returns `otherwise`, and the failure is counted and logged. No request may fail because the cache does."""
 
     def guarded(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
@@ -126,19 +126,19 @@ def never_fails(op: str, otherwise: Any = None) -> Callable[[_Hook], _Hook]:
 
 @dataclasses.dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """What a worker found out from its KV tensors, sent to the scheduler once."""
+    """A worker's message to the scheduler about its KV tensors; sent once."""
 
     metadata: list[CacheMetadata]
-    """One for each group of layers."""
+    """An entry for each layer group."""
     pid: int
     instance: str
     """The name under which the worker's process knows the engine."""
 
 
 class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """Stores and loads the KV of prompts in a pool that all nodes share. One instance in the scheduler, one in each worker.
+    """Stores and loads the KV of prompts in a pool that all nodes share. The scheduler has an instance, and so has each worker.
 
-    It supports vLLM's hybrid memory allocator, so layers with sliding windows or states have layer groups of their own (`layers.py`).
+    It supports vLLM's hybrid memory allocator: layers with sliding windows or states have layer groups of their own (`layers.py`).
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -155,8 +155,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             )
         stores = transfer.is_kv_producer
         if transfer.kv_role == "kv_producer":
-            # this role loads, too. With asynchronous scheduling, vLLM 0.32 would give the blocks of a running load to another request,
-            # unless the role consumes (docs/vllm.md)
+            # this role loads, too. Unless the role consumes, vLLM 0.32 with asynchronous scheduling gives the blocks of a running load to
+            # another request (docs/vllm.md)
             transfer.kv_role = "kv_both"
         settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
         self._draft = draft_layers(vllm_config, kv_cache_config)
@@ -171,10 +171,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._handshake: Handshake | None = None
         self._bad_blocks: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
-            reports: ReportWriter | None = None
+            on_report = None
             if self._settings.namespace_file is not None:
-                Path(self._settings.namespace_file).unlink(missing_ok=True)  # left by an earlier start
-                reports = ReportWriter(report_file(Path(self._settings.namespace_file)))
+                file = Path(self._settings.namespace_file)
+                file.unlink(missing_ok=True)  # left by an earlier start
+                on_report = ReportWriter(report_file(file)).write
             plan = ChunkPlan(
                 self._settings,
                 self._layers,
@@ -193,25 +194,24 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 plan,
                 adapters,
                 self._metrics,
-                on_report=None if reports is None else reports.write,
+                on_report=on_report,
                 tracing=tracing,
                 version=self._version,
             )
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: object = None) -> bool:
-        """Returns False: nothing here stops loads and stores while vLLM sleeps. vLLM 0.33 asks; earlier versions do not."""
+        """Returns False, because nothing here stops loads and stores while vLLM sleeps. vLLM asks from 0.33 on."""
         return False
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Returns False: a chunk that was not stored is computed again when it is needed."""
+        """Returns False, because a chunk that was not stored is computed again when it is needed."""
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Returns the layout with heads outermost in a page, so that a head is a contiguous slice and nodes of different size can share
-        chunks."""
+        """Returns the layout in which each head of a page is contiguous, so that nodes of different size can share chunks."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
@@ -287,7 +287,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return WorkerGroup(metadata, kv.layout, kv.tensors, stores)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns what the scheduler has to know about this worker's KV tensors."""
+        """Returns this worker's message to the scheduler."""
         return self._handshake
 
     # --- worker: each step ---------------------------------------------------------------------------------------
@@ -299,14 +299,14 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: all loads are complete before a request computes."""
+        """Does nothing, because all loads have ended before a request computes."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Does nothing: chunks are stored whole, after the step that completes them."""
+        """Does nothing, because chunks are stored whole, after the step that completes them."""
 
     @never_fails("wait_for_save")
     def wait_for_save(self) -> None:
-        """Queues the step's stores. The scheduler keeps their blocks until the stores have ended."""
+        """Queues the step's stores. The scheduler keeps their blocks until they have ended."""
         if self._worker is not None:
             self._worker.save(self._step())
 
@@ -319,18 +319,18 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=loads.finished, failed_recving=loads.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the blocks that could not be loaded, of the loads that the last `get_transfer_results` returned."""
+        """Returns the blocks that the loads in the last `get_transfer_results` could not load."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Returns which loads and stores ended in this worker, for the scheduler."""
+        """Returns this worker's report for the scheduler: the loads and stores that have ended."""
         return None if self._worker is None else self._worker.take_report()
 
     # --- scheduler: before the first request ---------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Takes vLLM's manager of blocks. vLLM calls this once."""
+        """Takes vLLM's manager of blocks; called once."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager)
@@ -338,7 +338,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Opens the lookups. vLLM calls this once, with the handshakes of all workers by pipeline stage and tensor-parallel rank.
+        """Opens the lookups; called once, with the handshakes of all workers by pipeline stage and tensor-parallel rank.
 
         Raises UnsupportedModelError for the same reasons as `of_all_stages`, and ConfigError if the handshakes are another connector's.
         """
@@ -358,18 +358,18 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.open(groups, lookup)
         spaces = tuple(one.namespace(cache) for one in groups)
         if self._settings.namespace_file is not None:
-            self._tell(Path(self._settings.namespace_file), spaces, self._scheduler.streams.possible)
+            self._publish(Path(self._settings.namespace_file), spaces, self._scheduler.streams.possible)
 
     @never_fails("namespace")
-    def _tell(self, file: Path, namespaces: tuple[Namespace, ...], streams: bool) -> None:
-        # the namespace has a digest of PYTHONHASHSEED, whose 32 bits vLLM expects to be secret if hashes are xxhash
+    def _publish(self, file: Path, namespaces: tuple[Namespace, ...], streams: bool) -> None:
+        # if hashes are xxhash, PYTHONHASHSEED has to stay secret, and the namespace has a digest of its 32 bits
         secret = namespaces[0].hash_seed.startswith("xxhash")
         longest = self._vllm_config.model_config.max_model_len
         write_about(file, () if secret else namespaces, cache_tokens(self._kv_cache_config), streams, longest)
         self._resources.enter_context(serving_weights(file, self._version))
 
     def _open_lookup(self, groups: Sequence[CacheMetadata], worker: Handshake) -> LookupClient:
-        """Returns a client that asks the process that knows most: the cache server, the worker, or else the pool's master."""
+        """Returns a client of the cache server, if there is one; of a worker in this process; or else of the pool's master."""
         settings, metrics = self._settings, self._metrics
         metadata, *further = groups
         milliseconds = settings.connector.lookup_timeout_ms
@@ -407,18 +407,17 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @never_fails("lookup", otherwise=(0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens of the request can be loaded beyond those that the engine has at hand, and whether asynchronously, as all are."""
+        """Returns how many tokens can be loaded beyond those at hand, and whether there is a load: all loads are asynchronous."""
         return self._scheduling().matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load: vLLM has allocated blocks for `num_external_tokens` of the matched tokens."""
-        # not guarded: if vLLM counts on a load that never begins, the request never ends. Only naming the chunks could fail here, and that
-        # succeeded when they were matched
+        # not guarded: a request whose load never begins would never end. Only naming the chunks could fail, and they were named when they were
+        # matched
         self._scheduling().allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Returns where the tokens lie that are about to be loaded, to a chunk. The pool is `external_unspecified`, as vLLM has it for remote
-        stores."""
+        """Returns how many of the tokens to load lie where, to a chunk. The pool is `external_unspecified`, as other remote stores are in vLLM."""
         memory, disk = self._scheduling().track(request).near(num_external_tokens)
         split = {
             CacheHitSource.HOST: memory,
@@ -428,7 +427,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return {source: tokens for source, tokens in split.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Returns what the workers have to do in this step."""
+        """Returns the workers' loads and stores of this step."""
         step = self._scheduling().begin_step(scheduler_output)
         self._plan_stores(step, scheduler_output)
         return step
@@ -439,14 +438,14 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @never_fails("report")
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Takes in what the workers have done."""
+        """Takes in the workers' reports."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             self._scheduling().take_report(report)
 
     @never_fails("request_finished", otherwise=(False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Lets vLLM free the request's blocks. Those that are still being stored have a reference of ours."""
+        """Lets vLLM free the request's blocks. Stores under way have references of their own to theirs."""
         return False, self._scheduling().finished(request)
 
     def request_finished_all_groups(
@@ -456,11 +455,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
-        """Returns whether the engine has to go on stepping so that blocks are given back when stores and streams end."""
+        """Returns whether the engine has to keep stepping, so that stores and streams give their blocks back."""
         return self._scheduling().stores.under_way or self._scheduling().streams.leaving
 
     def has_pending_block_frees(self) -> bool:
-        """Returns whether the end of a store will free blocks, so that vLLM need not preempt a request for them."""
+        """Returns whether the end of a store will free blocks: vLLM then preempts no request for them."""
         return self._scheduling().stores.frees_blocks
 
     # --- both ----------------------------------------------------------------------------------------------------
@@ -482,7 +481,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Returns statistics made from their payload."""
+        """Returns statistics with this payload."""
         return CacheStats(data=data or {})
 
     @classmethod
@@ -497,7 +496,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return PromCacheMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Stops moves, unmounts the segment and disconnects from the pool."""
+        """Stops loads and stores, and closes everything that was opened."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close(self._settings.node.transfer.timeouts.close_ms / 1000)
