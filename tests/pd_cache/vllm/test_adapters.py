@@ -127,9 +127,15 @@ def test_block_hashes_which_have_an_adapters_name_and_path_get_its_digest(tmp_pa
     assert {len(name) for name in names[0]} == {16}
 
 
-@pytest.mark.parametrize("written", [False, True])
+def write_while_nobody_looks(scene: Scene, folder: Path) -> None:
+    known(scene.adapters, folder)  # no look is under way that could see half of the files
+    write_adapter(folder)
+    assert known(scene.adapters, folder).digest
+
+
+@pytest.mark.parametrize("written", ["never", "in time", "late"])
 def test_until_the_digest_is_known_a_request_neither_loads_nor_stores_and_then_it_stores_all_of_its_chunks(
-    scene: Scene, tmp_path: Path, written: bool
+    scene: Scene, tmp_path: Path, written: str
 ) -> None:
     folder = tmp_path / "adapter"
     known(scene.adapters, folder)
@@ -139,13 +145,13 @@ def test_until_the_digest_is_known_a_request_neither_loads_nor_stores_and_then_i
     scene.begin(request)
     assert scene.step(a=CHUNK).stores == []
     assert (scene.lookups.asked, scene.troubles("lookup", "adapter_unreadable")) == ([], 1), "it is counted once"
-    if written:
-        known(scene.adapters, folder)  # no look is under way that could see half of the files
-        write_adapter(folder)
-        assert known(scene.adapters, folder).digest
+    if written == "in time":
+        write_while_nobody_looks(scene, folder)
     request.num_computed_tokens = CHUNK
     stores = scene.step(a=2 * CHUNK + 3).stores
-    assert [len(store.chunks.names) for store in stores] == ([3] if written else [])
+    assert [len(store.chunks.names) for store in stores] == ([3] if written == "in time" else [])
+    if written == "late":
+        write_while_nobody_looks(scene, folder)
     request.num_computed_tokens = len(PROMPT)
     announced = scene.finish(request)["pd_cache"]["prefix_tokens"]
-    assert announced == (3 * CHUNK if written else 0), "nobody waits for what is not stored"
+    assert announced == (3 * CHUNK if written == "in time" else 0), "nobody waits for what is not stored"

@@ -146,7 +146,7 @@ def test_while_vllm_reserves_blocks_for_streams_that_gave_way_a_load_that_is_ref
     assert scene.ask(request) == loads, "there may be room now"
     assert scene.step().loads == []
     assert scene.ask(request) == (0, False), "a prompt that is computed gets blocks"
-    assert scene.ask(Request("d", PROMPT, STREAM)) == (None, False)
+    assert scene.ask(Request("d", PROMPT[: CHUNK + 1], STREAM)) == (None, False), "it is a load, too"
     assert scene.step(c=1).loads == []
     assert scene.ask(request) == loads
     for stream in streams:
@@ -200,6 +200,19 @@ def test_lookups_of_many_streams_are_few() -> None:
         scene.clock.now += 0.001
         scene.step()
     assert 100 <= len(scene.lookups.asked) - before <= 200, "in a second"
+
+
+def test_streams_are_looked_up_in_turn() -> None:
+    scene = Scene()
+    begun(scene)
+    other = Request("b", PROMPT[::-1], STREAM)
+    scene.load(other)
+    scene.has(other, 1)
+    loads = []
+    for _ in range(2):
+        scene.clock.now += 1
+        loads += scene.step().loads
+    assert [load.request_id for load in loads] == ["b"]
 
 
 def test_nothing_is_looked_up_while_the_pool_is_away() -> None:
