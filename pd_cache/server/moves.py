@@ -263,46 +263,36 @@ class Client:
         return worker.tensors.unmap(timeout)
 
 
-class MoveJob:
-    """A store or retrieve, done in turns. For one thread at a time."""
+def turns(client: Client, request: Move, sessions: Sessions, end: float) -> Iterator[Answer | None]:
+    """Stores or retrieves in turns, one for each `next`. Yields None after a turn that is not the last, and then the answer.
 
-    def __init__(self, client: Client, request: Move, sessions: Sessions) -> None:
-        """A retrieve releases what its session in `sessions` holds for the client."""
-        self._client = client
-        self._request = request
-        self._sessions = sessions
-        self._begun: tuple[Worker, ChunkRun, Pages] | None = None
-        self._done = 0
-        """How many chunks have moved."""
-        self._tiers = TierChunks()
-        """Where the chunks that were loaded came from."""
-        self._outcomes = bytearray()
-        self._end = time.monotonic() + request.patience_ms / 1000
-        """When the engine gives it up."""
-
-    def turn(self) -> Answer | None:
-        """Does the next turn. Returns the answer after the last turn, otherwise None.
-
-        Raises RefusalError if the request does not fit or is late, AbandonedError if the engine has given it up, or what the memory raises.
-        """
-        if time.monotonic() > self._end:
-            raise RefusalError("late", "its turn came after its deadline")
-        if self._begun is None:
-            if (worker := self._client.worker) is None:
-                raise RefusalError("unknown_client", "register the KV tensors first")
-            self._begun = worker, *worker.begin(self._request, self._end)
-        worker, run, pages = self._begun
-        model = worker.model
-        most = max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards_of(worker.rank))))
-        first, self._done = self._done, min(self._done + most, len(run.chunks))
-        part = run.part(first, self._done)
-        if isinstance(self._request, Retrieve):
+    `end` is when the engine gives the request up. A retrieve releases what its session in `sessions` holds for the client. Raises RefusalError
+    if the request does not fit or is late, AbandonedError if the engine has given it up, or what the memory raises.
+    """
+    _check_time(end)
+    if (worker := client.worker) is None:
+        raise RefusalError("unknown_client", "register the KV tensors first")
+    run, pages = worker.begin(request, end)
+    model, count = worker.model, len(run.chunks)
+    most = max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards_of(worker.rank))))
+    tiers, outcomes = TierChunks(), bytearray()
+    for first in range(0, max(1, count), most):
+        _check_time(end)
+        part = run.part(first, first + most)
+        if isinstance(request, Retrieve):
             loaded = model.mover.load(part, pages)
-            self._tiers = TierChunks(*map(sum, zip(self._tiers, loaded.tiers, strict=True)))
-            if loaded.chunks == len(part.chunks) and self._done < len(run.chunks):
-                return None
-            if self._request.session:
-                self._sessions.loaded(self._request.session, model.group, worker.rank, run.names)
-            return Loaded(first + loaded.chunks, loaded.reason, self._tiers)
-        self._outcomes += bytes(model.mover.store(part, pages))
-        return None if self._done < len(run.chunks) else Stored(bytes(self._outcomes))
+            tiers = TierChunks(*map(sum, zip(tiers, loaded.tiers, strict=True)))
+            if loaded.chunks < len(part.chunks) or first + most >= count:
+                if request.session:
+                    sessions.loaded(request.session, model.group, worker.rank, run.names)
+                yield Loaded(first + loaded.chunks, loaded.reason, tiers)
+        else:
+            outcomes += bytes(model.mover.store(part, pages))
+            if first + most >= count:
+                yield Stored(bytes(outcomes))
+        yield None
+
+
+def _check_time(end: float) -> None:
+    if time.monotonic() > end:
+        raise RefusalError("late", "its turn came after its deadline")

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -31,7 +32,7 @@ from pd_cache.server.fence import AbandonedError
 from pd_cache.server.link import Incoming, ServerLink
 from pd_cache.server.lookups import LookupJob, Sessions, answer_lookups
 from pd_cache.server.models import ServedModels
-from pd_cache.server.moves import Client, MoveJob
+from pd_cache.server.moves import Client, turns
 from pd_cache.server.protocol import (
     Answer,
     Done,
@@ -190,7 +191,7 @@ class CacheServer:
         self._clients: dict[bytes, Client] = {}
         self._lock = threading.Lock()
         self._lookups: WorkQueue[LookupJob] = WorkQueue(MAX_IN_FLIGHT)
-        self._moves: WorkQueue[MoveJob] = WorkQueue(MAX_IN_FLIGHT)
+        self._moves: WorkQueue[Iterator[Answer | None]] = WorkQueue(MAX_IN_FLIGHT)
         running = Gauge("pd_cache_server_running", "Operations that wait or run", registry=self.metrics.registry)
         running.set_function(lambda: self._lookups.in_flight + self._moves.in_flight)
         self._stop = threading.Event()
@@ -266,7 +267,8 @@ class CacheServer:
                 raise self._busy()
             return None
         if isinstance(request, Store | Retrieve):
-            if not self._moves.put(Item(incoming, client, MoveJob(client, request, self.sessions))):
+            end = time.monotonic() + request.patience_ms / 1000
+            if not self._moves.put(Item(incoming, client, turns(client, request, self.sessions, end))):
                 raise self._busy()
             return None
         if isinstance(request, EndSession):
@@ -326,7 +328,7 @@ class CacheServer:
             answer: Answer | None = None
             try:
                 if not client.gone:
-                    answer = job.turn()
+                    answer = next(job)
                     if answer is None and self._moves.put_back(items[0]):
                         continue
                     answer = answer or _CLOSING
