@@ -17,7 +17,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd_cache.config import NodeSettings
@@ -117,6 +117,24 @@ class _Reading:
         self.header: PartHeader | None = None
         self.memory: Memory | None = None
         self.reason = ""
+
+    def take(self, number: int, payload: memoryview, part_bytes: int) -> tuple[str, int | None]:
+        """Copies a part to its place. Returns why the payload is of no use, and the checksum of the bytes that were used; None for damage."""
+        # copied before it is looked at: the slot is not believed twice
+        before = bytes(payload[:OVERHEAD])
+        header = PartHeader.parsed(before, len(payload))
+        if header is None or header.number != number or header.part_bytes != part_bytes:
+            return Damage.FOREIGN.value, None
+        if not number:
+            memory = self.target(header)
+            if isinstance(memory, str):
+                return memory, checksum(payload)
+            self.header, self.memory = header, memory
+        assert self.header is not None
+        assert self.memory is not None
+        if number and header != PartHeader.of(self.header.value_bytes, self.header.checksum, number, part_bytes, None):
+            return Damage.FOREIGN.value, None
+        return "", copy_out(before, header, payload, self.memory)
 
 
 class ObjectCache:
@@ -476,25 +494,10 @@ class ObjectCache:
         return [reading.reason for reading in readings]
 
     def _read_heads(self, readings: Sequence[_Reading], deadline: Deadline) -> None:
-        by_head = {reading.head: reading for reading in readings}
-
-        def take(key: str, payload: memoryview) -> tuple[str, int | None]:
-            reading = by_head[key]
-            # copied before it is looked at: the slot is not believed twice
-            before = bytes(payload[:OVERHEAD])
-            header = PartHeader.parsed(before, len(payload))
-            if header is None or header.number or header.part_bytes != self.part_bytes:
-                return Damage.FOREIGN.value, None
-            memory = reading.target(header)
-            if isinstance(memory, str):
-                return memory, checksum(payload)
-            reading.header, reading.memory = header, memory
-            return "", copy_out(before, header, payload, memory)
-
-        for key, reason in self._fetch(list(by_head), take, deadline):
-            by_head[key].reason = reason
+        for reading, reason in self._fetch({reading.head: (reading, 0) for reading in readings}, deadline):
+            reading.reason = reason
         # intact, and of no use to anybody: a put would find it there
-        self._drop([head for head, reading in by_head.items() if reading.reason == Damage.FOREIGN.value], deadline)
+        self._drop([reading.head for reading in readings if reading.reason == Damage.FOREIGN.value], deadline)
 
     def _read_parts(self, readings: Sequence[_Reading], deadline: Deadline) -> None:
         wanted: dict[str, tuple[_Reading, int]] = {}
@@ -502,28 +505,11 @@ class ObjectCache:
             if not reading.reason and reading.header is not None:
                 for number in range(1, reading.header.parts):
                     wanted[self._keys.part(reading.head, reading.header, number)] = (reading, number)
-        if not wanted:
-            return
-
-        def take(key: str, payload: memoryview) -> tuple[str, int | None]:
-            reading, number = wanted[key]
-            assert reading.header is not None
-            assert reading.memory is not None
-            before = bytes(payload[:OVERHEAD])
-            header = PartHeader.parsed(before, len(payload))
-            expected = PartHeader.of(reading.header.value_bytes, reading.header.checksum, number, self.part_bytes, None)
-            if header != expected:
-                return Damage.FOREIGN.value, None
-            return "", copy_out(before, header, payload, reading.memory)
-
         broken: set[str] = set()
-        for key, reason in self._fetch(list(wanted), take, deadline):
-            reading, _ = wanted[key]
+        for reading, reason in self._fetch(wanted, deadline):
             if reason == Status.MISSING.value or reason in _DAMAGED:
                 broken.add(reading.head)
-            if reason == Status.MISSING.value:
-                reason = INCOMPLETE
-            reading.reason = reading.reason or reason
+            reading.reason = reading.reason or (INCOMPLETE if reason == Status.MISSING.value else reason)
         self._drop(list(broken), deadline)
 
     def _drop(self, heads: list[str], deadline: Deadline) -> None:
@@ -531,46 +517,40 @@ class ObjectCache:
         if heads:
             self.backend.batched_remove(heads, timeout=deadline.left(), force=True)
 
-    def _fetch(
-        self, keys: list[str], take: Callable[[str, memoryview], tuple[str, int | None]], deadline: Deadline
-    ) -> Iterator[tuple[str, str]]:
-        """Reads objects. Yields each key with the reason of its miss, in any order.
+    def _fetch(self, wanted: Mapping[str, tuple[_Reading, int]], deadline: Deadline) -> Iterator[tuple[_Reading, str]]:
+        """Reads parts of values, by key. Yields each reading with the reason of a part's miss, in any order.
 
-        `take` uses a payload, and returns why it is of no use, and the checksum of the bytes that it used, or None for damage. A damaged
-        object is read again, because another tier may have a good one; its own has removed it.
+        A damaged object is read again, because another tier may have a good one; its own has removed it.
         """
-        left = keys
-        known: dict[str, str] = {}
-        for attempt in range(_RETRIES + 1):
+        left, known, attempts = list(wanted), dict[str, str](), 0
+        while left:
             damaged: list[str] = []
             fetching = self.backend.batched_get(left, payload_bytes=SELF_SIZED, timeout=deadline.left())
             with contextlib.closing(fetching) as fetches:
                 for place, key in enumerate(left):
                     if deadline.passed:  # nobody waits for the rest: there may be thousands
-                        yield from ((late, known.get(late, Status.TIMEOUT.value)) for late in left[place:])
+                        for late in left[place:]:
+                            yield wanted[late][0], known.get(late, Status.TIMEOUT.value)
                         break
-                    fetched = next(fetches)
+                    fetched, (reading, number) = next(fetches), wanted[key]
                     try:
                         if fetched.payload is None:
                             reason = fetched.reason or Status.CLOSED.value
                             # it is gone because it was damaged
-                            yield key, known.get(key, reason) if reason == Status.MISSING.value else reason
-                            continue
-                        if deadline.passed:
-                            yield key, Status.TIMEOUT.value
-                            continue
-                        reason, used = take(key, fetched.payload)
-                        found = self.backend.check(fetched, used)
-                        if found and attempt < _RETRIES:
-                            damaged.append(key)
-                            known[key] = found
+                            yield reading, known.get(key, reason) if reason == Status.MISSING.value else reason
+                        elif deadline.passed:
+                            yield reading, Status.TIMEOUT.value
                         else:
-                            yield key, found or reason
+                            reason, used = reading.take(number, fetched.payload, self.part_bytes)
+                            found = self.backend.check(fetched, used)
+                            if found and attempts < _RETRIES:
+                                damaged.append(key)
+                                known[key] = found
+                            else:
+                                yield reading, found or reason
                     finally:
                         fetched.release()
-            left = damaged
-            if not left:
-                return
+            left, attempts = damaged, attempts + 1
 
 
 def _release(staged: Sequence[Staged]) -> None:

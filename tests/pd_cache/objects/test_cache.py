@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -303,6 +303,18 @@ def test_tiers_keep_values_of_any_size(make: Make, name: Name, tmp_path: Path, p
     found = [one.value for one in cache.get_many(names)]
     assert found == values, "from memory and disk alone"
     assert [one.value for one in cache.get_many(names[::-1])] == values[::-1]
+
+
+def test_a_tensor_that_one_tier_has_damaged_is_read_from_the_next(make: Make, name: Name, tmp_path: Path) -> None:
+    disk = DiskTier(path=str(tmp_path), capacity=ByteSize(64 * 8192), blocking=True)
+    cache, value = make(tiers=(disk, MooncakeTier())), torch.arange(100)
+    assert cache.put(name(1), value) is Status.OK
+    for file in tmp_path.rglob("*"):
+        if file.is_file() and len(kept := bytearray(file.read_bytes())) >= PART:
+            kept[400] ^= 1
+            file.write_bytes(kept)
+    assert torch.equal(cast("torch.Tensor", cache.get_tensor(name(1))), value)
+    assert cache.metrics.totals()["tier_healed", "disk"] == 1
 
 
 def test_with_disk_alone_no_pool_is_needed(tmp_path: Path, pool: Pool, name: Name) -> None:
