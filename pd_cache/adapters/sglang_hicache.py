@@ -132,19 +132,10 @@ class PdCacheStorage(HiCacheStorage):
 
     # --- single tensors, by which SGLang moves pages without `interface_v1` ---------------------------------------
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+    def _unused(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
-    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        raise NotImplementedError
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        raise NotImplementedError
-
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        raise NotImplementedError
+    get = batch_get = set = batch_set = _unused
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
