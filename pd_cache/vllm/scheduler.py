@@ -126,8 +126,8 @@ class SchedulerSide:
             return None
         if not tracked.wants_lookup():
             return 0
-        up = self._lookup.available and self._outdated.weights.label is not None
-        awaited = tracked.awaited(self._labelled(), now) if up else 0
+        waits = tracked.handoff.announced is not None and self._outdated.weights.label is not None
+        awaited = tracked.awaited(self._labelled(), now) if waits and self._lookup.available else 0
         if tracked.needs_lookup(awaited, now):
             self._look_up(tracked, awaited)
         if tracked.lacks(awaited):
