@@ -63,7 +63,7 @@ def cheap_nodes(runtime_files: None) -> Iterator[None]:
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """A healthy pool that every test may use and none may break."""
     # long enough that a store node of a busy machine, which is late with its sign of life, keeps its segment
-    pool = Pool(tmp_path_factory.mktemp("pool"), client_ttl_s=60)
+    pool = Pool(tmp_path_factory.mktemp("pool"), segment="256MiB", client_ttl_s=60)
     try:
         yield pool.start()
     finally:

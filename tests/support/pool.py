@@ -171,7 +171,7 @@ class Pool:
         self,
         folder: Path,
         *,
-        segment: str = "256MiB",
+        segment: str = "64MiB",
         client_ttl_s: int = 2,
         metadata: str = "P2PHANDSHAKE",
         lease_ttl_ms: int = 30_000,
