@@ -59,7 +59,6 @@ class TrackedRequest:
             self.handoff = Handoff()
         self.request = request
         self.names = PromptNames(request, adapter, plan, database, self.handoff)
-        self._adapter = adapter
         self._plan = plan
         self._chunk = plan.chunk
         self._metrics = metrics
@@ -69,8 +68,6 @@ class TrackedRequest:
         """Tokens that vLLM's own cache had when vLLM asked last."""
         self._found: Found | None = None
         """The answer to its lookup."""
-        self._found_from = 0
-        """The number of chunks that were at hand then, and so were not looked up."""
         self._next_poll = self._poll_s = 0.0
         """When to look up an announced prefix again, and the pause before that."""
         self._foreign = False
@@ -102,11 +99,13 @@ class TrackedRequest:
 
     def asked(self, computed: int) -> None:
         """Notes that vLLM asks what can be loaded beyond the first `computed` tokens, which vLLM's own cache has."""
+        if computed // self._chunk < self.at_hand // self._chunk:
+            self._found = None  # vLLM has evicted what was at hand, and so was not looked up
         self.at_hand, self.proposed = computed, 0
 
     def wants_lookup(self) -> bool:
         """Returns whether the prompt may be looked up and loaded. The report counts what was at hand at the first call."""
-        adapter = self._adapter
+        adapter = self.names.adapter
         if self.outcome.at_hand is None:
             self.outcome.at_hand = self.at_hand
             if adapter is not None and not adapter.digest:
@@ -138,13 +137,11 @@ class TrackedRequest:
 
     def needs_lookup(self, awaited: int, now: float) -> bool:
         """Returns whether to look the prompt up, perhaps again."""
-        # the engine may have evicted what it had at hand then, and that was not looked up
-        known = self._found is not None and self._found_from <= self.at_hand // self._chunk
-        return not known or (self.lacks(awaited) and now >= self._next_poll)
+        return self._found is None or (self.lacks(awaited) and now >= self._next_poll)
 
     def looked_up(self, found: Found, streamed: int, awaited: int, now: float) -> None:
         """Takes in the answer to a lookup. `streamed`: how many of the chunks at hand came by a stream."""
-        self._found, self._found_from = found, self.at_hand // self._chunk
+        self._found = found
         self.outcome.streamed += streamed * self._chunk
         self.outcome.looked_up(found.chunks * self._chunk, self._reason(found))
         if self.lacks(awaited):
@@ -374,7 +371,7 @@ class PromptNames:
         handoff: Handoff,
     ) -> None:
         self._request = request
-        self._adapter = adapter
+        self.adapter = adapter
         self._plan = plan
         self._database = database
         self._by_tokens = plan.settings.node.cache.hash_mode == "tokens"
@@ -394,8 +391,8 @@ class PromptNames:
     @property
     def possible(self) -> bool:
         """Whether the chunks can be named now. A prompt of embeddings has no tokens to hash, and an adapter without a digest could be any."""
-        if self._adapter is not None:
-            digest = self._adapter.digest  # other threads set it
+        if self.adapter is not None:
+            digest = self.adapter.digest  # other threads set it
             if not digest:
                 return False
             self._digest = digest

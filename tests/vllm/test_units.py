@@ -28,7 +28,6 @@ from pd_cache.errors import ConfigError, UnsupportedModelError
 from pd_cache.events import EventEndpoints, EventSubscriber, Step
 from pd_cache.groups import LayerGroups, judge
 from pd_cache.layout import KVLayout, PageKind
-from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Loaded, StoreOutcome
 from pd_cache.runtime import own_folder
 from pd_cache.vllm.layers import (
@@ -342,25 +341,14 @@ def test_reports_of_ranks_add_up() -> None:
         assert both.loads == {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline"), "c": Loaded(3)}, "the worst"
 
 
-def test_statistics_are_what_was_added_since() -> None:
+def test_statistics_of_several_steps_add_up_for_vllms_log() -> None:
     from pd_cache.vllm.stats import CacheStats
 
-    def added() -> CacheStats:
-        return CacheStats({"|".join(key): value for key, value in metrics.take_added().items()})
-
-    metrics = CacheMetrics()
-    assert added().is_empty()
-    metrics.trouble("store", "queue_full", 2)
-    with metrics.timed("lookup"):
-        metrics.tokens("lookup", "hit", 512)
-    first = added()
-    assert first.data.pop("op_seconds_sum|lookup") == metrics.totals()["op_seconds_sum", "lookup"]
-    assert first.data == {"troubles|store|queue_full": 2, "tokens|lookup|hit": 512, "op_seconds_count|lookup": 1}
-    assert added().is_empty()
-    metrics.trouble("store", "queue_full")
-    second = added()
-    assert second.data == {"troubles|store|queue_full": 1}
-    assert first.aggregate(second).reduce()["store queue_full"] == 3
+    first = CacheStats(
+        {"troubles|store|queue_full": 2, "tokens|lookup|hit": 512, "op_seconds_sum|store": 2, "bytes|store": 6e9}
+    )
+    line = first.aggregate(CacheStats({"troubles|store|queue_full": 1})).reduce()
+    assert (line["store queue_full"], line["hit tokens"], line["store GB/s"]) == (3, 512, 3.0)
 
 
 def test_another_vllm_is_a_warning_and_another_interface_an_error(caplog: pytest.LogCaptureFixture) -> None:
