@@ -159,7 +159,7 @@ class SchedulerSide:
         tracked.looked_up(reach, self.streams.came(came), awaited, self._clock())
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Plans the load for this step. vLLM has allocated blocks for `external` of the tokens that it was offered."""
+        """Plans the load for this step. vLLM has allocated blocks for `external` of the proposed tokens."""
         self._refused = False
         tracked = self.track(request)
         if external <= 0 or not tracked.proposed:

@@ -2,8 +2,8 @@
 
 Events come in this order; after a preemption, they begin again:
 
-1. vLLM asks what can be loaded (`asked`). The prompt is looked up, perhaps several times (`needs_lookup`, `looked_up`); what was found is offered to
-   vLLM (`propose`).
+1. vLLM asks what can be loaded (`asked`). The prompt is looked up, perhaps several times (`needs_lookup`, `looked_up`); a load of what was
+   found is proposed (`propose`).
 2. vLLM allocates blocks for the load (`begin_load`), and the workers load into them (`load_ended`).
 3. vLLM computes tokens, in several steps (`computes`). After each step, chunks may be complete (`to_store`).
 4. The request ends (`report`, `announceable`).
@@ -73,7 +73,7 @@ class TrackedRequest:
         self._foreign = False
         """Whether the announced prefix is in namespaces that this node does not read."""
         self.proposed = 0
-        """How many tokens vLLM was offered in its last question; 0 for no load."""
+        """How many tokens to load were proposed when vLLM last asked."""
         self._no_room_since: float | None = None
         """When other loads first left too few blocks for its load."""
         self.span = NO_SPAN
@@ -133,10 +133,10 @@ class TrackedRequest:
             detail = f"a prefill node stores in {theirs}, this node reads {', '.join(own)}"
             self._metrics.trouble("lookup", "other_namespace", detail=detail)
             return 0
-        return min(announced.prefix_tokens // self._chunk, self.most - self._plan.ahead)
+        return max(0, min(announced.prefix_tokens // self._chunk, self.most - self._plan.ahead))
 
     def needs_lookup(self, awaited: int, now: float) -> bool:
-        """Returns whether to look the prompt up, perhaps again."""
+        """Returns whether to look the prompt up: for the first time, or again for the chunks that it waits for."""
         return self._found is None or (self.lacks(awaited) and now >= self._next_poll)
 
     def looked_up(self, found: Found, streamed: int, awaited: int, now: float) -> None:
@@ -174,7 +174,7 @@ class TrackedRequest:
     # --- loads ---------------------------------------------------------------------------------------------------
 
     def propose(self) -> int:
-        """Offers vLLM what was found. Returns the number of tokens; 0 if there is nothing to load."""
+        """Proposes to load what was found. Returns the number of tokens; 0 if there is nothing to load."""
         request, found = self.request, self._found
         if found is not None:
             if found.leading > found.chunks:  # prompts part behind what was found
@@ -185,7 +185,7 @@ class TrackedRequest:
 
     @property
     def needed_blocks(self) -> int:
-        """The most blocks that the request holds until all of its tokens are computed, if what was offered is loaded."""
+        """The most blocks that the request holds until all of its tokens are computed, if the proposed load takes place."""
         return self._plan.needed_blocks(self.request, self.at_hand + self.proposed)
 
     def wait_for_room(self, now: float) -> int | None:
@@ -202,7 +202,7 @@ class TrackedRequest:
         return 0
 
     def begin_load(self, external: int, ids: Sequence[Sequence[int]], null: int) -> list[GroupChunks]:
-        """Notes that vLLM has allocated blocks for `external` of the offered tokens. Returns what each layer group has to load.
+        """Notes that vLLM has allocated blocks for `external` of the proposed tokens. Returns what each layer group has to load.
 
         `ids` are the request's blocks in each of vLLM's groups. The block `null` stands for each block that vLLM has freed.
         """
