@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, get_args
@@ -88,9 +88,10 @@ class Counts(Collector):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._totals: dict[tuple[str, ...], float] = {}
+        self._before: dict[tuple[str, ...], float] = {}
+        """What was counted before the last `take_added`."""
         self._added: dict[tuple[str, ...], float] = {}
-        """What was counted since the last `take_added`."""
+        """What was counted since."""
         self._buckets = {op: [0] * (len(_SECONDS) + 1) for op in _OPS}
         """How many durations of each operation end in each bucket. The last bucket has those that are longer than all bounds."""
         for op in _OPS:
@@ -99,34 +100,35 @@ class Counts(Collector):
 
     def show(self, *key: str) -> None:
         """Has a counter appear at 0, so that the first that it counts is an increase."""
-        self._totals.setdefault(key, 0.0)
+        self._before.setdefault(key, 0.0)
 
     def add(self, *key: str, by: float = 1) -> None:
         """Adds to a counter of `COUNTERS`."""
         with self._lock:
-            self._add(key, by)
+            self._added[key] = self._added.get(key, 0.0) + by
 
     def took(self, op: str, seconds: float) -> None:
         """Counts an operation and its duration."""
         with self._lock:
             self._buckets[op][bisect_left(_SECONDS, seconds)] += 1
-            self._add(("op_seconds_sum", op), seconds)
-            self._add(("op_seconds_count", op), 1)
+            for key, by in ((("op_seconds_sum", op), seconds), (("op_seconds_count", op), 1)):
+                self._added[key] = self._added.get(key, 0.0) + by
 
     def totals(self) -> dict[tuple[str, ...], float]:
         """Returns everything counted so far."""
         with self._lock:
-            return dict(self._totals)
+            return _add(dict(self._before), self._added)
 
     def take_added(self) -> dict[tuple[str, ...], float]:
         """Returns what was counted since the last call; fast, so that an engine may ask in each step."""
         with self._lock:
             added, self._added = self._added, {}
+            _add(self._before, added)
         return added
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
-            totals = dict(self._totals)
+            totals = _add(dict(self._before), self._added)
             buckets = {op: list(accumulate(counts)) for op, counts in self._buckets.items()}
         for family, (labels, text) in COUNTERS.items():
             counter = CounterMetricFamily(f"pd_cache_{family}", text, labels=labels)
@@ -141,9 +143,12 @@ class Counts(Collector):
                 histogram.add_metric([op], list(bounds), totals[f"{family}_sum", op])
             yield histogram
 
-    def _add(self, key: tuple[str, ...], by: float) -> None:
-        self._totals[key] = self._totals.get(key, 0.0) + by
-        self._added[key] = self._added.get(key, 0.0) + by
+
+def _add(totals: dict[tuple[str, ...], float], added: Mapping[tuple[str, ...], float]) -> dict[tuple[str, ...], float]:
+    """Adds to totals, and returns them."""
+    for key, by in added.items():
+        totals[key] = totals.get(key, 0.0) + by
+    return totals
 
 
 class LevelCollector(Collector):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pd_cache.versions import WeightsVersion
+from pd_cache.versions import Weights
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class OutdatedRequests:
     """The requests that began with earlier weights. There is an instance for each engine."""
 
-    def __init__(self, version: WeightsVersion, manager: KVCacheManager) -> None:
+    def __init__(self, weights: Weights, manager: KVCacheManager) -> None:
         """From now on, blocks of outdated requests do not get into vLLM's own cache.
 
         vLLM puts a block there when it plans the step that fills the block, when a load ends, or (with asynchronous scheduling; from 0.33 on
@@ -24,9 +24,8 @@ class OutdatedRequests:
         take the block out afterwards. vLLM has no call for this. Every block gets there through the coordinator's `cache_blocks`, so this
         replaces it.
         """
-        self._version = version
-        self.weights = version.state
-        """The state of the engine's weights when `follow` was last called."""
+        self.weights = weights
+        """The state of the engine's weights, as last known."""
         self._ids: set[str] = set()
         self._pool = manager.block_pool
         coordinator: Any = manager.coordinator
@@ -38,15 +37,11 @@ class OutdatedRequests:
 
         coordinator.cache_blocks = cache_unless_outdated
 
-    def follow(self, requests: Iterable[TrackedRequest]) -> bool:
-        """Returns whether the weights are in another state than at the last call. If so, `requests` that have KV are outdated, and vLLM's own cache
-        is emptied."""
-        if self._version.state is self.weights:
-            return False
-        self.weights = self._version.state
+    def begin(self, weights: Weights, requests: Iterable[TrackedRequest]) -> None:
+        """Notes another state of the weights: `requests` that have KV are outdated, and vLLM's own cache is emptied."""
+        self.weights = weights
         self._ids.update(tracked.id for tracked in requests if tracked.at_hand or tracked.request.num_computed_tokens)
         self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
-        return True
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ids

@@ -82,7 +82,7 @@ class SchedulerSide:
     def bind(self, manager: KVCacheManager) -> None:
         """Takes the manager that knows each request's blocks."""
         self._manager = manager
-        self._outdated = OutdatedRequests(self._version, manager)
+        self._outdated = OutdatedRequests(self._version.state, manager)
         self.stores = Stores(self._plan, manager, self._outdated, self.metrics, self._tracing)
         self.streams = Streams(self._plan, manager, self._tracing)
 
@@ -129,7 +129,14 @@ class SchedulerSide:
         waits = tracked.handoff.announced is not None and self._outdated.weights.label is not None
         awaited = tracked.awaited(self._labelled(), now) if waits and self._lookup.available else 0
         if tracked.needs_lookup(awaited, now):
-            self._look_up(tracked, awaited)
+            chunk, names = self._plan.chunk, tracked.names.first(tracked.most)
+            at_hand = tracked.at_hand // chunk
+            if tracked.span is NO_SPAN:
+                asked = {"asked": len(names) * chunk, "announced": awaited * chunk}
+                tracked.span = request_span(self._tracing, "pd_cache.lookup", tracked.request, **asked)
+            found = self._lookup.find(names, tracked.id, at_hand=at_hand)
+            streamed = self.streams.came(names[:at_hand]) if waits else 0
+            tracked.looked_up(found, streamed, awaited, self._clock())
         if tracked.lacks(awaited):
             return None
         tracked.end_span()
@@ -145,18 +152,6 @@ class SchedulerSide:
         if tracked.may_load and tracked.names.possible and self._lookup.available:
             tracked.proposed = self.streams.propose(tracked)
         return tracked.proposed or None
-
-    def _look_up(self, tracked: TrackedRequest, awaited: int) -> None:
-        names = tracked.names.first(tracked.most)
-        if tracked.span is NO_SPAN:
-            asked = len(names) * self._plan.chunk
-            tracked.span = request_span(
-                self._tracing, "pd_cache.lookup", tracked.request, asked=asked, announced=awaited * self._plan.chunk
-            )
-        at_hand = tracked.at_hand // self._plan.chunk
-        reach = self._lookup.find(names, tracked.id, at_hand=at_hand)
-        came = names[:at_hand] if tracked.handoff.announced is not None else []
-        tracked.looked_up(reach, self.streams.came(came), awaited, self._clock())
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Plans the load for this step. vLLM has allocated blocks for `external` of the proposed tokens."""
@@ -286,10 +281,13 @@ class SchedulerSide:
 
         A new label counts as a change: some engines hear of other weights before they have them, and get the label afterwards.
         """
-        if self._outdated.follow(self._requests.values()):
-            self.streams.stop()
-            for tracked in self._requests.values():
-                tracked.forget_pool()
+        state = self._version.state
+        if state is self._outdated.weights:
+            return
+        self._outdated.begin(state, self._requests.values())
+        self.streams.stop()
+        for tracked in self._requests.values():
+            tracked.forget_pool()
 
     def _labelled(self) -> list[str]:
         """Returns the namespaces of all layer groups as in keys: with the label of the weights."""

@@ -34,9 +34,8 @@ NO_SPAN = UNTRACED.begin("")
 
 def request_span(tracing: Tracing, name: str, request: Request, **attributes: Attribute) -> TraceSpan:
     """Begins a span under the trace context that vLLM took from the request. vLLM takes one only with `--otlp-traces-endpoint`."""
-    span = tracing.begin(name, getattr(request, "trace_headers", None), request_id=request.request_id)
-    span.note(**attributes)
-    return span
+    headers = getattr(request, "trace_headers", None)
+    return tracing.begin(name, headers, kind="internal", request_id=request.request_id, **attributes)
 
 
 class TrackedRequest:
@@ -58,6 +57,9 @@ class TrackedRequest:
             metrics.trouble("lookup", "bad_handoff", detail=str(error))
             self.handoff = Handoff()
         self.request = request
+        self.id: str = request.request_id
+        self.streams = self.handoff.announced is not None and self.handoff.announced.stream
+        """Whether the request is a stream, which only loads chunks as they appear; see `streams.py`."""
         self.names = PromptNames(request, adapter, plan, database, self.handoff)
         self._plan = plan
         self._chunk = plan.chunk
@@ -83,17 +85,6 @@ class TrackedRequest:
         self._planned = [0] * len(plan.layers)
         """For each layer group, how many chunks need no store any more: they are planned, or in the pool."""
         self.outcome = PromptOutcome()
-
-    @property
-    def id(self) -> str:
-        """vLLM's id of the request."""
-        request_id: str = self.request.request_id
-        return request_id
-
-    @property
-    def streams(self) -> bool:
-        """Whether the request is a stream, which only loads chunks as they appear; see `streams.py`."""
-        return self.handoff.announced is not None and self.handoff.announced.stream
 
     # --- lookups -------------------------------------------------------------------------------------------------
 
@@ -163,11 +154,12 @@ class TrackedRequest:
 
     def _reason(self, found: Found) -> MissReason:
         """Returns why the lookup found no more."""
-        most, announced = self.most, self.handoff.announced
-        if most < self._plan.most(self.request) and found.chunks >= most - self._plan.ahead:
+        announced, limit = self.handoff.announced, self.handoff.max_load_tokens
+        if limit is not None and self._plan.most(self.request) > self.most <= found.chunks + self._plan.ahead:
             return "limited"
-        stored = 0 if announced is None else announced.prefix_tokens // self._chunk
-        if found.reason not in ("missing", "never_stored") or found.chunks >= min(stored, most):
+        if announced is None or found.reason not in ("missing", "never_stored"):
+            return found.reason
+        if found.chunks >= min(announced.prefix_tokens // self._chunk, self.most):
             return found.reason
         return "other_namespace" if self._foreign else "deadline"
 
