@@ -218,8 +218,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # --- worker: before the first step ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Opens the cache for these tensors. Does not wait for the pool. Raises UnsupportedModelError if a pipeline stage keeps no KV, or
-        if the tensors cannot be moved."""
+        """Opens the cache for these tensors. Does not wait for the pool. Raises UnsupportedModelError if a pipeline stage keeps no KV, or if
+        pages of these tensors cannot be copied."""
         config, settings = self._vllm_config, self._settings
         identity = model_identity(config, settings.connector.revision)
         ranks, rank = config.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()
@@ -254,15 +254,15 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         rank: int,
         ranks: int,
     ) -> WorkerGroup | None:
-        """Returns a layer group's tensors on this rank, and which part of its chunks they are; None if this pipeline stage has no layer of
-        it."""
-        told, name = self._kv_cache_config, self._vllm_config.model_config.model
-        alone = not group.drafts and sum(not one.drafts for one in self._layers) == 1
-        names = list(kv_caches) if len(self._layers) == 1 else layer_names(group, told, self._draft)
+        """Returns a layer group's tensors on this rank, and which part of a chunk they hold. None if this pipeline stage has no layers of the
+        group."""
+        config, name = self._kv_cache_config, self._vllm_config.model_config.model
+        alone = not group.drafts and sum(not kept.drafts for kept in self._layers) == 1
+        names = list(kv_caches) if len(self._layers) == 1 else layer_names(group, config, self._draft)
         if not names:
             return None
         drafter = drafter_identity(self._vllm_config, self._settings.connector.revision) if group.drafts else ""
-        kv = group_tensors(group, kv_caches, names, told.num_blocks, name)
+        kv = group_tensors(group, kv_caches, names, config.num_blocks, name)
         plain, stages = alone and group.kind == "full", self._vllm_config.parallel_config.pipeline_parallel_size
         if plain and kv.layout.kind is PageKind.OPAQUE:
             raise UnsupportedModelError(
@@ -275,10 +275,10 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             name,
             rank=rank,
             ranks=ranks,
-            replicas=told.kv_tp_replicas,
+            replicas=config.kv_tp_replicas,
             shards=self._settings.shards,
-            # the shapes do not show it: tensors of latents may look like one KV head
-            latent=isinstance(told.kv_cache_groups[group.number].kv_cache_spec, MLAAttentionSpec),
+            # shapes do not show it: tensors of latents may look like a single KV head
+            latent=isinstance(config.kv_cache_groups[group.number].kv_cache_spec, MLAAttentionSpec),
             # each pipeline stage has some of the layers, and so a namespace of its own
             group=None
             if plain and stages == 1
@@ -356,7 +356,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             lookup = self._open_lookup(groups, next(iter(known.values())))
         self._resources.callback(lookup.close)
         self._scheduler.open(groups, lookup)
-        spaces = tuple(one.namespace(cache) for one in groups)
+        spaces = tuple(group.namespace(cache) for group in groups)
         if self._settings.namespace_file is not None:
             self._publish(Path(self._settings.namespace_file), spaces, self._scheduler.streams.possible)
 
@@ -516,19 +516,19 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 def of_all_stages(
     handshakes: Mapping[tuple[int, int], Handshake], cache: CacheConfig, model: str
 ) -> list[CacheMetadata]:
-    """Returns the layer groups of all pipeline stages: a chunk counts as found when the objects of all stages are there.
+    """Returns the layer groups of all pipeline stages. A chunk counts as found if the objects of all stages are there.
 
     `handshakes` are by pipeline stage and rank. Raises UnsupportedModelError if the ranks of a stage have different KV, or if two layer
-    groups have one namespace.
+    groups have the same namespace.
     """
     stages: dict[int, list[CacheMetadata]] = {}
-    for (stage, _), told in sorted(handshakes.items()):
-        first = stages.setdefault(stage, told.metadata)
-        if [one.namespace(cache) for one in told.metadata] != [one.namespace(cache) for one in first]:
-            raise UnsupportedModelError(f"{model}: its ranks have different KV: {first} and {told.metadata}")
-    groups = [one for metadata in stages.values() for one in metadata]
-    if len({one.namespace(cache) for one in groups}) < len(groups):
-        raise UnsupportedModelError(f"{model}: its groups of layers cannot be told apart: {groups}")
+    for (stage, _), handshake in sorted(handshakes.items()):
+        first, groups = stages.setdefault(stage, handshake.metadata), handshake.metadata
+        if [group.namespace(cache) for group in groups] != [group.namespace(cache) for group in first]:
+            raise UnsupportedModelError(f"{model}: its ranks have different KV: {first} and {groups}")
+    groups = [group for metadata in stages.values() for group in metadata]
+    if len({group.namespace(cache) for group in groups}) < len(groups):
+        raise UnsupportedModelError(f"{model}: two of its layer groups have the same namespace: {groups}")
     return groups
 
 
@@ -542,7 +542,7 @@ class IncompatibleVllmError(PdCacheError):
 
 
 def check_version(version: str, base: type) -> None:
-    """Logs a warning for a version that was not tested. Raises IncompatibleVllmError if the interface lacks what is needed."""
+    """Warns of a version that was not tested. Raises IncompatibleVllmError if the interface lacks a method."""
     tested = ", ".join(TESTED)
     lacking = [name for name in _NEEDED if not hasattr(base, name)]
     if lacking:

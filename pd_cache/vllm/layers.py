@@ -10,8 +10,8 @@ While vLLM computes, it frees the blocks that lie before a window, and overwrite
 when it is computed: at the end of a prompt, and where the lookup has found that prompts part. vLLM follows the same rule for
 `prefix_cache_retention_interval: 0`.
 
-vLLM may put the layers of a draft model into one group with layers of the model itself. Here they are layer groups of their own, over the
-same blocks, so that nodes with and without a draft model share everything else.
+vLLM may put the layers of a draft model into a group with layers of the model itself. Here they are layer groups of their own, over the same
+blocks, so that nodes with and without a draft model share everything else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 
 
 class KeptLayers(NamedTuple):
-    """One layer group: the layers of one of vLLM's groups, or those of them that belong, or do not belong, to a draft model."""
+    """A layer group: the layers of one of vLLM's groups. If some of them belong to a draft model, these are a layer group, and so are the others."""
 
     number: int
     """The place of vLLM's group among vLLM's groups."""
@@ -63,8 +63,8 @@ class KeptLayers(NamedTuple):
 
     @property
     def divisible(self) -> bool:
-        """Whether a load may end one token before a chunk's end. A state is that of one place, so its load may not. Nor may that of a
-        window that begins with a block's last token: one token earlier, it reaches one block further back than its tail."""
+        """Whether a load may end a token before a chunk's end. A state belongs to a single place, so its load may not. Nor may that of a window
+        that begins with a block's last token: a token earlier, it reaches a block further back than its tail."""
         return self.kind == "full" or (self.kind == "window" and (self.window - 1) % self.block_size != 0)
 
 
@@ -89,7 +89,7 @@ def kept_layers(kv_cache_config: KVCacheConfig, draft: DraftLayers = NO_DRAFT) -
             groups.append(kept)
         if drafted:
             groups.append(kept._replace(drafts=draft.reads))
-    return sorted(groups, key=lambda one: (one.drafts != "", one.kind != "full"))
+    return sorted(groups, key=lambda group: (group.drafts != "", group.kind != "full"))
 
 
 def own_hit(tokens: int, groups: Sequence[KeptLayers]) -> int:
@@ -108,9 +108,9 @@ def own_hit(tokens: int, groups: Sequence[KeptLayers]) -> int:
 
 
 def cache_tokens(kv_cache_config: KVCacheConfig) -> int:
-    """Returns how many tokens vLLM's own cache holds: of the first blocks of prompts, each layer group needs its own."""
+    """Returns how many tokens vLLM's own cache holds. Each of vLLM's groups needs blocks of its own for the same tokens."""
     groups = kv_cache_config.kv_cache_groups
-    blocks = max(0, kv_cache_config.num_blocks - 1)  # one is the null block
+    blocks = max(0, kv_cache_config.num_blocks - 1)  # without the null block
     return int(blocks // len(groups) * min(group.kv_cache_spec.block_size for group in groups))
 
 
@@ -132,7 +132,7 @@ def _kept(number: int, spec: KVCacheSpec) -> KeptLayers:
 
 
 def fitting_chunk(wanted: int | Literal["auto"], groups: Sequence[KeptLayers]) -> int:
-    """Returns the tokens per chunk. Raises ConfigError if the wanted size does not fit; the message names one that does."""
+    """Returns the tokens per chunk. Raises ConfigError if the wanted size does not fit; the message names a size that does."""
     unit = math.lcm(*(group.block_size for group in groups))
     # vLLM hands over the state at the last multiple of its blocks before a prompt's end; a larger chunk would seldom end there
     only = unit if any(group.kind == "state" for group in groups) else None
@@ -167,7 +167,7 @@ def described(
 
 
 def _ranges(names: Sequence[str]) -> str:
-    """Returns the numbers of the layers in short form, e.g. `0-4,6`; their names if two layers have one number, or one has none."""
+    """Returns the numbers of the layers in short form, e.g. `0-4,6`; or their names, if two have the same number, or any has none."""
     found = sorted({int(match[0]) for name in names if (match := re.search(r"\d+", name))})
     if len(found) != len(names):
         return ",".join(sorted(names))
@@ -181,7 +181,7 @@ def _ranges(names: Sequence[str]) -> str:
 
 
 class GroupTensors(NamedTuple):
-    """The KV tensors of a layer group, in layer order. Layers that share a tensor have one entry."""
+    """The KV tensors of a layer group, in layer order. Layers that share a tensor share an entry."""
 
     tensors: list[torch.Tensor]
     layout: KVLayout
@@ -198,7 +198,7 @@ def group_tensors(
 ) -> GroupTensors:
     """Returns the tensors of the layers `names`, in `blocks` blocks.
 
-    States move as opaque pages, and so do blocks that the attention kernel cuts into smaller ones. Raises UnsupportedModelError if a block
+    States move as opaque pages, and so do blocks that the attention kernel cuts into smaller blocks. Raises UnsupportedModelError if a block
     of a tensor is not contiguous.
     """
     found: dict[int, torch.Tensor | Sequence[torch.Tensor]] = {}
@@ -237,7 +237,7 @@ def _pages(parts: Sequence[torch.Tensor], blocks: int) -> torch.Tensor:
         dense = ratio == 1 or part.stride(0) == part[0].numel()
         if not part[0].is_contiguous() or not dense:
             raise LayoutError(
-                f"a block of the tensor of {list(part.shape)} with strides {list(part.stride())} is no one run of bytes"
+                f"a block of the tensor of {list(part.shape)} with strides {list(part.stride())} is not contiguous"
             )
         size, start = part.element_size(), part.storage_offset() * part.element_size()
         spans.append((start, start + ratio * part[0].numel() * size, ratio * part.stride(0) * size))

@@ -1,5 +1,4 @@
-"""What the cache has to know about a model: its weights, whether its KV can be restored, which part of the KV a rank has, and which settings
-fit it."""
+"""What the cache has to know about a model: its weights, whether its KV can be restored, which part of it a rank has, and which settings fit."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 _VOLATILE = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"))
-"""Keys of a model's configuration that may differ between two copies of one model."""
+"""Keys of a model's configuration that may differ between two copies of it."""
 _NO_KV_DRAFTS = frozenset(("ngram", "ngram_gpu", "suffix"))
 """Methods of speculative decoding that have no KV cache of their own."""
 _READS_NEXT = frozenset(("eagle", "eagle3", "mtp"))
@@ -55,7 +54,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     specs = [group.kv_cache_spec for group in groups]
     for spec in specs:
         if type(spec) not in _RESTORED:
-            known = ", ".join(one.__name__.removesuffix("Spec") for one in _RESTORED)
+            known = ", ".join(kind.__name__.removesuffix("Spec") for kind in _RESTORED)
             hint = "; --disable-hybrid-kv-cache-manager may keep all its layers in one group" if len(groups) > 1 else ""
             raise UnsupportedModelError(
                 f"{name}: its KV cache has a {type(spec).__name__}; pd-cache restores {known}{hint}"
@@ -98,7 +97,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 def draft_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> DraftLayers:
     """Returns the layers of the draft model; `NO_DRAFT` if there is no draft model, or if it keeps no KV.
 
-    Raises UnsupportedModelError if the KV of the draft model cannot be restored, or if its layers cannot be told from the model's.
+    Raises UnsupportedModelError if the KV of the draft model cannot be restored, or if its layers look like the model's.
     """
     speculative, name = vllm_config.speculative_config, vllm_config.model_config.model
     if speculative is None or speculative.method in _NO_KV_DRAFTS:
@@ -123,19 +122,19 @@ def draft_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Dra
         if applies:
             raise UnsupportedModelError(f"{name}: {reason}")
     layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
-    names = [one for group in kv_cache_config.kv_cache_groups for one in group.layer_names]
-    drafted = frozenset(one for one in names if _drafts(one, method, layers))
+    names = [layer for group in kv_cache_config.kv_cache_groups for layer in group.layer_names]
+    drafted = frozenset(layer for layer in names if _drafts(layer, method, layers))
     # vLLM numbers a draft model's layers after those of the model, or gives their names a prefix of their own
     if not drafted or not 0 < len(names) - len(drafted) <= layers:
         raise UnsupportedModelError(
-            f"{name}: the layers of its draft model ({method}) cannot be told from its own {layers} layers: {', '.join(sorted(names))}"
+            f"{name}: the layers of its draft model ({method}) look like its own {layers} layers: {', '.join(sorted(names))}"
         )
     return DraftLayers(drafted, "next" if method in _READS_NEXT else "same")
 
 
 def drafted_up_to(vllm_config: VllmConfig) -> int | None:
-    """Returns the most tokens that any request of a step may have. If one has more, vLLM skips the draft model in that step. Returns None
-    if there is no draft model."""
+    """Returns the most tokens that a request may have in a step with the draft model: if any has more, vLLM skips the model in that step. None
+    without a draft model."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.draft_model_config is None:
         return None
@@ -176,14 +175,14 @@ def drafter_identity(vllm_config: VllmConfig, revision: str) -> str:
 
 
 def hashes_media(vllm_config: VllmConfig) -> bool:
-    """Returns whether vLLM names an image that has no name of the client's by a hash of its content. Without both of the caches that need
-    such names, vLLM numbers images (`_process_mm_uuids` in its `renderers/base.py`)."""
+    """Returns whether vLLM names an image by a hash of its content, unless the client names it. If both of the caches that need such names are
+    off, vLLM numbers images (`_process_mm_uuids` in its `renderers/base.py`)."""
     media = vllm_config.model_config.multimodal_config
     return vllm_config.cache_config.enable_prefix_caching or (media is not None and media.mm_processor_cache_gb > 0)
 
 
 def adapter_settings(vllm_config: VllmConfig) -> str:
-    """Returns what, of the engine's settings, changes the KV that it computes with a LoRA adapter."""
+    """Returns the engine's settings that change the KV that it computes with a LoRA adapter."""
     lora = vllm_config.lora_config
     if lora is None:
         return ""
@@ -236,11 +235,11 @@ def place_of(
     latent: bool = False,
     group: LayerGroup | None = None,
 ) -> tuple[CacheMetadata, bool]:
-    """Returns which part of each chunk tensor-parallel rank `rank` of `ranks` has, and whether it stores it: a rank before it may have the same.
+    """Returns which part of each chunk tensor-parallel rank `rank` of `ranks` has, and whether it stores that part.
 
-    `replicas` ranks in a row have the same KV. `shards`: how many shards a chunk is cut into; 0 for one for each rank with KV of its own.
-    If the layers keep `latent` KV (MLA), all ranks have the same, which is not cut, and `shards` is ignored. Otherwise raises
-    UnsupportedModelError if chunks cannot be cut into `shards` shards.
+    `replicas` ranks in a row have the same KV; the first of them stores it. A chunk is cut into `shards` shards; with 0, into as many as there
+    are ranks with different KV. If the layers keep `latent` KV (MLA), all ranks have the same KV, which is not cut, and `shards` is ignored.
+    Raises UnsupportedModelError if chunks cannot be cut into `shards` shards.
     """
     distinct = ranks // replicas
     if latent:
