@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 import pd_cache
-from launch.discovery import known_master
 from launch.doctor import checks, probe
 from launch.doctor.report import DoctorReport, Finding, Verdict, report_table, skipped
+from launch.operate.pool_lookups import leading_master
 from launch.operate.state import ClusterStatus
 from launch.operate.watched import cluster_status
 from pd_cache.cluster import ClusterConfig
@@ -84,10 +84,8 @@ def _transfers(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding
     if config.transfer.protocol == "rdma" and not rdma_devices():
         yield skipped("transfer.segment", "not tried: without an RDMA device Mooncake would silently run over TCP")
         return
-    leader = status.leading[0].record
-    # with etcd, a machine's file need not hold the master
-    master = known_master(config) or leader.address
-    yield from probe.probe_findings(config, status.segments, master, leader.metrics or "", _own_host(config))
+    master, metrics = leading_master(config, status), status.leading[0].record.metrics
+    yield from probe.probe_findings(config, status.segments, master, metrics or "", _own_host(config))
 
 
 def _own_host(config: ClusterConfig) -> str:

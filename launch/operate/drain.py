@@ -18,8 +18,8 @@ from typing import Literal
 
 import msgspec
 
-from launch.discovery import known_master
 from launch.masters import Segment, begin_drain, cancel_drain, drain_job, keys_in, segments_at
+from launch.operate.pool_lookups import open_store
 from launch.operate.watched import cluster_status
 from launch.run.supervise import StopFlag, end, spawn_child
 from pd_cache.cluster import ClusterConfig
@@ -97,9 +97,7 @@ def drain(
     assert leader.metrics is not None, "a master without metrics has not said that it leads"
     if own.status == "OK":
         _check_room(name, own, status.segments)
-    # with etcd, a machine's file need not hold the master
-    master = known_master(config) or leader.address
-    with MooncakeStore(config.transfer, master=master, host="127.0.0.1", segment_size=0) as store:
+    with open_store(config, status) as store:
         try:
             job = begin_drain(leader.metrics, [own.segment_name], _AT_A_TIME)
             return _Follower(store, leader.metrics, own, job, state).follow(timeout_s, report, stop)

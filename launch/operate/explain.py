@@ -124,12 +124,7 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
 
 def request_text(explained: ExplainedRequest) -> str:
     """Returns what `explain REQUEST_ID` prints."""
-    lines = []
-    for hop in explained.hops:
-        if hop.report is None:
-            lines.append(f"{hop.hop} at {hop.node}: the node has no report on this request, or none any more")
-        else:
-            lines += [f"{hop.hop} at {hop.node}:", hop.report.text()]
+    lines = [hop.text({}) for hop in explained.hops]
     if not explained.hops:
         who = "no node that answers" if explained.unanswered else "no node"
         lines.append(

@@ -22,8 +22,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launch.discovery import known_master
 from launch.masters import KEYS_IN_A_URL, LONGEST_IN_A_URL, Segment, copies_at, keys_at
+from launch.operate.pool_lookups import open_store
 from launch.operate.state import ClusterStatus
 from launch.operate.watched import cluster_status
 from pd_cache.chunks import KEY_FORMAT, Namespace
@@ -194,9 +194,7 @@ def _keys(metrics: str) -> Iterator[bytes]:
 @contextlib.contextmanager
 def _opened(config: ClusterConfig, status: ClusterStatus) -> Iterator[MooncakeStore]:
     """Opens a client of the pool. Raises PoolUnavailableError."""
-    # with etcd, a machine's file need not hold the master
-    master = known_master(config) or status.leading[0].record.address
-    with MooncakeStore(config.transfer, master=master, host="127.0.0.1", segment_size=0) as store:
+    with open_store(config, status) as store:
         store.wait_open(_OPEN_S)
         yield store
 

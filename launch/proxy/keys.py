@@ -52,13 +52,9 @@ def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, Client]:
 
     The keys themselves are not kept. Raises ConfigError, which names the line, if the file cannot be used.
     """
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"proxy.{field}: {file}: cannot be read: {error}") from None
     keys: dict[bytes, Client] = {}
     names: set[str] = set()
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_text(file, field).splitlines(), start=1):
         fields = line.partition("#")[0].split()
         if not fields:
             continue
@@ -84,13 +80,17 @@ def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, Client]:
 
 def read_node_key(file: str) -> str:
     """Returns the only key in a file. Raises ConfigError if the file holds anything else."""
-    try:
-        key = Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"proxy.node_key_file: {file}: cannot be read: {error}") from None
+    key = _text(file, "node_key_file").strip()
     if not re.fullmatch(r"[\x21-\x7e]{1,512}", key):
         raise ConfigError(f"proxy.node_key_file: {file}: must hold one key of 1 to 512 visible ASCII characters")
     return key
+
+
+def _text(file: str, field: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"proxy.{field}: {file}: cannot be read: {error}") from None
 
 
 def _digest(key: str) -> bytes:

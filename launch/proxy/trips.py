@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from pd_cache.reasons import RequestReport
@@ -16,6 +18,13 @@ class HopReport(msgspec.Struct, frozen=True):
     """The node's URL, or its name; empty for a client that may not see it."""
     report: RequestReport | None = None
     """None if the node has none on it."""
+
+    def text(self, names: Mapping[str, str]) -> str:
+        """Returns the report for people. `names`: nodes' names by their URLs, as far as they are known."""
+        what = " the node has no report on this request, or none any more"
+        if self.report is not None:
+            what = f"\n{self.report.text()}"
+        return f"{self.hop} at {names.get(self.node, self.node)}:{what}"
 
 
 class Trip(msgspec.Struct, frozen=True):

@@ -93,10 +93,7 @@ class UiPages:
             return _key_needed()
         trip = self._trips.get(request.match_info["id"], self._keys.visible_client(authorization))
         names = {record.address: record.name for record in self._view.nodes}
-        lines = [f"request {request.match_info['id']}"]
-        for hop in trip.hops:
-            report = " no report" if hop.report is None else f"\n{hop.report.text()}"
-            lines.append(f"{hop.hop} at {names.get(hop.node, hop.node)}:{report}")
+        lines = [f"request {request.match_info['id']}", *(hop.text(names) for hop in trip.hops)]
         lines.append("docs/troubleshooting.md has a cure for each reason; `pd-cache explain ID` asks the nodes, too.\n")
         return web.Response(text="\n".join(lines), headers=_HEADERS)
 
