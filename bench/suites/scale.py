@@ -112,7 +112,7 @@ def capacity(
     trace: Sequence[Request], costs: UnitCosts, proxies: int, nodes: int, limits: tuple[float, float], reuse: bool
 ) -> tuple[float, int]:
     """Returns the most requests a second of which nine in ten are `within` limits, to a thirty-second, and the prefill nodes of the best
-    split: from half of the nodes, more and then fewer as long as that betters the rate."""
+    split: from half of the nodes, more and then fewer as long as that betters the rate. Raises UsageError if no rate is too high."""
     best, split = 0.0, 0
     for begin, step in ((nodes // 2, max(1, nodes // 16)), (nodes // 2 - 1, -max(1, nodes // 16))):
         for prefill in range(max(1, begin), nodes if step > 0 else 0, step):
@@ -121,6 +121,10 @@ def capacity(
             while low < 31 / 32 * high and rate > nodes / 1000:
                 enough = within(trace, costs, plan, rate, limits, reuse) >= 0.9
                 low, high = (rate, high) if enough else (low, rate)
+                if low > 1000 * len(trace):
+                    raise click.UsageError(
+                        f"--within: all {len(trace)} requests of the trace meet the limits at any rate"
+                    )
                 rate = low * (9 / 8 if best else 2) if high == math.inf else (low + high) / 2
             if low <= best:
                 break

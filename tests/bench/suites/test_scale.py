@@ -24,7 +24,7 @@ from bench.lib.trace import BLOCK_TOKENS, Request
 from bench.suites.scale import capacity, full_at, within
 from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
-from tests.support.cli import cli_json
+from tests.support.cli import cli, cli_json
 from tests.support.traces import conversations, write_trace
 
 _FREE, _NO_POOL = ServiceCosts(), PoolCosts()
@@ -135,3 +135,5 @@ def test_limits_are_reported(tmp_path: Path) -> None:
     )
     assert row["rate"] >= row["rate_without"] > 0
     assert never["gain"] is None
+    always = cli("bench", "scale", "--trace", file, "--within", 1000, 1000, "--nodes", 2, code=2)
+    assert "meet the limits at any rate" in always.output
