@@ -17,9 +17,8 @@ import msgspec
 import pd_cache
 from launch.doctor import checks, probe
 from launch.doctor.report import DoctorReport, Finding, Verdict, report_table, skipped
-from launch.operate.pool_lookups import leading_master
 from launch.operate.state import ClusterStatus
-from launch.operate.watched import cluster_status
+from launch.operate.watched import cluster_status, leading_master
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import local_nodes
 from pd_cache.config import NodeSettings

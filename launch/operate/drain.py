@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from launch.masters import Segment, begin_drain, cancel_drain, drain_job, keys_in, segments_at
-from launch.operate.pool_lookups import open_store
+from launch.operate.pool import open_store
 from launch.operate.watched import cluster_status
 from launch.run.supervise import StopFlag, end, spawn_child
 from pd_cache.cluster import ClusterConfig

@@ -23,9 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.masters import KEYS_IN_A_URL, LONGEST_IN_A_URL, Segment, copies_at, keys_at
-from launch.operate.pool_lookups import open_store
 from launch.operate.state import ClusterStatus
-from launch.operate.watched import cluster_status
+from launch.operate.watched import cluster_status, leading_master
 from pd_cache.chunks import KEY_FORMAT, Namespace
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes
@@ -189,6 +188,11 @@ def _keys(metrics: str) -> Iterator[bytes]:
         yield from keys_at(metrics, _LISTING_S)
     except (OSError, ValueError) as error:
         raise PdCacheError(f"the master does not list its keys: {error}") from error
+
+
+def open_store(config: ClusterConfig, status: ClusterStatus) -> MooncakeStore:
+    """Returns a client of the pool whose master leads. Does not wait for the pool."""
+    return MooncakeStore(config.transfer, master=leading_master(config, status), host="127.0.0.1", segment_size=0)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Clients of the pool for operators: lookups for prompts of other nodes, in the namespaces that these report, and bare stores."""
+"""Lookups in the pool for prompts of other nodes, in the namespaces that these nodes report."""
 
 from __future__ import annotations
 
@@ -6,27 +6,15 @@ from collections.abc import Sequence
 
 from launch.discovery import View, known_master
 from launch.masters import segments_at
-from launch.operate.state import ClusterStatus
 from pd_cache.chunks import SEED_VARIABLE, Namespace
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig
 from pd_cache.config import MooncakeTier, NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
-from transfer.store import MooncakeStore
 
 
 def master_of(config: ClusterConfig, view: View) -> str | None:
     """Returns the address of the pool's master: the file's, or that of the registered one; None if both are unknown."""
     return known_master(config) or next((record.address for record in view.by_role("master")), None)
-
-
-def leading_master(config: ClusterConfig, status: ClusterStatus) -> str:
-    """Returns the address of the pool's master: the file's, or that of the first one that leads; with etcd, a file need not hold it."""
-    return known_master(config) or status.leading[0].record.address
-
-
-def open_store(config: ClusterConfig, status: ClusterStatus) -> MooncakeStore:
-    """Returns a client of the pool whose master leads. Does not wait for the pool."""
-    return MooncakeStore(config.transfer, master=leading_master(config, status), host="127.0.0.1", segment_size=0)
 
 
 def hash_seeds(config: ClusterConfig) -> set[str]:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
-from launch.discovery import open_directory
+from launch.discovery import known_master, open_directory
 from launch.http import NOBODY, Access, BadStatus, fetch, proxy_access
 from launch.masters import LEADER, MasterHealth, read_segments
 from launch.operate.figures import read_node, read_samples
@@ -134,6 +134,11 @@ def _weights(nodes: Iterable[NodeStatus]) -> list[str]:
     if found.keys() <= {shown_version(FIRST)}:
         return []
     return [f"{', '.join(dict.fromkeys(names))}: {what}" for what, names in sorted(found.items())]
+
+
+def leading_master(config: ClusterConfig, status: ClusterStatus) -> str:
+    """Returns the address of the pool's master: the file's, or that of the one that leads; with etcd, a file need not hold it."""
+    return known_master(config) or status.leading[0].record.address
 
 
 # --- again and again ---------------------------------------------------------------------------------------------------
