@@ -414,6 +414,10 @@ def main(
     if not (agents or customers or (trace and not hints)):
         raise click.UsageError("neither --trace nor --agents: nothing to route")
     recorded = {} if trace is None else {trace.name.split(".")[0].split("_")[0]: read_trace(trace)}
+
+    def workloads(sessions: int) -> dict[str, list[Request]]:
+        return recorded | ({"agents": agent_trace(sessions)} if agents else {})
+
     comparisons: list[Callable[[], Found]] = []
     about: dict[str, Any] = {}
     if customers:
@@ -424,15 +428,14 @@ def main(
         comparisons = [partial(compare_hints, requests, nodes, pool) for pool in _POOLS]
     elif pooled:
         for fleet in fleets:
-            workloads = recorded | ({"agents": agent_trace(agents * fleet)} if agents else {})
-            for name, requests in workloads.items():
+            for name, requests in workloads(agents * fleet).items():
                 comparisons += [partial(compare_pooled, name, requests, routers, fleet, cache) for cache in caches]
     else:
-        workloads = recorded | ({"agents": agent_trace(agents)} if agents else {})
-        for name, requests in workloads.items():
+        about |= {"requests": {}, "ideal_hit_rate": {}}
+        for name, requests in workloads(agents).items():
             comparisons += [partial(compare_policies, name, requests, nodes, cache) for cache in caches]
-        about["requests"] = {name: len(requests) for name, requests in workloads.items()}
-        about["ideal_hit_rate"] = {name: hit_rate(some, SimulatedLru()) for name, some in workloads.items()}
+            about["requests"][name] = len(requests)
+            about["ideal_hit_rate"][name] = hit_rate(requests, SimulatedLru())
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []
     with progress() as bar:

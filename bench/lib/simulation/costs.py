@@ -19,11 +19,11 @@ Cost = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 
-class _CostSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _CostSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class MachineCosts(_CostSection, frozen=True, kw_only=True):
+class MachineCosts(_CostSection, frozen=True):
     """A node's machine."""
 
     cores: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16
@@ -31,7 +31,7 @@ class MachineCosts(_CostSection, frozen=True, kw_only=True):
     """In each direction; 100 Gbit/s by default."""
 
 
-class ServiceCosts(_CostSection, frozen=True, kw_only=True):
+class ServiceCosts(_CostSection, frozen=True):
     """The cost of a request at a server, apart from computing: read the body, choose a node, pass tokens on."""
 
     request_s: Cost = 0.0
@@ -45,7 +45,7 @@ class ServiceCosts(_CostSection, frozen=True, kw_only=True):
     """For each node that is chosen from; of the proxy only."""
 
 
-class PrefillCosts(_CostSection, frozen=True, kw_only=True):
+class PrefillCosts(_CostSection, frozen=True):
     """A step that computes tokens of one prompt."""
 
     step_s: Cost = 0.003
@@ -58,7 +58,7 @@ class PrefillCosts(_CostSection, frozen=True, kw_only=True):
         return self.step_s + self.token_s * tokens + self.context_s * tokens * (position + tokens / 2)
 
 
-class DecodeCosts(_CostSection, frozen=True, kw_only=True):
+class DecodeCosts(_CostSection, frozen=True):
     """A step that computes one token of each running request."""
 
     step_s: Cost = 0.008
@@ -72,7 +72,7 @@ class DecodeCosts(_CostSection, frozen=True, kw_only=True):
         return self.step_s + self.sequence_s * sequences + self.context_s * context
 
 
-class PoolCosts(_CostSection, frozen=True, kw_only=True):
+class PoolCosts(_CostSection, frozen=True):
     """A call of the pool: a lookup, a store, a load."""
 
     call_s: Cost = 0.0
@@ -85,7 +85,7 @@ class PoolCosts(_CostSection, frozen=True, kw_only=True):
     master_object_s: Cost = 0.0
 
 
-class EngineShape(_CostSection, frozen=True, kw_only=True):
+class EngineShape(_CostSection, frozen=True):
     """What an engine holds and does at a time."""
 
     chunk_tokens: Count = 512
@@ -98,7 +98,7 @@ class EngineShape(_CostSection, frozen=True, kw_only=True):
     max_queue: Count = 1024
 
 
-class UnitCosts(_CostSection, frozen=True, kw_only=True):
+class UnitCosts(_CostSection, frozen=True):
     """Everything that a simulated cluster needs to know about time."""
 
     machine: MachineCosts = MachineCosts()

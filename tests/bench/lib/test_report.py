@@ -47,6 +47,12 @@ def test_the_terminal_shows_tables_and_targets_and_json_everything() -> None:
     assert everything == {"results": [{"a": NASTY}], "checks": [check], "ok": False}
 
 
+def test_a_few_long_rows_stand_side_by_side() -> None:
+    row = {"tokens": 512, "a": 1, "b": 2, "c": 3, "d": 4}
+    assert Table.of("", [row, row | {"tokens": 1024}]).columns == list(row)
+    assert Table.of("", [row]) == Table("", ["", "tokens 512"], [["a", 1], ["b", 2], ["c", 3], ["d", 4]])
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
