@@ -269,7 +269,6 @@ def turns(client: Client, request: Move, sessions: Sessions, end: float) -> Iter
     `end` is when the engine gives the request up. A retrieve releases what its session in `sessions` holds for the client. Raises RefusalError
     if the request does not fit or is late, AbandonedError if the engine has given it up, or what the memory raises.
     """
-    _check_time(end)
     if (worker := client.worker) is None:
         raise RefusalError("unknown_client", "register the KV tensors first")
     run, pages = worker.begin(request, end)
@@ -277,7 +276,8 @@ def turns(client: Client, request: Move, sessions: Sessions, end: float) -> Iter
     most = max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards_of(worker.rank))))
     tiers, outcomes = TierChunks(), bytearray()
     for first in range(0, max(1, count), most):
-        _check_time(end)
+        if time.monotonic() > end:
+            raise RefusalError("late", "its turn came after its deadline")
         part = run.part(first, first + most)
         if isinstance(request, Retrieve):
             loaded = model.mover.load(part, pages)
@@ -291,8 +291,3 @@ def turns(client: Client, request: Move, sessions: Sessions, end: float) -> Iter
             if first + most >= count:
                 yield Stored(bytes(outcomes))
         yield None
-
-
-def _check_time(end: float) -> None:
-    if time.monotonic() > end:
-        raise RefusalError("late", "its turn came after its deadline")
