@@ -56,27 +56,31 @@ class ChunkRun(NamedTuple):
         keys = self.keys[first * self.shards : end * self.shards]
         return self._replace(names=self.names[first:end], keys=keys, chunks=self.chunks[first:end])
 
-    def places(
-        self, indices: Iterable[int], payloads: Iterable[memoryview]
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yields, for the objects whose keys have these indices, the shard, the blocks, and the payload as bytes."""
-        for payload, index in zip(payloads, indices, strict=False):
-            chunk, shard = divmod(index, self.shards)
-            yield shard, self.chunks[chunk], torch.frombuffer(payload, dtype=torch.uint8)
-
-
-def _checksums(begun: Iterator[PendingCopy]) -> list[int]:
-    """Begins copies, and waits for them. Returns the checksums of what the blocks hold."""
-    copies: list[PendingCopy] = []
-    try:
-        for copy in begun:
-            copies.append(copy)
-        return [copy.wait() for copy in copies]
-    except BaseException:
-        for copy in copies:  # the memory may still be read or written
-            with contextlib.suppress(Exception):
-                copy.wait()
-        raise
+    def copy(
+        self,
+        pages: Pages,
+        begin: Callable[[PagedCopier, torch.Tensor, torch.Tensor], PendingCopy],
+        indices: Iterable[int],
+        payloads: Sequence[memoryview],
+    ) -> list[int]:
+        """Copies between the blocks of the objects whose keys have these indices and the payloads. `begin` is `PagedCopier.gather` or
+        `scatter`, of the copier that it is given. Returns the checksums of what the blocks hold."""
+        if not payloads:  # no copy, no fence: the reason why there is nothing to copy is to be counted
+            return []
+        copies: list[PendingCopy] = []
+        with pages() as copiers:
+            try:
+                for payload, index in zip(payloads, indices, strict=False):
+                    chunk, shard = divmod(index, self.shards)
+                    copies.append(
+                        begin(copiers[shard], self.chunks[chunk], torch.frombuffer(payload, dtype=torch.uint8))
+                    )
+                return [copy.wait() for copy in copies]
+            except BaseException:
+                for copy in copies:  # the memory may still be read or written
+                    with contextlib.suppress(Exception):
+                        copy.wait()
+                raise
 
 
 _movers: weakref.WeakSet[ChunkMover] = weakref.WeakSet()
@@ -243,12 +247,10 @@ class ChunkMover:
                 if memory is None:
                     break
                 staged.append(memory)
-            if staged:
-                places = run.places(indices[: len(staged)], [memory.payload for memory in staged])
-                with pages() as copiers:
-                    checksums = _checksums(copiers[shard].gather(blocks, out) for shard, blocks, out in places)
-                for index, memory, copied in zip(indices, staged, checksums, strict=False):
-                    memory.seal(run.keys[index], copied)
+            payloads = [memory.payload for memory in staged]
+            checksums = run.copy(pages, lambda copier, *where: copier.gather(*where), indices, payloads)
+            for index, memory, copied in zip(indices, staged, checksums, strict=False):
+                memory.seal(run.keys[index], copied)
         except BaseException:
             for memory in staged:
                 memory.release()
@@ -281,13 +283,8 @@ class ChunkMover:
                                 reason = fetched.reason
                                 break
                             payloads.append(fetched.payload)
-                        checksums: list[int] = []
-                        if payloads:  # otherwise no fence: the reason why there is nothing to copy is to be counted
-                            places = run.places(itertools.count(len(kinds)), payloads)
-                            with pages() as copiers:
-                                checksums = _checksums(
-                                    copiers[shard].scatter(blocks, of) for shard, blocks, of in places
-                                )
+                        places = itertools.count(len(kinds))
+                        checksums = run.copy(pages, lambda copier, *where: copier.scatter(*where), places, payloads)
                         for fetched, copied in zip(together, checksums, strict=False):
                             if damage := self.backend.check(fetched, copied):
                                 reason, damaged = damage, True

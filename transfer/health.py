@@ -31,7 +31,7 @@ FORGOTTEN_S = 60.0
 class CircuitBreaker:
     """Counts calls to the master that failed in a row. After some of them the pool is down until a probe or a call succeeds.
 
-    Thread-safe. Callers on a hot path read only `available` and `well_until`.
+    Thread-safe. Callers on a hot path read only `down` and `well_until`.
     """
 
     def __init__(self, pool: str, settings: TransferSettings) -> None:
@@ -42,22 +42,9 @@ class CircuitBreaker:
         self._usual_s = settings.timeouts.exist_ms / 1000
         self._in_a_row = 0
         self._lock = threading.Lock()
-        self._open = False
         self.down = False
-        self.available = False
-        """Whether calls go to the pool now: it is open, and not down."""
         self.well_until = 0.0
         """Until when lookups may ask the master directly."""
-
-    def open(self) -> None:
-        """Notes that this process can call the pool."""
-        with self._lock:
-            self._open, self.available = True, not self.down
-
-    def close(self) -> None:
-        """Notes that nothing calls the pool any more."""
-        with self._lock:
-            self._open = self.available = False
 
     def judge(self, what: str, codes: Sequence[int]) -> None:
         """Learns from the codes of a call. It failed if all of them mean `pool_down`. A failed transfer says nothing about the master."""
@@ -82,8 +69,7 @@ class CircuitBreaker:
             self.well_until = 0.0
             self._in_a_row += 1
             opens = not self.down and self._in_a_row >= self._limit
-            if opens:
-                self.down, self.available = True, False
+            self.down |= opens
         if opens:
             log.warning("pool %s counts as down: %s failed; trying again every %d ms", self._pool, what, self._again_ms)
 
@@ -93,7 +79,6 @@ class CircuitBreaker:
         if self._in_a_row or self.down:
             with self._lock:
                 was_down, self.down, self._in_a_row = self.down, False, 0
-                self.available = self._open
             if was_down:
                 log.info("pool %s is back", self._pool)
 

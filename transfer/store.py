@@ -67,7 +67,7 @@ def _end_in_child() -> None:
     """Closes the stores in a forked child, and keeps clients and engines from being destroyed there: a destructor would wait for threads
     that do not exist."""
     for store in _stores:
-        store._state, store._breaker.available = "closed", False
+        store._state = "closed"
     for kept in (*idle, *(part for store in _stores for part in (store._client, store._moves))):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
@@ -244,7 +244,7 @@ class MooncakeStore:
     @property
     def available(self) -> bool:
         """Whether calls go to the pool now: the store is open and the breaker closed."""
-        return self._breaker.available
+        return self._state == "open" and not self._breaker.down
 
     @property
     def hostname(self) -> str:
@@ -282,7 +282,6 @@ class MooncakeStore:
             if self._state in ("closing", "closed"):
                 return
             self._state = "closing"
-            self._breaker.close()
             self._changed.notify_all()
         if self._lookup_rpc is not None:
             self._lookup_rpc.close()
@@ -321,7 +320,7 @@ class MooncakeStore:
         """
         if not keys:
             return []
-        if not self._breaker.available:
+        if not self.available:
             return [self._refusal()] * len(keys)
         deadline, rpc = time.monotonic() + timeout, self._lookup_rpc
         codes: Sequence[int] | None = None
@@ -526,7 +525,6 @@ class MooncakeStore:
                 for pool in self._regions:
                     self._register(pool)
                 self._state = "open"
-                self._breaker.open()
                 self._changed.notify_all()
                 log.info(
                     "pool %s: open, segment of %d bytes as %s",

@@ -25,7 +25,6 @@ import torch
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout, PageKind, checksum
 from pd_cache.metrics import CacheMetrics
-from pd_cache.mover import ChunkRun, Pages
 from pd_cache.paged import host_pin, open_copier
 from pd_cache.paged.base import plane_bytes
 from pd_cache.paged.cpu import CpuPagedCopier
@@ -415,11 +414,6 @@ def test_a_store_is_behind_its_own_step_and_a_load_behind_none_and_the_model_beh
 def test_a_servers_store_is_behind_its_engines_event_on_any_thread_and_no_other_move_is(interpreted, streams, kernels):
     """One thread begins all moves, and makes each wait for its event. Their turns are on other threads."""
 
-    def copied(kind: object, run: ChunkRun, pages: Pages, payload: memoryview) -> None:
-        with pages() as (copier,):
-            for _, blocks, host in run.places([0], [payload]):
-                (copier.scatter if kind is Retrieve else copier.gather)(blocks, host).wait()
-
     runs = []
     with ExitStack() as stack:
         for kind, event in ((Store, b"step 1"), (Retrieve, b""), (Store, b"step 2")):
@@ -436,8 +430,9 @@ def test_a_servers_store_is_behind_its_engines_event_on_any_thread_and_no_other_
             slot, ticket = fence.admit(loads=kind is Retrieve) or (0, 0)
             request = kind("", (bytes(16),), tuple(range(CHUNK_BLOCKS)), slot, ticket, 1, event)
             payload = memoryview(bytearray(random_payload(cache.layout).numpy().tobytes()))
-            begun = Worker(model, 0, tensors).begin(request, math.inf)
-            runs.append(partial(copied, kind, *begun, payload))
+            run, pages = Worker(model, 0, tensors).begin(request, math.inf)
+            begin = interpreted.CudaPagedCopier.scatter if kind is Retrieve else interpreted.CudaPagedCopier.gather
+            runs.append(partial(run.copy, pages, begin, [0], [payload]))
         together(*runs)
     assert sorted(kernels) == [("gather", {"step 1"}), ("gather", {"step 2"}), ("scatter", set())]
     assert not streams.default.behind
