@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from pd_cache.chunks import ExtraKey
 from pd_cache.layout import PageKind
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Found, Loaded, StoreOutcome
+from pd_cache.reasons import Found
 from pd_cache.server.client import Pending, RemoteCache
 from pd_cache.server.link import Context
 from pd_cache.server.protocol import EngineIdentity
@@ -139,15 +139,12 @@ class LoadStoreOp:
         return len(self.block_ids)
 
 
-class _Retrieving(NamedTuple):
-    request_id: str
-    pending: Pending[Loaded]
-    blocks: list[int]
+class _Move(NamedTuple):
+    """A store or retrieve under way."""
 
-
-class _Storing(NamedTuple):
     request_id: str
-    pending: Pending[list[StoreOutcome]]
+    pending: Pending[Any]
+    blocks: Sequence[int]
 
 
 class WorkerAdapter:
@@ -175,10 +172,8 @@ class WorkerAdapter:
         self.metrics = self._cache.metrics
         self.chunk_size = self._cache.chunk_size
         self._blocks_per_chunk = self._cache.blocks_per_chunk
-        self._stores: list[_Storing] = []
-        self._retrieves: list[_Retrieving] = []
-        self._storing: Counter[str] = Counter()
-        """Stores under way, by request."""
+        self._stores: list[_Move] = []
+        self._retrieves: list[_Move] = []
         self._waiting: set[str] = set()
         """Requests that the engine has finished, but whose stores have not ended."""
         self._told: OrderedDict[str, None] = OrderedDict()
@@ -208,11 +203,8 @@ class WorkerAdapter:
         event: the CUDA event, made with `interprocess=True`, that was recorded after the blocks were computed; None on a CPU. Raises
         ValueError, before anything moves, for an op that does not fit.
         """
-        names = self._names(op)
-        blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
-        pending = self._cache.begin_store(names, blocks, session=request_id, after=event, label=op.label)
-        self._stores.append(_Storing(request_id, pending))
-        self._storing[request_id] += 1
+        pending = self._cache.begin_store(*self._chunks(op), session=request_id, after=event, label=op.label)
+        self._stores.append(_Move(request_id, pending, ()))
         self._told.pop(request_id, None)
 
     def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
@@ -220,10 +212,8 @@ class WorkerAdapter:
 
         Arguments as for `submit_store_request`. `get_block_ids_with_load_errors` returns the blocks that were not loaded.
         """
-        names = self._names(op)
-        blocks = op.block_ids[: len(names) * self._blocks_per_chunk]
-        pending = self._cache.begin_retrieve(names, blocks, session=request_id, after=event, label=op.label)
-        self._retrieves.append(_Retrieving(request_id, pending, list(op.block_ids)))
+        pending = self._cache.begin_retrieve(*self._chunks(op), session=request_id, after=event, label=op.label)
+        self._retrieves.append(_Move(request_id, pending, list(op.block_ids)))
 
     def batched_submit_store_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None) -> None:
         """Does `submit_store_request` for each; each ends by itself. Raises ValueError, with nothing begun, for an op that does not fit."""
@@ -246,26 +236,16 @@ class WorkerAdapter:
         engine reports it again (as vLLM does with asynchronous scheduling). A request without a store is returned immediately. Failed
         requests are included: see `get_block_ids_with_load_errors`.
         """
-        if self._stores:
-            self._stores = [one for one in self._stores if not self._store_ended(one)]
-        retrieved: set[str] = set()
-        if self._retrieves:
-            under_way = [one for one in self._retrieves if not self._retrieve_ended(one)]
-            busy = {one.request_id for one in under_way}
-            retrieved = {one.request_id for one in self._retrieves} - busy
-            self._retrieves = under_way
-        stored = {one for one in self._waiting if not self._storing[one]} if self._waiting else set()
-        for request_id in finished_req_ids_from_engine:
-            if request_id in self._told:
-                continue
-            if self._storing[request_id]:
-                self._waiting.add(request_id)
-            else:
-                stored.add(request_id)
+        self._stores = [move for move in self._stores if not move.pending.query()]
+        ended = [move for move in self._retrieves if move.pending.query()]
+        self._retrieves = [move for move in self._retrieves if move not in ended]
+        for move in ended:
+            self._bad_blocks.update(move.blocks[move.pending.wait().chunks * self._blocks_per_chunk :])
+        retrieved = {move.request_id for move in ended} - {move.request_id for move in self._retrieves}
+        self._waiting |= {request_id for request_id in finished_req_ids_from_engine if request_id not in self._told}
+        stored = self._waiting - {move.request_id for move in self._stores}
         self._waiting -= stored
-        for request_id in stored:
-            self._storing.pop(request_id, None)
-            self._told[request_id] = None
+        self._told.update(dict.fromkeys(stored))
         while len(self._told) > _REMEMBERED:
             self._told.popitem(last=False)
         return stored, retrieved
@@ -291,6 +271,11 @@ class WorkerAdapter:
         for op in ops:
             self._names(op)
 
+    def _chunks(self, op: LoadStoreOp) -> tuple[list[bytes], list[int]]:
+        """Returns the names of an op's chunks, and their blocks."""
+        names = self._names(op)
+        return names, op.block_ids[: len(names) * self._blocks_per_chunk]
+
     def _names(self, op: LoadStoreOp) -> list[bytes]:
         if op.block_hashes is not None and op.token_ids is None:
             if len(op.block_hashes) != len(op.block_ids):
@@ -311,15 +296,3 @@ class WorkerAdapter:
                 f"got {len(op.block_ids)}"
             )
         return names
-
-    def _store_ended(self, one: _Storing) -> bool:
-        if not one.pending.query():
-            return False
-        self._storing[one.request_id] -= 1
-        return True
-
-    def _retrieve_ended(self, one: _Retrieving) -> bool:
-        if not one.pending.query():
-            return False
-        self._bad_blocks.update(one.blocks[one.pending.wait().chunks * self._blocks_per_chunk :])
-        return True
