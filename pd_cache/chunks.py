@@ -395,10 +395,6 @@ class ChunkedTokenDatabase:
         self._prefix = f"{KEY_FORMAT}/{namespace.fingerprint()}"
         self._namer = ChunkNamer(self.chunk_size)
 
-    def prefix(self, label: str = "") -> str:
-        """Returns what all keys of a weights version begin with."""
-        return f"{self._prefix}.{label}" if label else self._prefix
-
     @property
     def manifest_key(self) -> str:
         return f"{self._prefix}/manifest"
@@ -411,7 +407,7 @@ class ChunkedTokenDatabase:
 
     def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,), label: str = "") -> list[str]:
         """Returns the pool's keys of some shards, chunk by chunk: the keys of a chunk are adjacent. `label` is that of the weights."""
-        start = self.prefix(label)
+        start = f"{self._prefix}.{label}" if label else self._prefix
         prefixes = [f"{start}/{shard}/" for shard in shards]
         if len(prefixes) == 1:
             only = prefixes[0]

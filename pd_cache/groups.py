@@ -41,7 +41,10 @@ class LayerGroups:
 
     def keys(self, names: Sequence[bytes], label: str = "") -> list[str]:
         """Returns the keys of every shard of these chunks: group by group, and within a group chunk by chunk."""
-        return [key for database in self.databases for key in database.all_shard_keys(names, label)]
+        keys: list[str] = []
+        for database in self.databases:
+            keys += database.keys(names, range(database.namespace.shards), label)
+        return keys
 
     def needed(self, start: int, end: int) -> list[range]:
         """Returns, for each group, which chunks a prefix up to `end` needs if those before `start` are at hand, as the numbers of their

@@ -230,10 +230,11 @@ def count_found(
     """
     groups, metrics, history, asked = lookup.groups, lookup.metrics, lookup.history, names[at_hand:]
     size, found = groups.first.chunk_size, judge(groups, statuses)
-    metrics.outages("lookup", statuses)
     metrics.tokens("lookup", "requested", len(asked) * size)
     metrics.tokens("lookup", "hit", found.chunks * size)
     reason, near = found.reason, TierChunks()
+    if reason != "none":
+        metrics.outages("lookup", statuses)
     if history is not None:
         history.follow(label)
         if reason != "none":

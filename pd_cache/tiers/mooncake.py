@@ -106,7 +106,9 @@ class MooncakeBackend(StorageBackend):
         self.store.wait_open(timeout)
 
     def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
-        return self.store.batch_exist(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms))
+        return self.store.batch_exist(
+            list(keys), timeout=self._timeouts.exist_ms / 1000 if timeout is None else timeout
+        )
 
     def batched_fetch(
         self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
