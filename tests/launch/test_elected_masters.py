@@ -1,25 +1,32 @@
-"""Two masters of which etcd elects one: hits come back by themselves however etcd fails, and when the leader dies, the keys are still there."""
+"""Two masters of which etcd elects one: hits come back by themselves however etcd fails, and when the leader dies, the keys are still there.
+
+One cluster for all tests: it takes a minute to start and to stop.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from launch.operate.watched import cluster_status
 from launch.run.up import LocalCluster
+from tests.support.cli import run_program
 from tests.support.cluster import CHUNK, OUTAGES, Answer, broken, complete, examined, fetched, free_node, kill, started
 from tests.support.etcd import Etcd
+from tests.support.leaks import no_leaks
 from tests.support.needs import needs_etcd
+from tests.support.pool import free_port
 from tests.support.waiting import wait_for
 
 pytestmark = [
     pytest.mark.slow(seconds=300),  # nearly all of it waits for leases that Mooncake and etcd let run out
     needs_etcd,
 ]
-PROMPT = random.Random(1).choices(range(512), k=5 * CHUNK + 3)
+CHUNKS = 2
+PROMPT = random.Random(1).choices(range(512), k=CHUNKS * CHUNK + 3)
 MASTERS = ("master-0", "master-1")
 
 
@@ -38,23 +45,55 @@ def ask(cluster: LocalCluster) -> Answer:
 
 def hit(cluster: LocalCluster) -> bool:
     answer = ask(cluster)
-    return answer.status == 200 and answer.cached == (5 * CHUNK, 5 * CHUNK)
+    return answer.status == 200 and answer.cached == (CHUNKS * CHUNK, CHUNKS * CHUNK)
 
 
-@pytest.fixture
-def elected(make_etcd: Callable[..., Etcd], tmp_path: Path) -> Iterator[tuple[LocalCluster, Etcd]]:
-    etcd = make_etcd().start()
-    nodes = [
-        *(free_node(name, client_ttl_s=20) for name in MASTERS),
-        *(free_node(name) for name in ("store-0", "decode-0", "prefill-0", "proxy")),
-    ]
-    discovery = {"kind": "etcd", "endpoints": [etcd.endpoint], "ttl_s": 2}
-    sections = {"transfer": OUTAGES["transfer"], "master": {"ha": True}, "discovery": discovery, "nodes": nodes}
-    with started(tmp_path, name="elected", **sections) as cluster:
-        yield cluster, etcd
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Of all tests together: they start etcd anew."""
+    with no_leaks():
+        yield
 
 
-def test_hits_survive_every_way_in_which_etcd_fails_and_then_the_death_of_the_leader(elected, tmp_path):
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("elected") / "cluster.yaml"
+
+
+@pytest.fixture(scope="module")
+def elected(file: Path) -> Iterator[tuple[LocalCluster, Etcd]]:
+    etcd = Etcd(file.parent)
+    try:
+        nodes = [
+            *(free_node(name, client_ttl_s=20) for name in MASTERS),
+            *(free_node(name, port=free_port()) for name in ("store-0", "store-1")),
+            *(free_node(name, segment_size=0) for name in ("decode-0", "prefill-0")),
+            free_node("proxy"),
+        ]
+        sections = {
+            "transfer": OUTAGES["transfer"],
+            "master": {"ha": True},
+            "discovery": {"kind": "etcd", "endpoints": [etcd.start().endpoint], "ttl_s": 2},
+            "supervisor": {"ready_timeout_s": 180, "stop_grace_s": 6},  # masters that lost etcd do not stop when asked
+            "nodes": nodes,
+        }
+        with started(file.parent, name="elected", **sections) as cluster:
+            yield cluster, etcd
+    finally:
+        etcd.stop()
+
+
+def test_of_elected_masters_the_leader_drains(elected, file):
+    cluster, _ = elected
+    wait_for(lambda: hit(cluster), what="hits")
+    # in a process of its own: of elected masters, Mooncake knows one etcd a process, for ever
+    run_program("drain", "store-0", "-c", file)
+    states = {row.name: row.memory for row in cluster_status(cluster.config).nodes}
+    assert (states["store-0"], states["store-1"]) == ("drained", "")
+    wait_for(lambda: hit(cluster), what="hits in what moved")
+
+
+def test_hits_survive_every_way_in_which_etcd_fails_and_then_the_death_of_the_leader(elected, file):
     """One cluster: an outage is followed by the next."""
     cluster, etcd = elected
 
@@ -62,8 +101,7 @@ def test_hits_survive_every_way_in_which_etcd_fails_and_then_the_death_of_the_le
         return "leader" in {role(cluster, name) for name in MASTERS}
 
     assert sorted(role(cluster, name) for name in MASTERS) == ["leader", "standby"]
-    # in a process of its own: of elected masters, Mooncake knows one etcd a process, for ever
-    assert broken(examined(tmp_path / "cluster.yaml")) == set()
+    assert broken(examined(file)) == set()
     wait_for(lambda: hit(cluster), 20, "hits")
 
     etcd.stop()

@@ -32,7 +32,7 @@ def wait_for(condition: Callable[[], T], seconds: float = PATIENCE_S, what: str 
         now = time.monotonic()
         assert now < begin + seconds, f"{what} did not come true within {seconds} s"
         # a question that servers have to work for must not keep them from what is waited for; what takes long is asked for less often
-        time.sleep(max(0.01, min(3 * (now - asked), 1), min((now - begin) / 20, 0.25)))
+        time.sleep(max(0.01, min(9 * (now - asked), 1), min((now - begin) / 20, 0.25)))
         asked = time.monotonic()
     return found
 
