@@ -19,7 +19,7 @@ from pd_cache.chunks import ExtraKey
 from pd_cache.layout import PageKind
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found
-from pd_cache.server.client import Pending, RemoteCache
+from pd_cache.server.client import RemoteCache, UnderWay
 from pd_cache.server.link import Context
 from pd_cache.server.protocol import EngineIdentity
 from pd_cache.versions import PRESENT
@@ -53,7 +53,7 @@ class SchedulerAdapter:
         )
         self.metrics = self._cache.metrics
         self.chunk_size = self._cache.chunk_size
-        self._lookups: dict[str, Pending[Found]] = {}
+        self._lookups: dict[str, UnderWay[Found]] = {}
         """By request."""
 
     @property
@@ -139,11 +139,11 @@ class LoadStoreOp:
         return len(self.block_ids)
 
 
-class _Move(NamedTuple):
+class _Submitted(NamedTuple):
     """A store or retrieve under way."""
 
     request_id: str
-    pending: Pending[Any]
+    pending: UnderWay[Any]
     blocks: Sequence[int]
 
 
@@ -172,8 +172,8 @@ class WorkerAdapter:
         self.metrics = self._cache.metrics
         self.chunk_size = self._cache.chunk_size
         self._blocks_per_chunk = self._cache.blocks_per_chunk
-        self._stores: list[_Move] = []
-        self._retrieves: list[_Move] = []
+        self._stores: list[_Submitted] = []
+        self._retrieves: list[_Submitted] = []
         self._waiting: set[str] = set()
         """Requests that the engine has finished, but whose stores have not ended."""
         self._told: OrderedDict[str, None] = OrderedDict()
@@ -204,7 +204,7 @@ class WorkerAdapter:
         ValueError, before anything moves, for an op that does not fit.
         """
         pending = self._cache.begin_store(*self._chunks(op), session=request_id, after=event, label=op.label)
-        self._stores.append(_Move(request_id, pending, ()))
+        self._stores.append(_Submitted(request_id, pending, ()))
         self._told.pop(request_id, None)
 
     def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
@@ -213,7 +213,7 @@ class WorkerAdapter:
         Arguments as for `submit_store_request`. `get_block_ids_with_load_errors` returns the blocks that were not loaded.
         """
         pending = self._cache.begin_retrieve(*self._chunks(op), session=request_id, after=event, label=op.label)
-        self._retrieves.append(_Move(request_id, pending, list(op.block_ids)))
+        self._retrieves.append(_Submitted(request_id, pending, list(op.block_ids)))
 
     def batched_submit_store_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None) -> None:
         """Does `submit_store_request` for each; each ends by itself. Raises ValueError, with nothing begun, for an op that does not fit."""

@@ -167,11 +167,11 @@ class RemoteCache(LooksUp):
 
     def begin_lookup(
         self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
-    ) -> Pending[Found]:
+    ) -> UnderWay[Found]:
         """Begins a lookup; arguments as for `find`."""
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
-        pending = Pending(self, "lookup", functools.partial(self._found, len(names), at_hand))
+        pending = UnderWay(self, "lookup", functools.partial(self._found, len(names), at_hand))
         if at_hand == len(names):
             pending.result = Found(at_hand, at_hand)
         elif not self.connection.ready:  # a server that does not know us yet would answer only once it does
@@ -192,9 +192,9 @@ class RemoteCache(LooksUp):
         after: Any = None,
         label: str | None = PRESENT,
         timeout: float | None = None,
-    ) -> Pending[list[StoreOutcome]]:
+    ) -> UnderWay[list[StoreOutcome]]:
         """Begins to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
-        pending = Pending(self, "store", functools.partial(self._stored, len(names)))
+        pending = UnderWay(self, "store", functools.partial(self._stored, len(names)))
         label = self.label if label == PRESENT else label
         self._begin(pending, Store, session, names, blocks, after, label, timeout)
         return pending
@@ -208,10 +208,10 @@ class RemoteCache(LooksUp):
         after: Any = None,
         label: str | None = PRESENT,
         timeout: float | None = None,
-    ) -> Pending[Loaded]:
+    ) -> UnderWay[Loaded]:
         """Begins to load; arguments as for `load`. The server may write to the blocks until it has ended."""
         label = self.label if label == PRESENT else label
-        pending = Pending(self, "retrieve", functools.partial(self._loaded, len(names), label))
+        pending = UnderWay(self, "retrieve", functools.partial(self._loaded, len(names), label))
         self._begin(pending, Retrieve, session, names, blocks, after, label, timeout)
         return pending
 
@@ -241,7 +241,7 @@ class RemoteCache(LooksUp):
 
     def _begin(
         self,
-        pending: Pending[Any],
+        pending: UnderWay[Any],
         kind: type[Store] | type[Retrieve],
         session: str,
         names: Sequence[bytes],
@@ -319,7 +319,7 @@ class RemoteCache(LooksUp):
         self.metrics.tokens(op, outcome, chunks * self.chunk_size)
 
 
-class Pending(Generic[R]):
+class UnderWay(Generic[R]):
     """A lookup, load or store under way. The server may touch its blocks until `query` returns True. For use by one thread."""
 
     def __init__(self, cache: RemoteCache, op: str, judge: Callable[[Answer | str], R]) -> None:
