@@ -77,17 +77,6 @@ def test_a_producer_reuses_what_the_pool_has_and_computes_the_tail(pair, plain, 
     assert pair.a.complete(prompt).outcome == (whole_chunks(500), plain.tokens(prompt))
 
 
-def test_what_the_engine_holds_itself_is_not_loaded_again(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
-    prompt = new_prompt(LENGTH)
-    stored(pair, prompt)
-    pair.a.forget_prefixes()
-    # vLLM's own cache has one block more than three chunks: a chunk is loaded in part
-    pair.a.store(prompt[: 3 * CHUNK + CHUNK // 2 + 1], 1)  # what was loaded is counted a step later
-    loaded = pair.a.loaded
-    assert pair.a.store(prompt).outcome == (WHOLE, plain.tokens(prompt))
-    assert pair.a.loaded - loaded == WHOLE - 3 * CHUNK
-
-
 def test_chunks_of_a_long_prompt_are_stored_while_it_is_computed(pair, plain, new_prompt, vllm_pool):
     """Steps have 256 tokens here: four chunks are complete after the first of eight."""
     prompt = new_prompt(2000)
@@ -101,18 +90,6 @@ def test_chunks_of_a_long_prompt_are_stored_while_it_is_computed(pair, plain, ne
     assert 0 < stored_so_far <= whole_chunks(2000)
     assert pair.a.store(prompt).tokens == plain.tokens(prompt)
     assert pair.b.complete(prompt).outcome == (whole_chunks(2000), plain.tokens(prompt))
-
-
-def test_eight_requests_at_once_with_prefixes_in_common(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
-    shared = new_prompt(600)
-    prompts = [shared[: 200 + 50 * index] + new_prompt(150) for index in range(8)]
-    for server in (pair.a, pair.b):
-        answers = server.complete_all(prompts)
-        assert [answer.tokens for answer in answers] == [plain.tokens(prompt) for prompt in prompts]
-        server.settle()
-    again = pair.b.complete_all(prompts)
-    assert [answer.tokens for answer in again] == [plain.tokens(prompt) for prompt in prompts]
-    assert [answer.cached for answer in again] == [whole_chunks(len(prompt)) for prompt in prompts]
 
 
 def test_tenants_of_different_salt_share_nothing(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
