@@ -196,6 +196,13 @@ def test_a_request_loads_no_more_than_it_allows_in_whole_chunks_and_waits_for_no
         assert (told.found, told.reason) == (chunks * CHUNK - at_hand // CHUNK * CHUNK, "limited")
 
 
+def test_a_limit_that_allows_the_whole_prompt_is_no_reason() -> None:
+    scene, request = Scene(), Request("a", PROMPT, {"max_load_tokens": len(PROMPT)})
+    scene.has(request)
+    scene.ask(request)
+    assert ended(scene, request).reason == "none"
+
+
 @pytest.mark.parametrize(("limit", "chunks"), [(2 * CHUNK + 3, 2), (0, 0), (99, 3)])
 def test_a_request_stores_and_announces_no_more_than_it_allows(limit, chunks):
     scene, request = Scene(), Request("a", PROMPT, {**REMOTE, "max_offload_tokens": limit})
