@@ -114,31 +114,31 @@ class SchedulerSide:
         self._holding.pop(tracked.id, None)  # vLLM asks only for requests without blocks
         self._outdated.forget(tracked.id)
         self._follow()
-        match = self._match_stream if tracked.streams else self._match
-        tokens = match(tracked, self._clock())
+        now, waits = self._clock(), tracked.handoff.announced is not None and self._outdated.weights.label is not None
+        if tracked.streams:
+            tokens = self._match_stream(tracked, now)
+        elif self.streams.take_over(tracked):
+            tokens = None  # a part of its prompt is being loaded
+        elif not tracked.wants_lookup():
+            tokens = 0
+        else:
+            awaited = tracked.awaited(self._labelled(), now) if waits and self._lookup.available else 0
+            if tracked.needs_lookup(awaited, now):
+                chunk, names = self._plan.chunk, tracked.names.first(tracked.most)
+                at_hand = tracked.at_hand // chunk
+                if tracked.span is NO_SPAN:
+                    asked = {"asked": len(names) * chunk, "announced": awaited * chunk}
+                    tracked.span = request_span(self._tracing, "pd_cache.lookup", request, **asked)
+                found = self._lookup.find(names, tracked.id, at_hand=at_hand)
+                streamed = self.streams.came(names[:at_hand]) if waits else 0
+                tracked.looked_up(found, streamed, awaited, self._clock())
+            tokens = None if tracked.lacks(awaited) else self._match(tracked, now)
         self._refused = tokens is not None  # until vLLM has found blocks
         self._next.expecting |= tokens is None
         return tokens, bool(tokens)
 
     def _match(self, tracked: TrackedRequest, now: float) -> int | None:
-        """Returns how many tokens can be loaded; None while the request waits for a prefill node, a stream, or blocks of other loads."""
-        if self.streams.take_over(tracked):
-            return None
-        if not tracked.wants_lookup():
-            return 0
-        waits = tracked.handoff.announced is not None and self._outdated.weights.label is not None
-        awaited = tracked.awaited(self._labelled(), now) if waits and self._lookup.available else 0
-        if tracked.needs_lookup(awaited, now):
-            chunk, names = self._plan.chunk, tracked.names.first(tracked.most)
-            at_hand = tracked.at_hand // chunk
-            if tracked.span is NO_SPAN:
-                asked = {"asked": len(names) * chunk, "announced": awaited * chunk}
-                tracked.span = request_span(self._tracing, "pd_cache.lookup", tracked.request, **asked)
-            found = self._lookup.find(names, tracked.id, at_hand=at_hand)
-            streamed = self.streams.came(names[:at_hand]) if waits else 0
-            tracked.looked_up(found, streamed, awaited, self._clock())
-        if tracked.lacks(awaited):
-            return None
+        """Returns how many of the tokens that were found can be loaded; None while the request waits for blocks of other loads."""
         tracked.end_span()
         tokens = tracked.propose()
         if not tokens or self.streams.block_loads:
@@ -146,7 +146,7 @@ class SchedulerSide:
         return tokens if self._fits(tracked) else tracked.wait_for_room(now)
 
     def _match_stream(self, tracked: TrackedRequest, now: float) -> int | None:
-        """Returns the same for a stream. If nobody cancels it, vLLM computes its prompt in the end."""
+        """Returns how many tokens a stream can load; None while it waits for blocks. If nobody cancels it, vLLM computes its prompt in the end."""
         if now >= tracked.arrived + self.streams.longest_s:
             return 0
         if tracked.may_load and tracked.names.possible and self._lookup.available:

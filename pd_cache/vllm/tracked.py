@@ -34,6 +34,8 @@ NO_SPAN = UNTRACED.begin("")
 
 def request_span(tracing: Tracing, name: str, request: Request, **attributes: Attribute) -> TraceSpan:
     """Begins a span under the trace context that vLLM took from the request. vLLM takes one only with `--otlp-traces-endpoint`."""
+    if tracing is UNTRACED:
+        return NO_SPAN
     headers = getattr(request, "trace_headers", None)
     return tracing.begin(name, headers, kind="internal", request_id=request.request_id, **attributes)
 
