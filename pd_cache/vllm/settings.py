@@ -50,9 +50,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The connector's settings, after checks."""
 
     node: NodeSettings
-    connector: ConnectorConfig
-    handoff_wait_s: float
-    shards: int
+    connector: ConnectorConfig = ConnectorConfig()
+    handoff_wait_s: float = HandoffConfig().wait_ms / 1000
+    shards: int = 0
     """How many parts a chunk's KV heads are cut into; 0 for as many as this engine has ranks."""
     server_url: str | None = None
     """The cache server that holds this engine's cache; None for a cache in each worker."""
@@ -130,9 +130,6 @@ def _of_server(given: ExtraConfig) -> Settings:
     )
     return Settings(
         node=NodeSettings(master="", host=given.host, cache=cache),
-        connector=ConnectorConfig(),
-        handoff_wait_s=HandoffConfig().wait_ms / 1000,
-        shards=0,
         server_url=given.server_url,
         namespace_file=given.namespace_file or os.environ.get(NAMESPACE_FILE),
     )

@@ -80,12 +80,9 @@ class WorkerSide:
         self._closing = False
         self._loaders = ThreadPoolExecutor(_LOADERS * len(self._caches), "pd-cache-load", own_stream, (device,))
         """They load the second and further groups of a load, each in at most one thread. Those wait only for their own transfers."""
+        targets = {f"load-{number}": self._run_loads for number in range(_LOADERS)} | {"store": self._run_stores}
         self._threads = [
-            threading.Thread(target=target, name=f"pd-cache-{name}", daemon=True)
-            for name, target in (
-                *((f"load-{index}", self._run_loads) for index in range(_LOADERS)),
-                ("store", self._run_stores),
-            )
+            threading.Thread(target=target, name=f"pd-cache-{name}", daemon=True) for name, target in targets.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -118,9 +115,7 @@ class WorkerSide:
         """Returns the loads that have ended. Loads of `finished` requests that have not begun are given up."""
         with self._changed:
             self._wanted -= finished
-            something_ended = (
-                self._ended.finished or self._ended.bad_blocks or self._report.jobs or self._report.streams
-            )
+            something_ended = self._ended.finished or self._report.jobs or self._report.streams
             if step.nothing_to_compute and (self._under_way or step.expecting) and not something_ended:
                 self._changed.wait(_IDLE_WAIT_S)
             ended, self._ended = self._ended, EndedLoads(set(), set(), set())
