@@ -29,7 +29,7 @@ PATIENT = (
     "  staging_size: 16MiB\n  timeouts: {exist_ms: 10000, get_ms: 10000, put_ms: 10000}\nhandoff: {wait_ms: 60000}\n"
 )
 """Less memory, and deadlines that no machine is too busy for."""
-SEGMENT = "segment_size: 512MiB", "segment_size: 64MiB"
+SMALLER = ("segment_size: 512MiB", "segment_size: 64MiB"), ("\nengine:\n", "\nengine:\n  threads: 1\n")
 
 
 def output_of(example: str, *arguments: str) -> str:
@@ -76,7 +76,7 @@ def up(network: Network, folder: Path) -> Iterator[list[Machine]]:
     text = cli("config", "example", "two-machines").output
     hosts = [network.host(name) for name in ("one", "two")]
     addresses = zip(ADDRESSES, (host.address for host in hosts), strict=True)
-    for written, wanted in (*addresses, (STAGING, PATIENT), SEGMENT):
+    for written, wanted in (*addresses, (STAGING, PATIENT), *SMALLER):
         assert written in text
         text = text.replace(written, wanted)
     with ExitStack() as stack:

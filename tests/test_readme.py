@@ -110,6 +110,13 @@ def test_the_second_of_two_requests_is_explained_as_it_says(tmp_path: Path) -> N
     (said,) = [block for block in blocks("", README) if block.startswith("prefill at")]
     tree = yaml.safe_load(example_file("local").read_text())
     tree["transfer"]["timeouts"]["exist_ms"], tree["handoff"]["wait_ms"] = 10_000, 60_000  # on a busy machine
+    tree["transfer"]["staging_size"], tree["engine"]["threads"] = (
+        "16MiB",
+        1,
+    )  # what costs processors, and shows nothing here
+    for node in tree["nodes"]:
+        if node.get("segment_size"):
+            node["segment_size"] = "64MiB"
     with started(tmp_path, **tree) as cluster:
         for written, wanted in (
             ("http://127.0.0.1:PORT", cluster.urls["proxy"]),

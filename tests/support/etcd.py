@@ -56,6 +56,7 @@ class Etcd:
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
             "--unsafe-no-fsync",
+            "--bcrypt-cost=4",  # where a machine is busy, the usual login takes longer than its deadline, again and again
         ]
         if self.tls is not None:
             cert, key = self._server
