@@ -19,14 +19,14 @@ import yaml
 import pd_cache
 from launch.cli import example_file, main
 from launch.demo import comments
-from pd_cache import CacheEngineBuilder, LoadStoreOp
+from pd_cache import CacheEngineBuilder
 from pd_cache.cluster import parse_config
 from tests.support.cli import printed
 from tests.support.cluster import started
 from tests.support.engines import BLOCK, CHUNK
 from tests.support.kv import make_cache
 from tests.support.pool import Pool
-from tests.support.server import LATE_S, Engine, served
+from tests.support.server import LATE_S, Engine, served, store_surely
 from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
 
@@ -75,9 +75,7 @@ def test_the_engine_of_the_example_finds_what_it_has_stored(pool: Pool) -> None:
 def test_the_adapters_of_the_example_find_and_load_what_an_engine_stored(pool: Pool, tmp_path: Path) -> None:
     tokens, blocks_of = list(range(8 * CHUNK)), 8 * CHUNK // BLOCK
     with served(pool, tmp_path) as server, Engine(server.url, "readme") as engine:
-        engine.compute(tokens)
-        engine.worker.submit_store_request("r0", LoadStoreOp(list(range(blocks_of)), tokens, end=len(tokens)))
-        wait_for(lambda: engine.worker.get_finished({"r0"})[0] == {"r0"}, what="stored")
+        store_surely(engine, tokens)
         code = example(
             "SchedulerAdapter",
             {

@@ -34,6 +34,7 @@ RUNS = {
 
 
 QUICKLY = {
+    "server.CLIENTS": 2,
     "server._QUESTIONS": 200,
     "server._SECONDS": 0.2,
     "tiers.MOST": 2000,
