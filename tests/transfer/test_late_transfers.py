@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from launch.run.supervise import spawn_child
-from tests.support.pool import ROOT, Pool
+from tests.support.pool import ROOT, Pool, suspend
+from tests.support.waiting import wait_for
 
 READER = """
 import sys, time, uuid
@@ -91,10 +93,17 @@ def test_bytes_that_come_after_a_transfer_was_given_up_reach_nobody_elses_slot(m
     try:
         all_say(b"stored\n")
         pool.nodes["store-0"].send(signal.SIGSTOP)
+        first = psutil.Process(readers[0].pid)
+        before = first.cpu_times().user
         for reader in readers:
             reader.stdin.write(b"\n")
             reader.stdin.flush()
-        all_say(b"reused\n")
+        # Mooncake's client turns a processor for a minute of the wall clock, which passes as well while the process stands still
+        wait_for(lambda: first.cpu_times().user > before + 0.5, what="the first read, which waits")
+        suspend(first)
+        assert readers[1].stdout.readline() == b"reused\n"
+        first.resume()
+        assert readers[0].stdout.readline() == b"reused\n"
         pool.nodes["store-0"].send(signal.SIGCONT)
         all_say(b"untouched\n")
         assert [reader.wait(60) for reader in readers] == [0, 0]
