@@ -177,12 +177,10 @@ def _opened(path: Path) -> int:
     try:
         found, above = os.fstat(descriptor), path.parent.stat()
         mode = stat.S_IMODE(found.st_mode)
-        owner = "you" if found.st_uid == os.geteuid() else "another user"
-        if owner != "you" or mode & 0o077:
-            raise RuntimeFolderError(
-                f"{path}: expected a folder of your own with mode 0700, and it belongs to {owner}, and its mode is "
-                f"{mode:04o}; {_REPAIR}"
-            )
+        if found.st_uid != os.geteuid():
+            raise RuntimeFolderError(f"{path}: belongs to another user; {_REPAIR}")
+        if mode & 0o077:
+            raise RuntimeFolderError(f"{path}: has mode {mode:04o}, so that others may look into it; {_REPAIR}")
         if above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
             raise RuntimeFolderError(f"{path}: others may rename it, because {path.parent} is not sticky; {_REPAIR}")
     except BaseException:

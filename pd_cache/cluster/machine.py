@@ -165,7 +165,8 @@ def _port_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Pro
             if port and not is_bindable(node.host, port):
                 yield Problem(
                     ("nodes", config.nodes.index(node), key),
-                    f"another process uses this port of {node.host}; choose another port, or 0 for any free one",
+                    f"another process uses this port of {node.host}; choose another port, or 0 for any free one "
+                    "(if the node itself runs already, `--file-only` does not look)",
                 )
 
 

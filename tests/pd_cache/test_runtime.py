@@ -97,8 +97,8 @@ def test_a_folder_that_another_user_made_first_is_refused(ours: Path) -> None:
 @pytest.mark.parametrize(
     ("plant", "message"),
     [
-        (lambda ours: (ours.mkdir(), ours.chmod(0o750)), "its mode is 0750"),
-        (lambda ours: (ours.mkdir(), ours.chmod(0o1777)), "its mode is 1777"),
+        (lambda ours: (ours.mkdir(), ours.chmod(0o750)), "has mode 0750"),
+        (lambda ours: (ours.mkdir(), ours.chmod(0o1777)), "has mode 1777"),
         (lambda ours: ((ours.parent / "target").mkdir(mode=0o700), ours.symlink_to("target")), "cannot be used"),
         (lambda ours: ours.symlink_to("nowhere"), "cannot be used"),
         (lambda ours: ours.write_text("a file"), "cannot be used"),

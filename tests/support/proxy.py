@@ -52,7 +52,7 @@ def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
             # a server that has just accepted a connection as it closed learns a moment later that its client is gone
             await until(lambda: not _connections(), "all connections closed")
 
-        asyncio.run(asyncio.wait_for(whole(), 2 * PATIENCE_S))
+        asyncio.run(asyncio.wait_for(whole(), 10 * PATIENCE_S))
 
     return run
 
