@@ -267,7 +267,8 @@ def place_of(
 
 
 def fitted(settings: Settings, vllm_config: VllmConfig, layers: Sequence[KeptLayers], hash_block_size: int) -> Settings:
-    """Returns settings whose chunks fit the model's blocks, and whose namespace says what vLLM's block hashes depend on besides tokens.
+    """Returns settings whose chunks fit the model's blocks, and whose namespace says what vLLM's block hashes depend on besides tokens. Beside
+    `--enable-return-routed-experts`, loads end with a block.
 
     `hash_block_size` is the number of tokens of each hash. Raises ConfigError if `cache.chunk_size` does not fit, or if hashes depend on a seed
     that is random in each process.
@@ -285,4 +286,9 @@ def fitted(settings: Settings, vllm_config: VllmConfig, layers: Sequence[KeptLay
         step = None if hash_block_size == layers[0].block_size else hash_block_size
         described = describe_hashes(algorithm, seed, cache.hash_seed, step)
         cache = msgspec.structs.replace(cache, hash_seed=described)
-    return msgspec.structs.replace(settings, node=msgspec.structs.replace(settings.node, cache=cache))
+    connector = settings.connector
+    if vllm_config.aux_output_config.enabled:
+        # vLLM 0.33 loads nothing of a hit that does not end with a block (`cap_external_hit`), because it keeps the routed experts of blocks
+        connector = msgspec.structs.replace(connector, recompute="block")
+    node = msgspec.structs.replace(settings.node, cache=cache)
+    return msgspec.structs.replace(settings, node=node, connector=connector)

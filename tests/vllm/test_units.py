@@ -389,10 +389,13 @@ def test_block_hashes_without_vllm_are_those_of_vllm(seed: str | None, monkeypat
 
 
 def test_block_hashes_with_a_random_seed_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import VllmConfig
+
     from pd_cache.vllm.model import fitted
 
     settings = read_settings({"config_file": str(file), "node": "decode-0"}, "kv_consumer")
-    vllm_config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="xxhash"))
+    vllm_config: Any = VllmConfig()
+    vllm_config.cache_config.prefix_caching_hash_algo = "xxhash"
     layers = [KeptLayers(0, 16)]
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ConfigError, match="draws a random seed in every process"):
@@ -402,6 +405,18 @@ def test_block_hashes_with_a_random_seed_are_refused(file: Path, monkeypatch: py
     vllm_config.cache_config.prefix_caching_hash_algo = "sha256"
     plain = fitted(settings, vllm_config, layers, 16).node.cache.hash_seed
     assert len({seeded, plain, fitted(settings, vllm_config, layers, 8).node.cache.hash_seed}) == 3
+
+
+def test_loads_end_with_a_block_beside_routed_experts_which_vllm_keeps_for_blocks(file: Path) -> None:
+    from vllm.config import VllmConfig
+
+    from pd_cache.vllm.model import fitted
+
+    settings = read_settings({"config_file": str(file), "node": "decode-0"}, "kv_consumer")
+    vllm_config = VllmConfig()
+    assert fitted(settings, vllm_config, [KeptLayers(0, 16)], 16).connector.recompute == "token"
+    vllm_config.aux_output_config.enable_return_routed_experts = True
+    assert fitted(settings, vllm_config, [KeptLayers(0, 16)], 16).connector.recompute == "block"
 
 
 HITS = (
