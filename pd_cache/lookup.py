@@ -179,8 +179,8 @@ class PrefixLookup(LooksUp):
         metrics: CacheMetrics | None = None,
         history: ChunkHistory | None = None,
     ) -> None:
-        """`version`: the weights version to look in. `history` learns what is found, and says of what is missing whether it was there
-        before. Without it, no lookup knows."""
+        """Looks in the weights version `version`. `history` remembers the chunks that lookups find, so that a later miss is known as an
+        eviction. Without it, no miss is."""
         self.groups = groups
         super().__init__(version, metrics)
         self.backend = backend

@@ -25,7 +25,7 @@ import msgspec
 FIRST = ""
 """The label of the weights that the namespace identifies."""
 PRESENT = "*"
-"""In place of a label: the one that the engine has when it is called."""
+"""Stands for the label that the engine has at the call."""
 LABEL = r"^[A-Za-z0-9._-]{0,64}\Z"
 Label = Annotated[str, msgspec.Meta(pattern=LABEL)]
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]

@@ -137,7 +137,7 @@ def _weights(nodes: Iterable[NodeStatus]) -> list[str]:
 
 
 def leading_master(config: ClusterConfig, status: ClusterStatus) -> str:
-    """Returns the address of the pool's master: the file's, or that of the one that leads; with etcd, a file need not hold it."""
+    """Returns the address of the pool's master, for Mooncake's clients: the one in the file, or else that of the leader in etcd."""
     return known_master(config) or status.leading[0].record.address
 
 

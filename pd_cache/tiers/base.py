@@ -101,7 +101,7 @@ class StorageBackend(ABC):
                         fetched.release()
 
     def check(self, fetched: Fetched, payload_checksum: int | None = None) -> str:
-        """Returns the reason for a miss, or why a payload with this checksum is not the one that was put; empty if it is.
+        """Returns why the object cannot be used: it was missed, or its payload has another checksum than when it was put. Empty if it can.
 
         `payload_checksum` has to be taken after the payload was used, and of the bytes that were used: what comes into the memory later
         cannot matter, and what came before is found. By default it is taken of the payload now. A tier forgets an object that is damaged,

@@ -191,7 +191,7 @@ class Fetched:
         self.reason = reason
         self.tier: TierKind = tier
         self.level: tuple[int, str] | None = None
-        """Of several tiers, the number of the one that it was read from, and its key, until it is checked."""
+        """Until the object is checked: the number of the tier that it came from, and its key. None with a single tier."""
 
     def share(self) -> Staged | None:
         """Returns one more reference to the object, for another tier to keep; None for a miss."""
