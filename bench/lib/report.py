@@ -1,6 +1,6 @@
 """A bench's report: its figures, its targets and whether they were met, and how it was measured.
 
-The report is tables for people, in a terminal or on a page, and one JSON object for scripts.
+The report is tables for people, or one JSON object for scripts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from pd_cache.cluster import ClusterConfig
 from transfer.settings import ByteSize, mooncake_version
 
 _WIDTH = 160
-"""Columns of a page, and of what is not a terminal."""
+"""Columns of what is not a terminal."""
 _NAME = re.compile(r"\b[a-z]+\d*(_[a-z0-9]+)+\b")
 """A figure as JSON names it."""
 _WORDS = {
@@ -142,21 +141,9 @@ def _changed(section: msgspec.Struct) -> str:
 
 
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a click command `--json`, `--check` and `--html`: the arguments `as_json`, `strict` and `html` of `finish`."""
-    for add in (
-        click.option("--html", type=click.Path(path_type=Path, dir_okay=False), callback=_in_a_folder, help="Also write a page to this file; it needs nothing else."),
-        click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed."),
-        click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables."),
-    ):  # fmt: skip
-        command = add(command)
-    return command
-
-
-def _in_a_folder(context: click.Context, option: click.Parameter, file: Path | None) -> Path | None:
-    """Found out before anything is measured."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise click.BadParameter(f"{file.absolute().parent} is no folder", context, option)
-    return file
+    """Gives a click command `--json` and `--check`: the arguments `as_json` and `strict` of `finish`."""
+    command = click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")(command)
 
 
 def progress() -> Progress:
@@ -171,14 +158,13 @@ def finish(
     *,
     as_json: bool,
     strict: bool,
-    html: Path | None,
     tables: Sequence[Table] | None = None,
     config: ClusterConfig | None = None,
 ) -> None:
     """Prints the report of the click command that runs; with `strict`, exits with 1 if a check failed.
 
-    `results` are all figures, for JSON. `tables` show them to people; by default each list of rows is one, and all else another. `html`: the
-    file of the page. `config`: the cluster's file, if there was one.
+    `results` are all figures, for JSON. `tables` show them to people; by default each list of rows is one, and all else another. `config`:
+    the cluster's file, if there was one.
     """
     facts, listed = about(config), list(checks)
     ok = all(check.ok for check in listed)
@@ -187,14 +173,10 @@ def finish(
     shown_tables = [_in_words(table) for table in (_tables(results) if tables is None else tables)]
     targets = [Table("Targets", ("target", "value", "limit", ""), [_judged(check) for check in listed])][: len(listed)]
     measured = Table("How it was measured", ("", ""), list(facts.items()))
-    if html is not None:
-        html.write_text(_page([*targets, *shown_tables, measured], everything), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(everything))
     else:
         _draw(Console(width=None if sys.stdout.isatty() else _WIDTH), [*shown_tables, *targets, measured])
-        if html is not None:
-            click.echo(f"written: {html}")
     if strict and not ok:
         sys.exit(1)
 
@@ -241,37 +223,3 @@ def _in_words(table: Table) -> Table:
     """Names columns, and rows if their column has no name, in words."""
     rows = table.rows if table.columns[0] else [[in_words(str(row[0])), *row[1:]] for row in table.rows]
     return table._replace(columns=[in_words(name) for name in table.columns], rows=rows)
-
-
-_STYLE = """:root{color-scheme:light dark}body{margin:1rem 2%;font-family:sans-serif}
-pre,section{overflow-x:auto}table{border-collapse:collapse;width:100%}
-th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #8886;font-variant-numeric:tabular-nums}.n{text-align:right}
-.met{color:light-dark(#047857,#34d399)}.missed{background:#b91c1c;color:#fff;font-weight:600}"""
-
-
-def _html(table: Table) -> str:
-    def cell(value: object) -> str:
-        text = value.plain if isinstance(value, Text) else shown(value)
-        kind = text if isinstance(value, Text) else "n" if isinstance(value, int | float) else ""
-        return f'<td class="{kind}">{escape(text)}</td>'
-
-    sides = ["n" if isinstance(value, int | float) else "" for value in (*table.rows, table.columns)[0]]
-    head = "".join(f'<th class="{side}">{escape(name)}</th>' for side, name in zip(sides, table.columns, strict=True))
-    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in table.rows)
-    return f"<section><h2>{escape(table.title)}</h2><table><tr>{head}</tr>{body}</table></section>"
-
-
-def _page(tables: Sequence[Table], results: Mapping[str, Any]) -> str:
-    """Returns one HTML document that loads nothing: tables, and all figures as JSON."""
-    context = click.get_current_context()
-    title = escape(context.command_path)
-    parts = [
-        f"<h1>{title}</h1><p>{escape(context.command.help or '')}</p>",
-        *map(_html, tables),
-        f"<details><summary>All figures, as JSON</summary><pre>{escape(json.dumps(results, indent=1))}</pre></details>",
-    ]
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>\n'
-        """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">\n"""
-        f"<style>{_STYLE}</style>\n" + "\n".join(parts) + "</html>\n"
-    )

@@ -3,7 +3,7 @@
 Requests of a trace come at a rate that grows with the cluster. The policies are the proxy's own modules. Unit costs are assumed; a file
 may give others.
 
-    pd-cache bench scale --trace FILE --html scale.html
+    pd-cache bench scale --trace FILE
     pd-cache bench scale --trace FILE --costs mine.yaml        costs of other machines: those that the file gives
     pd-cache bench scale --trace FILE --within 30 0.1 --nodes 16      what is answered within limits, with and without hits in the pool
 """

@@ -1,9 +1,8 @@
-"""What benches report: in a terminal, as JSON, as a page."""
+"""What benches report: in a terminal, as JSON."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 import pytest
@@ -22,17 +21,6 @@ NASTY = "a <b> & \"c\" [red]d[/] 'e' $f"
 def bench(**options: object) -> None:
     table = Table(NASTY, (NASTY, "n"), ((NASTY, 1.5), ("x", None)))
     finish({"results": [{"a": NASTY}]}, [at_least(NASTY, 1.0, 2.0)], tables=[table], **options)  # type: ignore[arg-type]
-
-
-def test_the_page_loads_nothing_and_shows_text_as_it_is(tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    done = CliRunner().invoke(bench, ["--html", str(file)], catch_exceptions=False)
-    assert done.exit_code == 0
-    text = file.read_text()
-    assert "default-src 'none'" in text
-    assert NASTY not in text.replace("&amp;", "&")
-    assert "<script" not in text
-    assert '<td class="missed">missed</td>' in text
 
 
 def test_the_terminal_shows_tables_and_targets_and_json_everything() -> None:
@@ -64,12 +52,6 @@ def test_a_few_long_rows_stand_side_by_side() -> None:
 )
 def test_figures_are_named_in_words(name: str, words: str) -> None:
     assert in_words(name) == words
-
-
-def test_a_page_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    done = CliRunner().invoke(bench, ["--html", str(tmp_path / "no" / "report.html")])
-    assert done.exit_code == 2
-    assert "is no folder" in done.output
 
 
 def test_what_is_said_about_a_run_names_the_settings_that_are_not_the_defaults() -> None:

@@ -59,7 +59,6 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside() -> No
         (("--capacity", "100"), "has room for 3641 chunks of 4096 bytes"),
         (("--evict", "0.9", "0"), "0 is not in the range 0<x<=1"),
         (("--chunk-bytes", "1500"), "not a multiple of 1024"),
-        (("--html", "no/such/folder.html"), "is no folder"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path, arguments, told):
