@@ -14,7 +14,7 @@ pip() { "$SGLANG_VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 
 # The wheel asks for CUDA's packages, several gigabytes of them. Its HiCache imports only these on a CPU, in the versions that SGLang asks
 # for where it asks for one. torchvision is one of the CUDA builds on PyPI, of which the Python part is imported and no operator is called
-# (bench/lib/sglang_pools.py).
+# (tests/support/sglang_pools.py).
 packages="aiohttp apache-tvm-ffi compressed-tensors dill einops fastapi gguf ipython msgspec numpy orjson pillow prometheus-client psutil
     pybase64 pydantic python-multipart pyzmq regex requests safetensors sentencepiece setproctitle tiktoken tokenizers tqdm transformers triton
     uvicorn uvloop"
@@ -34,4 +34,4 @@ EOF
 pip install --no-warn-conflicts $wanted
 
 # what is missing shows here, and not as an error of each test
-"$SGLANG_VENV/bin/python" -c "from bench.lib.sglang_pools import import_sglang; import_sglang()"
+"$SGLANG_VENV/bin/python" -c "from tests.support.sglang_pools import import_sglang; import_sglang()"

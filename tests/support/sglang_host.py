@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.lib import sglang_pools
 from pd_cache.config import NodeSettings
+from tests.support import sglang_pools
 from tests.support.adapters import PAGE, AdapterSubject, options_of
 from tests.support.needs import NO_SGLANG
 from tests.support.waiting import wait_for
@@ -61,7 +61,7 @@ def open_backend(
 ) -> Any:
     """Our backend, by SGLang's own factory. `options` are further keys of its extra config."""
     config = storage_config({**options_of(settings, salt), **(options or {})}, **changes)
-    return sglang_pools.open_backend("dynamic", host, config)
+    return sglang_pools.open_backend(host, config)
 
 
 class SglangSubject(AdapterSubject):

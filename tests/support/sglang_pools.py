@@ -87,11 +87,11 @@ def storage_config(extra: dict[str, Any], **changes: Any) -> Any:
     )
 
 
-def open_backend(kind: str, host: Any, config: Any) -> Any:
-    """Returns a backend by SGLang's own factory, with its host pool registered as SGLang does: `dynamic` is ours."""
+def open_backend(host: Any, config: Any) -> Any:
+    """Returns our backend by SGLang's own factory, with its host pool registered as SGLang does."""
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-    backend = StorageBackendFactory.create_backend(kind, config, host)
+    backend = StorageBackendFactory.create_backend("dynamic", config, host)
     backend.register_mem_pool_host(host)
     backend.on_host_pools_registered()
     return backend
