@@ -5,8 +5,7 @@
 
 Servers run one after the other, because several on one machine slow each other down: a plain one; then, for each connector, A, which
 computes and stores, and B, which loads what A stored. A plain one takes turns with our A, because a machine's speed drifts by more than
-storing costs. `ours_empty_steps` counts vLLM's steps while B loads, with their time and the engine thread's processor time in them. Runs
-in an environment that has vLLM (`make test-vllm` sets one up).
+storing costs. Runs in an environment that has vLLM (`make test-vllm` sets one up).
 """
 
 from __future__ import annotations
@@ -113,17 +112,16 @@ def starting_ours(model: Path, flags: dict[str, Any], master: MasterNode, folder
     )
     file = folder / "cluster.yaml"
     file.write_text(dump_config(config))
-    (folder / "steps").touch()
 
     def start(node: str) -> AbstractContextManager[str]:
         flag = connector_flag(
             "PdCacheConnector",
             {"a": "kv_producer", "b": "kv_consumer"}[node],
-            kv_connector_module_path="bench.lib.counted_steps",
+            kv_connector_module_path="pd_cache.vllm.connector",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"config_file": str(file), "node": node},
         )
-        return vllm(model, flags, {"PD_CACHE_BENCH_STEPS": str(folder / "steps")}, flag)
+        return vllm(model, flags, {}, flag)
 
     return start
 
@@ -243,15 +241,6 @@ def measure(
         bar.update(steps, advance=1, description="MooncakeStoreConnector")
         measure_connector("theirs", starting_theirs(model, flags, master, folder), plain, prompts, found)
         bar.update(steps, advance=1)
-    # a line for each load; the last ones are measured. A load that never began has none, and a check fails
-    lines = [[0.0, 0.0, 0.0]] * len(lengths) * (rounds + 1)
-    lines += [[float(figure) for figure in line.split()] for line in (folder / "steps").open()]
-    for place, tokens in enumerate(reversed(lengths)):
-        several = lines[len(lines) - (place + 1) * (rounds + 1) :][: rounds + 1]
-        for empty, seconds, processor in several:
-            found[tokens, "ours_empty_steps"].append(empty)
-            found[tokens, "ours_empty_steps_ms"].append(1000 * seconds)
-            found[tokens, "ours_empty_steps_processor_ms"].append(1000 * processor)
     rows: dict[int, dict[str, Any]] = {tokens: {"tokens": tokens} for tokens in lengths}
     for (tokens, name), values in found.items():
         rows[tokens][name] = statistics.median(values[1:] or values)
