@@ -37,6 +37,8 @@ _STRANGER_S = 60.0
 """The same after an unexpected answer."""
 _LOOK_S = 100e-6
 """For so long an answer is looked for again and again before its thread goes to sleep: being woken takes as long as most answers."""
+_PIECE = 1 << 14
+"""The most bytes that are read at once: the verdicts on 8000 keys."""
 _LONGEST_S = 3600.0
 """Sockets refuse much longer waits."""
 
@@ -121,15 +123,21 @@ class LookupRpc:
         """
         if not self._idle:
             return None
-        self._left(deadline)
+        left = self._left(deadline)
         try:
             body = _spelled(keys)
         except ValueError:
             return None
-        if (connection := self._take()) is None:
-            return None
+        with self._lock:
+            stale = self._clock() - _FRESH_S
+            while self._idle and self._idle[0][1] < stale:
+                self._discard(self._idle.popleft()[0])
+            if not self._idle:
+                return None
+            connection = self._idle.pop()[0]
         answered = False
         try:
+            connection.settimeout(left)
             verdicts = self._exchange(connection, body, len(keys), deadline)
             answered = True
             return verdicts
@@ -187,13 +195,6 @@ class LookupRpc:
         self._closed = True
         self.drop_idle()
 
-    def _take(self) -> socket.socket | None:
-        with self._lock:
-            stale = self._clock() - _FRESH_S
-            while self._idle and self._idle[0][1] < stale:
-                self._discard(self._idle.popleft()[0])
-            return self._idle.pop()[0] if self._idle else None
-
     def _put_back(self, connection: socket.socket, answered: bool) -> None:
         with self._lock:
             if answered and not self._closed and self._clock() >= self._not_before:
@@ -213,14 +214,14 @@ class LookupRpc:
         self.drop_idle()
 
     def _exchange(self, connection: socket.socket, body: bytes, keys: int, deadline: float) -> bytes:
+        """Sends a request within the connection's time-out. Returns its answer as `ask` does, or raises what `ask` handles."""
         number = next(self._numbers) & 0xFFFFFFFF
-        connection.settimeout(self._left(deadline))
         connection.sendall(_REQUEST.pack(_MAGIC, 0, 0, 0, number, _METHOD, len(body), 0) + body)
-        answer, most, look_until = b"", _most_bytes(keys), self._clock() + _LOOK_S
+        answer, look_until = b"", self._clock() + _LOOK_S
         connection.setblocking(False)
         while True:
             try:  # looks once even if the deadline has passed: this process may have been stopped meanwhile
-                more = connection.recv(most)
+                more = connection.recv(_PIECE)
             except BlockingIOError:
                 if self._clock() < look_until:
                     os.sched_yield()
@@ -254,11 +255,6 @@ def _spelled(keys: Sequence[str]) -> bytes:
     return b"".join([*parts, _TENANT])
 
 
-def _most_bytes(keys: int) -> int:
-    """Returns how long an answer is at most: a verdict takes 2 bytes, an error 5."""
-    return _ANSWER.size + len(_RESULTS[0][0]) + 2 + 5 * keys
-
-
 def read_answer(answer: bytes, number: int, keys: int) -> bytes | None:
     """Returns 1 or 0 for each key of the request `number`; None if this is only the beginning of an answer.
 
@@ -268,8 +264,8 @@ def read_answer(answer: bytes, number: int, keys: int) -> bytes | None:
         return None
     *head, length, attached = _ANSWER.unpack_from(answer)
     body = answer[_ANSWER.size :]
-    too_long = _ANSWER.size + length > _most_bytes(keys) or len(body) > length
-    if head != [_MAGIC, 0, 0, 0, number] or attached or too_long:
+    most = len(_RESULTS[0][0]) + 2 + 5 * keys  # a verdict takes 2 bytes, an error 5
+    if head != [_MAGIC, 0, 0, 0, number] or attached or not len(body) <= length <= most:
         raise UnexpectedAnswerError(f"an answer begins with {answer[: _ANSWER.size].hex()}")
     if len(body) < length:
         return None

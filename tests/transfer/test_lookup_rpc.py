@@ -336,10 +336,13 @@ def test_a_connection_that_was_idle_for_long_is_closed_instead_of_used() -> None
 
 
 def test_a_closed_one_closes_also_the_connection_that_was_in_use() -> None:
-    with asking(lambda number: iter([answer(number, verdicts(1))])) as (rpc, _):
-        taken = rpc._take()
+    def close_and_answer(number: int) -> Iterator[bytes]:
         rpc.close()
-        rpc._put_back(taken, answered=True)
+        yield answer(number, verdicts(1))
+
+    with asking(close_and_answer) as (rpc, _):
+        (taken,) = rpc._connections
+        assert rpc.ask(["a"], later()) == b"\x01"
         assert taken.fileno() == -1
         assert rpc.ask(["a"], later()) is None
         assert not rpc.wants_connection
