@@ -66,6 +66,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     pool = Pool(tmp_path_factory.mktemp("pool"), segment="256MiB", client_ttl_s=60)
     try:
         yield pool.start()
+        assert not pool.evicted, "the pool has become too small for the tests"
     finally:
         pool.stop()
 

@@ -240,6 +240,13 @@ class Pool:
         with self.bare_client() as client:
             assert not any(client.remove(key, True) for key in keys)
 
+    @property
+    def evicted(self) -> int:
+        """How many objects the master has evicted since it started."""
+        match = re.search(r"^master_evicted_key_count (\d+)", self.ask("/metrics"), re.MULTILINE)
+        assert match is not None
+        return int(match[1])
+
     def used(self, store: int) -> int:
         """Bytes that objects take of a store node's segment."""
         match = re.search(r"Used\(bytes\)\s*:\s*(\d+)", self.ask(f"/query_segment?segment={self.segment(store)}"))

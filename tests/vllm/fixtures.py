@@ -17,6 +17,9 @@ from tests.support.pool import Pool, free_port
 from tests.vllm.servers import ENV, PROGRAM, PdCacheServer, Reference, begun, by_hand, cluster_file, running
 from tests.vllm.warm import warm_program
 
+ROOM = "512MiB"
+"""Of the pool. Its memory is taken when it is written to."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs no server comes first: it computes on one core while the servers that most tests share start on the other."""
@@ -41,10 +44,12 @@ def warm_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A pool that a test may break, if it mends it before it ends."""
-    pool = Pool(tmp_path_factory.mktemp("pool"), client_ttl_s=5, lease_ttl_ms=30_000)
+    """A pool that a test may break, if it mends it before it ends. It has room for what all tests store: a full one refuses what is put into
+    it while leases of 30 s protect the rest."""
+    pool = Pool(tmp_path_factory.mktemp("pool"), segment=ROOM, client_ttl_s=5, lease_ttl_ms=30_000)
     try:
         yield pool.start()
+        assert not pool.evicted, "the pool has become too small for the tests"
     finally:
         pool.stop()
 
@@ -86,7 +91,7 @@ def begun_pair(model, vllm_pool, plain, collector, tmp_path_factory):
         "decode-0": {"args": {"async-scheduling": False, "enable-prefix-caching": False}},
     }
     tracing = {"endpoint": collector.endpoint, "sample_ratio": 0}
-    listed = {**nodes, "store-0": {"segment_size": "64MiB"}}  # of the pool, so that its size is known
+    listed = {**nodes, "store-0": {"segment_size": ROOM}}  # of the pool, so that its size is known
     file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, listed, mode="mixed", tracing=tracing)
     with running(file, wait=False) as (a, b):
         yield Pair(a, b)
