@@ -201,14 +201,20 @@ _MOST_BYTES = 16 << 20
 
 
 class ChunkNamer:
-    """Names the chunks of prompts that are given as tokens. Thread-safe.
+    """Names the chunks of prompts. Thread-safe.
 
     It remembers runs of chunks of recent prompts, each with the name before it and the names of its chunks. The run that was not used for the
     longest time goes first. Bytes are compared, so what is remembered is what hashing would return.
     """
 
-    def __init__(self, chunk_size: int, *, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(
+        self, chunk_size: int, blocks_per_chunk: int = 1, mode: str | None = None, *, most_bytes: int = _MOST_BYTES
+    ) -> None:
         """At least one run is remembered, whatever `most_bytes` is."""
+        self.chunk_size = chunk_size
+        self.blocks_per_chunk = blocks_per_chunk
+        self.mode = mode
+        """By what the namespace names chunks, `tokens` or `blocks`; None if that is not known yet."""
         self._chunk_bytes = chunk_size * TOKEN_BYTES
         self._run_bytes = max(1, _RUN_BYTES // self._chunk_bytes) * self._chunk_bytes
         self._most = max(1, most_bytes // self._run_bytes)
@@ -216,8 +222,28 @@ class ChunkNamer:
         """For the name before a run and the run's last tokens, the run and its names: runs that part rarely end alike."""
         self._lock = threading.Lock()
 
-    def hash_tokens(self, tokens: Tokens, extra_keys: Iterable[ExtraKey] = ()) -> list[bytes]:
-        """Returns the chained hash of each whole chunk of `tokens`. Raises ValueError for a token that does not fit an int32."""
+    def name_chunks(
+        self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
+    ) -> list[bytes]:
+        """Returns the name of each whole chunk of a prompt, given as tokens or as the engine's block hashes.
+
+        The name of a chunk of tokens is its chained hash. Raises ValueError for both or neither, for the one that is not the namespace's, and
+        for a token that does not fit an int32.
+        """
+        if (tokens is None) == (hashes is None):
+            raise ValueError("exactly one of tokens and block hashes must be given")
+        given = "tokens" if hashes is None else "blocks"
+        if self.mode not in (None, given):
+            raise ValueError(
+                f"this namespace names chunks by {self.mode}, not by {given}: the two never agree on a key"
+            )
+        if hashes is not None:
+            if tuple(extra_keys):
+                raise ValueError(
+                    "block hashes take in the request's isolation themselves: extra_keys go with tokens only"
+                )
+            return stride_hashes(hashes, self.blocks_per_chunk)
+        assert tokens is not None
         raw, previous = token_bytes(tokens), root(extra_keys)
         whole = len(raw) - len(raw) % self._chunk_bytes
         names: list[bytes] = []
@@ -263,31 +289,6 @@ def stride_hashes(block_hashes: Sequence[bytes], blocks_per_chunk: int) -> list[
     if not set(map(type, hashes)) <= {bytes} or min(map(len, hashes), default=8) < 8:
         raise ValueError("block hashes must be bytes, at least 8 of them each")
     return [value[:HASH_BYTES] for value in hashes]
-
-
-def name_chunks(
-    namer: ChunkNamer,
-    blocks_per_chunk: int,
-    mode: str | None,
-    tokens: Tokens | None,
-    hashes: Sequence[bytes] | None,
-    extra_keys: Iterable[ExtraKey] = (),
-) -> list[bytes]:
-    """Returns the name of each whole chunk of a prompt, given as tokens or as the engine's block hashes.
-
-    `mode` says by which of the two the namespace names chunks; None if that is not known yet. Raises ValueError for the other one.
-    """
-    if (tokens is None) == (hashes is None):
-        raise ValueError("exactly one of tokens and block hashes must be given")
-    given = "tokens" if hashes is None else "blocks"
-    if mode not in (None, given):
-        raise ValueError(f"this namespace names chunks by {mode}, not by {given}: the two never agree on a key")
-    if tokens is not None:
-        return namer.hash_tokens(tokens, extra_keys)
-    assert hashes is not None
-    if tuple(extra_keys):
-        raise ValueError("block hashes take in the request's isolation themselves: extra_keys go with tokens only")
-    return stride_hashes(hashes, blocks_per_chunk)
 
 
 def fold_names(names: Iterable[bytes], identity: bytes) -> list[bytes]:
@@ -381,42 +382,32 @@ class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class ChunkedTokenDatabase:
-    """Cuts a prompt into whole chunks and names them. A tail shorter than a chunk has no name and is never stored."""
+class ChunkedTokenDatabase(ChunkNamer):
+    """Names the whole chunks of prompts in a namespace, and makes their keys. A tail shorter than a chunk has no name and is never stored."""
 
     def __init__(self, namespace: Namespace) -> None:
         if namespace.chunk_size < 1 or namespace.chunk_size % namespace.block_size:
             raise ValueError(
                 f"chunk_size {namespace.chunk_size} must be a multiple of block_size {namespace.block_size}"
             )
+        super().__init__(namespace.chunk_size, namespace.chunk_size // namespace.block_size, namespace.hash_mode)
         self.namespace = namespace
-        self.chunk_size = namespace.chunk_size
-        self.blocks_per_chunk = namespace.chunk_size // namespace.block_size
         self._prefix = f"{KEY_FORMAT}/{namespace.fingerprint()}"
-        self._namer = ChunkNamer(self.chunk_size)
 
     @property
     def manifest_key(self) -> str:
         return f"{self._prefix}/manifest"
 
-    def name_chunks(
-        self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
-    ) -> list[bytes]:
-        """Returns the name of each whole chunk of a prompt, given as tokens or, in hash mode, as the engine's block hashes."""
-        return name_chunks(self._namer, self.blocks_per_chunk, self.namespace.hash_mode, tokens, hashes, extra_keys)
-
-    def keys(self, hashes: Iterable[bytes], shards: Iterable[int] = (0,), label: str = "") -> list[str]:
-        """Returns the pool's keys of some shards, chunk by chunk: the keys of a chunk are adjacent. `label` is that of the weights."""
+    def keys(self, names: Iterable[bytes], shards: Sequence[int] | None = None, label: str = "") -> list[str]:
+        """Returns the pool's keys of some shards, by default of all, chunk by chunk: the keys of a chunk are adjacent. `label` is that of the
+        weights."""
         start = f"{self._prefix}.{label}" if label else self._prefix
+        shards = range(self.namespace.shards) if shards is None else shards
+        if len(shards) == 1:
+            only = f"{start}/{shards[0]}/"
+            return [only + name.hex() for name in names]  # half as long as the general form
         prefixes = [f"{start}/{shard}/" for shard in shards]
-        if len(prefixes) == 1:
-            only = prefixes[0]
-            return [only + name.hex() for name in hashes]  # half as long as the general form
-        return [prefix + name for name in (value.hex() for value in hashes) for prefix in prefixes]
-
-    def all_shard_keys(self, hashes: Iterable[bytes], label: str = "") -> list[str]:
-        """Returns the keys of every shard, chunk by chunk."""
-        return self.keys(hashes, range(self.namespace.shards), label)
+        return [prefix + name for name in (value.hex() for value in names) for prefix in prefixes]
 
 
 _ALGORITHM = "sha256"

@@ -43,7 +43,7 @@ class LayerGroups:
         """Returns the keys of every shard of these chunks: group by group, and within a group chunk by chunk."""
         keys: list[str] = []
         for database in self.databases:
-            keys += database.keys(names, range(database.namespace.shards), label)
+            keys += database.keys(names, label=label)
         return keys
 
     def needed(self, start: int, end: int) -> list[range]:

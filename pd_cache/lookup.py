@@ -242,7 +242,7 @@ def count_found(
         # of groups that all have a tail, only the end of a prefix is known to be there
         history.note(asked[0 if groups.need_all else max(0, found.leading - 1) : found.leading])
     if lookup.backend.near is not None:
-        near = lookup.backend.near(groups.first.keys(asked[: found.chunks], label=label))
+        near = lookup.backend.near(groups.first.keys(asked[: found.chunks], (0,), label))
     return Found(at_hand + found.chunks, at_hand + found.leading, reason, near)
 
 

@@ -54,16 +54,16 @@ def measure(
     tokens: list[int],
 ) -> dict[str, float]:
     """Returns one row of the report: a prompt whose every chunk is in the pool, looked up for the first time and again."""
-    keys = database.all_shard_keys(database.name_chunks(tokens))
+    keys = database.keys(database.name_chunks(tokens))
     store(client, raw, keys, tokens)
     array, hashes = np.array(tokens), block_hashes(len(tokens) // _BLOCK, len(tokens))
-    put(raw, database.all_shard_keys(stride_hashes(hashes, CHUNK // _BLOCK)))
+    put(raw, database.keys(stride_hashes(hashes, CHUNK // _BLOCK)))
 
     def names(prompt: Tokens = tokens) -> list[bytes]:
-        return ChunkNamer(CHUNK).hash_tokens(prompt)  # one that has not seen the prompt
+        return ChunkNamer(CHUNK).name_chunks(prompt)  # one that has not seen the prompt
 
     functions: dict[str, Callable[[], object]] = {
-        "hash_ms": lambda: database.all_shard_keys(names()),
+        "hash_ms": lambda: database.keys(names()),
         "raw_exist_ms": lambda: raw.batch_is_exist(keys),
         "first_ms": lambda: client.find(names()),
         "array_ms": lambda: client.find(names(array)),

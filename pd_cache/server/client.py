@@ -17,7 +17,6 @@ from pd_cache.chunks import (
     ExtraKey,
     Tokens,
     check_names,
-    name_chunks,
 )
 from pd_cache.config import NodeSettings
 from pd_cache.layout import KVCaches, KVLayout, PageKind, layer_tensors
@@ -77,7 +76,7 @@ class RemoteCache(LooksUp):
         self.block_size = identity.block_size
         self.blocks_per_chunk = self.chunk_size // self.block_size
         """A whole number, or the server would have refused the engine."""
-        self._namer = ChunkNamer(self.chunk_size)
+        self._namer = ChunkNamer(self.chunk_size, self.blocks_per_chunk)
         self._lookup_timeout_s = lookup_timeout_s
         self._move_timeout_s = move_timeout_s
         self._tensors: list[torch.Tensor] = []
@@ -109,9 +108,9 @@ class RemoteCache(LooksUp):
         The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the request's isolation, and go
         with token ids only. Raises ValueError for both or neither, or for the one by which the namespace does not name chunks.
         """
-        welcome = self.connection.welcome
-        mode = None if welcome is None else welcome.hash_mode
-        return name_chunks(self._namer, self.blocks_per_chunk, mode, tokens, hashes, extra_keys)
+        if (welcome := self.connection.welcome) is not None:
+            self._namer.mode = welcome.hash_mode
+        return self._namer.name_chunks(tokens, hashes, extra_keys)
 
     # --- operations that wait for their end ----------------------------------------------------------------------
 

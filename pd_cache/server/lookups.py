@@ -177,14 +177,14 @@ class LookupJob(NamedTuple):
         """Returns the keys to ask a model's backend for."""
         first = self.request.at_hand
         most = max(1, MOST_KEYS // self.prefix.groups.keys_per_chunk)
-        return model.database.all_shard_keys(self.request.names[first : first + most], self.request.label)
+        return model.database.keys(self.request.names[first : first + most], label=self.request.label)
 
     def found(self, end: int) -> Iterator[FoundChunks]:
         """Yields, for each group of layers, the chunks that a load up to `end` needs."""
         for model, needed in zip(self.models, self.prefix.groups.needed(self.request.at_hand, end), strict=True):
             names = self.request.names[needed.start : needed.stop]
             database, shards = model.database, model.database.namespace.shards
-            keys = database.all_shard_keys(names, self.request.label)
+            keys = database.keys(names, label=self.request.label)
             by_rank = [
                 [keys[chunk + shard] for chunk in range(0, len(keys), shards) for shard in model.shards_of(rank)]
                 for rank in range(model.group.world_size)

@@ -81,7 +81,7 @@ class Side:
         return sorted(different)
 
     def evict(self, names: Sequence[bytes]) -> None:
-        self.pool.store.remove(self.database.all_shard_keys(names, ""), timeout=60, force=True)
+        self.pool.store.remove(self.database.keys(names), timeout=60, force=True)
 
 
 def _tensors(ranks: int) -> list[list[torch.Tensor]]:

@@ -161,8 +161,8 @@ def names_and_objects() -> Iterator[str]:
             names = database.name_chunks(tokens, None, isolation)
             found[f"{label} {isolation!r}"] = {
                 "names": [name.hex() for name in names],
-                "keys": database.all_shard_keys(names[:1]),
-                "keys of another version": database.all_shard_keys(names[:1], "0a1b2c3d-7"),
+                "keys": database.keys(names[:1]),
+                "keys of another version": database.keys(names[:1], label="0a1b2c3d-7"),
             }
         found[f"{label} namespace"] = [database.manifest_key, database.namespace.manifest().decode()]
     by_blocks = CacheConfig(chunk_size=64, hash_mode="blocks", hash_seed="sha256_cbor:0")

@@ -37,7 +37,7 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
     pinned, unpinned = [1] * 8 * CHUNK, [2] * 8 * CHUNK
 
     def keys(tokens: list[int]) -> list[str]:
-        return database.all_shard_keys(database.name_chunks(tokens))
+        return database.keys(database.name_chunks(tokens))
 
     direct = DirectRule(256, lambda pool: open_lookup(config, "127.0.0.1", *pool[:2]), timeout_s=60.0)
     async with cluster(direct=direct) as c:

@@ -36,7 +36,7 @@ NAME = "0" * 32
 
 
 def chunk_keys(count: int, version: str = "") -> list[str]:
-    return ChunkedTokenDatabase(SPACE).all_shard_keys([secrets.token_bytes(16) for _ in range(count)], version)
+    return ChunkedTokenDatabase(SPACE).keys([secrets.token_bytes(16) for _ in range(count)], label=version)
 
 
 # --- bounds ----------------------------------------------------------------------------------------------------------

@@ -149,27 +149,27 @@ prompts = st.lists(
 def test_a_prompt_has_the_same_names_whatever_was_named_before(asked, most_bytes):
     namer = ChunkNamer(CHUNK, most_bytes=most_bytes)
     for runs, tail, salt in asked:
-        names = namer.hash_tokens(prompt(runs, tail), salt)
-        assert names == ChunkNamer(CHUNK).hash_tokens(prompt(runs, tail), salt)
+        names = namer.name_chunks(prompt(runs, tail), None, salt)
+        assert names == ChunkNamer(CHUNK).name_chunks(prompt(runs, tail), None, salt)
         names[:] = [b"changed by the caller"] * len(names)
 
 
 def test_a_run_that_only_ends_like_another_is_not_taken_for_it() -> None:
     namer, end = ChunkNamer(CHUNK), [3] * 8
     one, other = prompt([1])[:-8] + end, prompt([2])[:-8] + end
-    first, second = namer.hash_tokens(one), namer.hash_tokens(other)
+    first, second = namer.name_chunks(one), namer.name_chunks(other)
     assert not set(first) & set(second)
-    assert namer.hash_tokens(one) == first
+    assert namer.name_chunks(one) == first
 
 
 def test_many_threads_name_prompts_with_one_namer() -> None:
     namer, wrong = ChunkNamer(CHUNK), []
     asked = [prompt([first, second], 5) for first in range(6) for second in range(6)]
-    expected = [ChunkNamer(CHUNK).hash_tokens(tokens) for tokens in asked]
+    expected = [ChunkNamer(CHUNK).name_chunks(tokens) for tokens in asked]
 
     def name_all() -> None:
         wrong.extend(
-            tokens for tokens, names in zip(asked, expected, strict=True) if namer.hash_tokens(tokens) != names
+            tokens for tokens, names in zip(asked, expected, strict=True) if namer.name_chunks(tokens) != names
         )
 
     together(*[name_all] * 4)

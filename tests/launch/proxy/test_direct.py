@@ -118,7 +118,7 @@ async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_no
         assert ("kv_transfer_params" in c.decode[0].bodies[0]) == (went == "handed_over")
     if looked_up is not None:
         ids = body["prompt"] if isinstance(body.get("prompt"), list) else IDS
-        assert client.asked == [ChunkNamer(256).hash_tokens(ids, salt_keys(body.get("cache_salt")))] * looked_up
+        assert client.asked == [ChunkNamer(256).name_chunks(ids, None, salt_keys(body.get("cache_salt")))] * looked_up
     assert client.closed
 
 

@@ -34,7 +34,7 @@ class FakeCache:
 
     def name_chunks(self, tokens, hashes=None, extra_keys=()) -> list[bytes]:
         self.named += 1
-        return ChunkNamer(self.chunk_size).hash_tokens(tokens, extra_keys)
+        return ChunkNamer(self.chunk_size).name_chunks(tokens, None, extra_keys)
 
     def find(self, names, *, at_hand=0, session="") -> Found:
         self.before("find")
