@@ -8,7 +8,6 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +39,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 
 @pytest.fixture(scope="session", autouse=True)
-def runtime_files() -> Iterator[None]:
+def runtime_files():
     """Sockets, notes and versions of this run's processes are nobody else's: ports come again in the next run."""
     before = os.environ.get("XDG_RUNTIME_DIR")
     # not in pytest's folder: the path of a socket has at most 107 bytes
@@ -53,14 +52,14 @@ def runtime_files() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cheap_nodes(runtime_files: None) -> Iterator[None]:
+def cheap_nodes(runtime_files):
     """Nodes that need torch are forks of a process that has imported it."""
     with warm_nodes():
         yield
 
 
 @pytest.fixture(scope="session")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def pool(tmp_path_factory):
     """A healthy pool that every test may use and none may break."""
     # long enough that a store node of a busy machine, which is late with its sign of life, keeps its segment
     pool = Pool(tmp_path_factory.mktemp("pool"), segment="256MiB", client_ttl_s=60)
@@ -72,13 +71,13 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 @pytest.fixture
-def make_pool(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
+def make_pool(tmp_path):
     """Pools of a test's own, to be broken; whatever still runs is killed afterwards."""
     yield from made(partial(Pool, tmp_path), Pool.end)
 
 
 @pytest.fixture(scope="session")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+def etcd(tmp_path_factory):
     """A healthy etcd that every test may use and none may break."""
     etcd = Etcd(tmp_path_factory.mktemp("etcd"))
     try:
@@ -88,13 +87,13 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
 
 
 @pytest.fixture
-def make_etcd(tmp_path: Path) -> Iterator[Callable[..., Etcd]]:
+def make_etcd(tmp_path):
     """etcds of a test's own, to be broken; whatever still runs is killed afterwards."""
     yield from made(partial(Etcd, tmp_path), Etcd.stop)
 
 
 @pytest.fixture(scope="session")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+def certificates(tmp_path_factory):
     """As of `make_certificates`."""
     if shutil.which("openssl") is None:
         pytest.skip(NO_OPENSSL)
@@ -102,7 +101,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[st
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch):
     """`status` and `doctor`, where a test runs them in its own process, wait for as long as a busy machine needs, and no rate that
     it reaches is too low."""
     monkeypatch.setattr("launch.doctor.probe._SLOW", {"tcp": 0.0, "rdma": 0.0})
@@ -138,7 +137,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind():
     """Every thread and child process that a test started is gone after it; fixtures of wider scope start before."""
     with no_leaks():
         yield

@@ -6,7 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +117,7 @@ def name_of(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_point_one_way():
     for file in FILES:
         package = file.relative_to(ROOT).parts[0]
         allowed = PACKAGES[: PACKAGES.index(package) + 1]
@@ -127,7 +127,7 @@ def test_imports_point_one_way() -> None:
             assert top not in PACKAGES or top in allowed, f"{name_of(file)}: {package} must not import {name}"
 
 
-def test_layers_inside_pd_cache_and_launch() -> None:
+def test_layers_inside_pd_cache_and_launch():
     for file in FILES:
         parts = file.relative_to(ROOT).with_suffix("").parts
         if parts[0] == "transfer" or (file.name == "__init__.py" and len(parts) == 2):
@@ -145,7 +145,7 @@ def test_layers_inside_pd_cache_and_launch() -> None:
                 assert own == imports or not own or not imports, f"{name_of(file)} must not import {name}"
 
 
-def test_each_dependency_has_one_home() -> None:
+def test_each_dependency_has_one_home():
     for file in FILES:
         for name in imported(file):
             for dependency, homes in HOMES.items():
@@ -153,8 +153,8 @@ def test_each_dependency_has_one_home() -> None:
                     assert name_of(file).startswith(homes), f"{name_of(file)}: {dependency} is at home in {homes}"
 
 
-def test_no_module_reads_the_environment_when_it_is_imported() -> None:
-    def at_import(node: ast.AST) -> Iterator[ast.AST]:
+def test_no_module_reads_the_environment_when_it_is_imported():
+    def at_import(node):
         yield node
         for child in ast.iter_child_nodes(node):
             if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -205,7 +205,7 @@ for first, light in %r:
 """
 
 
-def test_importing_is_light() -> None:
+def test_importing_is_light():
     """Each module in a process of its own: a fork of one that has imported nothing, or torch, which takes seconds."""
     program = _IMPORTER % [("os", LIGHT), ("torch", LIGHT_BUT_FOR_TORCH)]
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)

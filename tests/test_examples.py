@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.cli import cli, program
 from tests.support.hosts import Host, Network, why_not
-from tests.support.pool import Pool, Process
+from tests.support.pool import Process
 from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
 
@@ -44,7 +44,7 @@ def output_of(example: str, *arguments: str) -> str:
     return said.getvalue()
 
 
-def test_bytes_and_tensors_by_name_are_there_the_second_time(pool: Pool) -> None:
+def test_bytes_and_tensors_by_name_are_there_the_second_time(pool):
     outputs = [output_of("object_cache.py", pool.address)]
     while "found: True" not in outputs[-1] and len(outputs) < 10:  # a busy machine may exceed a deadline of its pool
         outputs.append(output_of("object_cache.py", pool.address))
@@ -89,7 +89,7 @@ def up(network: Network, folder: Path) -> Iterator[list[Machine]]:
         yield machines
 
 
-def test_two_machines_share_one_cluster(tmp_path: Path) -> None:
+def test_two_machines_share_one_cluster(tmp_path):
     if reason := why_not():
         pytest.skip(reason)
     with closing(Network()) as network, up(network, tmp_path) as (one, two):

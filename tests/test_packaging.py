@@ -38,7 +38,7 @@ EXTRAS = {"mooncake": ("cpu", "cuda12", "cuda13"), "opentelemetry": ("otel",)}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """Built from a copy of the sources: setuptools leaves its own files beside them."""
     source, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheel"))
     for name in (*PACKAGES, "configs"):
@@ -52,7 +52,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unpacked")
     with zipfile.ZipFile(wheel) as opened:
         opened.extractall(folder)
@@ -60,7 +60,7 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def metadata(unpacked: Path) -> PackageMetadata:
+def metadata(unpacked):
     (found,) = distributions(path=[str(unpacked)])
     return found.metadata
 
@@ -91,7 +91,7 @@ def foreign_imports(package: str) -> Iterator[tuple[Path, str, bool]]:
                 yield file.relative_to(ROOT), name, node in tree.body
 
 
-def test_the_wheel_has_all_that_runs_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_has_all_that_runs_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if ".dist-info/" not in name}
     modules = {str(file.relative_to(ROOT)) for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
@@ -101,7 +101,7 @@ def test_the_wheel_has_all_that_runs_and_nothing_else(wheel: Path) -> None:
     assert names == modules | data | typed | page
 
 
-def test_the_wheel_says_what_it_is(metadata: PackageMetadata, unpacked: Path) -> None:
+def test_the_wheel_says_what_it_is(metadata, unpacked):
     assert metadata["Version"] == pd_cache.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     (about,) = unpacked.glob("*.dist-info")
@@ -112,7 +112,7 @@ def test_the_wheel_says_what_it_is(metadata: PackageMetadata, unpacked: Path) ->
     assert named == [f"3.{minor}" for minor in range(30) if f"3.{minor}" in allowed]
 
 
-def test_what_is_imported_is_declared_and_what_is_required_is_imported(metadata: PackageMetadata) -> None:
+def test_what_is_imported_is_declared_and_what_is_required_is_imported(metadata):
     declared = requirements(metadata)
     distributions = packages_distributions()
     used: set[str] = set()
@@ -136,7 +136,7 @@ def run(unpacked: Path, folder: Path, *command: str) -> str:
     return printed(sys.executable, *command, cwd=folder, PYTHONPATH=str(unpacked))
 
 
-def test_the_command_works_without_a_clone(unpacked: Path, tmp_path: Path) -> None:
+def test_the_command_works_without_a_clone(unpacked, tmp_path):
     example = run(unpacked, tmp_path, "-m", "launch", "config", "example", "local")
     assert example == (ROOT / "configs" / "local.yaml").read_text()
     (tmp_path / "local.yaml").write_text(example)
@@ -150,7 +150,7 @@ def test_the_command_works_without_a_clone(unpacked: Path, tmp_path: Path) -> No
     assert all(path.startswith(str(unpacked)) for path in run(unpacked, tmp_path, "-c", where).split())
 
 
-def test_names_in_the_working_directory_do_not_shadow_the_packages(unpacked: Path, tmp_path: Path) -> None:
+def test_names_in_the_working_directory_do_not_shadow_the_packages(unpacked, tmp_path):
     for name in ("launch.py", "bench/__init__.py", "transfer/__init__.py", "pd_cache/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('not the package')")

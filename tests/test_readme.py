@@ -25,7 +25,6 @@ from tests.support.cli import printed
 from tests.support.cluster import started
 from tests.support.engines import BLOCK, CHUNK
 from tests.support.kv import make_cache
-from tests.support.pool import Pool
 from tests.support.server import LATE_S, Engine, served, store_surely
 from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
@@ -62,7 +61,7 @@ def run(code: str, given: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def test_the_engine_of_the_example_finds_what_it_has_stored(pool: Pool) -> None:
+def test_the_engine_of_the_example_finds_what_it_has_stored(pool):
     code = example("CacheEngineBuilder", {"10.0.0.1:50051": pool.address, "my-model@3f2a": "readme"})
     try:
         assert run(code, {})["found"] == 0
@@ -72,7 +71,7 @@ def test_the_engine_of_the_example_finds_what_it_has_stored(pool: Pool) -> None:
         CacheEngineBuilder.destroy("engine-0")
 
 
-def test_the_adapters_of_the_example_find_and_load_what_an_engine_stored(pool: Pool, tmp_path: Path) -> None:
+def test_the_adapters_of_the_example_find_and_load_what_an_engine_stored(pool, tmp_path):
     tokens, blocks_of = list(range(8 * CHUNK)), 8 * CHUNK // BLOCK
     with served(pool, tmp_path) as server, Engine(server.url, "readme") as engine:
         store_surely(engine, tokens)
@@ -103,7 +102,7 @@ def test_the_adapters_of_the_example_find_and_load_what_an_engine_stored(pool: P
 
 @pytest.mark.slow(seconds=30)
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
-def test_the_second_of_two_requests_is_explained_as_it_says(tmp_path: Path) -> None:
+def test_the_second_of_two_requests_is_explained_as_it_says(tmp_path):
     (script,) = [block for block in blocks("sh", README) if "PROXY=" in block]
     (said,) = [block for block in blocks("", README) if block.startswith("prefill at")]
     tree = yaml.safe_load(example_file("local").read_text())
@@ -124,13 +123,13 @@ def test_the_second_of_two_requests_is_explained_as_it_says(tmp_path: Path) -> N
             assert written in script
             script = script.replace(written, wanted)
 
-        def is_said() -> bool:
+        def is_said():
             return said in subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False).stdout
 
         wait_for(is_said, what="a hit: the pool may have just started")
 
 
-def test_commands_are_there() -> None:
+def test_commands_are_there():
     for line in re.findall(r"^pd-cache (.*)$", "".join(blocks("sh", README + OPERATOR + RECIPES)), re.MULTILINE):
         command: click.Command = main
         for word in line.split():
@@ -140,11 +139,11 @@ def test_commands_are_there() -> None:
             command = command.commands[word]
 
 
-def test_the_wheel_to_install_is_the_one_that_is_built() -> None:
+def test_the_wheel_to_install_is_the_one_that_is_built():
     assert f"'dist/pd_cache-{pd_cache.__version__}-py3-none-any.whl[cpu]'" in README
 
 
-def test_every_bench_and_every_file_to_start_from_is_listed() -> None:
+def test_every_bench_and_every_file_to_start_from_is_listed():
     (bench,) = [parameter for parameter in main.commands["bench"].params if parameter.name == "name"]
     assert [name for name in bench.type.choices if f"`{name}`" not in README and f"bench {name}" not in README] == []
     assert set(re.findall(r"\(\.\./configs/(.*?)\.yaml\)", RECIPES)) == {
@@ -152,18 +151,18 @@ def test_every_bench_and_every_file_to_start_from_is_listed() -> None:
     }
 
 
-def test_the_demo_says_of_its_prompts_what_the_page_says() -> None:
+def test_the_demo_says_of_its_prompts_what_the_page_says():
     said = [f"prompt {number}: {comment}" for number, comment in enumerate(comments(2304), start=1)]
     assert "\n".join(said) in README
 
 
-def test_the_file_of_a_second_model_is_a_whole_file() -> None:
+def test_the_file_of_a_second_model_is_a_whole_file():
     file = ROOT / "docs" / "operating.md"
     (text,) = [block for block in blocks("yaml", file.read_text()) if block.startswith("name:")]
     assert {node.role for node in parse_config(text, file)[0].nodes} == {"master", "prefill", "decode", "proxy"}
 
 
-def test_the_first_screen_has_the_two_commands_that_do_all_the_set_up_and_the_flags_for_vllm() -> None:
+def test_the_first_screen_has_the_two_commands_that_do_all_the_set_up_and_the_flags_for_vllm():
     screen = "\n".join(README.splitlines()[:40])
     for command in ("make demo", "make test"):
         assert command in screen
@@ -172,17 +171,17 @@ def test_the_first_screen_has_the_two_commands_that_do_all_the_set_up_and_the_fl
     assert "docs/migrate.md" in screen
 
 
-def test_it_is_short() -> None:
+def test_it_is_short():
     assert len(README.splitlines()) <= 200
 
 
-def test_the_plot_is_what_its_command_draws() -> None:
+def test_the_plot_is_what_its_command_draws():
     images = ROOT / "docs" / "images"
     drawn = printed(sys.executable, ROOT / "tools" / "plot-ttft.py", images / "ttft.jsonl")
     assert drawn == (images / "ttft.svg").read_text()
 
 
-def test_the_plot_has_the_figures_of_the_table() -> None:
+def test_the_plot_has_the_figures_of_the_table():
     runs = [json.loads(line) for line in (ROOT / "docs" / "images" / "ttft.jsonl").read_text().splitlines()]
     taken: dict[tuple[str, int, str], list[int]] = defaultdict(list)
     for run_ in runs:
@@ -205,7 +204,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         target = page.parent / link if link else page
         assert link.startswith("https://") or target.exists(), link
@@ -213,7 +212,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: str(page.relative_to(ROOT)))
-def test_settings_and_metrics_that_a_page_names_exist(page: Path) -> None:
+def test_settings_and_metrics_that_a_page_names_exist(page):
     """All pages but the changelog, which also names what went."""
     golden = ROOT / "tests" / "golden"
     settings = re.sub(r"<\w+>|\[\]", "", (golden / "yaml_keys.txt").read_text())
@@ -224,12 +223,12 @@ def test_settings_and_metrics_that_a_page_names_exist(page: Path) -> None:
         assert re.sub("^vllm:|_(total|bucket|sum|count)$", "", name) in metrics, name
 
 
-def test_the_site_has_every_page() -> None:
+def test_the_site_has_every_page():
     site = (ROOT / "zensical.toml").read_text()
     assert [page for page in PAGES if f'"{page.relative_to(ROOT)}"' not in site] == []
 
 
-def test_each_alert_has_a_place_in_the_docs() -> None:
+def test_each_alert_has_a_place_in_the_docs():
     runbooks = re.findall(r"runbook: (.*)#(.*)", (ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
     assert runbooks
     for page, anchor in runbooks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,22 +18,22 @@ Make = Callable[..., AdapterSubject]
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     return str(request.param)
 
 
 @pytest.fixture(params=[kind for kind in KINDS if kind not in ALIKE])
-def lone_kind(request: pytest.FixtureRequest) -> str:
+def lone_kind(request):
     return str(request.param)
 
 
 @pytest.fixture
-def namespace() -> str:
+def namespace():
     return uuid.uuid4().hex
 
 
 @pytest.fixture(scope="module")
-def pair_of_module(pool: Pool, kind: str) -> Iterator[list[AdapterSubject]]:
+def pair_of_module(pool, kind):
     space, subjects = uuid.uuid4().hex, []
     try:
         for _ in range(2):
@@ -46,7 +46,7 @@ def pair_of_module(pool: Pool, kind: str) -> Iterator[list[AdapterSubject]]:
 
 
 @pytest.fixture
-def pair(pair_of_module: list[AdapterSubject], monkeypatch: pytest.MonkeyPatch) -> list[AdapterSubject]:
+def pair(pair_of_module, monkeypatch):
     """Two adapters of one kind, in one namespace, that live longer than the test, which has names of its own in them."""
     monkeypatch.setitem(PREFIX, "of the test", uuid.uuid4().hex)
     return pair_of_module
@@ -56,11 +56,11 @@ PREFIX = {"of the test": ""}
 
 
 @pytest.fixture
-def make(lone_kind: str, namespace: str) -> Iterator[Make]:
+def make(lone_kind, namespace):
     """Makes adapters of one kind, in one namespace; all are closed after the test."""
     subjects: list[AdapterSubject] = []
 
-    def make_one(pool: Pool, *, patient: bool = True, wait: bool = True) -> AdapterSubject:
+    def make_one(pool, *, patient=True, wait=True):
         settings = pool.settings()
         subjects.append(KINDS[lone_kind](settings if patient else impatient(settings), namespace))
         if wait:
@@ -96,7 +96,7 @@ def damage(pool: Pool, before: set[str], change: Callable[[bytes], bytes]) -> No
 def flip(at: float) -> Callable[[bytes], bytes]:
     """One bit, at this part of the object."""
 
-    def flipped(good: bytes) -> bytes:
+    def flipped(good):
         raw = bytearray(good)
         raw[int(at * (len(raw) - 1))] ^= 0x10
         return bytes(raw)
@@ -104,7 +104,7 @@ def flip(at: float) -> Callable[[bytes], bytes]:
     return flipped
 
 
-def test_what_one_instance_stored_another_finds_and_loads_with_holes(pair: list[AdapterSubject]) -> None:
+def test_what_one_instance_stored_another_finds_and_loads_with_holes(pair):
     one, other = pair
     stored, names = values(0, 2, 5, 7, 8), list(values(*range(9)))
     assert one.store(stored) == [True] * 5
@@ -129,7 +129,7 @@ def test_a_flipped_bit_is_a_miss_and_what_is_stored_again_is_whole(pool, pair, a
     assert loaded == list(values(*range(4)).values())
 
 
-def test_the_object_of_one_name_under_another_is_a_miss(pool: Pool, pair: list[AdapterSubject]) -> None:
+def test_the_object_of_one_name_under_another_is_a_miss(pool, pair):
     subject, before = pair[0], pool.keys()
     subject.store(values(1))
     first = pool.keys() - before
@@ -141,14 +141,14 @@ def test_the_object_of_one_name_under_another_is_a_miss(pool: Pool, pair: list[A
     assert subject.load(list(values(1, 2))) == [value(1), None]
 
 
-def test_with_no_pool_everything_is_a_miss_and_nothing_raises(make_pool: Callable[..., Pool], make: Make) -> None:
+def test_with_no_pool_everything_is_a_miss_and_nothing_raises(make_pool, make):
     subject = make(make_pool(), patient=False, wait=False)
     assert subject.store(values(0, 1)) == [False, False]
     assert subject.has(list(values(0, 1))) == [False, False]
     assert subject.load(list(values(0, 1))) == [None, None]
 
 
-def test_a_killed_pool_is_misses_and_a_new_one_is_found_again(make_pool: Callable[..., Pool], make: Make) -> None:
+def test_a_killed_pool_is_misses_and_a_new_one_is_found_again(make_pool, make):
     pool = make_pool().start()
     subject = make(pool, patient=False)
     assert subject.store(values(0, 1)) == [True, True]
@@ -171,7 +171,7 @@ def test_a_stopped_store_node_costs_deadlines_and_never_a_wrong_byte(make_pool, 
         assert subject.load(list(stored)) == [None] * 6
         assert subject.store(values(7)) == [False]
 
-    def comes_back() -> bool:
+    def comes_back():
         loaded = subject.load(list(stored))
         assert all(found in (None, good) for found, good in zip(loaded, stored.values(), strict=True))
         return all(subject.store(stored)) and loaded == list(stored.values())
@@ -179,10 +179,10 @@ def test_a_stopped_store_node_costs_deadlines_and_never_a_wrong_byte(make_pool, 
     wait_for(comes_back, what="all of it again")
 
 
-def test_many_threads_store_and_load_the_same_names(pair: list[AdapterSubject]) -> None:
+def test_many_threads_store_and_load_the_same_names(pair):
     subject, other = pair
 
-    def work(seed: int) -> None:
+    def work(seed):
         chance, mine = random.Random(seed), pair[seed % 2]
         for _ in range(12):
             some = chance.sample(range(10), 4)
@@ -196,7 +196,7 @@ def test_many_threads_store_and_load_the_same_names(pair: list[AdapterSubject]) 
     assert other.load(list(values(*range(10)))) == list(values(*range(10)).values())
 
 
-def test_after_close_everything_is_a_miss_at_once(pool: Pool, make: Make) -> None:
+def test_after_close_everything_is_a_miss_at_once(pool, make):
     subject = make(pool)
     subject.store(values(0))
     subject.close()
@@ -205,12 +205,12 @@ def test_after_close_everything_is_a_miss_at_once(pool: Pool, make: Make) -> Non
     assert subject.store(values(1)) == [False]
 
 
-def test_close_while_others_use_it_ends_all_of_them(pool: Pool, make: Make) -> None:
+def test_close_while_others_use_it_ends_all_of_them(pool, make):
     subject = make(pool)
     rounds = [0, 0, 0]
     stop = threading.Event()
 
-    def work(worker: int) -> None:
+    def work(worker):
         while not stop.is_set():
             subject.store(values(worker))
             assert subject.load(list(values(worker)))[0] in (None, value(worker))

@@ -136,20 +136,20 @@ KINDS = {
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def side(request: pytest.FixtureRequest, pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
+def side(request, pool, tmp_path_factory):
     opens, ranks = KINDS[request.param]
     with opens(pool, tmp_path_factory.mktemp("cache"), ranks) as one:
         yield one
 
 
 @pytest.fixture
-def tokens() -> list[int]:
+def tokens():
     """Three chunks and a tail that no other test uses."""
     first = 1000 * next(_prompts)
     return list(range(first, first + LONG))
 
 
-def test_what_is_stored_is_found_and_loaded_into_other_blocks(side: Side, tokens: list[int]) -> None:
+def test_what_is_stored_is_found_and_loaded_into_other_blocks(side, tokens):
     names = side.names(tokens)
     assert side.find(names) == Found(0, 0, "never_stored")
     side.compute(tokens)
@@ -161,7 +161,7 @@ def test_what_is_stored_is_found_and_loaded_into_other_blocks(side: Side, tokens
     assert side.load(names, ELSEWHERE) == Loaded(3, "none", TierChunks(pool=3))
 
 
-def test_random_histories_agree_with_a_set_of_names(side: Side) -> None:
+def test_random_histories_agree_with_a_set_of_names(side):
     """Prompts that share prefixes are stored in part, evicted in part, looked up and loaded, and the blocks have the right bytes."""
     rng, root, stored = random.Random(5), 1000 * next(_prompts), set[bytes]()
     for _ in range(60):
@@ -192,7 +192,7 @@ def test_random_histories_agree_with_a_set_of_names(side: Side) -> None:
             stored.discard(victim)
 
 
-def test_a_hole_ends_the_prefix_and_the_load_although_later_chunks_are_there(side: Side, tokens: list[int]) -> None:
+def test_a_hole_ends_the_prefix_and_the_load_although_later_chunks_are_there(side, tokens):
     names = side.names(tokens)
     side.compute(tokens)
     side.store(names)
@@ -202,7 +202,7 @@ def test_a_hole_ends_the_prefix_and_the_load_although_later_chunks_are_there(sid
     assert side.load(names, ELSEWHERE) == Loaded(1, "evicted", TierChunks(pool=1))
 
 
-def test_what_is_at_hand_is_neither_asked_for_nor_lost(side: Side, tokens: list[int]) -> None:
+def test_what_is_at_hand_is_neither_asked_for_nor_lost(side, tokens):
     names = side.names(tokens)
     assert side.find(names, at_hand=3) == Found(3, 3)
     assert side.find(names, at_hand=9) == Found(3, 3)
@@ -213,7 +213,7 @@ def test_what_is_at_hand_is_neither_asked_for_nor_lost(side: Side, tokens: list[
 
 @pytest.mark.parametrize("left_out", [1, PER_CHUNK, 2 * PER_CHUNK + 1])
 @pytest.mark.parametrize("end", ["start", "end"])
-def test_blocks_that_a_load_leaves_out_stay_as_they_are(side: Side, tokens: list[int], left_out: int, end: str) -> None:
+def test_blocks_that_a_load_leaves_out_stay_as_they_are(side, tokens, left_out, end):
     names = side.names(tokens)
     side.compute(tokens)
     side.store(names)
@@ -252,21 +252,21 @@ def test_places_that_do_not_fit_are_value_errors_before_anything_moves(side, tok
 
 
 @pytest.mark.parametrize("names", [[b"n" * 16] * 2 + [b"n" * 15], [b"n" * 7] * 3, ["n" * 16] * 3])
-def test_what_cannot_be_chunk_names_is_a_value_error(side: Side, names: list[Any]) -> None:
+def test_what_cannot_be_chunk_names_is_a_value_error(side, names):
     for rank in side.ranks:
         for call in (rank.find, lambda wrong, rank=rank: rank.store(wrong, WHOLE)):
             with pytest.raises(ValueError, match="chunk names must be"):
                 call(names)
 
 
-def test_a_prompt_is_named_by_tokens_or_by_hashes_and_not_by_both(side: Side, tokens: list[int]) -> None:
+def test_a_prompt_is_named_by_tokens_or_by_hashes_and_not_by_both(side, tokens):
     for given in ((None, None), (tokens, [b"x" * 16])):
         with pytest.raises(ValueError, match="exactly one"):
             side.ranks[0].name_chunks(*given)
     assert side.names(tokens[: CHUNK - 1]) == []
 
 
-def test_the_salt_of_a_request_changes_every_name(side: Side, tokens: list[int]) -> None:
+def test_the_salt_of_a_request_changes_every_name(side, tokens):
     plain = side.names(tokens)
     salted = side.ranks[0].name_chunks(tokens, None, ("salt", "a"))
     assert not set(plain) & set(salted)
@@ -276,7 +276,7 @@ def test_the_salt_of_a_request_changes_every_name(side: Side, tokens: list[int])
     assert side.find(salted).chunks == 3
 
 
-def test_other_tensors_than_the_registered_ones_are_refused_if_they_do_not_fit(side: Side, tokens: list[int]) -> None:
+def test_other_tensors_than_the_registered_ones_are_refused_if_they_do_not_fit(side, tokens):
     names = side.names(tokens)
     odd = make_cache(layers=3, blocks=BLOCKS, block_size=BLOCK)
     for rank in side.ranks:
@@ -284,7 +284,7 @@ def test_other_tensors_than_the_registered_ones_are_refused_if_they_do_not_fit(s
             rank.store(names, WHOLE, kv_caches=odd)
 
 
-def test_a_session_may_end_whether_or_not_it_protects_anything(side: Side, tokens: list[int]) -> None:
+def test_a_session_may_end_whether_or_not_it_protects_anything(side, tokens):
     names = side.names(tokens)
     side.compute(tokens)
     side.store(names)
@@ -295,7 +295,7 @@ def test_a_session_may_end_whether_or_not_it_protects_anything(side: Side, token
     assert side.load(names, ELSEWHERE, session="a request").chunks == 3
 
 
-def test_a_load_whose_time_is_over_loads_nothing_and_says_why(side: Side, tokens: list[int]) -> None:
+def test_a_load_whose_time_is_over_loads_nothing_and_says_why(side, tokens):
     names = side.names(tokens)
     side.compute(tokens)
     side.store(names)

@@ -6,7 +6,7 @@ import contextlib
 import random
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,17 +56,17 @@ def _open(kind: str, node: Host, pool: Pool, stack: contextlib.ExitStack) -> Loo
 
 
 @pytest.fixture(scope="module")
-def node(pool: Pool) -> Iterator[Host]:
+def node(pool):
     with host(pool) as one:
         yield one
 
 
 @pytest.fixture(params=CLIENTS)
-def clients(request: pytest.FixtureRequest, pool: Pool) -> Callable[[Host], Any]:
+def clients(request, pool):
     return lambda node: client_of(request.param, node, pool)
 
 
-def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients: Any, node: Host) -> None:
+def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients, node):
     rng = random.Random(5)
     with clients(node) as client:
         for _ in range(30):
@@ -81,7 +81,7 @@ def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients: Any, no
                 assert client.lookup(tokens, uuid.uuid4().hex, at_hand=at_hand) == expected
 
 
-def test_extra_keys_reach_the_hash(clients: Any, node: Host) -> None:
+def test_extra_keys_reach_the_hash(clients, node):
     tokens = list(range(100, 120))
     with clients(node) as client:
         node.store(tokens, list(range(20)), extra_keys=("salt", "x"))
@@ -90,7 +90,7 @@ def test_extra_keys_reach_the_hash(clients: Any, node: Host) -> None:
         assert client.lookup(tokens, request_configs={"extra_keys": ("salt", "y")}) == 0
 
 
-def test_block_hashes_are_taken_in_hash_mode(clients: Any, pool: Pool) -> None:
+def test_block_hashes_are_taken_in_hash_mode(clients, pool):
     import torch
 
     hashes = [bytes([index]) * 32 for index in range(4)]
@@ -114,16 +114,14 @@ MISTAKES: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_errors_give_zero_and_are_counted(clients: Any, node: Host) -> None:
+def test_errors_give_zero_and_are_counted(clients, node):
     with clients(node) as client:
         for number, arguments in enumerate(MISTAKES, start=1):
             assert client.lookup(**arguments) == 0
             assert count(client.metrics, "pd_cache_troubles_total") == number
 
 
-def test_a_change_of_the_weights_is_a_miss_until_the_prompt_is_stored_with_the_new_ones(
-    clients: Any, pool: Pool
-) -> None:
+def test_a_change_of_the_weights_is_a_miss_until_the_prompt_is_stored_with_the_new_ones(clients, pool):
     tokens, slots = list(range(300, 316)), list(range(16))
     model = uuid.uuid4().hex
     with host(pool, model=model) as node, host(pool) as other, clients(node) as client:
@@ -144,12 +142,12 @@ def test_a_change_of_the_weights_is_a_miss_until_the_prompt_is_stored_with_the_n
             client.reset("not a label")
 
 
-def test_a_client_for_another_namespace_than_its_engine_is_refused(pool: Pool) -> None:
+def test_a_client_for_another_namespace_than_its_engine_is_refused(pool):
     with host(pool) as node, host(pool) as other, pytest.raises(ValueError, match="the client was made for"):
         BypassLookupClient(node.engine.settings, other.engine.metadata, node.engine)
 
 
-def test_after_close_a_lookup_answers_with_what_is_at_hand(clients: Any, node: Host) -> None:
+def test_after_close_a_lookup_answers_with_what_is_at_hand(clients, node):
     """An engine must not lose what it has because the pool did not answer."""
     tokens = list(range(400, 424))
     with clients(node) as client:

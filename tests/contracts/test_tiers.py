@@ -6,9 +6,8 @@ import random
 import struct
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from tests.support.backends import (
     making,
     plant,
 )
-from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from transfer.errors import Status
 
@@ -38,7 +36,7 @@ MISSES = {"missing", "busy", "lease_expired", "transfer_failed"}
 
 
 @pytest.fixture(scope="module")
-def client(pool: Pool) -> Iterator[SharedPoolBackend]:
+def client(pool):
     one = SharedPoolBackend(pool.settings(transfer={"staging_size": "256MiB"}), PAYLOAD, slots=80)
     try:
         yield one
@@ -47,18 +45,18 @@ def client(pool: Pool) -> Iterator[SharedPoolBackend]:
 
 
 @pytest.fixture
-def make(client: SharedPoolBackend, tmp_path: Path) -> Iterator[Callable[..., Subject]]:
+def make(client, tmp_path):
     with making(tmp_path, PAYLOAD, client) as make_one:
         yield make_one
 
 
 @pytest.fixture(params=KINDS)
-def subject(request: pytest.FixtureRequest, make: Callable[..., Subject]) -> Subject:
+def subject(request, make):
     return make(request.param)
 
 
 @pytest.fixture
-def key() -> Callable[[object], str]:
+def key():
     """Keys that no other test uses."""
     prefix = uuid.uuid4().hex
     return lambda name: f"pdc1/{prefix}/{name}"
@@ -68,7 +66,7 @@ def value(seed: object) -> bytes:
     return random.Random(str(seed)).randbytes(PAYLOAD)
 
 
-def test_payloads_have_one_of_a_few_sizes(subject: Subject, key: Callable[[object], str]) -> None:
+def test_payloads_have_one_of_a_few_sizes(subject, key):
     largest = subject.backend.payload_bytes
     small = value("small")[: largest // 3]
     assert subject.put({key("small"): small, key("none"): b""}, sized=True) == [Status.OK] * 2
@@ -119,7 +117,7 @@ def test_memory_from_elsewhere_or_of_another_number_than_keys_is_refused(subject
     own.release()
 
 
-def test_a_reader_that_stops_early_leaves_nothing_held(subject: Subject, key: Callable[[object], str]) -> None:
+def test_a_reader_that_stops_early_leaves_nothing_held(subject, key):
     subject.put({key(n): value(n) for n in range(10)})
     held = subject.backend.memory.pool.in_use
     for taken in (0, 1, 4):
@@ -144,7 +142,7 @@ ODD_KEYS = (
 )  # fmt: skip
 
 
-def test_odd_keys_are_keys_like_any_other(subject: Subject) -> None:
+def test_odd_keys_are_keys_like_any_other(subject):
     prefix = uuid.uuid4().hex
     keys = [prefix + odd for odd in ODD_KEYS]
     for start in range(0, len(keys), 6):
@@ -245,7 +243,7 @@ def test_a_chunk_that_is_damaged_in_every_tier_is_wanted_again_and_healed(make, 
 
 
 @pytest.fixture(scope="module")
-def raw_client_of_module(pool: Pool) -> Iterator[Any]:
+def raw_client_of_module(pool):
     with pool.bare_client() as client:
         yield client
 
@@ -286,11 +284,11 @@ def test_what_a_reader_holds_is_never_evicted(make, kind, key):
 
 
 @pytest.fixture
-def make_own(make: Callable[..., Subject], pool: Pool, tmp_path: Path) -> Iterator[Callable[..., Subject]]:
+def make_own(make, pool, tmp_path):
     """As `make`, with a pool client of its own, which closes with its subject."""
     opened: list[MooncakeBackend] = []
 
-    def make_one(kind: str) -> Subject:
+    def make_one(kind):
         if "mooncake" not in kind:
             return make(kind)
         config = pool.settings(transfer={"staging_size": "2MiB"})
@@ -343,7 +341,7 @@ def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key)
     stop = threading.Event()
     working = threading.Barrier(5)
 
-    def write() -> None:
+    def write():
         working.wait(60)
         for n in range(100_000):
             staged = subject.backend.stage(timeout=0.2)
@@ -354,7 +352,7 @@ def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key)
             staged.payload[:] = value(n % 8)
             statuses.extend(subject.backend.batched_put([key(n % 8)], [staged]).results())
 
-    def reader() -> None:
+    def reader():
         working.wait(60)
         while not stop.is_set():
             read.extend(enumerate(subject.get([key(n) for n in range(8)])))
@@ -384,7 +382,7 @@ def test_one_key_put_read_and_removed_by_many_at_once_is_whole_or_not_there(subj
         "remove": (lambda: subject.backend.batched_remove([name]), {Status.OK, Status.MISSING, Status.BUSY}),
     }
 
-    def repeat(what: str) -> None:
+    def repeat(what):
         call, expected = allowed[what]
         for _ in range(60):
             assert set(call()) <= expected

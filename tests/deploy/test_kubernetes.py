@@ -94,7 +94,7 @@ def files(documents: list[dict[str, Any]]) -> dict[str, str]:
         ("gpu", VERSIONS[-1]),
     ],
 )
-def test_what_the_chart_renders_is_valid(tmp_path: Path, variant: str, version: str) -> None:
+def test_what_the_chart_renders_is_valid(tmp_path, variant, version):
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make install` installs it")
     documents = rendered(tmp_path, VARIANTS[variant])
     assert len({(document["kind"], document["metadata"]["name"]) for document in documents}) == len(documents) > 10
@@ -104,7 +104,7 @@ def test_what_the_chart_renders_is_valid(tmp_path: Path, variant: str, version: 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_role_has_a_workload_a_file_that_can_be_read_and_probes(tmp_path: Path, variant: str) -> None:
+def test_each_role_has_a_workload_a_file_that_can_be_read_and_probes(tmp_path, variant):
     documents = rendered(tmp_path, VARIANTS[variant])
     kinds = {"store": "DaemonSet", "cache-server": "DaemonSet"}
     found = {}
@@ -136,7 +136,7 @@ def test_each_role_has_a_workload_a_file_that_can_be_read_and_probes(tmp_path: P
         assert (config.transfer.protocol == "rdma") == moves == ("rdma/hca" in container["resources"]["limits"])
 
 
-def test_roles_of_different_tensor_parallel_sizes_cut_chunks_into_the_same_shards(tmp_path: Path) -> None:
+def test_roles_of_different_tensor_parallel_sizes_cut_chunks_into_the_same_shards(tmp_path):
     texts = files(rendered(tmp_path, VARIANTS["gpu"]))
     for role, size in (("prefill", 4), ("decode", 8)):
         config = yaml.safe_load(texts[role])
@@ -144,7 +144,7 @@ def test_roles_of_different_tensor_parallel_sizes_cut_chunks_into_the_same_shard
         assert config["cache"]["shards"] == 8
 
 
-def test_vllm_publishes_events_where_a_role_has_a_port_for_them_and_the_pods_may_connect_to_it(tmp_path: Path) -> None:
+def test_vllm_publishes_events_where_a_role_has_a_port_for_them_and_the_pods_may_connect_to_it(tmp_path):
     documents = rendered(tmp_path, VARIANTS["gpu"])
     nodes = {role: yaml.safe_load(text)["nodes"][0] for role, text in files(documents).items()}
     assert (nodes["prefill"]["events_port"], nodes["decode"].get("events_port")) == (5570, None)
@@ -152,7 +152,7 @@ def test_vllm_publishes_events_where_a_role_has_a_port_for_them_and_the_pods_may
     assert "5571" not in yaml.safe_dump(rendered(tmp_path, {})), "by default there are none"
 
 
-def test_a_pod_takes_the_nics_of_its_node(tmp_path: Path) -> None:
+def test_a_pod_takes_the_nics_of_its_node(tmp_path):
     devices = [{"nodes": "gpu-a-*", "devices": ["mlx5_0", "mlx5_1"]}, {"nodes": "gpu-b-1", "devices": ["mlx5_2"]}]
     documents = rendered(tmp_path, {"rdma": {"enabled": True, "devices": devices}})
     (store,) = [one for one in of_kind(documents, "DaemonSet") if one["metadata"]["name"].endswith("-store")]
@@ -202,7 +202,7 @@ def test_an_upgrade_restarts_only_the_roles_that_read_what_changed(tmp_path, val
     assert not labels & {"app.kubernetes.io/version", "helm.sh/chart"}, "these change with each version of the chart"
 
 
-def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path: Path) -> None:
+def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path):
     documents = rendered(tmp_path, VARIANTS["everything"])
     services = of_kind(documents, "Service")
     roles = set()
@@ -245,7 +245,7 @@ def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path: Path) -
         ({"config": {"proxy": {"api_keys_file": "/etc/pd-cache-keys/keys"}}}, "set proxy.keysSecret to the Secret"),
     ],
 )
-def test_the_schema_refuses_values_that_cannot_work(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+def test_the_schema_refuses_values_that_cannot_work(tmp_path, values, message):
     file = tmp_path / "values.yaml"
     file.write_text(yaml.safe_dump(values))
     done = helm("template", "try", str(CHART), "--values", str(file))
@@ -268,25 +268,25 @@ def test_large_numbers_are_written_in_full_and_the_monitoring_reaches_proxies_th
     assert policy_of(documents, "try-pd-cache-proxy")["from"] == [clients, monitoring]
 
 
-def test_engines_of_ones_own_reach_what_the_pods_of_the_release_reach(tmp_path: Path) -> None:
+def test_engines_of_ones_own_reach_what_the_pods_of_the_release_reach(tmp_path):
     own = {"podSelector": {"matchLabels": {"app": "vllm"}}}
     values = {"networkPolicy": {"engines": [own]}, **{role: {"replicas": 0} for role in ("prefill", "decode", "proxy")}}
     release = {"app.kubernetes.io/name": "pd-cache", "app.kubernetes.io/instance": "try"}
     assert policy_of(rendered(tmp_path, values))["from"] == [{"podSelector": {"matchLabels": release}}, own]
 
 
-def test_the_schema_knows_every_section_of_a_file_that_the_chart_does_not_write() -> None:
+def test_the_schema_knows_every_section_of_a_file_that_the_chart_does_not_write():
     schema = json.loads((CHART / "values.schema.json").read_text())
     sections = set(ClusterConfig.__struct_encode_fields__) - {"name", "master", "discovery", "nodes"}
     assert set(schema["properties"]["config"]["properties"]) == sections
 
 
-def test_helm_lint_finds_nothing() -> None:
+def test_helm_lint_finds_nothing():
     done = helm("lint", "--strict", str(CHART))
     assert done.returncode == 0, done.stdout
 
 
-def test_the_plain_manifests_are_current(tmp_path: Path) -> None:
+def test_the_plain_manifests_are_current(tmp_path):
     """`make manifests` makes them from the chart."""
     path = f"{Path(needed('helm')).parent}{os.pathsep}{os.environ['PATH']}"
     script = ROOT / "tools" / "render-manifests.sh"
@@ -324,7 +324,7 @@ def pods(folder: Path, documents: list[dict[str, Any]]) -> Iterator[list[Pod]]:
     written.mkdir()
     running: list[Pod] = []
 
-    def moved(text: str, own: Path) -> str:
+    def moved(text, own):
         """The paths of a pod as paths of this machine; the cache server's socket is on the node, which all share."""
         for path, here in (("/etc/pd-cache", written), ("/run/pd-cache-file", own), ("/run/pd-cache/", f"{folder}/s/")):
             text = text.replace(path, str(here))
@@ -381,7 +381,7 @@ def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_se
         (proxy,) = [pod for pod in running if pod.role == "proxy"]
         prompt = list(range(300))
 
-        def hit() -> bool:
+        def hit():
             answer = complete(f"http://{proxy.address}:8000", prompt)
             return answer.status == 200 and min(answer.cached) >= 256
 
@@ -395,7 +395,7 @@ def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_se
             assert heard <= allowed, f"{pod.role}: the NetworkPolicy keeps others from {heard - allowed}"
 
 
-def test_the_containerfile_installs_what_the_wheel_needs_and_copies_what_make_wheel_leaves() -> None:
+def test_the_containerfile_installs_what_the_wheel_needs_and_copies_what_make_wheel_leaves():
     """No test builds the image; docs/operations.md says how it was."""
     text = (ROOT / "deploy" / "container" / "Containerfile").read_text()
     needed = set(re.findall(r"\|\| echo (lib\w+)$", (ROOT / "tools" / "system-packages.sh").read_text(), re.MULTILINE))

@@ -48,7 +48,7 @@ class Watched(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(tmp_path_factory):
     """A cluster with every role and every kind of tier that has computed, stored and loaded, and that then lost its master and its decode
     node."""
     needed("prometheus")
@@ -78,7 +78,7 @@ def _use(cluster: LocalCluster, prometheus: Prometheus) -> None:
     url = cluster.urls["proxy"]
     prompt = iter(range(10_000))
 
-    def loaded() -> bool:
+    def loaded():
         """Sends a new prompt, twice; the second time the prefill node computes next to nothing."""
         first = next(prompt)
         tokens = [(first + n) % 500 for n in range(6 * CHUNK)]
@@ -89,14 +89,14 @@ def _use(cluster: LocalCluster, prometheus: Prometheus) -> None:
     wait_for(loaded, what="a load that Prometheus has seen")
     kill(cluster, "master")
 
-    def lost() -> bool:
+    def lost():
         complete(url, [(next(prompt) * 7 + n) % 500 for n in range(2 * CHUNK)])
         return prometheus.has_shown('increase(pd_cache_troubles_total{reason="pool_down"}[1m]) > 0')
 
     wait_for(lost, what="a lookup without a pool")
     kill(cluster, "decode-0")
 
-    def failed() -> bool:
+    def failed():
         complete(url, [1, 2, 3])
         return prometheus.has_shown('increase(pd_cache_proxy_requests_total{status=~"5.."}[1m]) > 0')
 
@@ -104,16 +104,16 @@ def _use(cluster: LocalCluster, prometheus: Prometheus) -> None:
 
 
 @pytest.mark.parametrize(("title", "query"), list(panel_queries()))
-def test_every_query_of_the_dashboard_shows_data_of_a_live_cluster(watched: Watched, title: str, query: str) -> None:
+def test_every_query_of_the_dashboard_shows_data_of_a_live_cluster(watched, title, query):
     wait_for(lambda: watched.prometheus.has_shown(filled_in(query)), what=f"{title}: {query}")
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if "record" in rule], ids=lambda rule: rule["record"])
-def test_every_recording_rule_records_a_live_cluster(watched: Watched, rule: dict[str, Any]) -> None:
+def test_every_recording_rule_records_a_live_cluster(watched, rule):
     wait_for(lambda: watched.prometheus.has_shown(rule["record"]), what=rule["record"])
 
 
-def test_variables_of_the_dashboard_find_the_cluster(watched: Watched) -> None:
+def test_variables_of_the_dashboard_find_the_cluster(watched):
     for variable in DASHBOARD["templating"]["list"]:
         if variable["type"] == "query":
             match = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["definition"])
@@ -124,8 +124,8 @@ def test_variables_of_the_dashboard_find_the_cluster(watched: Watched) -> None:
             assert found == ["pd-cache"] if variable["name"] == "job" else len(found) == nodes
 
 
-def test_a_master_that_dies_sets_off_the_alerts_for_it(watched: Watched) -> None:
-    def noticed() -> set[str]:
+def test_a_master_that_dies_sets_off_the_alerts_for_it(watched):
+    def noticed():
         return {alert["labels"]["alertname"] for alert in watched.prometheus.get("alerts")["alerts"]}
 
     wait_for(lambda: noticed() >= {"PdCachePoolDown", "PdCacheNodeDown"}, what="the alerts")
@@ -135,7 +135,7 @@ def test_a_master_that_dies_sets_off_the_alerts_for_it(watched: Watched) -> None
 
 
 @pytest.mark.parametrize("command", ["test rules rules_test.yml", "check config prometheus.yml"])
-def test_promtool_finds_nothing_wrong(command: str) -> None:
+def test_promtool_finds_nothing_wrong(command):
     """`rules_test.yml` has a scenario for each alert, and a healthy cluster in which none fires."""
     promtool = [needed("promtool"), *command.split()]
     done = subprocess.run(promtool, cwd=FOLDER, capture_output=True, text=True, check=False)
@@ -143,7 +143,7 @@ def test_promtool_finds_nothing_wrong(command: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_every_alert_is_tested_firing_and_silent_and_has_a_page(name: str) -> None:
+def test_every_alert_is_tested_firing_and_silent_and_has_a_page(name):
     tests = yaml.safe_load((FOLDER / "rules_test.yml").read_text())["tests"]
     asked = [ask for one in tests for ask in one.get("alert_rule_test", ()) if ask["alertname"] == name]
     assert any(ask.get("exp_alerts") for ask in asked), "no test in which it fires"

@@ -69,7 +69,7 @@ async def front(folder: Path, **changes: str) -> AsyncIterator[Front]:
 
 
 @scenario
-async def test_answers_and_streams_pass_and_pages_of_the_cluster_do_not(tmp_path: Path) -> None:
+async def test_answers_and_streams_pass_and_pages_of_the_cluster_do_not(tmp_path):
     async with front(tmp_path) as f:
         async with f.post({"prompt": "x"}, headers={"X-Request-Id": "mine"}) as response:
             assert (response.status, response.headers["X-Request-Id"]) == (200, "mine")
@@ -93,7 +93,7 @@ async def test_a_body_that_is_too_large_a_head_that_is_too_slow_and_too_many_req
         go = asyncio.Event()
         f.cluster.decode[0].default = waits_for(go, answers(200, {}))
 
-        async def status() -> int:
+        async def status():
             async with f.post({"prompt": "x"}) as response:
                 return response.status
 

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ def entries(unit: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["pd-cache.service", "pd-cache@cache-server.service"])
-def test_systemd_accepts_the_units(tmp_path: Path, name: str) -> None:
+def test_systemd_accepts_the_units(tmp_path, name):
     program = tool("pd-cache") or shutil.which("true") or ""
     text = (FOLDER / re.sub(r"@.*\.", "@.", name)).read_text()
     assert INSTALLED in text
@@ -35,7 +34,7 @@ def test_systemd_accepts_the_units(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("unit", ["pd-cache.service", "pd-cache@.service"])
-def test_pd_cache_has_the_commands_of_the_units(tmp_path: Path, unit: str) -> None:
+def test_pd_cache_has_the_commands_of_the_units(tmp_path, unit):
     """Each fails only because the file is not there, and says so: its command, its role and its options are right."""
     for role in ROLES:
         program, *arguments = shlex.split(entries(unit)["ExecStart"].replace("%i", role))
@@ -45,7 +44,7 @@ def test_pd_cache_has_the_commands_of_the_units(tmp_path: Path, unit: str) -> No
         assert "missing.yaml: cannot be read: No such file" in done.output
 
 
-def test_the_units_allow_what_pd_cache_needs() -> None:
+def test_the_units_allow_what_pd_cache_needs():
     """Locked memory and descriptors as `doctor` asks for them, and as long to stop as six groups of nodes may take."""
     for unit in ("pd-cache.service", "pd-cache@.service"):
         found = entries(unit)

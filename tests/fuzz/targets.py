@@ -357,7 +357,7 @@ _BODIES = (
 
 
 def _completion(field: str) -> Parse:
-    def parse(data: bytes) -> None:
+    def parse(data):
         body = Completion(data, prompt="messages" if field == "messages" else "prompt")
         prompt = body.prompt()
         assert prompt.tokens >= 1

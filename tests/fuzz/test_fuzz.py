@@ -134,14 +134,14 @@ each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 
 
 @each_target
-def test_every_seed_is_accepted_and_what_failed_once_does_not_fail_again(target: Target) -> None:
+def test_every_seed_is_accepted_and_what_failed_once_does_not_fail_again(target):
     assert all(target.accepts(seed) for seed in target.seeds)
     for file in sorted((CORPUS / target.name).glob("*")):
         target.accepts(file.read_bytes())
 
 
 @each_target
-def test_a_small_input_never_takes_much_memory(target: Target) -> None:
+def test_a_small_input_never_takes_much_memory(target):
     for bomb in BOMBS.values():
         data = target.seeds[0][: target.header] + bomb
         tracemalloc.start()
@@ -154,13 +154,13 @@ def test_a_small_input_never_takes_much_memory(target: Target) -> None:
 
 
 @each_target
-def test_whatever_others_write_ends_well_or_as_documented(target: Target) -> None:
+def test_whatever_others_write_ends_well_or_as_documented(target):
     # how long an example takes says nothing where other programs run, too
     @settings(
         max_examples=EXAMPLES or 300, derandomize=not EXAMPLES, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )  # fmt: skip
     @given(inputs_of(target))
-    def try_some(data: bytes) -> None:
+    def try_some(data):
         target.accepts(data)
 
     try_some()

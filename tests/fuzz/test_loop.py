@@ -112,7 +112,7 @@ class Steps:
     def watched(self) -> Iterator[None]:
         run = asyncio.Handle._run
 
-        def timed(handle: asyncio.Handle) -> None:
+        def timed(handle):
             began = time.thread_time()
             run(handle)
             self.longest = max(self.longest, time.thread_time() - began)
@@ -177,7 +177,7 @@ async def post(address: str, body: Body) -> bytes:
     return answer.partition(b"\r\n")[0]
 
 
-def test_no_body_of_a_mebibyte_holds_the_event_loop() -> None:
+def test_no_body_of_a_mebibyte_holds_the_event_loop():
     steps = Steps()
     with asyncio.Runner() as runner, steps.watched():
         entered = proxy()
@@ -191,7 +191,7 @@ def test_no_body_of_a_mebibyte_holds_the_event_loop() -> None:
         @given(bodies())
         @example(("/v1/chat/completions", b'{"messages":[' + b"{}," * (MIB // 3 - 9) + b"{}]}", "identity"))
         @example(("/v1/completions", compressed(), "gzip"))
-        def post_some(body: Body) -> None:
+        def post_some(body):
             # a busy machine lengthens both now and then, so the shortest of each counts
             steps_of, controls = [math.inf], [control(), control()]
             while len(steps_of) < 4 and min(steps_of) > MOST * min(controls):

@@ -27,7 +27,7 @@ def objects(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)).partition("-")[0]: file.read_bytes() for file in path.glob("*/0/??/*")}
 
 
-def test_a_folder_of_an_earlier_version_is_opened_and_read(tmp_path: Path) -> None:
+def test_a_folder_of_an_earlier_version_is_opened_and_read(tmp_path):
     shutil.copytree(HERE / "disk", tmp_path / "disk")
     with opened(tmp_path / "disk") as subject:
         assert subject.get([*VALUES, "none"]) == [*VALUES.values(), "missing"]
@@ -36,7 +36,7 @@ def test_a_folder_of_an_earlier_version_is_opened_and_read(tmp_path: Path) -> No
     assert len(objects(tmp_path / "disk")) == 4
 
 
-def test_what_is_written_is_the_same_as_ever(tmp_path: Path) -> None:
+def test_what_is_written_is_the_same_as_ever(tmp_path):
     with opened(tmp_path) as subject:
         for key, value in VALUES.items():
             assert subject.put({key: value}) == [Status.OK]

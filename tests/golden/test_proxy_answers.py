@@ -11,7 +11,6 @@ import contextlib
 import json
 import re
 import tempfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +144,7 @@ async def _record_good_ones(found: list[str]) -> None:
 
 
 async def _record_refusals(found: list[str]) -> None:
-    async def slow() -> AsyncIterator[bytes]:
+    async def slow():
         yield b'{"prompt": '
         await asyncio.Event().wait()
 
@@ -235,7 +234,7 @@ async def _record_keys(found: list[str], folder: Path) -> None:
 
 
 @scenario
-async def test_the_proxys_answers_are_those_of_the_golden_file() -> None:
+async def test_the_proxys_answers_are_those_of_the_golden_file():
     assert await record() == GOLDEN.read_text()
 
 

@@ -45,14 +45,14 @@ def serving(page: Callable[[str], bytes | None]) -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Callable[[list[int]], list[int]]]:
+def alone():
     """What an engine without any cache answers to a prompt of `cluster_file`'s model."""
     from launch.engines.reference import GenerationRequest, ReferenceEngine  # torch, which most tests here do not need
 
     config = msgspec.convert(ENGINE, ReferenceEngineConfig)
     with closing(ReferenceEngine.open(config)) as engine:
 
-        def answer(prompt: list[int]) -> list[int]:
+        def answer(prompt):
             request = GenerationRequest(prompt=tuple(prompt), max_tokens=8)
             return [event.token for event in engine.submit(request)]
 
@@ -60,7 +60,7 @@ def alone() -> Iterator[Callable[[list[int]], list[int]]]:
 
 
 @pytest.fixture
-def well() -> Iterator[int]:
+def well():
     """Answers with metrics of a node that loads."""
     asked = itertools.count()
     with serving(lambda _: f'pd_cache_bytes_total{{op="retrieve"}} {next(asked) * 1_000_000}\n'.encode()) as port:
@@ -68,7 +68,7 @@ def well() -> Iterator[int]:
 
 
 @pytest.fixture
-def mute() -> Iterator[int]:
+def mute():
     """Accepts connections, and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as server:
         yield server.getsockname()[1]

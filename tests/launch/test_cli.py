@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -30,7 +29,7 @@ def refused(*arguments: object) -> str:
     return result.stderr
 
 
-def test_config_example_prints_a_file_that_config_check_takes(tmp_path: Path) -> None:
+def test_config_example_prints_a_file_that_config_check_takes(tmp_path):
     (tmp_path / "cluster.yaml").write_text(cli("config", "example", "two-machines").output)
     checked = cli("config", "check", "--file-only", "-c", tmp_path / "cluster.yaml").output
     assert "ok: two-machines: 1 master, 1 prefill, 1 decode, 1 proxy" in checked
@@ -40,14 +39,14 @@ def test_config_example_prints_a_file_that_config_check_takes(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "command", [["launch", "decode", "-c"], ["up", "-c"], ["config", "check", "-c"], ["demo", "-c"], ["doctor", "-c"]]
 )
-def test_every_command_refuses_a_bad_file_in_the_same_words(command: list[str], tmp_path: Path) -> None:
+def test_every_command_refuses_a_bad_file_in_the_same_words(command, tmp_path):
     file = cluster_file(tmp_path, cashe={})
     message = refused(*command, file)
     assert message.startswith(f"pd-cache: {file}:3: cashe: unknown key; did you mean cache?")
     assert len(message.splitlines()) == 1
 
 
-def test_launch_refuses_a_role_that_is_none_and_a_port_that_nobody_could_know(tmp_path: Path) -> None:
+def test_launch_refuses_a_role_that_is_none_and_a_port_that_nobody_could_know(tmp_path):
     file = cluster_file(tmp_path)
     assert "nodes[0].port: 0: a decode node has to know this port" in refused("launch", "decode", "-c", file)
     assert "Missing option '-c'" in refused("launch", "decode")
@@ -56,7 +55,7 @@ def test_launch_refuses_a_role_that_is_none_and_a_port_that_nobody_could_know(tm
     assert "'decoder' is not one of" in refused("launch", "decoder", "-c", file)
 
 
-def test_a_variable_names_the_file_in_place_of_c_but_not_for_demo(tmp_path: Path) -> None:
+def test_a_variable_names_the_file_in_place_of_c_but_not_for_demo(tmp_path):
     named = {"env": {"PD_CACHE_CONFIG": str(tmp_path / "missing.yaml")}}
     for command in (["up"], ["launch", "decode"], ["status"], ["config", "check"], ["doctor"], ["pool", "ls"]):
         assert "missing.yaml: cannot be read" in cli(*command, code=2, **named).stderr, command
@@ -65,17 +64,17 @@ def test_a_variable_names_the_file_in_place_of_c_but_not_for_demo(tmp_path: Path
     assert "PD_CACHE_CONFIG" not in shown
 
 
-def test_the_shell_can_complete_commands() -> None:
+def test_the_shell_can_complete_commands():
     done = run_program(_PD_CACHE_COMPLETE="bash_complete", COMP_WORDS="pd-cache con", COMP_CWORD="1")
     assert done.stdout == "plain,config\n"
 
 
-def test_up_refuses_a_file_whose_nodes_all_live_elsewhere(tmp_path: Path) -> None:
+def test_up_refuses_a_file_whose_nodes_all_live_elsewhere(tmp_path):
     nodes = [{"name": "m", "role": "master", "host": "192.0.2.1"}]
     assert "its hosts are 192.0.2.1" in refused("up", "-c", cluster_file(tmp_path, nodes=nodes))
 
 
-def test_a_model_or_a_vllm_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_model_or_a_vllm_that_is_not_there_is_refused_before_anything_starts(tmp_path):
     nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "d", "role": "decode"}]
     for model, executable, told in (
         (str(tmp_path / "nowhere"), sys.executable, "nowhere': is not a Hugging Face model folder"),
@@ -88,14 +87,14 @@ def test_a_model_or_a_vllm_that_is_not_there_is_refused_before_anything_starts(t
         cli("config", "check", "--file-only", "-c", file)
 
 
-def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path: Path) -> None:
+def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path):
     nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "d", "role": "decode", "port": 0}]
     file = cluster_file(tmp_path, nodes=nodes, transfer={"staging_size": "4KiB"})
     done = run_program("launch", "decode", "-c", file, code=2)
     assert "transfer.staging_size: 4KiB: the staging memory holds no slot of" in done.stderr
 
 
-def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path: Path) -> None:
+def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path):
     nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "s", "role": "store", "segment_size": "16MiB"}]
     file = cluster_file(tmp_path, nodes=nodes)
     with Process("store", program("launch", "store", "-c", file)) as store:
@@ -104,8 +103,8 @@ def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path: Path)
 
 
 def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives_it_and_its_note_is_not_believed(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     nodes = [free_node("master"), free_node("decode-0", segment_size="32MiB"), free_node("proxy")]
     file = cluster_file(tmp_path, nodes=nodes)
     with Process("up", program("up", "-c", file)) as up:
@@ -127,7 +126,7 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
     wait_for(lambda: not any(alive(one.pid) for one in family), 30, "every process being gone")
 
 
-def test_ctrl_c_while_up_starts_says_so_and_is_exit_code_130(tmp_path: Path) -> None:
+def test_ctrl_c_while_up_starts_says_so_and_is_exit_code_130(tmp_path):
     nobody = {"kind": "etcd", "endpoints": ["127.0.0.1:1"]}
     file = cluster_file(tmp_path, discovery=nobody, nodes=[free_node("store-0")])
     with Process("up", program("up", "-c", file)) as up:
@@ -137,7 +136,7 @@ def test_ctrl_c_while_up_starts_says_so_and_is_exit_code_130(tmp_path: Path) -> 
     assert "stopping store-0" in "".join(up.errors)
 
 
-def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_stops(tmp_path: Path) -> None:
+def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_stops(tmp_path):
     nodes = [free_node("master"), free_node("store-0", metrics_port=0)]
     with Process("up", program("up", "--drain", "30", "-c", cluster_file(tmp_path, nodes=nodes))) as up:
         wait_for(lambda: "all 2 nodes are ready" in up.lines, 180, "all nodes ready")
@@ -146,7 +145,7 @@ def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_st
     assert "nothing is moved: no node of another machine gives memory to the pool" in "".join(up.errors)
 
 
-def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path: Path) -> None:
+def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path):
     outcome: dict[str, Any] = json.loads(run_program("demo", "--json", "-c", cluster_file(tmp_path)).stdout)
     assert set(outcome) == {"all_equal", "requests"}
     assert outcome["all_equal"] is True
@@ -166,14 +165,14 @@ def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path
 
 
 @pytest.mark.parametrize("command", [["config", "example", "local"], ["status", "-c"], ["top", "--once", "-c"], ["size", "--help"]])  # fmt: skip
-def test_an_output_that_is_full_is_one_line_and_the_exit_code_1(command: list[str], tmp_path: Path) -> None:
+def test_an_output_that_is_full_is_one_line_and_the_exit_code_1(command, tmp_path):
     file = [cluster_file(tmp_path)] if command[-1] == "-c" else []
     with open("/dev/full", "w") as full:
         done = subprocess.run(program(*command, *file), cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "pd-cache: standard output: No space left on device\n")
 
 
-def test_words_that_are_not_utf_8_are_refused_and_names_of_files_are_not(tmp_path: Path) -> None:
+def test_words_that_are_not_utf_8_are_refused_and_names_of_files_are_not(tmp_path):
     file, odd = cluster_file(tmp_path), "\udcff"
     for command in (["explain"], ["explain", "--prompt", file, "--cache-salt"], ["pool", "rm"], ["drain"]):
         assert "'\\udcff' is not UTF-8" in refused(*command, odd, "-c", file)
@@ -181,7 +180,7 @@ def test_words_that_are_not_utf_8_are_refused_and_names_of_files_are_not(tmp_pat
     cli("config", "check", "--file-only", "-c", file.rename(tmp_path / odd))
 
 
-def test_config_check_warns_of_nodes_that_take_prompts_of_other_lengths(tmp_path: Path) -> None:
+def test_config_check_warns_of_nodes_that_take_prompts_of_other_lengths(tmp_path):
     engine = {"kind": "vllm", "model": "m", "args": {"max-model-len": 8192}}
     for args, warned in (({"max-model-len": 4096}, True), ({}, False)):
         nodes = [free_node("master"), free_node("prefill-0", args=args), free_node("decode-0")]
@@ -189,7 +188,7 @@ def test_config_check_warns_of_nodes_that_take_prompts_of_other_lengths(tmp_path
         assert ("warning: max-model-len differs: prefill-0 4096, decode-0 8192;" in done.stderr) == warned
 
 
-def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures() -> None:
+def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures():
     done = run_program("bench", "lookup", "--help")
     assert done.stdout.startswith("Usage: pd-cache bench lookup ")
     assert "--clients" in done.stdout
@@ -198,7 +197,7 @@ def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures() -> No
     assert re.search(r"^  ttft +time to first token", shown, re.MULTILINE)
 
 
-def test_a_table_in_a_pipe_is_not_wrapped(tmp_path: Path) -> None:
+def test_a_table_in_a_pipe_is_not_wrapped(tmp_path):
     file = cluster_file(tmp_path, nodes=[free_node("master")])
     for command, line in (
         ("status", "and this user has none running"),
@@ -207,13 +206,13 @@ def test_a_table_in_a_pipe_is_not_wrapped(tmp_path: Path) -> None:
         assert line in run_program(command, "-c", file, code=1).stdout, command
 
 
-def test_a_terminal_that_shows_ascii_only_gets_a_table(tmp_path: Path) -> None:
+def test_a_terminal_that_shows_ascii_only_gets_a_table(tmp_path):
     done = run_program("status", "-c", cluster_file(tmp_path), code=1, PYTHONIOENCODING="ascii", COLUMNS="60")
     assert done.stderr == ""
     assert "prefill-0" in done.stdout
 
 
-def test_config_check_says_which_nodes_are_this_machine_s_and_needs_no_vllm_for_those_of_others(tmp_path: Path) -> None:
+def test_config_check_says_which_nodes_are_this_machine_s_and_needs_no_vllm_for_those_of_others(tmp_path):
     nodes = [
         {"name": "m", "role": "master", "host": "198.51.100.1", "port": 50051},
         {"name": "d", "role": "decode", "host": "198.51.100.2", "port": 8200},
@@ -227,7 +226,7 @@ def test_config_check_says_which_nodes_are_this_machine_s_and_needs_no_vllm_for_
     assert cli("config", "check", "-c", here).stdout.endswith("on this machine: master\n")
 
 
-def test_config_check_asks_vllm_itself_about_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_check_asks_vllm_itself_about_its_flags(tmp_path, monkeypatch):
     package = tmp_path / "vllm" / "entrypoints" / "cli"
     package.mkdir(parents=True)
     (package / "serve.py").write_text(VLLM_SERVE)
@@ -250,9 +249,7 @@ def test_config_check_asks_vllm_itself_about_its_flags(tmp_path: Path, monkeypat
     assert "warning: vLLM's flags are not checked: " in cli("config", "check", "-c", good).stderr
 
 
-def test_config_check_says_all_that_this_machine_cannot_do_for_its_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_check_says_all_that_this_machine_cannot_do_for_its_nodes(tmp_path, monkeypatch):
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").write_text("raise ImportError('libibverbs.so.1: cannot open')")
     (tmp_path / "file").touch()
@@ -288,7 +285,7 @@ def cmd_init():
 """
 
 
-def test_a_bench_that_lacks_a_package_says_how_to_get_it() -> None:
+def test_a_bench_that_lacks_a_package_says_how_to_get_it():
     without = "import sys; sys.modules['transformers'] = None; from launch.cli import main; main(['bench', 'ttft'])"
     done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=False)
     assert done.returncode == 1

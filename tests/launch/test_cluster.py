@@ -6,10 +6,7 @@ import json
 import random
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,12 +23,12 @@ Tokens = list[int]
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     return tmp_path_factory.mktemp("cluster") / "cluster.yaml"
 
 
 @pytest.fixture(scope="module")
-def cluster(file: Path) -> Iterator[LocalCluster]:
+def cluster(file):
     """A healthy cluster that no test of this module breaks: the prefill node has a cache of its own, the decode node a cache server."""
     streams = {"wait_ms": 60_000, "stream": "always"}
     with started(file.parent, nodes=nodes_of_every_role(), handoff=streams) as running:
@@ -39,7 +36,7 @@ def cluster(file: Path) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture
-def prompt() -> Callable[..., Tokens]:
+def prompt():
     """Prompts that no other test has used."""
     rng = random.Random(time.monotonic_ns())
     return lambda length: [rng.randrange(512) for _ in range(length)]
@@ -67,7 +64,7 @@ def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_th
 
     answers: list[Answer] = []
 
-    def streamed() -> bool:
+    def streamed():
         tokens = prompt(960)
         answer = complete(cluster.urls["proxy"], tokens)
         assert answer.tokens == alone(tokens)
@@ -80,7 +77,7 @@ def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_th
     assert "came while the prefill node computed others" in told
 
 
-def test_a_stream_carries_the_same_tokens(cluster: LocalCluster, alone: Any, prompt: Any) -> None:
+def test_a_stream_carries_the_same_tokens(cluster, alone, prompt):
     tokens = prompt(2 * CHUNK + 3)
     text = complete(cluster.urls["proxy"], tokens, stream=True).body
     lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
@@ -91,7 +88,7 @@ def test_a_stream_carries_the_same_tokens(cluster: LocalCluster, alone: Any, pro
 
 
 @pytest.mark.usefixtures("patient")
-def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, file: Path) -> None:
+def test_status_tells_of_every_node(cluster, prompt, file):
     complete(cluster.urls["proxy"], prompt(2 * CHUNK))
     rows = {row["name"]: row for row in cli_json("status", "-c", file)["nodes"]}
     assert set(rows) == {node.name for node in cluster.config.nodes}
@@ -110,10 +107,10 @@ def test_status_tells_of_every_node(cluster: LocalCluster, prompt: Any, file: Pa
     assert "decode-0" in table
 
 
-def test_top_and_the_proxys_page_say_what_every_node_does(cluster: LocalCluster, prompt: Any, file: Path) -> None:
+def test_top_and_the_proxys_page_say_what_every_node_does(cluster, prompt, file):
     tokens = prompt(4 * CHUNK + 1)
 
-    def well(event: Any) -> bool:
+    def well(event):
         nodes = {node["name"]: node for node in event["nodes"]}
         told = all(nodes[name]["hit"] is not None for name in ("prefill-0", "decode-0"))
         return told and bool(event["segments"]) and all(segment["size"] for segment in event["segments"])
@@ -155,7 +152,7 @@ def test_with_other_weights_a_prompt_is_computed_and_stored_again(cluster, alone
 # --- explain ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_explained_hop_by_hop(cluster: LocalCluster, file: Path, prompt: Any) -> None:
+def test_a_request_is_explained_hop_by_hop(cluster, file, prompt):
     answer = complete(cluster.urls["proxy"], prompt(3 * CHUNK + 8))
     request = answer.headers["X-Request-Id"]
     prefill, decode = cli_json("explain", request, "-c", file)["hops"]
@@ -177,7 +174,7 @@ def test_a_request_is_explained_hop_by_hop(cluster: LocalCluster, file: Path, pr
 
 
 def test_a_prompt_is_explained_by_what_each_node_would_find(cluster, file, prompt, tmp_path):
-    def found(*more: str) -> set[tuple[Any, ...]]:
+    def found(*more):
         nodes = cli_json("explain", "--prompt", tmp_path / "prompt", "-c", file, *more)["nodes"]
         assert [one["node"] for one in nodes] == ["prefill-0", "decode-0"]
         return {(one["tokens"], one["found"], one["reason"]) for one in nodes}
@@ -232,7 +229,7 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
                 assert status["decode-0"] == "up"
             if victim == "store-0":
 
-                def evicted(tokens: Tokens = prompts[0]) -> bool:
+                def evicted(tokens=prompts[0]):
                     return (complete(url, tokens).body["pd_cache"]["prefill"] or {}).get("reason") == "evicted"
 
                 wait_for(evicted, what="chunks that went with their node count as evicted")

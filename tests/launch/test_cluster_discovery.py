@@ -6,7 +6,6 @@ import random
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ QUICK = TransferSettings(timeouts=Timeouts(get_ms=1000, put_ms=1000))
 
 
 @pytest.fixture(scope="module")
-def own_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+def own_etcd(tmp_path_factory):
     etcd = Etcd(tmp_path_factory.mktemp("etcd"))
     try:
         yield etcd.start()
@@ -48,7 +47,7 @@ def discovery(etcd: Etcd) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cluster(own_etcd: Etcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(own_etcd, tmp_path_factory):
     """The proxy looks into the pool before it asks a prefill node."""
     folder = tmp_path_factory.mktemp("cluster")
     with started(folder, discovery=discovery(own_etcd), proxy={}) as running:
@@ -130,8 +129,8 @@ def test_unreadable_records_stop_neither_routing_nor_joining(cluster, own_etcd, 
 
 @pytest.mark.usefixtures("patient")
 def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dropped_once_its_ttl_is_over(
-    cluster: LocalCluster, own_etcd: Etcd, tmp_path: Path
-) -> None:
+    cluster, own_etcd, tmp_path
+):
     with joined(own_etcd, tmp_path, "prefill-2", cache={"chunk_size": 2 * CHUNK}) as node:
         wait_for(lambda: node.address in health(cluster)["prefill"], 1, "the node is routed to")
         expected = f"chunk_size {2 * CHUNK} here, {CHUNK} on decode-0: these two never share a hit"
@@ -171,8 +170,8 @@ with stop_on_signals() as stop, serving("127.0.0.1", int(flags["--port"]), lambd
 
 @pytest.mark.usefixtures("patient")
 def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_before_vllm_ends(
-    cluster: LocalCluster, own_etcd: Etcd, tmp_path: Path
-) -> None:
+    cluster, own_etcd, tmp_path
+):
     executable = tmp_path / "vllm"
     executable.write_text(VLLM.format(python=sys.executable))
     executable.chmod(0o755)
@@ -202,7 +201,7 @@ def test_a_reset_finds_engines_from_a_file_that_names_none(cluster, own_etcd, tm
     assert len({tuple(answer.tokens) for answer in answers}) == 1
 
 
-def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr("launch.operate.watched.SYNC_S", 0.5)  # for an etcd that nobody answers for
     file = cluster_file(tmp_path, discovery={"kind": "etcd", "endpoints": ["127.0.0.1:1"]})
     found = cli_json("status", "-c", file, code=1)
@@ -210,10 +209,10 @@ def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path: Path, mo
     assert (found["well"], found["nodes"]) == (False, []), "every port of the file is one that `up` chooses"
 
 
-def test_what_a_request_stored_is_found_by_queries_for_every_node_that_could_load_it(cluster: LocalCluster) -> None:
+def test_what_a_request_stored_is_found_by_queries_for_every_node_that_could_load_it(cluster):
     tokens = [number % 500 for number in range(3 * CHUNK + 10)]
 
-    def there() -> int:
+    def there():
         answer = fetched(f"{cluster.urls['proxy']}/query", {"token_ids": tokens})
         hits = answer.body.get("default", {})  # 503 until the nodes have said how they name their chunks
         return int(hits["prefill-0"]["CPU"]) if "prefill-0" in hits else -1
@@ -223,7 +222,7 @@ def test_what_a_request_stored_is_found_by_queries_for_every_node_that_could_loa
     wait_for(lambda: there() == 3 * CHUNK, what="the pool has it")
 
 
-def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster: LocalCluster) -> None:
+def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster):
     first = ask(cluster, seed=1)
     before = handoffs(cluster, "in_pool")
     again: list[Answer] = []
@@ -257,7 +256,7 @@ def test_etcd_hangs_for_longer_than_every_lease_and_serving_does_not_notice(clus
     assert ask(cluster).status == 200
 
 
-def test_what_elected_masters_promise_is_found_where_the_file_names_none(make_etcd: Callable[..., Etcd]) -> None:
+def test_what_elected_masters_promise_is_found_where_the_file_names_none(make_etcd):
     etcd = make_etcd().start()
     config = ClusterConfig(
         name="test",

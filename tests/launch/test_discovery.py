@@ -49,7 +49,7 @@ WINDOW, WIDER = (
 )
 
 
-def test_a_record_with_the_namespaces_of_all_groups_of_layers_is_read_back_as_it_was_written() -> None:
+def test_a_record_with_the_namespaces_of_all_groups_of_layers_is_read_back_as_it_was_written():
     record = engine_record("a", NAMESPACE, WINDOW)
     read = decode_record(record.encode())
     assert read.encode() == record.encode()
@@ -80,7 +80,7 @@ def test_a_record_tells_what_clients_write_into_model_and_what_the_reference_eng
     assert (record.model, (told.kv_tokens, told.max_model_len), record.fingerprint) == (model, capacity, None)
 
 
-def test_a_cache_servers_record_tells_its_socket_its_metrics_and_its_memory_and_its_engines_give_none() -> None:
+def test_a_cache_servers_record_tells_its_socket_its_metrics_and_its_memory_and_its_engines_give_none():
     nodes = (
         MasterNode(name="m", lease_ttl_ms=6000),
         CacheServerNode(name="c", metrics_port=9100, segment_size=ByteSize(1 << 30)),
@@ -96,7 +96,7 @@ def test_a_cache_servers_record_tells_its_socket_its_metrics_and_its_memory_and_
     assert (master.metrics, master.lease_ttl_ms) == ("http://127.0.0.1:9003", 6000)
 
 
-def test_what_a_newer_version_adds_is_ignored() -> None:
+def test_what_a_newer_version_adds_is_ignored():
     raw = msgspec.json.encode({**msgspec.to_builtins(node("a", NAMESPACE)), "later": 1})
     assert decode_record(raw).name == "a"
     newer = {**msgspec.to_builtins(NAMESPACE), "codec": "int4"}
@@ -129,7 +129,7 @@ def test_what_a_newer_version_adds_is_ignored() -> None:
         ({"events": "inproc://x"}, "matching regex"),
     ],
 )
-def test_what_is_no_record_is_refused_in_words(fields: bytes | dict[str, object], told: str) -> None:
+def test_what_is_no_record_is_refused_in_words(fields, told):
     good = {"name": "a", "role": "prefill", "address": "http://h:1"}
     raw = fields if isinstance(fields, bytes) else msgspec.json.encode(good | fields)
     with pytest.raises(RecordError, match=told):
@@ -168,11 +168,11 @@ DRAFTER = msgspec.structs.replace(NAMESPACE, group="4", keeps="every token, for 
     ],
     ids=["none", "no cache", "a field", "two fields", "a window", "a drafter"],
 )
-def test_a_node_that_differs_is_told_in_what(others: list[NodeRecord], told: str) -> None:
+def test_a_node_that_differs_is_told_in_what(others, told):
     assert differences([*USUAL, *others]) == ({"c": told} if told else {})
 
 
-def test_a_node_whose_master_has_moved_is_told_to_be_started_again() -> None:
+def test_a_node_whose_master_has_moved_is_told_to_be_started_again():
     old, new = "10.0.0.1:50051", "10.0.0.1:50052"
     expected = {"a": old, "b": new, "c": "etcd://10.0.0.1:2379/c", "d": None}
     nodes = [msgspec.structs.replace(node(name), master=master) for name, master in expected.items()]
@@ -211,7 +211,7 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("events", HISTORIES.values(), ids=HISTORIES)
-def test_the_view_after_each_event(events: list[tuple[float, str, str, str]]) -> None:
+def test_the_view_after_each_event(events):
     members = Membership(grace_s=5)
     for now, what, nodes, expected in events:
         happen(members, what, nodes, now)
@@ -236,7 +236,7 @@ def shown(view: View) -> str:
     return text + ("" if view.stale_since is None else "!")
 
 
-def test_the_nodes_of_the_file_are_believed_until_the_first_list() -> None:
+def test_the_nodes_of_the_file_are_believed_until_the_first_list():
     members = Membership(5, [node("a"), node("b")])
     assert shown(members.view()) == "ab"
     members.sync([node("b")], 0)

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -17,7 +16,7 @@ from launch.discovery import View
 from launch.discovery.etcd import EtcdRegistration, EtcdWatch, load_etcd3, prefix_of
 from pd_cache.cluster import EtcdDiscovery, NodeRecord, TlsConfig
 from pd_cache.errors import ConfigError
-from tests.support.etcd import PASSWORD, Etcd, make_certificates
+from tests.support.etcd import PASSWORD, make_certificates
 from tests.support.needs import needs_etcd
 from tests.support.waiting import wait_for
 
@@ -26,7 +25,7 @@ CLUSTER = "test"
 
 
 @pytest.fixture(autouse=True)
-def no_file_left_open() -> Iterator[None]:
+def no_file_left_open():
     load_etcd3().client(port=1).close()  # grpc opens some files for the process when it is first used
     before = psutil.Process().num_fds()
     yield
@@ -53,7 +52,7 @@ def sees(watch: EtcdWatch, *expected: str) -> Callable[[], bool]:
     return lambda: names(watch.view()) == list(expected)
 
 
-def test_a_node_is_seen_once_it_registers_and_gone_once_it_leaves(etcd: Etcd) -> None:
+def test_a_node_is_seen_once_it_registers_and_gone_once_it_leaves(etcd):
     settings = etcd.settings(endpoints=("127.0.0.1:1", etcd.endpoint))  # the other one is tried
     with EtcdWatch(settings, CLUSTER) as watch, EtcdWatch(etcd.settings(), CLUSTER + "-2") as other:
         assert watch.wait_synced(60)
@@ -65,7 +64,7 @@ def test_a_node_is_seen_once_it_registers_and_gone_once_it_leaves(etcd: Etcd) ->
         wait_for(sees(watch), 1, "the node is gone")
 
 
-def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away(etcd: Etcd) -> None:
+def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away(etcd):
     seen: list[list[str]] = []  # it may be gone for a moment only
     with (
         registered(etcd.settings(), "a") as registration,
@@ -83,7 +82,7 @@ def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away(etcd:
             wait_for(sees(watch, "a"), 3, "registered again")
 
 
-def test_a_name_that_is_used_twice_is_told_and_not_fought_over(etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_name_that_is_used_twice_is_told_and_not_fought_over(etcd, caplog):
     with registered(etcd.settings(), "a", "first"), EtcdWatch(etcd.settings(), CLUSTER) as watch:
         with registered(etcd.settings(), "a", "second"):
             wait_for(lambda: "another process registered as a" in caplog.text, 5, "the first one logs it")
@@ -95,7 +94,7 @@ def test_a_name_that_is_used_twice_is_told_and_not_fought_over(etcd: Etcd, caplo
 
 
 @pytest.mark.parametrize("wiped", [True, False], ids=["killed and wiped", "stopped for longer than the lease"])
-def test_an_outage_changes_nothing_but_the_mark_and_is_repaired(wiped: bool, make_etcd: Callable[..., Etcd]) -> None:
+def test_an_outage_changes_nothing_but_the_mark_and_is_repaired(wiped, make_etcd):
     etcd = make_etcd().start()
     views: list[View] = []
     with (
@@ -122,7 +121,7 @@ def test_an_outage_changes_nothing_but_the_mark_and_is_repaired(wiped: bool, mak
         assert all("a" in names(view) for view in views), "a node that was alive was never dropped"
 
 
-def test_a_watch_goes_on_after_a_compaction(make_etcd: Callable[..., Etcd]) -> None:
+def test_a_watch_goes_on_after_a_compaction(make_etcd):
     etcd = make_etcd().start()
     with closing(etcd.client()) as client, EtcdWatch(etcd.settings(), CLUSTER) as watch:
         with registered(etcd.settings(), "a"):
@@ -138,7 +137,7 @@ def test_a_watch_goes_on_after_a_compaction(make_etcd: Callable[..., Etcd]) -> N
             wait_for(lambda: "b" in names(watch.view()), 2, "news arrive")
 
 
-def test_with_etcd_away_at_the_start_the_nodes_of_the_file_count(make_etcd: Callable[..., Etcd]) -> None:
+def test_with_etcd_away_at_the_start_the_nodes_of_the_file_count(make_etcd):
     etcd = make_etcd()
     with EtcdWatch(etcd.settings(), CLUSTER, seeds=[record("a")]) as watch, closing(EtcdRegistration(etcd.settings(), CLUSTER)) as late:  # fmt: skip
         late.announce(record("b"))
@@ -149,7 +148,7 @@ def test_with_etcd_away_at_the_start_the_nodes_of_the_file_count(make_etcd: Call
         wait_for(sees(watch, "b"), 8, "who does not is dropped after the grace")
 
 
-def test_closing_with_etcd_away_takes_no_longer_than_a_call(make_etcd: Callable[..., Etcd]) -> None:
+def test_closing_with_etcd_away_takes_no_longer_than_a_call(make_etcd):
     etcd = make_etcd().start()
     with EtcdWatch(etcd.settings(), CLUSTER), registered(etcd.settings(), "a"):
         etcd.send(signal.SIGSTOP)
@@ -171,7 +170,7 @@ UNREADABLE = {
 }
 
 
-def test_unreadable_records_concern_the_nodes_of_their_names_only(etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_records_concern_the_nodes_of_their_names_only(etcd, caplog):
     with ExitStack() as stack:
         client = stack.enter_context(closing(etcd.client()))
         stack.enter_context(registered(etcd.settings(), "a"))
@@ -194,7 +193,7 @@ def test_unreadable_records_concern_the_nodes_of_their_names_only(etcd: Etcd, ca
     assert "Traceback" not in caplog.text
 
 
-def test_neither_megabytes_of_junk_nor_thousands_of_records_hide_a_node(make_etcd: Callable[..., Etcd]) -> None:
+def test_neither_megabytes_of_junk_nor_thousands_of_records_hide_a_node(make_etcd):
     etcd = make_etcd().start()
     with closing(etcd.client()) as client, registered(etcd.settings(), "a"):
         for number in range(84):
@@ -228,7 +227,7 @@ def test_every_way_to_reach_etcd(users, tls, make_etcd, certificates):
         wait_for(sees(watch), 2, "gone")
 
 
-def test_a_login_that_etcd_has_forgotten_is_renewed(make_etcd: Callable[..., Etcd]) -> None:
+def test_a_login_that_etcd_has_forgotten_is_renewed(make_etcd):
     etcd = make_etcd().start()
     etcd.enable_users(CLUSTER)
     with EtcdWatch(etcd.settings(), CLUSTER) as watch, registered(etcd.settings(), "a"):
@@ -260,7 +259,7 @@ def test_a_server_that_another_authority_signed_is_not_believed(make_etcd, certi
         assert not watch.wait_synced(0)
 
 
-def test_a_password_file_that_cannot_be_read_is_told_at_once(tmp_path: Path) -> None:
+def test_a_password_file_that_cannot_be_read_is_told_at_once(tmp_path):
     settings = EtcdDiscovery(endpoints=("127.0.0.1:1",), user="a", password_file=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"discovery\.password_file: .*none"):
         EtcdWatch(settings, CLUSTER)

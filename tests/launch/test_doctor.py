@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +17,7 @@ from tests.support.cli import cli, cli_json
 from tests.support.cluster import broken, examined, nodes_of_every_role, started
 from tests.support.pool import Pool, free_port
 from tests.support.waiting import PATIENCE_S
-from transfer import GetResult, MooncakeStore
+from transfer import MooncakeStore
 from transfer.store import Pending, load_mooncake
 
 pytestmark = pytest.mark.slow(seconds=70)
@@ -39,7 +37,7 @@ def keys_of_doctors(pool: Pool) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def file(tmp_path_factory):
     """The file of a healthy cluster that no test of this module breaks."""
     folder = tmp_path_factory.mktemp("cluster")
     with started(folder, nodes=nodes_of_every_role()):
@@ -71,7 +69,7 @@ def test_a_healthy_cluster_is_told_to_be_one_by_every_check_in_a_table_that_fits
 
 
 @pytest.mark.usefixtures("patient")
-def test_without_a_file_only_this_machine_is_looked_at() -> None:
+def test_without_a_file_only_this_machine_is_looked_at():
     report = doctor(code=None)
     subjects = {finding.check.split(".")[0] for finding in report.findings}
     assert subjects == {"libraries", "rdma", "memory", "cluster"}
@@ -99,7 +97,7 @@ def test_a_stopped_store_node_breaks_its_segment_within_the_deadline_and_the_pro
 
 
 @pytest.mark.usefixtures("patient")
-def test_rdma_without_a_device_is_broken_and_nothing_runs_over_tcp_instead(file: Path, tmp_path: Path) -> None:
+def test_rdma_without_a_device_is_broken_and_nothing_runs_over_tcp_instead(file, tmp_path):
     if Path("/sys/class/infiniband").is_dir():
         pytest.skip("this machine has RDMA devices")
     report = doctor("-c", changed(file, tmp_path, "transfer", protocol="rdma"))
@@ -118,7 +116,7 @@ def test_a_second_pool_that_does_not_answer_is_a_warning(file, pool, tmp_path, m
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_full_segment_is_a_warning_and_nobodys_chunks_are_evicted_for_it(make_pool: Callable[..., Pool]) -> None:
+def test_a_full_segment_is_a_warning_and_nobodys_chunks_are_evicted_for_it(make_pool):
     pool = make_pool(segment="32MiB").start()
     pinned = load_mooncake().ReplicateConfig()
     pinned.with_hard_pin = True
@@ -136,10 +134,10 @@ def _probe(pool: Pool, segments: list[Segment] | None = None) -> list[Finding]:
     return list(probe_findings(load_config(pool.file), segments, pool.address, pool.metrics, "127.0.0.1"))
 
 
-def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool, monkeypatch):
     seen = []
 
-    def stopped(*_: Any, **__: Any) -> Any:
+    def stopped(*_, **__):
         seen.extend(keys_of_doctors(pool))
         raise KeyboardInterrupt
 
@@ -151,7 +149,7 @@ def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool: Pool, monkeypa
     monkeypatch.undo()
     results, interrupts = Pending.results, iter([KeyboardInterrupt])
 
-    def interrupted(pending: Pending[Any]) -> list[Any]:
+    def interrupted(pending):
         for error in interrupts:
             raise error
         return results(pending)
@@ -163,10 +161,10 @@ def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool: Pool, monkeypa
 
 
 @pytest.mark.usefixtures("patient")
-def test_bytes_that_come_back_changed_are_broken(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_come_back_changed_are_broken(pool, monkeypatch):
     get = MooncakeStore.start_get
 
-    def damaged(store: MooncakeStore, keys: Any, slots: Any, *, timeout: float) -> Pending[GetResult]:
+    def damaged(store, keys, slots, *, timeout):
         pending = get(store, keys, slots, timeout=timeout)
         pending.results()
         slots[3].view[100] ^= 1
@@ -179,7 +177,7 @@ def test_bytes_that_come_back_changed_are_broken(pool: Pool, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("patient")
-def test_an_object_that_landed_elsewhere_does_not_count_for_the_segment(pool: Pool) -> None:
+def test_an_object_that_landed_elsewhere_does_not_count_for_the_segment(pool):
     nobody = Segment("127.0.0.1:9", 256 << 20, "127.0.0.1:9")  # Mooncake ignores a segment that it does not know
     (finding,) = _probe(pool, [nobody])
     assert finding.verdict is Verdict.WARNING

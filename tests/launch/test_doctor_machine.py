@@ -60,7 +60,7 @@ def node(name: str, role: str = "prefill", state: str = "up", why: str = "", dif
 # --- libraries -------------------------------------------------------------------------------------------------------
 
 
-def test_the_wheel_of_this_environment_is_found_whole() -> None:
+def test_the_wheel_of_this_environment_is_found_whole():
     found = list(library_findings())
     assert [finding for finding in found if finding.verdict is not Verdict.OK] == []
     assert {finding.check for finding in found} == {"libraries.wheel", "libraries.import"}
@@ -69,13 +69,13 @@ def test_the_wheel_of_this_environment_is_found_whole() -> None:
 # --- rdma ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_device_rdma_is_broken_where_the_file_wants_it_and_skipped_elsewhere(tmp_path: Path) -> None:
+def test_without_a_device_rdma_is_broken_where_the_file_wants_it_and_skipped_elsewhere(tmp_path):
     assert [one.verdict for one in rdma_findings(RDMA, tmp_path)] == [Verdict.BROKEN]
     assert [one.verdict for one in rdma_findings(TransferSettings(), tmp_path)] == [Verdict.SKIPPED]
     assert [one.verdict for one in rdma_findings(None, tmp_path)] == [Verdict.SKIPPED]
 
 
-def test_a_roce_port_that_is_active_and_routable_is_well_if_a_container_has_the_verbs_devices(tmp_path: Path) -> None:
+def test_a_roce_port_that_is_active_and_routable_is_well_if_a_container_has_the_verbs_devices(tmp_path):
     device(tmp_path, gids={LINK_LOCAL: "IB/RoCE v1", ROCE: "RoCE v2"})
     found = by_check(rdma_findings(RDMA, tmp_path))
     assert {finding.verdict for finding in found.values()} == {Verdict.OK}
@@ -125,7 +125,7 @@ def free(cluster: ClusterConfig, root: Path, running: Iterable[str] = ()) -> Fin
     return memory_finding(cluster, cluster.nodes, set(running), root)
 
 
-def test_what_others_use_of_the_memory_counts_until_the_node_runs(tmp_path: Path) -> None:
+def test_what_others_use_of_the_memory_counts_until_the_node_runs(tmp_path):
     cluster, root = stores("40GiB"), machine(tmp_path)
     assert free(cluster, root).verdict is Verdict.BROKEN
     assert free(stores("30GiB"), root).verdict is Verdict.WARNING
@@ -133,7 +133,7 @@ def test_what_others_use_of_the_memory_counts_until_the_node_runs(tmp_path: Path
     assert free(cluster, root, {"s0"}).verdict is Verdict.OK, "it has its memory already"
 
 
-def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path: Path) -> None:
+def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path):
     root = machine(tmp_path)
     write(root, "proc/self/cgroup", "0::/pod/container")
     files = {"memory.max": 8 * GIB, "memory.current": 5 * GIB, "memory.stat": f"inactive_file {GIB}"}
@@ -146,14 +146,14 @@ def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path: Path) 
 # --- network ---------------------------------------------------------------------------------------------------------
 
 
-def test_segments_given_out_as_loopback_are_broken_in_a_cluster_of_several_hosts() -> None:
+def test_segments_given_out_as_loopback_are_broken_in_a_cluster_of_several_hosts():
     segments = [Segment("127.0.0.1:50052", GIB, "127.0.0.1:15001"), Segment("10.0.0.1:50052", GIB, "10.0.0.1:15001")]
     found = list(advertised_findings({"10.0.0.1", "10.0.0.2"}, segments))
     assert [one.about for one in found] == ["127.0.0.1:50052"]
     assert list(advertised_findings({"127.0.0.1"}, segments)) == []
 
 
-def test_a_server_of_metadata_that_cannot_be_reached_is_broken() -> None:
+def test_a_server_of_metadata_that_cannot_be_reached_is_broken():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         there = f"127.0.0.1:{listening.getsockname()[1]}"
         assert metadata_finding(f"etcd://{there}").verdict is Verdict.OK
@@ -171,7 +171,7 @@ def of_cluster(check: str, rows: list[NodeStatus], **more: Any) -> list[Finding]
     return [one for one in cluster_findings(status) if one.check == f"cluster.{check}"]
 
 
-def test_nodes_of_another_version_are_a_warning() -> None:
+def test_nodes_of_another_version_are_a_warning():
     rows = [node("a", version="0.0.9"), node("b", version=pd_cache.__version__), node("c")]
     found = {one.about: one.verdict for one in of_cluster("version", rows)}
     assert found == {"a": Verdict.WARNING, "": Verdict.OK}
@@ -200,7 +200,7 @@ def test_versions_of_mooncake_that_fail_together_are_broken_and_untried_ones_a_w
 
 
 @pytest.mark.parametrize(("model", "verdict"), [("m", Verdict.BROKEN), ("other", Verdict.WARNING)])
-def test_a_node_that_never_shares_a_hit_is_broken_unless_it_serves_another_model(model: str, verdict: Verdict) -> None:
+def test_a_node_that_never_shares_a_hit_is_broken_unless_it_serves_another_model(model, verdict):
     rows = [
         node("a", model="m", fingerprint="1"),
         node("b", model="m", fingerprint="1"),
@@ -209,7 +209,7 @@ def test_a_node_that_never_shares_a_hit_is_broken_unless_it_serves_another_model
     assert [(one.about, one.verdict) for one in of_cluster("fingerprint", rows)] == [("c", verdict)]
 
 
-def test_a_node_that_is_down_is_to_be_started_and_one_that_is_not_well_is_not() -> None:
+def test_a_node_that_is_down_is_to_be_started_and_one_that_is_not_well_is_not():
     rows = [
         node("a", state="down", why="refused"),
         node("b"),
@@ -224,7 +224,7 @@ def test_a_node_that_is_down_is_to_be_started_and_one_that_is_not_well_is_not() 
     assert found["c"] == (Verdict.BROKEN, "its log, and the other findings about it"), "what answers is not to be ended"
 
 
-def test_memory_that_nodes_promise_and_the_pool_lacks_is_broken() -> None:
+def test_memory_that_nodes_promise_and_the_pool_lacks_is_broken():
     store = node("s", "store", address="10.0.0.1:0", capacity=Capacity(segment_bytes=GIB))
     master = node("m", "master", address="10.0.0.1:50051")
     master.leads = LEADER

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -69,8 +69,8 @@ def drained(
 
 
 def test_nothing_is_lost_while_prompts_are_looked_up_loaded_and_stored_and_then_the_node_may_go_and_come_back(
-    make_pool: Callable[..., Pool],
-) -> None:
+    make_pool,
+):
     pool = make_pool(lease_ttl_ms=5_000).start()
     with host(pool, model="drained") as node, host(pool, model="drained") as busy:
         for prompt in PROMPTS:
@@ -80,7 +80,7 @@ def test_nothing_is_lost_while_prompts_are_looked_up_loaded_and_stored_and_then_
         assert segment(pool, 0).allocator_used_bytes > 0
         stop, hits = threading.Event(), []
 
-        def work() -> None:
+        def work():
             new = 0
             while not stop.wait(0.1):
                 hits.extend(loads(busy, prompt) for prompt in PROMPTS[:8])  # always leased
@@ -122,7 +122,7 @@ def test_a_drain_that_is_stopped_is_canceled_and_the_node_takes_objects_again(ho
     pool = half_full(make_pool, 200, lease_ttl_ms=5_000)
     stop = StopFlag()
 
-    def told(state: Drain) -> None:
+    def told(state):
         if how == "a signal" and state.moved:
             stop.set()
 
@@ -135,7 +135,7 @@ def test_a_drain_that_is_stopped_is_canceled_and_the_node_takes_objects_again(ho
 
 
 @pytest.fixture(scope="module")
-def two_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def two_stores(tmp_path_factory):
     pool = Pool(tmp_path_factory.mktemp("two"), segment="32MiB", client_ttl_s=60)
     try:
         yield pool.start("master", "store-0", "store-1")
@@ -162,7 +162,7 @@ def test_wrong_input_is_refused_and_changes_nothing(arguments, code, said, two_s
 
 
 def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_second_drain_helps_the_first(two_stores):
-    def refused(node: str = "store-0") -> str:
+    def refused(node="store-0"):
         done = cli("drain", node, "-c", two_stores.file, code=1)
         assert done.stdout == ""
         return done.stderr
@@ -187,7 +187,7 @@ def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_se
     assert f"no master that leads has answered (master: down {metrics}: Connection refused)" in refused()
 
 
-def test_a_second_drain_that_is_stopped_leaves_the_first_alone(make_pool: Callable[..., Pool]) -> None:
+def test_a_second_drain_that_is_stopped_leaves_the_first_alone(make_pool):
     pool = half_full(make_pool, 40, lease_ttl_ms=5_000)
     assert begin_drain(pool.metrics, [pool.segment(0)], 4) is not None
     stop = StopFlag()
@@ -201,7 +201,7 @@ def test_leased_objects_are_listed_once_and_moved_whatever_other_programs_call_t
     pool = half_full(make_pool, 70, lease_ttl_ms=60_000)
     lists = []
 
-    def listed(*arguments: Any) -> tuple[list[str], list[str]]:
+    def listed(*arguments):
         lists.append(keys_in(*arguments))
         return lists[-1]
 
@@ -233,7 +233,7 @@ def test_leased_objects_are_listed_once_and_moved_whatever_other_programs_call_t
 def test_a_drain_ends_at_once_when_one_of_its_parts_goes_and_the_node_takes_objects_again(goes, said, make_pool):
     pool = half_full(make_pool, client_ttl_s=60 if goes == "master" else 2)
 
-    def told(state: Drain) -> None:
+    def told(state):
         if state.moved and goes in pool.nodes:
             (pool.kill if goes == "store-0" else pool.stop)(goes)
             if goes == "master":
@@ -259,7 +259,7 @@ def test_a_drain_is_not_canceled_by_a_master_that_stands_still_and_says_so_soon(
     stop = StopFlag()
     (master,) = psutil.Process(pool.nodes["master"].process.pid).children()
 
-    def told(state: Drain) -> None:
+    def told(state):
         suspend(master)
         if signaled:
             stop.set()

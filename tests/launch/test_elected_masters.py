@@ -6,8 +6,6 @@ One cluster for all tests: it takes a minute to start and to stop.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -49,19 +47,19 @@ def hit(cluster: LocalCluster) -> bool:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind():
     """Of all tests together: they start etcd anew."""
     with no_leaks():
         yield
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     return tmp_path_factory.mktemp("elected") / "cluster.yaml"
 
 
 @pytest.fixture(scope="module")
-def elected(file: Path) -> Iterator[tuple[LocalCluster, Etcd]]:
+def elected(file):
     etcd = Etcd(file.parent)
     try:
         nodes = [
@@ -97,7 +95,7 @@ def test_hits_survive_every_way_in_which_etcd_fails_and_then_the_death_of_the_le
     """One cluster: an outage is followed by the next."""
     cluster, etcd = elected
 
-    def led() -> bool:
+    def led():
         return "leader" in {role(cluster, name) for name in MASTERS}
 
     assert sorted(role(cluster, name) for name in MASTERS) == ["leader", "standby"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 
 import pytest
@@ -45,7 +44,7 @@ def test_a_master_is_started_anew_if_it_and_etcd_differ_for_long_enough(etcd, na
     assert not watch.lost(), "it counts anew"
 
 
-def test_a_master_is_started_anew_if_others_take_turns_to_be_named_and_none_stays(etcd: Etcd) -> None:
+def test_a_master_is_started_anew_if_others_take_turns_to_be_named_and_none_stays(etcd):
     clock = Clock()
     watch = ElectionWatch(etcd.settings(), "elected", OURS, lambda: False, clock)
     for clock.now in (0.0, DISAGREES_S / 2, DISAGREES_S):
@@ -57,7 +56,7 @@ def test_a_master_is_started_anew_if_others_take_turns_to_be_named_and_none_stay
         assert not watch.lost()
 
 
-def test_while_etcd_is_away_no_master_is_started_anew(make_etcd: Callable[..., Etcd]) -> None:
+def test_while_etcd_is_away_no_master_is_started_anew(make_etcd):
     etcd = make_etcd().start()
     clock = Clock()
     watch = ElectionWatch(etcd.settings(), "elected", OURS, lambda: True, clock)

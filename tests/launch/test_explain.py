@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,7 +20,6 @@ from tests.support.cli import cli, cli_json
 from tests.support.cluster import cluster_file, free_node
 from tests.support.engines import CHUNK as SMALL
 from tests.support.engines import host
-from tests.support.pool import Pool
 from tests.support.proxy import NAMESPACE
 
 pytestmark = pytest.mark.slow
@@ -35,7 +33,7 @@ def telling(pages: dict[str, object]) -> AbstractContextManager[int]:
     return serving(lambda path: json.dumps(pages[path]).encode() if path in pages else None)
 
 
-def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(tmp_path: Path) -> None:
+def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(tmp_path):
     """vLLM's streams have none."""
     reports = {name: msgspec.to_builtins(RequestReport.of(20, 8, reason=name)) for name in ("evicted", "damaged")}
     with ExitStack() as stack:
@@ -59,7 +57,7 @@ def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(t
     assert explained["unanswered"] == {"decode-1": "down: 127.0.0.1:1: Connection refused"}
 
 
-def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool: Pool, tmp_path: Path) -> None:
+def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool, tmp_path):
     tokens = list(range(3 * SMALL + 1))
     with ExitStack() as stack:
         storer, stranger = (stack.enter_context(host(pool, model=uuid.uuid4().hex)) for _ in range(2))
@@ -98,7 +96,7 @@ def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool: Pool
         (("--prompt", "nowhere"), "--prompt: nowhere: No such file or directory"),
     ],
 )
-def test_a_command_that_cannot_be_meant_is_refused(arguments: tuple[str, ...], told: str) -> None:
+def test_a_command_that_cannot_be_meant_is_refused(arguments, told):
     result = cli("explain", *arguments, "-c", example_file("local"), code=2)
     assert told in result.stderr
     assert result.stdout == ""
@@ -114,14 +112,14 @@ def test_a_command_that_cannot_be_meant_is_refused(arguments: tuple[str, ...], t
         (b"\xff\xfe", "'utf-8' codec can't decode"),
     ],
 )
-def test_a_file_that_is_no_prompt_is_refused(content: bytes, told: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_prompt_is_refused(content, told, tmp_path):
     (tmp_path / "prompt").write_bytes(content)
     result = cli("explain", "--prompt", tmp_path / "prompt", "-c", example_file("local"), code=2)
     assert told in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_cluster_that_does_not_run_explains_nothing(tmp_path: Path) -> None:
+def test_a_cluster_that_does_not_run_explains_nothing(tmp_path):
     (tmp_path / "prompt").write_text("[1, 2, 3]")
     asked = ("-c", example_file("local"))
     nodes = cli_json("explain", "--prompt", tmp_path / "prompt", *asked, code=1)["nodes"]
@@ -130,7 +128,7 @@ def test_a_cluster_that_does_not_run_explains_nothing(tmp_path: Path) -> None:
     assert {"proxy"} < set(unanswered)
 
 
-def test_of_a_node_whose_block_hashes_cannot_be_computed_here_its_line_says_so() -> None:
+def test_of_a_node_whose_block_hashes_cannot_be_computed_here_its_line_says_so():
     space = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=describe_hashes("xxhash", "7", ""))
     record = NodeRecord(name="d", role="decode", address="http://h:1", **space.described())
     one = ExplainedNode("d", "decode")

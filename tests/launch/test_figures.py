@@ -50,7 +50,7 @@ def rates(*readings: tuple[float, str]) -> Rates:
     return history(*readings).rates(readings[-1][0])
 
 
-def test_since_its_start_one_reading_says_what_a_node_found_and_how_long_it_took() -> None:
+def test_since_its_start_one_reading_says_what_a_node_found_and_how_long_it_took():
     found = NodeHistory(since_start=True)
     begun = time.time() - 100
     for at in (5.0, 7.0):
@@ -61,7 +61,7 @@ def test_since_its_start_one_reading_says_what_a_node_found_and_how_long_it_took
     assert [reason for reason, _, _ in rates.missed] == ["never_stored"]
 
 
-def test_rates_are_increments_a_second() -> None:
+def test_rates_are_increments_a_second():
     nodes = history((5.0, text(load=100, lookups=1)), (7.0, text(load=300, store=50, lookups=9, evicted=4)))
     found, last = nodes.rates(7.0), nodes.last
     assert (found.load, found.store, found.lookups, found.evictions) == (100.0, 25.0, 4.0, {"memory": 2.0})
@@ -73,11 +73,11 @@ def test_rates_are_increments_a_second() -> None:
     [(text(load=1000), text(load=40)), ("", text(load=40))],
     ids=["lower than before", "not there before"],
 )
-def test_a_counter_that_has_begun_at_zero_again_is_all_new(before: str, after: str) -> None:
+def test_a_counter_that_has_begun_at_zero_again_is_all_new(before, after):
     assert rates((5.0, before), (7.0, after)).load == 20.0
 
 
-def test_a_trend_goes_on_at_zero_while_a_node_is_silent_and_has_a_bound() -> None:
+def test_a_trend_goes_on_at_zero_while_a_node_is_silent_and_has_a_bound():
     found = history((5.0, text(load=10)), (5.0, text(load=90)))
     assert found.rates(5.0) is None, "a reading that is not later is ignored, and one says nothing of rates"
     found.add(read_node(read_samples(text(load=30)), 7.0))
@@ -88,7 +88,7 @@ def test_a_trend_goes_on_at_zero_while_a_node_is_silent_and_has_a_bound() -> Non
     assert len(found.trend("load")) == 240
 
 
-def test_prompt_tokens_are_split_by_where_their_kv_came_from() -> None:
+def test_prompt_tokens_are_split_by_where_their_kv_came_from():
     found = rates((0.0, text()), (2.0, text(at_hand=10, loaded=60, computed=30, memory=1, pool=2)))
     assert found.sources == pytest.approx(
         {"engine": 0.1, "memory": 0.2, "disk": 0.0, "pool": 0.4, "loaded": 0.0, "computed": 0.3}
@@ -96,13 +96,13 @@ def test_prompt_tokens_are_split_by_where_their_kv_came_from() -> None:
     assert found.hit == pytest.approx(0.6), "what the engine had at hand was not loaded"
 
 
-def test_loads_of_a_node_that_does_not_count_by_tier_are_those_of_its_only_tier() -> None:
+def test_loads_of_a_node_that_does_not_count_by_tier_are_those_of_its_only_tier():
     only = 'pd_cache_tier_bytes{tier="mooncake"} 0\npd_cache_tier_bytes{tier="mooncake-1"} 0\n'
     found = rates((0.0, only + text()), (2.0, only + text(loaded=60, computed=40))).sources
     assert found == {"engine": 0.0, "memory": 0.0, "disk": 0.0, "pool": 0.6, "loaded": 0.0, "computed": 0.4}
 
 
-def test_loads_of_an_engine_with_a_cache_server_are_split_as_the_server_read() -> None:
+def test_loads_of_an_engine_with_a_cache_server_are_split_as_the_server_read():
     engine = history((0.0, text()), (2.0, text(loaded=60, computed=40)))
     assert engine.rates(2.0).sources["loaded"] == 0.6, "the engine alone does not know"
     server = history((0.0, text()), (2.0, text(memory=2, pool=1)))
@@ -112,13 +112,13 @@ def test_loads_of_an_engine_with_a_cache_server_are_split_as_the_server_read() -
     assert merged_sources([], [server], 2.0) is None
 
 
-def test_shares_are_of_the_last_minute_only() -> None:
+def test_shares_are_of_the_last_minute_only():
     found = rates((0.0, text()), (2.0, text(computed=90)), (70.0, text(computed=90, loaded=10, pool=1)))
     assert found.hit == 1.0
     assert rates((0.0, text()), (2.0, text(loaded=90)), (70.0, text(loaded=90))).hit is None
 
 
-def test_quantiles_are_those_of_the_increments() -> None:
+def test_quantiles_are_those_of_the_increments():
     found = rates((0.0, text(quick=1000, lookups=1000)), (2.0, text(quick=1050, lookups=1100)))
     assert found.quantiles["lookup"] == (pytest.approx(0.001), pytest.approx(0.00982))
 
@@ -128,17 +128,17 @@ def test_quantiles_are_those_of_the_increments() -> None:
     [({}, math.nan), ({1.0: 0.0}, math.nan), ({1.0: 0.0, math.inf: 5.0}, math.inf), ({1.0: 4.0, 2.0: 3.0}, 0.375)],
     ids=["no buckets", "nothing observed", "beyond the last bound", "buckets that fall"],
 )
-def test_quantiles_of_odd_histograms(counted: dict[float, float], expected: float) -> None:
+def test_quantiles_of_odd_histograms(counted, expected):
     assert quantile(counted, 0.5) == pytest.approx(expected, nan_ok=True)
 
 
-def test_reasons_are_the_latest_first_and_a_whole_hit_is_none() -> None:
+def test_reasons_are_the_latest_first_and_a_whole_hit_is_none():
     evicted = 'pd_cache_missed_tokens_total{reason="evicted"} 7\n'
     found = rates((0.0, text()), (2.0, evicted), (6.0, evicted + text(computed=5)))
     assert found.missed == (("never_stored", 5.0, 0.0), ("evicted", 7.0, 4.0))
 
 
-def test_labels_are_printable() -> None:
+def test_labels_are_printable():
     reading = read_node(read_samples('pd_cache_missed_tokens_total{reason="\\n<script>"} 1\n'), 0.0)
     assert all(label.isprintable() for _, label in reading.counts)
 
@@ -158,7 +158,7 @@ vllm:pd_cache_missed_tokens_total{engine="0",model_name="m",reason="evicted"} %(
 """
 
 
-def test_the_metrics_of_vllm_are_read_under_their_own_names() -> None:
+def test_the_metrics_of_vllm_are_read_under_their_own_names():
     after = {"first": 10, "lookups": 8, "load": 400, "at_hand": 30, "loaded": 10}
     nodes = history((0.0, VLLM % dict.fromkeys(after, 0)), (2.0, VLLM % after))
     found = nodes.rates(2.0)
@@ -171,12 +171,12 @@ def test_the_metrics_of_vllm_are_read_under_their_own_names() -> None:
 # --- text ---
 
 
-def test_families_of_others_are_left_out_and_the_prefix_of_vllm_with_them() -> None:
+def test_families_of_others_are_left_out_and_the_prefix_of_vllm_with_them():
     text = 'python_gc_total{a="}"} 1\nvllm:pd_cache_tokens_total{op="lookup"} 3.0 1700000000\nnode_load 2\n'
     assert read_samples(text) == {"pd_cache_tokens_total": [({"op": "lookup"}, 3.0)]}
 
 
-def test_what_is_no_count_is_left_out() -> None:
+def test_what_is_no_count_is_left_out():
     assert read_samples("".join(f"pd_cache_x {value}\n" for value in ("NaN", "-1", "+Inf", "1e400"))) == {}
 
 
@@ -189,6 +189,6 @@ def test_what_is_no_count_is_left_out() -> None:
     ],
     ids=["a page", "no number", "no end"],
 )
-def test_anything_else_is_a_value_error(text: str) -> None:
+def test_anything_else_is_a_value_error(text):
     with pytest.raises(ValueError, match="not a line"):
         read_samples(text)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ class Guarded(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+def guarded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("guarded")
     cert, key = make_certificates(folder)["server"]
     files = files_of(folder, api_keys=f"# clients\nalice {KEY}\n", monitor_keys=f"prometheus {WATCHING}\n")
@@ -50,7 +49,7 @@ def proxy_row(guarded: Guarded) -> NodeStatus:
     return row
 
 
-def test_status_asks_with_the_key_and_the_certificate_of_the_file(guarded: Guarded) -> None:
+def test_status_asks_with_the_key_and_the_certificate_of_the_file(guarded):
     assert guarded.url.startswith("https://127.0.0.1:")
     row = proxy_row(guarded)
     assert row.record.address == guarded.url
@@ -59,7 +58,7 @@ def test_status_asks_with_the_key_and_the_certificate_of_the_file(guarded: Guard
     assert row.reading.started is not None
 
 
-def test_without_key_or_certificate_they_learn_that_the_proxy_is_up_and_no_more(guarded: Guarded) -> None:
+def test_without_key_or_certificate_they_learn_that_the_proxy_is_up_and_no_more(guarded):
     file = guarded.folder / "monitor_keys"
     hidden = file.rename(f"{file}.hidden")
     try:
@@ -75,7 +74,7 @@ def test_without_key_or_certificate_they_learn_that_the_proxy_is_up_and_no_more(
         fetch(f"{guarded.url}/health", access=NOBODY)
 
 
-def test_the_bench_asks_as_a_client_of_the_file(guarded: Guarded) -> None:
+def test_the_bench_asks_as_a_client_of_the_file(guarded):
     server = clusters_proxy(guarded.config, 100)
     assert (server.url, server.key) == (guarded.url, KEY)
     assert server.certificate == proxy_certificate(guarded.config)
@@ -87,8 +86,8 @@ def test_the_bench_asks_as_a_client_of_the_file(guarded: Guarded) -> None:
 
 @pytest.mark.parametrize(("served", "accepted"), [("server", True), ("client", False)])
 def test_our_commands_trust_the_proxys_certificate_and_none_that_its_authority_signed_for_others(
-    tmp_path: Path, served: str, accepted: bool
-) -> None:
+    tmp_path, served, accepted
+):
     pairs = make_certificates(tmp_path)
     chain = Path(pairs["server"][0]).read_text() + Path(pairs["ca"][0]).read_text()
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -97,7 +96,7 @@ def test_our_commands_trust_the_proxys_certificate_and_none_that_its_authority_s
     client_end = trusting(chain).wrap_bio(back, there)
     server_end = server.wrap_bio(there, back, server_side=True)
 
-    def shake() -> None:
+    def shake():
         for side in (client_end, server_end, client_end):
             with contextlib.suppress(ssl.SSLWantReadError):
                 side.do_handshake()

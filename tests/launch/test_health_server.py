@@ -25,25 +25,25 @@ def server(*told: bool | None) -> Iterator[str]:
         yield f"http://{host}:{port}"
 
 
-def test_a_node_that_starts_is_not_ready_and_one_without_its_pool_is() -> None:
+def test_a_node_that_starts_is_not_ready_and_one_without_its_pool_is():
     with server(None, False, True) as url:
         told = [fetched(f"{url}/health") for _ in range(3)]
     seen = [(answer.status, answer.body["status"]) for answer in told]
     assert seen == [(503, "starting"), (200, "degraded"), (200, "ok")]
 
 
-def test_metrics_and_nothing_else_are_there() -> None:
+def test_metrics_and_nothing_else_are_there():
     with server() as url:
         assert fetched(f"{url}/metrics?x=1").body.endswith("answer 42.0\n")
         assert fetched(f"{url}/").status == fetched(f"{url}/metrics/x").status == 404
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_is_named():
     with server() as url, pytest.raises(RoleError, match=f"port {url.rpartition(':')[2]} of 127.0.0.1"):
         exposed("127.0.0.1", int(url.rpartition(":")[2]), CollectorRegistry(), lambda: True).__enter__()
 
 
-def test_silent_connections_take_all_places_but_no_thread_more() -> None:
+def test_silent_connections_take_all_places_but_no_thread_more():
     """Sixteen clients say nothing. The next is turned away at once, and let in as soon as one of them goes."""
     with server(*[True] * 500) as url:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
@@ -53,7 +53,7 @@ def test_silent_connections_take_all_places_but_no_thread_more() -> None:
             with contextlib.suppress(ConnectionResetError):
                 assert one_more.recv(1) == b""
 
-        def let_in() -> bool:
+        def let_in():
             try:
                 return fetched(f"{url}/health").status == 200
             except OSError:

@@ -98,12 +98,12 @@ EVERYBODY = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> None:
+def nothing_left_behind():
     """Scenarios start nodes again that go on; `hosts` looks after what is left at the end."""
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory, alone: Any) -> Iterator[Hosts]:
+def hosts(tmp_path_factory, alone):
     if reason := why_not():
         pytest.skip(reason)
     with no_leaks(), closing(Network()) as network:
@@ -120,7 +120,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory, alone: Any) -> Iterator[Host
 
 
 @pytest.fixture(autouse=True)
-def works_before(hosts: Hosts, alone: Any) -> None:
+def works_before(hosts, alone):
     """Recovery without a restart: everybody is routed to again, and prompts go through the pool."""
     wait_until_whole(hosts, alone)
 
@@ -130,7 +130,7 @@ def wait_until_whole(hosts: Hosts, alone: Any) -> None:
     rng = random.Random()
     met: set[str] = set()
 
-    def all_met() -> bool:
+    def all_met():
         """Each prefill node stores and each decode node finds: seen on whole hits of prompts that went over all of them."""
         prompt = [rng.randrange(512) for _ in range(PROMPT)]
         before = {name: hosts.stored(name) for name in EVERYBODY[:2]}
@@ -166,7 +166,7 @@ def asking(hosts: Hosts, alone: Any, todo: list[Tokens]) -> Iterator[list[Answer
     """Ask all of `todo` while the block runs; at its end every answer must be there, and right."""
     answers: list[Answer] = []
 
-    def one_of(prompt: Tokens) -> tuple[Tokens, Answer]:
+    def one_of(prompt):
         answer = ask(hosts, prompt)
         answers.append(answer)
         return prompt, answer
@@ -193,12 +193,12 @@ def cut_in_the_middle(hosts: Hosts, alone: Any, todo: list[Tokens], victim: Host
         victim.limit("1gbit")
 
 
-def test_a_prefill_hosts_link_is_cut_in_the_middle_of_a_store(hosts: Hosts, alone: Any) -> None:
+def test_a_prefill_hosts_link_is_cut_in_the_middle_of_a_store(hosts, alone):
     memory = hosts.hosts["prefill-1"]  # which receives prompts of 4 KB besides
     cut_in_the_middle(hosts, alone, prompts(8), hosts.hosts["prefill-0"], memory.received)
 
 
-def test_the_link_of_the_host_with_the_memory_is_cut_in_the_middle_of_a_load(hosts: Hosts, alone: Any) -> None:
+def test_the_link_of_the_host_with_the_memory_is_cut_in_the_middle_of_a_load(hosts, alone):
     todo = prompts(6)
     with asking(hosts, alone, todo):
         pass  # now the pool has them
@@ -237,7 +237,7 @@ def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_
     assert found in ([Verdict.BROKEN], []), "it does not answer, or its lease is over"
 
 
-def test_the_masters_host_is_gone_and_comes_back(hosts: Hosts, alone: Any) -> None:
+def test_the_masters_host_is_gone_and_comes_back(hosts, alone):
     master = hosts.hosts["master"]
     with asking(hosts, alone, prompts(12)) as answers:
         wait_for(lambda: answers, 20, "an answer")

@@ -38,7 +38,7 @@ def answering(serve: Serve) -> Iterator[tuple[str, list[bytes]]]:
 
 
 def drop_by_drop(data: bytes) -> Serve:
-    def serve(connection: socket.socket, over: threading.Event) -> None:
+    def serve(connection, over):
         for index in range(len(data)):
             if over.wait(0.02):
                 return
@@ -76,7 +76,7 @@ def test_an_answer_has_a_deadline_a_bound_and_must_be_http_and_a_list_a_good_sta
         assert time.monotonic() - begun < 60, "the whole of it would take half an hour"
 
 
-def test_a_key_goes_to_the_node_and_not_to_a_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_goes_to_the_node_and_not_to_a_proxy_of_the_environment(monkeypatch):
     body = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
     with answering(whole(body)) as (proxy, of_proxy), answering(whole(body)) as (node, of_node):
         monkeypatch.setenv("http_proxy", proxy)
@@ -87,7 +87,7 @@ def test_a_key_goes_to_the_node_and_not_to_a_proxy_of_the_environment(monkeypatc
     assert b"Authorization: Bearer secret" in of_node[0]
 
 
-def test_a_redirect_is_not_followed() -> None:
+def test_a_redirect_is_not_followed():
     with answering(whole(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")) as (elsewhere, of_elsewhere):
         moved = f"HTTP/1.1 302 Found\r\nLocation: {elsewhere}/\r\nContent-Length: 0\r\n\r\n".encode()
         with answering(whole(moved)) as (node, _), pytest.raises(BadStatus) as raised:
@@ -96,7 +96,7 @@ def test_a_redirect_is_not_followed() -> None:
     assert not of_elsewhere
 
 
-def test_lines_come_as_they_arrive_and_a_list_that_ends_early_is_no_list() -> None:
+def test_lines_come_as_they_arrive_and_a_list_that_ends_early_is_no_list():
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"
     with answering(whole(head + b"a\nbc\n\nd\r\n")) as (url, _):
         assert list(fetch_lines(url, 60)) == [b"a", b"bc", b"", b"d\r"]

@@ -82,10 +82,10 @@ def million() -> Iterator[bytes]:
         yield "".join([*lines, *(f"other-{name:040x}/{name}\nno slash {name:040x}\n" for name in names)]).encode()
 
 
-def test_of_a_million_keys_only_counts_and_a_few_are_held() -> None:
+def test_of_a_million_keys_only_counts_and_a_few_are_held():
     sent = 0
 
-    def pieces() -> Iterator[bytes]:
+    def pieces():
         nonlocal sent
         for piece in million():
             yield piece
@@ -106,7 +106,7 @@ def test_of_a_million_keys_only_counts_and_a_few_are_held() -> None:
     assert pooled._namespace.cache_info().currsize <= 4096
 
 
-def test_sizes_are_asked_in_short_requests_of_all_namespaces_alike() -> None:
+def test_sizes_are_asked_in_short_requests_of_all_namespaces_alike():
     samples = [[f"{space}-{number}" for number in range(50)] for space in range(5)]
     asked: list[list[str]] = []
     with master(lambda: iter(()), asked) as url:
@@ -117,7 +117,7 @@ def test_sizes_are_asked_in_short_requests_of_all_namespaces_alike() -> None:
     assert "0-9" not in sizes, "it is gone"
 
 
-def test_a_master_that_is_slow_is_asked_for_sizes_no_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_that_is_slow_is_asked_for_sizes_no_longer_than_the_deadline(monkeypatch):
     asked: list[list[str]] = []
     now = iter(range(100))
     # a request takes two seconds
@@ -136,7 +136,7 @@ def space(name: str, **fields: Any) -> Space:
     return Space(**({"name": name, "sampled": 10, "namespace": None} | usual | fields))
 
 
-def test_eighty_columns_show_namespaces_with_long_names_and_what_was_estimated() -> None:
+def test_eighty_columns_show_namespaces_with_long_names_and_what_was_estimated():
     rows = [
         space(f"{OF_SPACE}.{'5' * 16}", model="org/a-model-with-a-long-name", nodes=["a"], current=True, objects=12_345_678, shards=8),
         space(OF_SPACE, current=False, namespace={"group": "0-4,6-10"}, bytes=None, sampled=0),
@@ -150,7 +150,7 @@ def test_eighty_columns_show_namespaces_with_long_names_and_what_was_estimated()
         assert part in text
 
 
-def test_bytes_of_a_model_are_those_of_all_its_namespaces_and_unknown_if_one_is() -> None:
+def test_bytes_of_a_model_are_those_of_all_its_namespaces_and_unknown_if_one_is():
     spaces = [space("a", model="m"), space("a.v1", model="m"), space("b", bytes=None), space(OTHERS, kind="other")]
     report = PoolReport(namespaces=spaces, segments=[Segment("10.0.0.1:3", 4 << 30, "", 3 << 30)])
     assert by_model(report) == {"m": (20, 2 << 30), "b": (10, None), OTHERS: (10, 1 << 30)}
@@ -159,7 +159,7 @@ def test_bytes_of_a_model_are_those_of_all_its_namespaces_and_unknown_if_one_is(
     assert "10.0.0.1:3 3.0 GiB 4.0 GiB" in " ".join(lines)
 
 
-def test_a_pattern_chooses_by_name_or_model_and_never_what_others_keep_or_what_may_be_current() -> None:
+def test_a_pattern_chooses_by_name_or_model_and_never_what_others_keep_or_what_may_be_current():
     spaces = [
         space("aa", model="m", current=False),
         space("aa.v1", model="m", current=True),
@@ -169,7 +169,7 @@ def test_a_pattern_chooses_by_name_or_model_and_never_what_others_keep_or_what_m
     ]
     report = PoolReport(namespaces=spaces, segments=[])
 
-    def chosen(pattern: str, *, old: bool = False) -> list[str]:
+    def chosen(pattern, *, old=False):
         return [one.name for one in choose(report, pattern, old=old)]
 
     assert chosen("aa") == ["aa"]
@@ -185,7 +185,7 @@ def test_a_pattern_chooses_by_name_or_model_and_never_what_others_keep_or_what_m
 
 
 @pytest.fixture
-def filled(make_pool: Callable[..., Pool]) -> Pool:
+def filled(make_pool):
     """A pool with 12 chunks of the first version and 3 of another one, a value by name, and an object of another program."""
     pool = make_pool(client_ttl_s=60).start()
     with pool.bare_client() as client:
@@ -201,7 +201,7 @@ def run(pool: Pool, *arguments: str, code: int = 0, typed: str = "") -> Result:
     return cli("pool", *arguments, "-c", pool.file, code=code, input=typed)
 
 
-def test_ls_and_du_say_what_is_there_and_lease_nothing(filled: Pool) -> None:
+def test_ls_and_du_say_what_is_there_and_lease_nothing(filled):
     found = {one["name"]: one for one in json.loads(run(filled, "ls", "--json").stdout)["namespaces"]}
     assert {name: (one["kind"], one["objects"], one["shards"], one["bytes"]) for name, one in found.items()} == {
         OF_SPACE: ("chunks", 24, 2, 24_000),
@@ -222,7 +222,7 @@ def test_ls_and_du_say_what_is_there_and_lease_nothing(filled: Pool) -> None:
         assert {client.remove(key, False) for key in keys} == {0}, "a leased key would refuse"
 
 
-def test_rm_asks_for_the_name_and_removes_what_it_showed_leased_or_not(filled: Pool) -> None:
+def test_rm_asks_for_the_name_and_removes_what_it_showed_leased_or_not(filled):
     before = filled.ask("/get_all_keys")
     with filled.bare_client() as client:
         client.batch_is_exist(before.split())
@@ -241,7 +241,7 @@ def test_rm_asks_for_the_name_and_removes_what_it_showed_leased_or_not(filled: P
     assert filled.ask("/get_all_keys").split() == ["someone-elses"]
 
 
-def test_a_key_of_another_program_that_is_no_text_is_passed_over(filled: Pool) -> None:
+def test_a_key_of_another_program_that_is_no_text_is_passed_over(filled):
     strange = f"pdc1/{OF_SPACE}/0/".encode() + b"\xff"
     with filled.bare_client() as client:
         assert client.put(strange, b"z") == 0
@@ -249,7 +249,7 @@ def test_a_key_of_another_program_that_is_no_text_is_passed_over(filled: Pool) -
         assert client.is_exist(strange) == 1
 
 
-def test_rm_of_nothing_and_a_pool_without_a_master_are_errors(filled: Pool) -> None:
+def test_rm_of_nothing_and_a_pool_without_a_master_are_errors(filled):
     for arguments in ((), ("",), ("", "--old")):
         assert "give a PATTERN or --old" in run(filled, "rm", *arguments, code=2).stderr
     assert "no namespace of an old version in the pool matches *" in run(filled, "rm", "--old", "--yes", code=1).stderr

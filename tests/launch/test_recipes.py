@@ -6,7 +6,6 @@ import contextlib
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def test_nodes_of_two_tensor_parallel_sizes_cut_chunks_alike_and_a_recipe_of_one
 
 
 @pytest.mark.parametrize("name", ["cluster", "rdma", "one-gpu"])
-def test_the_nodes_of_a_recipe_share_a_prompt(name: str, tmp_path: Path) -> None:
+def test_the_nodes_of_a_recipe_share_a_prompt(name, tmp_path):
     nodes = recipe(name)["nodes"]
     with started(tmp_path, nodes=[on_this_machine(node) for node in nodes], engine=ENGINE) as cluster:
         prompt = list(range(4 * CHUNK + 9))
@@ -60,7 +59,7 @@ def test_the_nodes_of_a_recipe_share_a_prompt(name: str, tmp_path: Path) -> None
     assert [answer.cached for answer in answers] == [(0, 4 * CHUNK), (4 * CHUNK, 4 * CHUNK)]
 
 
-def test_two_engines_of_ones_own_share_a_pool_and_mooncake_says_nothing(tmp_path: Path) -> None:
+def test_two_engines_of_ones_own_share_a_pool_and_mooncake_says_nothing(tmp_path):
     tree = yaml.safe_load(example_file("pool").read_text())
     tree["nodes"] = [on_this_machine(node) for node in tree["nodes"]]
     (tmp_path / "pool.yaml").write_text(yaml.safe_dump(tree))
@@ -69,7 +68,7 @@ def test_two_engines_of_ones_own_share_a_pool_and_mooncake_says_nothing(tmp_path
         assert printed("bash", "-c", command) in (ROOT / "examples" / "README.md").read_text()
 
 
-def test_an_existing_mooncake_cluster_serves_whose_master_nobody_of_ours_has_started(tmp_path: Path) -> None:
+def test_an_existing_mooncake_cluster_serves_whose_master_nobody_of_ours_has_started(tmp_path):
     """docs/migrate.md: nothing but Mooncake's own ports is asked of the master."""
     port, metrics = free_port(), free_port()
     program = find_program("mooncake_master")

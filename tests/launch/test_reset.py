@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -97,13 +97,13 @@ class Cluster:
 
 
 @pytest.fixture
-def c(tmp_path: Path) -> Iterator[Cluster]:
+def c(tmp_path):
     cluster = Cluster(tmp_path)
     yield cluster
     cluster.close()
 
 
-def test_all_engines_that_are_out_get_one_label_which_is_made_if_none_is_given(c: Cluster) -> None:
+def test_all_engines_that_are_out_get_one_label_which_is_made_if_none_is_given(c):
     for node in (c.a, c.b):
         node.change()
     shown = c.run().stdout
@@ -119,7 +119,7 @@ def test_all_engines_that_are_out_get_one_label_which_is_made_if_none_is_given(c
     assert {*c.a.labels, *c.b.labels}.isdisjoint({label, None})
 
 
-def test_engines_that_are_not_out_keep_what_they_have_unless_all_are_meant(c: Cluster) -> None:
+def test_engines_that_are_not_out_keep_what_they_have_unless_all_are_meant(c):
     c.a.change()
     c.b.engines[0].reset()
     shown = c.run("--version", "w1").stdout
@@ -135,13 +135,13 @@ def test_engines_that_are_not_out_keep_what_they_have_unless_all_are_meant(c: Cl
     assert c.a.labels == [""], "the weights of its files"
 
 
-def test_if_no_engine_is_out_none_is_named_and_the_exit_code_says_so(c: Cluster) -> None:
+def test_if_no_engine_is_out_none_is_named_and_the_exit_code_says_so(c):
     assert "none has said that its weights changed (--all names all engines)" in c.run(code=1).stderr
     assert (c.a.labels, c.b.labels) == ([""], ["", ""])
     assert "expected up to 64 letters" in c.run("--version", "a/b", code=2).stderr
 
 
-def test_a_node_that_is_not_reached_is_named_and_the_exit_code_is_1(c: Cluster) -> None:
+def test_a_node_that_is_not_reached_is_named_and_the_exit_code_is_1(c):
     c.a.change()
     c.b.close()
     done = c.run("--version", "w1", code=1)
@@ -162,13 +162,13 @@ def test_without_an_answer_of_discovery_the_exit_code_says_that_engines_may_be_m
         cluster.close()
 
 
-def test_a_node_that_does_not_say_which_weights_it_has_counts_as_not_reached(c: Cluster) -> None:
+def test_a_node_that_does_not_say_which_weights_it_has_counts_as_not_reached(c):
     c.a.change()
     c.b.engines.clear()
     assert "decode-b: not reached, and keeps what it has: it does not say" in c.run(code=1).stdout
 
 
-def test_an_engine_that_starts_while_a_reset_is_under_way_has_the_weights_of_its_files(c: Cluster) -> None:
+def test_an_engine_that_starts_while_a_reset_is_under_way_has_the_weights_of_its_files(c):
     c.a.change()
     c.b.change()
     c.b.before = lambda: c.b.engines.__setitem__(0, WeightsVersion())
@@ -182,7 +182,7 @@ def test_an_engine_that_starts_while_a_reset_is_under_way_has_the_weights_of_its
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
-def test_a_change_that_comes_with_the_command_leaves_the_engine_out(c: Cluster, place: str) -> None:
+def test_a_change_that_comes_with_the_command_leaves_the_engine_out(c, place):
     c.a.change()
     setattr(c.a, place, c.a.change)
     assert (
@@ -192,7 +192,7 @@ def test_a_change_that_comes_with_the_command_leaves_the_engine_out(c: Cluster, 
     assert c.a.labels == [None]
 
 
-def test_a_command_that_comes_late_names_no_later_change(c: Cluster) -> None:
+def test_a_command_that_comes_late_names_no_later_change(c):
     c.a.change()
     late = Naming(label="w1", ids=(c.a.engines[0].state.id,))
     c.run("--version", "w1")
@@ -203,11 +203,11 @@ def test_a_command_that_comes_late_names_no_later_change(c: Cluster) -> None:
     assert c.a.engines[0].name(late).label == "w2"
 
 
-def test_of_two_commands_at_once_at_least_one_says_that_not_all_is_as_it_was_told(c: Cluster) -> None:
+def test_of_two_commands_at_once_at_least_one_says_that_not_all_is_as_it_was_told(c):
     """Both have asked every engine for its state before one of them names any."""
     done: dict[str, Reset] = {}
 
-    def run(label: str, everywhere: bool) -> None:
+    def run(label, everywhere):
         done[label] = c.reset(label, everywhere=everywhere)
 
     for everywhere in (False, True) * 3:
@@ -223,8 +223,8 @@ def test_of_two_commands_at_once_at_least_one_says_that_not_all_is_as_it_was_tol
             assert reset.nodes["prefill-a"].startswith(f"version {c.a.labels[0]}")
 
 
-def test_status_names_engines_that_have_been_out_for_a_minute_and_what_to_do(c: Cluster) -> None:
-    def lines(out_s: float) -> list[str]:
+def test_status_names_engines_that_have_been_out_for_a_minute_and_what_to_do(c):
+    def lines(out_s):
         c.a.engines[0] = WeightsVersion(None, clock=lambda: time.time() - out_s)
         return json.loads(cli("status", "-c", c.file, "--json", code=1).stdout)["weights"]
 

@@ -33,7 +33,7 @@ def sized(config: dict[str, Any], folder: Path, *more: str) -> Size:
     return msgspec.json.decode(run(config, folder, "--json", *more), type=Size)
 
 
-def test_a_token_takes_what_each_kind_of_layers_keeps(tmp_path: Path) -> None:
+def test_a_token_takes_what_each_kind_of_layers_keeps(tmp_path):
     assert [group.token_bytes for group in sized(LLAMA, tmp_path).groups] == [128 << 10]
     assert [group.token_bytes for group in sized(LLAMA, tmp_path, "--kv-dtype", "fp8").groups] == [64 << 10]
     assert [group.token_bytes for group in sized(DEEPSEEK, tmp_path).groups] == [32 * 576 * 2]
@@ -41,14 +41,14 @@ def test_a_token_takes_what_each_kind_of_layers_keeps(tmp_path: Path) -> None:
     assert (full.layers, full.tail_chunks, window.layers, window.tail_chunks) == (5, 0, 27, 4)
 
 
-def test_a_load_takes_of_windows_only_the_end(tmp_path: Path) -> None:
+def test_a_load_takes_of_windows_only_the_end(tmp_path):
     size = sized(GEMMA, tmp_path, "--prompt", "8192", "--ttft", "0.5", "--tp", "4")
     assert size.load_bytes == (5 * 32 + 27 * 4) * 256 * 4096
     assert size.link_gbit == pytest.approx(size.load_bytes * 8 / 0.5 / 1e9)
     assert size.staging_bytes == 8 * 256 * (128 << 10) // 4
 
 
-def test_more_hits_need_a_larger_pool_and_all_of_them_room_for_all_tokens(tmp_path: Path) -> None:
+def test_more_hits_need_a_larger_pool_and_all_of_them_room_for_all_tokens(tmp_path):
     sizes = [sized(LLAMA, tmp_path, "--share", share) for share in ("0", "0.1235", "0.2", "0.33", "0.3734")]
     pools = [size.pool_bytes for size in sizes]
     assert pools == sorted(pools)
@@ -57,7 +57,7 @@ def test_more_hits_need_a_larger_pool_and_all_of_them_room_for_all_tokens(tmp_pa
     assert sizes[1].pool_share == 0.031, "12.35 % of all tokens are hits in a pool of 5,340 of 170,899 blocks"
 
 
-def test_a_hit_rate_above_that_of_the_trace_takes_room_for_all_tokens_and_says_so(tmp_path: Path) -> None:
+def test_a_hit_rate_above_that_of_the_trace_takes_room_for_all_tokens_and_says_so(tmp_path):
     assert sized(LLAMA, tmp_path, "--share", "0.9").pool_bytes == 1_000_000 * (128 << 10) * 9 // 8
     said = run(LLAMA, tmp_path, "--share", "0.9")
     assert (
@@ -65,7 +65,7 @@ def test_a_hit_rate_above_that_of_the_trace_takes_room_for_all_tokens_and_says_s
     )
 
 
-def test_a_models_folder_will_do_and_counts_may_be_short(tmp_path: Path) -> None:
+def test_a_models_folder_will_do_and_counts_may_be_short(tmp_path):
     long = sized(LLAMA, tmp_path, "--tokens", "20000000", "--prompt", "128000")
     given = ("size", "--model", tmp_path, "--tokens", "20M", "--prompt", "128k", "--json")
     assert msgspec.json.decode(cli(*given).output, type=Size) == long
@@ -83,11 +83,11 @@ def test_a_models_folder_will_do_and_counts_may_be_short(tmp_path: Path) -> None
         (LLAMA | {"num_hidden_layers": "many"}, "expected a model's config.json"),
     ],
 )
-def test_a_model_that_cannot_be_counted_is_refused(config: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_counted_is_refused(config, why, tmp_path):
     assert why in run(config, tmp_path, code=2)
 
 
-def test_people_read_a_table_and_three_lines(tmp_path: Path) -> None:
+def test_people_read_a_table_and_three_lines(tmp_path):
     output = run(LLAMA, tmp_path)
     assert "131,072" in output
     assert "30.0% of all prompt tokens are hits in FAST'25's conversations, where an unbounded pool has 37.3%" in output

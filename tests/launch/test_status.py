@@ -51,7 +51,7 @@ def test_one_master_leads_and_has_the_memory_that_nodes_give(nodes, segments, pr
 
 
 @pytest.mark.parametrize("leads", ["", "leader"])
-def test_of_masters_that_are_not_elected_nothing_is_said_of_etcd(leads: str) -> None:
+def test_of_masters_that_are_not_elected_nothing_is_said_of_etcd(leads):
     nodes = [master("a", leads), *([master("b", leads)] if leads else []), store(GIB)]
     (problem,) = ClusterStatus("static", True, nodes, segments=()).problems
     assert "etcd" not in problem
@@ -70,7 +70,7 @@ pd_cache_troubles_total{op="\x1b]0;title\x07",reason="gone\x1b[31m"} 3
 """
 
 
-def test_a_skew_of_mooncake_is_one_line_of_the_table() -> None:
+def test_a_skew_of_mooncake_is_one_line_of_the_table():
     for versions, line, well in (
         (("0.3.12", "0.3.13"), "Mooncake 0.3.12 (a) beside 0.3.13 (b): every put between these fails, without a word", False),
         (("0.3.14", "0.5.0"), "Mooncake 0.3.14 (a) beside 0.5.0 (b): these have not been tried together", True),
@@ -85,7 +85,7 @@ def test_a_skew_of_mooncake_is_one_line_of_the_table() -> None:
         assert ("Mooncake" in shown, status.well) == (bool(line), well)
 
 
-def test_nodes_of_one_model_whose_longest_prompts_differ_are_one_line_of_the_table() -> None:
+def test_nodes_of_one_model_whose_longest_prompts_differ_are_one_line_of_the_table():
     nodes = [engine(name=name, model=model, capacity=Capacity(max_model_len=length)) for name, model, length in (
         ("a", "m", 8192), ("b", "m", 4096), ("c", "m", 8192), ("d", "m", 0), ("e", "other", 512),
     )]  # fmt: skip
@@ -103,18 +103,18 @@ def engine(reading: NodeReading | None = None, **fields: Any) -> NodeStatus:
     return watched.status(0.0).nodes[0]
 
 
-def test_the_hit_rate_is_of_prompts_and_not_of_lookups_which_are_repeated() -> None:
+def test_the_hit_rate_is_of_prompts_and_not_of_lookups_which_are_repeated():
     assert engine().hit == 0.6
 
 
-def test_control_sequences_in_a_nodes_metrics_do_not_reach_the_terminal() -> None:
+def test_control_sequences_in_a_nodes_metrics_do_not_reach_the_terminal():
     text = drawn(status_table(ClusterStatus("etcd", True, [engine()])), 200)
     assert "disk" in text
     assert "title" in text
     assert all(letter == "\n" or letter.isprintable() for letter in text)
 
 
-def test_eighty_columns_show_every_word() -> None:
+def test_eighty_columns_show_every_word():
     row = engine()
     row.reading = msgspec.structs.replace(row.reading, started=0.0, running=3.0)
     status = ClusterStatus("etcd", True, [row, master("master", "leader"), store(GIB, "down", "timed out")])
@@ -124,7 +124,7 @@ def test_eighty_columns_show_every_word() -> None:
         assert part in shown
 
 
-def test_eighty_columns_have_a_line_for_each_node() -> None:
+def test_eighty_columns_have_a_line_for_each_node():
     tokens = {("tokens", "loaded"): 98.5, ("tokens", "computed"): 1.5}
     started = time.time() - 200_000
     reading = NodeReading(at=0.0, started=started, counts=tokens, tier_bytes={"pool": 84 << 30}, queued=4, running=8)
@@ -135,7 +135,7 @@ def test_eighty_columns_have_a_line_for_each_node() -> None:
     assert [line.split() for line in text.splitlines()[2:]] == [cells] * 3
 
 
-def test_memory_of_a_node_that_does_not_answer_is_not_missed_at_the_master() -> None:
+def test_memory_of_a_node_that_does_not_answer_is_not_missed_at_the_master():
     nodes = [master("a", "leader"), store(GIB, "down", "timed out")]
     status = ClusterStatus("static", True, nodes, segments=())
     assert (status.problems, status.well) == ([], False)

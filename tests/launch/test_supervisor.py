@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -22,7 +21,7 @@ from tests.support.waiting import PATIENCE_S, wait_for
 
 
 @pytest.fixture(autouse=True)
-def no_file_left_open() -> Iterator[None]:
+def no_file_left_open():
     files = psutil.Process().num_fds()
     yield
     wait_for(lambda: psutil.Process().num_fds() <= files, what="file descriptors closed")
@@ -115,7 +114,7 @@ def fake(name: str) -> Program:
     return Program(name, ("unused",))
 
 
-def test_a_group_starts_together_once_all_of_the_group_before_are_ready() -> None:
+def test_a_group_starts_together_once_all_of_the_group_before_are_ready():
     world = World(a=[[(2, "ready a http://a:1")]], b=[[(5, "ready b")]], c=[[(2, "ready c")]], d=[[(0, "ready d")]])
     with world.supervisor() as supervisor:
         assert supervisor.start([fake("a"), [fake("b"), fake("c")], [fake("d")]])
@@ -125,7 +124,7 @@ def test_a_group_starts_together_once_all_of_the_group_before_are_ready() -> Non
         assert supervisor.pids == {"a": 1001, "b": 1002, "c": 1003, "d": 1004}
 
 
-def test_each_start_each_ready_program_and_each_group_that_stops_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_start_each_ready_program_and_each_group_that_stops_is_a_line(caplog):
     world = World(a=[[(1, "ready a http://a:1"), (5, 1)], [(1, "ready a http://a:2")]], b=[[(2, "ready b")]])
     said: list[str] = []
     caplog.set_level("INFO", "launch.run.supervise")
@@ -139,7 +138,7 @@ def test_each_start_each_ready_program_and_each_group_that_stops_is_a_line(caplo
     assert [record.getMessage() for record in caplog.records] == [*starts, "stopping b", "stopping a"]
 
 
-def test_stop_runs_through_the_groups_in_reverse_once_and_kills_who_ignores_it_after_the_grace() -> None:
+def test_stop_runs_through_the_groups_in_reverse_once_and_kills_who_ignores_it_after_the_grace():
     world = World(**{name: [[(0, f"ready {name}")]] for name in "abcd"})
     world.stubborn = {"c"}
     supervisor = world.supervisor(stop_grace_s=3.0)
@@ -173,14 +172,14 @@ def test_a_start_that_fails_says_why_and_stops_what_was_started(a, b, why, tail,
     assert [line for line in world.log if not line.startswith("start")] == log
 
 
-def test_start_gives_up_when_told_to_stop() -> None:
+def test_start_gives_up_when_told_to_stop():
     world = World(a=[[(60, "ready a")]])
     with world.supervisor(ready_timeout_s=100) as supervisor:
         assert not supervisor.start([fake("a"), fake("b")], world.stop_after(1))
     assert world.log == ["start a", "TERM a"]
 
 
-def test_restarts_back_off_up_to_30_s_and_begin_anew_after_a_steady_minute() -> None:
+def test_restarts_back_off_up_to_30_s_and_begin_anew_after_a_steady_minute():
     crash: list[Event] = [(0, "ready a"), (0.1, 1)]
     world = World(a=[*[crash] * 7, [(0, "ready a"), (61, 1)], [(0, "ready a http://a:2")]], b=[[(0, "ready b")]])
     with world.supervisor() as supervisor:
@@ -193,7 +192,7 @@ def test_restarts_back_off_up_to_30_s_and_begin_anew_after_a_steady_minute() -> 
     assert [round(after - before) for before, after in itertools.pairwise(starts)] == [1, 2, 4, 8, 16, 30, 30, 62]
 
 
-def test_a_restart_that_is_not_ready_in_time_is_killed_and_tried_again() -> None:
+def test_a_restart_that_is_not_ready_in_time_is_killed_and_tried_again():
     world = World(a=[[(0, "ready a"), (1, 1)], [], [(0, "ready a")]])
     with world.supervisor(ready_timeout_s=10) as supervisor:
         supervisor.start([fake("a")])
@@ -215,7 +214,7 @@ def supervising(sink: Callable[[str], None]) -> Supervisor:
     return Supervisor(SupervisorConfig(ready_timeout_s=PATIENCE_S, stop_grace_s=20.0), sink=sink)
 
 
-def test_stdout_and_stderr_are_passed_on_line_by_line_with_the_name() -> None:
+def test_stdout_and_stderr_are_passed_on_line_by_line_with_the_name():
     code = (
         "import os, sys\n"
         "print('to out'); print('to err', file=sys.stderr); sys.stdout.buffer.write(b'not utf-8 \\xff\\r\\n')\n"
@@ -237,7 +236,7 @@ def test_stdout_and_stderr_are_passed_on_line_by_line_with_the_name() -> None:
     assert lines[-1] == "a | no end of line"
 
 
-def test_what_mooncake_prints_at_every_start_is_left_out_and_its_other_errors_are_not() -> None:
+def test_what_mooncake_prints_at_every_start_is_left_out_and_its_other_errors_are_not():
     said: list[str] = []
     lines = (
         "WARNING: Logging before InitGoogleLogging() is written to STDERR",
@@ -250,14 +249,14 @@ def test_what_mooncake_prints_at_every_start_is_left_out_and_its_other_errors_ar
     assert said == ["a | E1 x.cpp:2] real", "ready a http://127.0.0.1:1"]
 
 
-def test_a_program_that_does_not_exist_stops_the_others() -> None:
+def test_a_program_that_does_not_exist_stops_the_others():
     for argv in ("/no/such/program", "no-such-program-in-path", str(ROOT / "pyproject.toml")):
         with pytest.raises(SupervisorError, match="b: cannot be started"):
             supervising(lambda line: None).start([program("a", NORMAL), Program("b", (argv,))])
 
 
-def test_a_sink_that_fails_does_not_block_the_program() -> None:
-    def sink(line: str) -> None:
+def test_a_sink_that_fails_does_not_block_the_program():
+    def sink(line):
         raise BrokenPipeError
 
     code = f"for n in range(20000): print('a long line of output', n)\n{NORMAL}"
@@ -265,7 +264,7 @@ def test_a_sink_that_fails_does_not_block_the_program() -> None:
         assert supervisor.start([program("a", code)])
 
 
-def test_a_killed_program_is_started_again_and_what_it_leaves_behind_in_its_group_is_killed() -> None:
+def test_a_killed_program_is_started_again_and_what_it_leaves_behind_in_its_group_is_killed():
     lines: list[str] = []
     code = "import subprocess\nprint('pid', subprocess.Popen(['sleep', '600']).pid)\n"
     with supervising(lines.append) as supervisor:
@@ -274,7 +273,7 @@ def test_a_killed_program_is_started_again_and_what_it_leaves_behind_in_its_grou
         os.kill(first, signal.SIGKILL)
         stop = StopFlag()
 
-        def noticed() -> bool:
+        def noticed():
             return supervisor.pids.get("a", first) != first and "a" in supervisor.ready_urls
 
         watching = threading.Thread(target=lambda: (wait_for(noticed, what="ready again"), stop.set()))
@@ -284,7 +283,7 @@ def test_a_killed_program_is_started_again_and_what_it_leaves_behind_in_its_grou
         wait_for(lambda: not alive(grandchild), what="grandchild gone")
 
 
-def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop() -> None:
+def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop():
     lines: list[str] = []
     code = "import subprocess\nprint('pid', subprocess.Popen(['sleep', '600'], start_new_session=True).pid)\n"
     with supervising(lines.append) as supervisor:
@@ -347,7 +346,7 @@ class Up(Process):
 
 
 @pytest.mark.parametrize("end", ["SIGHUP", "Ctrl-C at the terminal", "SIGKILL"])
-def test_however_a_supervisor_ends_its_programs_end_in_order_and_nothing_is_left(end: str) -> None:
+def test_however_a_supervisor_ends_its_programs_end_in_order_and_nothing_is_left(end):
     with Up({"a": ORDERLY, "b": ORDERLY}) as up:
         everyone = psutil.Process(up.process.pid).children(recursive=True)
         assert len(everyone) == 4  # two programs and their children
@@ -368,7 +367,7 @@ def test_however_a_supervisor_ends_its_programs_end_in_order_and_nothing_is_left
 # --- children and signals ----------------------------------------------------------------------------------------------
 
 
-def test_a_parent_that_died_before_the_tether_held_means_no_start(tmp_path: Path) -> None:
+def test_a_parent_that_died_before_the_tether_held_means_no_start(tmp_path):
     script = ROOT / "launch" / "run" / "_tethered.py"
     stranger = "1" if os.getpid() != 1 else "2"
     command = [sys.executable, "-I", "-S", str(script), stranger, "15", "/bin/touch", "touch", str(tmp_path / "ran")]
@@ -376,7 +375,7 @@ def test_a_parent_that_died_before_the_tether_held_means_no_start(tmp_path: Path
     assert not (tmp_path / "ran").exists()
 
 
-def test_stop_on_signals_gives_the_handlers_back() -> None:
+def test_stop_on_signals_gives_the_handlers_back():
     before = signal.getsignal(signal.SIGTERM)
     with stop_on_signals() as stop:
         assert not stop.wait(0.01)
@@ -386,7 +385,7 @@ def test_stop_on_signals_gives_the_handlers_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_signal_that_does_not_end_the_wait_of_the_main_thread_is_noticed_all_the_same() -> None:
+def test_a_signal_that_does_not_end_the_wait_of_the_main_thread_is_noticed_all_the_same():
     """As when it comes just before the wait begins: Python's handler runs only after the wait."""
     code = (
         "import signal, threading\n"

@@ -83,7 +83,7 @@ def names(screen: Screen) -> list[str]:
     return [node.name for node in screen.nodes()]
 
 
-def test_s_sorts_by_the_next_figure_and_nodes_without_it_come_last() -> None:
+def test_s_sorts_by_the_next_figure_and_nodes_without_it_come_last():
     screen = cluster(6, False, known("n2", 5.0, reading=NodeReading(at=5.0, counts={("bytes", "retrieve"): 9e9})))
     assert names(screen) == ["n0", "n1", "n2", "n3", "n4", "n5"], "in the order of a request's way"
     for _ in range(2):
@@ -93,7 +93,7 @@ def test_s_sorts_by_the_next_figure_and_nodes_without_it_come_last() -> None:
     assert (names(screen)[2], set(names(screen)[-3:])) == ("n2", {"n0", "n4", "n5"})
 
 
-def test_the_selection_stays_with_its_node_and_stops_at_both_ends() -> None:
+def test_the_selection_stays_with_its_node_and_stops_at_both_ends():
     screen = cluster(6)
     screen.press("up")
     assert screen.selected == "n0"
@@ -114,7 +114,7 @@ def test_the_selection_stays_with_its_node_and_stops_at_both_ends() -> None:
     assert any(line.startswith(many.selected) for line in shown(many, 80, 24)), "it is in sight"
 
 
-def test_q_ends_escape_only_goes_back_and_no_nodes_are_no_trouble() -> None:
+def test_q_ends_escape_only_goes_back_and_no_nodes_are_no_trouble():
     screen = Screen(WatchedNodes().status(0.0))
     for key in ("up", "down", "sort", "follow", "help", "back"):
         assert screen.press(key)
@@ -124,7 +124,7 @@ def test_q_ends_escape_only_goes_back_and_no_nodes_are_no_trouble() -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 50), (1, 3)])
-def test_the_screen_fits_any_terminal(size: tuple[int, int]) -> None:
+def test_the_screen_fits_any_terminal(size):
     screen = cluster(long=True)
     for key in ("sort", "down", "reverse", "follow", "help"):
         lines = shown(screen, *size)
@@ -133,13 +133,13 @@ def test_the_screen_fits_any_terminal(size: tuple[int, int]) -> None:
         screen.press(key)
 
 
-def test_at_80_columns_there_is_what_matters_most_and_at_200_everything() -> None:
+def test_at_80_columns_there_is_what_matters_most_and_at_200_everything():
     narrow, wide = ({column.title for column in columns_for(width)} for width in (80, 200))
     assert {"node", "state", "hit", "load/s", "store/s", "look/s", "p50   p99", "queue", "trend"} == narrow
     assert {"engine", "memory", "disk", "pool", "staging", "breaker", "evict/s", "why computed"} <= wide
 
 
-def test_the_figures_of_a_node_are_in_its_row_and_why_it_is_down() -> None:
+def test_the_figures_of_a_node_are_in_its_row_and_why_it_is_down():
     rows = {line.split()[0]: line for line in shown(cluster(), 200, 50) if line.strip()}
     for text in ("prefill", "up", "70%", "10%", "30%", "40%", "1.0G", "1.0M", "100k", "3+128", "never_stored"):
         assert text in rows["n1"]
@@ -154,7 +154,7 @@ def test_the_figures_of_a_node_are_in_its_row_and_why_it_is_down() -> None:
         (seconds, 0.00095, "950µs"), (seconds, 0.0123, "12ms"), (seconds, 0.9996, "1.0s"), (seconds, 3000.0, "3000s"),
     ],
 )  # fmt: skip
-def test_numbers_and_durations_are_short(show: Callable[[float], str], value: float, text: str) -> None:
+def test_numbers_and_durations_are_short(show, value, text):
     assert show(value) == text
 
 
@@ -170,11 +170,11 @@ def test_numbers_and_durations_are_short(show: Callable[[float], str], value: fl
     ],
     ids=["a letter", "arrows", "escape", "keys that mean nothing", "half a sequence", "a paste"],
 )
-def test_keys(typed: bytes, keys: list[str]) -> None:
+def test_keys(typed, keys):
     assert read_keys(typed) == keys
 
 
-def test_what_a_master_calls_its_segments_cannot_steer_the_terminal() -> None:
+def test_what_a_master_calls_its_segments_cannot_steer_the_terminal():
     odd = Segment("\x1b[2J\x1b]0;owned\x07" + "x" * 500, 1 << 61, "", 1 << 61), Segment("\r\n", 0, "", 5)
     screen = cluster(12, False, known("n5", 5.0, leads="leader", segments=odd))
     screen.selected = "n5"
@@ -187,7 +187,7 @@ def test_what_a_master_calls_its_segments_cannot_steer_the_terminal() -> None:
 
 
 @pytest.fixture
-def file(tmp_path: Path, well: int, mute: int) -> Path:
+def file(tmp_path, well, mute):
     nodes = [
         {"name": "master", "role": "master", "host": "127.0.0.1", "port": free_port(), "metrics_port": free_port()},
         {"name": "prefill-0", "role": "prefill", "host": "127.0.0.1", "port": well},
@@ -197,7 +197,7 @@ def file(tmp_path: Path, well: int, mute: int) -> Path:
     return cluster_file(tmp_path, nodes=nodes)
 
 
-def test_where_the_output_is_no_terminal_one_plain_table_is_printed(file: Path) -> None:
+def test_where_the_output_is_no_terminal_one_plain_table_is_printed(file):
     done = run_program("top", "-c", file, "--interval", "0.5", COLUMNS="200")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("4 nodes, 3 down, the master does not lead ")
@@ -214,7 +214,7 @@ def test_where_the_output_is_no_terminal_one_plain_table_is_printed(file: Path) 
 
 
 @pytest.mark.parametrize("seconds", ["0.1", "60"])
-def test_an_interval_that_shows_no_rates_of_a_minute_is_refused(file: Path, seconds: str) -> None:
+def test_an_interval_that_shows_no_rates_of_a_minute_is_refused(file, seconds):
     assert "--interval" in cli("top", "-c", file, "--once", "--interval", seconds, code=2).output
 
 
@@ -248,7 +248,7 @@ class Terminal:
         os.close(self.theirs)
 
 
-def test_a_terminal_that_cannot_move_its_cursor_or_has_no_bars_gets_one_table(file: Path) -> None:
+def test_a_terminal_that_cannot_move_its_cursor_or_has_no_bars_gets_one_table(file):
     with Terminal(file, TERM="dumb", PYTHONIOENCODING="ascii:strict") as terminal:
         terminal.until(lambda: terminal.process.poll() is not None)
         assert terminal.process.returncode == 0, terminal.shown

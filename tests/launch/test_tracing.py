@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -54,7 +53,7 @@ PATH = (
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+def traced(tmp_path_factory):
     with collecting() as collector:
         folder = tmp_path_factory.mktemp("traced")
         with started(folder, tracing={"endpoint": collector.endpoint, "sample_ratio": 0.0}) as cluster:
@@ -99,7 +98,7 @@ def test_a_request_is_one_trace_through_both_hops_to_the_pool_and_says_how_much_
     assert prefill.end <= decode.begin
 
 
-def test_a_client_that_does_not_sample_and_one_without_a_context_leave_no_spans(traced: Traced) -> None:
+def test_a_client_that_does_not_sample_and_one_without_a_context_leave_no_spans(traced):
     """The file's `sample_ratio` is 0, and a context's own flag overrides it."""
     silent, _ = traced.ask(list(range(7, 7 + 2 * CHUNK)), sampled=False)
     assert complete(traced.cluster.urls["proxy"], list(range(9, 9 + 2 * CHUNK))).status == 200
@@ -111,7 +110,7 @@ def test_a_client_that_does_not_sample_and_one_without_a_context_leave_no_spans(
     assert after - before == {loud} - before
 
 
-def test_a_node_that_dies_leaves_a_failed_span(traced: Traced) -> None:
+def test_a_node_that_dies_leaves_a_failed_span(traced):
     """Last in this file: the cluster has no prefill node afterwards."""
     kill(traced.cluster, "prefill-0")
     trace, _ = traced.ask([n * 5 % 500 for n in range(3 * CHUNK)])

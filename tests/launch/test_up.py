@@ -33,7 +33,7 @@ def cluster(*nodes: object, **sections: object) -> ClusterConfig:
     return ClusterConfig(nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections)
 
 
-def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay() -> None:
+def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay():
     here = [DecodeNode(name="a"), DecodeNode(name="b"), DecodeNode(name="c", port=7)]
     whole = cluster(*here, DecodeNode(name="d", host=ELSEWHERE))
     assert local_nodes(whole) == list(whole.nodes[:4])
@@ -44,7 +44,7 @@ def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay() -> 
     assert [node.port for node in config.nodes[3:]] == [7, 0]
 
 
-def test_when_all_nodes_are_ready_up_says_where_to_look_and_what_to_try() -> None:
+def test_when_all_nodes_are_ready_up_says_where_to_look_and_what_to_try():
     config = cluster(DecodeNode(name="d"), ProxyNode(name="p"), DecodeNode(name="e", host=ELSEWHERE))
     supervisor = SimpleNamespace(ready_urls={"master": "", "d": "http://h:1", "p": "http://h:2"})
     lines = up.welcome(up.LocalCluster(config, supervisor), Path("c.yaml")).splitlines()
@@ -57,7 +57,7 @@ def test_when_all_nodes_are_ready_up_says_where_to_look_and_what_to_try() -> Non
     assert up.welcome(up.LocalCluster(config, supervisor), Path("c.yaml")) == "all 1 nodes of this machine are ready"
 
 
-def test_the_node_to_launch_is_the_named_one_or_the_only_one_here() -> None:
+def test_the_node_to_launch_is_the_named_one_or_the_only_one_here():
     config = cluster(
         DecodeNode(name="a"), DecodeNode(name="b", host=ELSEWHERE), StoreNode(name="s", segment_size=ByteSize(1))
     )
@@ -73,13 +73,13 @@ def test_the_node_to_launch_is_the_named_one_or_the_only_one_here() -> None:
             up.pick_node(file, role, name)
 
 
-def test_nodes_log_details_if_up_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_nodes_log_details_if_up_does(caplog):
     for level, details in (("INFO", 0), ("DEBUG", 1)):
         caplog.set_level(level, "launch.run.up")
         assert up.program_of(ProxyNode(name="p"), Path("c.yaml")).argv.count("-v") == details
 
 
-def test_a_role_raises_the_soft_limit_of_open_files_to_the_hard_one() -> None:
+def test_a_role_raises_the_soft_limit_of_open_files_to_the_hard_one():
     program = (
         "import launch.run.roles as r, resource as s; r.raise_limit_of_files(); print(*s.getrlimit(s.RLIMIT_NOFILE))"
     )

@@ -26,7 +26,7 @@ from tests.support.waiting import wait_for
 
 
 @pytest.fixture
-def executable(tmp_path: Path) -> str:
+def executable(tmp_path):
     file = tmp_path / "vllm"
     file.write_text("#!/bin/sh\n")
     file.chmod(file.stat().st_mode | stat.S_IXUSR)
@@ -38,7 +38,7 @@ def program(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, folder: Pa
     return vllm_program(config, node, folder / "c.yaml", folder / "n")
 
 
-def test_flags_are_those_of_the_engine_and_over_them_those_of_the_node(executable: str, tmp_path: Path) -> None:
+def test_flags_are_those_of_the_engine_and_over_them_those_of_the_node(executable, tmp_path):
     engine = VllmEngineConfig(
         model="/models/llama",
         name="demo",
@@ -64,8 +64,8 @@ def test_the_connector_is_told_its_file_node_and_role(node, role, executable, tm
 
 
 def test_vllm_binds_the_port_of_its_events_on_all_addresses_or_a_socket_and_records_say_where_others_find_them(
-    executable: str, tmp_path: Path
-) -> None:
+    executable, tmp_path
+):
     engine = VllmEngineConfig(model="m", executable=executable)
     for host, port, events, bound in (
         ("10.1.2.3", 5570, ("tcp://10.1.2.3:5570", "tcp://10.1.2.3:5571"), ("tcp://*:5570", "tcp://10.1.2.3:5571")),
@@ -94,7 +94,7 @@ echo "token $HF_TOKEN"
 """
 
 
-def test_keys_are_in_the_environment_of_the_child_and_in_nobodys_command_line(executable: str, tmp_path: Path) -> None:
+def test_keys_are_in_the_environment_of_the_child_and_in_nobodys_command_line(executable, tmp_path):
     Path(executable).write_text(SHOW)
     args: dict[str, Argument] = {"api_key": "over-ridden", "hf-token": "hf-secret", "max-model-len": 64}
     engine = VllmEngineConfig(model="m", executable=executable, args=args)

@@ -32,7 +32,7 @@ def answer(record: NodeRecord, at: float, load: float = 0.0, **fields: Any) -> N
 
 
 @pytest.fixture
-def watched() -> WatchedNodes:
+def watched():
     found = WatchedNodes()
     found.update(View((DECODE, MASTER, PREFILL, STORE)))
     found.take([answer(PREFILL, 0.0), answer(DECODE, 0.0)])
@@ -44,7 +44,7 @@ def nodes(watched: WatchedNodes, now: float) -> list[NodeStatus]:
     return watched.status(now).nodes
 
 
-def test_a_node_that_does_not_answer_is_down_says_why_and_shows_no_figures(watched: WatchedNodes) -> None:
+def test_a_node_that_does_not_answer_is_down_says_why_and_shows_no_figures(watched):
     watched.take(
         [answer(DECODE, 3.0, 800.0, queued=7.0), NodeStatus(record=DECODE, at=4.0, state="down", why="refused")]
     )
@@ -55,7 +55,7 @@ def test_a_node_that_does_not_answer_is_down_says_why_and_shows_no_figures(watch
     assert (row.state, row.rates and row.rates.load) == ("up", 25.0)
 
 
-def test_a_node_that_has_not_answered_for_long_is_down_too(watched: WatchedNodes) -> None:
+def test_a_node_that_has_not_answered_for_long_is_down_too(watched):
     assert [row.name for row in nodes(watched, 2.0)] == ["prefill-0", "decode-0", "store-0", "master"], (
         "a request's way"
     )
@@ -71,26 +71,26 @@ def test_a_node_that_has_not_answered_for_long_is_down_too(watched: WatchedNodes
         ('pd_cache_proxy_node_up{node="a"} 0\npd_cache_proxy_node_up{node="b"} 0', "leaves 2 of its nodes alone"),
     ],
 )
-def test_a_node_that_says_that_something_does_not_work_is_degraded(metrics: str, why: str) -> None:
+def test_a_node_that_says_that_something_does_not_work_is_degraded(metrics, why):
     with serving("127.0.0.1", 0, lambda path: Response(200, f"{metrics}\n".encode()), 8) as (_, port):
         found = ask_node(record("decode-0", port), NOBODY)
     assert (found.state, found.why) == ("degraded", why)
 
 
-def test_a_node_that_has_not_registered_again_since_an_outage_is_degraded(watched: WatchedNodes) -> None:
+def test_a_node_that_has_not_registered_again_since_an_outage_is_degraded(watched):
     watched.update(View((DECODE, PREFILL), doubted=frozenset({"decode-0"})))
     assert [(row.state, row.why) for row in nodes(watched, 4.0)] == [("up", ""), ("degraded", "not registered again since discovery was away")]  # fmt: skip
 
 
-def test_segments_show_at_their_owners_and_all_of_them_at_the_master(watched: WatchedNodes) -> None:
+def test_segments_show_at_their_owners_and_all_of_them_at_the_master(watched):
     own, other = Segment("10.0.0.3:50052", 100, "", 40), Segment("10.0.0.1:13000", 100, "", 7)
     watched.take([NodeStatus(record=MASTER, at=3.0, leads="leader", segments=(own, other))])
     watched.take([answer(PREFILL, 4.0, segments=("10.0.0.1:13000",))])
     assert [row.segments for row in nodes(watched, 4.0)] == [(other,), (), (own,), (own, other)]
 
 
-def test_the_clusters_hit_rate_is_that_of_prefill_nodes_as_long_as_these_have_prompts(watched: WatchedNodes) -> None:
-    def tokens(at: float, computed: float, pool: float) -> NodeReading:
+def test_the_clusters_hit_rate_is_that_of_prefill_nodes_as_long_as_these_have_prompts(watched):
+    def tokens(at, computed, pool):
         return NodeReading(at=at, counts={("tokens", "computed"): computed, ("tokens", "loaded"): pool})
 
     watched.take([NodeStatus(record=DECODE, reading=tokens(4.0, 10, 90))])
@@ -106,7 +106,7 @@ def record(name: str, port: int) -> NodeRecord:
     return NodeRecord(name=name, role="decode", address=f"http://127.0.0.1:{port}")
 
 
-def test_an_answer_is_read_and_a_missing_one_says_why(well: int) -> None:
+def test_an_answer_is_read_and_a_missing_one_says_why(well):
     answer = ask_node(record("a", well), NOBODY)
     assert answer.reading.at == answer.at <= time.monotonic()
     assert ask_node(record("b", port := free_port()), NOBODY).why == f"127.0.0.1:{port}: Connection refused"
@@ -122,10 +122,8 @@ def test_an_answer_is_read_and_a_missing_one_says_why(well: int) -> None:
         (b"\x1b[2J<html>", ""),
     ],
 )
-def test_a_health_of_503_is_degraded_with_the_reason_that_it_gives(
-    body: bytes, why: str, watched: WatchedNodes
-) -> None:
-    def respond(path: str) -> Response:
+def test_a_health_of_503_is_degraded_with_the_reason_that_it_gives(body, why, watched):
+    def respond(path):
         return Response(503, body) if path == "/health" else Response(200, b"pd_cache_pool_up 1\n")
 
     with serving("127.0.0.1", 0, respond, 8) as (_, port):
@@ -133,7 +131,7 @@ def test_a_health_of_503_is_degraded_with_the_reason_that_it_gives(
     assert (row.state, row.why, row.reading.pool_up) == ("degraded", f"/health answers 503{why}", True)
 
 
-def test_a_store_is_asked_where_it_answers(well: int) -> None:
+def test_a_store_is_asked_where_it_answers(well):
     store = NodeRecord(name="s", role="store", address="http-1:12345")
     assert not page_of(store)
     store = msgspec.structs.replace(store, metrics=f"http://127.0.0.1:{well}")
@@ -141,7 +139,7 @@ def test_a_store_is_asked_where_it_answers(well: int) -> None:
     assert ask_node(store, NOBODY).reading.counts
 
 
-def test_a_cache_server_whose_port_launch_has_chosen_is_not_asked_and_counts_as_no_trouble() -> None:
+def test_a_cache_server_whose_port_launch_has_chosen_is_not_asked_and_counts_as_no_trouble():
     server = CacheServerNode(name="c")
     for port, page in (50051, ""), (0, "http://127.0.0.1:0"):  # of 0, nobody but `up` can have started it
         (_, told) = file_records(ClusterConfig(nodes=(MasterNode(name="m", port=port), server)))
@@ -158,13 +156,13 @@ def test_a_cache_server_whose_port_launch_has_chosen_is_not_asked_and_counts_as_
     assert [(row.state, row.why) for row in nodes(watched, 1.0)] == [("not asked", why), ("not asked", f"{why}; its memory shows at the master")]  # fmt: skip
 
 
-def test_many_nodes_that_hang_delay_none_that_answers(well: int, mute: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_nodes_that_hang_delay_none_that_answers(well, mute, monkeypatch):
     monkeypatch.setattr("launch.operate.watched.TIMEOUT_S", 0.2)
     records = [record("well", well), *(record(f"mute{number}", mute) for number in range(40))]
     answers: list[NodeStatus] = []
     with closing(Asker(NOBODY, 0.05)) as asker:
 
-        def enough() -> bool:
+        def enough():
             answers.extend(asker.poll(records, time.monotonic()))
             return sum(one.name == "well" and one.answers for one in answers) >= 20
 
@@ -178,7 +176,7 @@ def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_then_after_an_int
     asked: list[str] = []
     let = threading.Event()
 
-    def ask(record: NodeRecord, _: object) -> NodeStatus:
+    def ask(record, _):
         asked.append(record.name)
         let.wait(PATIENCE_S)
         return NodeStatus(record=record, state="down", why="refused")

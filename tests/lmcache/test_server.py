@@ -90,7 +90,7 @@ class LMCacheServer:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models") / "llama")
 
 

@@ -9,12 +9,11 @@ import pytest
 from bench.lib.pool import raw_client
 from bench.suites.lookup import lmcache_client, put
 from tests.support.adapters import KINDS, PAGE, end_subject
-from tests.support.pool import Pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what LMCache's imports deprecate is not ours
 
 
-def test_what_the_pool_has_lost_leaves_lmcaches_accounts_when_it_is_looked_up_or_deleted(pool: Pool) -> None:
+def test_what_the_pool_has_lost_leaves_lmcaches_accounts_when_it_is_looked_up_or_deleted(pool):
     subject = KINDS["lmcache"](pool.settings(), uuid.uuid4().hex)
     try:
         subject.wait_available()
@@ -32,7 +31,7 @@ def test_what_the_pool_has_lost_leaves_lmcaches_accounts_when_it_is_looked_up_or
         end_subject(subject)
 
 
-def test_the_lookup_client_of_lmcache_that_the_bench_measures_finds_what_is_under_its_keys(pool: Pool) -> None:
+def test_the_lookup_client_of_lmcache_that_the_bench_measures_finds_what_is_under_its_keys(pool):
     with raw_client(pool.address, transfer=pool.settings().transfer) as raw:
         peer, tokens = lmcache_client(raw), [uuid.uuid4().int % 1000 for _ in range(512)]
         keys = [key.to_string() for _, _, key in peer.token_database.process_tokens(tokens)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pool import ROOT, Pool
+from tests.support.pool import ROOT
 
 SOURCES = Path(os.environ.get("LMCACHE_SOURCES", Path(sys.prefix) / "lmcache-sources")) / "tests/v1/distributed"
 NO_SOURCES = f"LMCache's tests are not in {SOURCES}; `make install-lmcache` puts them there, and LMCACHE_SOURCES names another folder"
@@ -22,7 +22,7 @@ NOT_OURS = ("TestBandwidthSimulation",)
 
 
 @pytest.mark.skipif(not SOURCES.is_dir(), reason=NO_SOURCES)
-def test_lmcaches_own_tests_of_its_mock_and_file_adapters_pass_with_ours(pool: Pool, tmp_path: Path) -> None:
+def test_lmcaches_own_tests_of_its_mock_and_file_adapters_pass_with_ours(pool, tmp_path):
     for file in FILES:  # elsewhere: their package is called `tests`, as ours is
         shutil.copy(SOURCES / file, tmp_path)
     command = [

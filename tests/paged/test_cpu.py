@@ -72,7 +72,7 @@ def test_gather_and_scatter_match_the_oracle(kind, one_storage, heads, dim, larg
 
 @given(st.lists(st.integers(0, 127), min_size=16, max_size=16, unique=True))
 @settings(max_examples=50, deadline=None)
-def test_whole_blocks_are_recognised_and_only_those(slots: list[int]) -> None:
+def test_whole_blocks_are_recognised_and_only_those(slots):
     layout = KVLayout.from_tensors(make_cache())
     starts = range(0, 16, 4)
     if all(slots[i] % 4 == 0 and slots[i : i + 4] == list(range(slots[i], slots[i] + 4)) for i in starts):
@@ -95,12 +95,12 @@ def test_whole_blocks_are_recognised_and_only_those(slots: list[int]) -> None:
         (torch.tensor([0, 1, 2, 3, 7, 6, 5, 4]), "whole blocks"),
     ],
 )
-def test_slot_mappings_that_cannot_be_are_refused(slots: torch.Tensor, message: str) -> None:
+def test_slot_mappings_that_cannot_be_are_refused(slots, message):
     with pytest.raises(ValueError, match=message):
         plan(Slots(slots), KVLayout.from_tensors(make_cache()), CHUNK)
 
 
-def test_layouts_count_bytes_as_the_tensors_do() -> None:
+def test_layouts_count_bytes_as_the_tensors_do():
     for kind in KINDS_WITH_TOKENS:
         cache = make_cache(kind)
         layout = KVLayout.from_tensors(cache)
@@ -124,18 +124,18 @@ def test_layouts_count_bytes_as_the_tensors_do() -> None:
         ([torch.zeros(0, 4, 8)], "none empty"),
     ],
 )
-def test_tensors_that_are_no_paged_cache_are_refused(tensors: list[torch.Tensor], message: str) -> None:
+def test_tensors_that_are_no_paged_cache_are_refused(tensors, message):
     with pytest.raises(LayoutError, match=message):
         KVLayout.from_tensors(tensors)
 
 
-def test_an_ambiguous_shape_is_settled_by_naming_the_kind() -> None:
+def test_an_ambiguous_shape_is_settled_by_naming_the_kind():
     tensors = [torch.zeros(2, 2, 4, 3, 8)]
     assert KVLayout.from_tensors(tensors, PageKind.KV_OUTER).planes == 2
     assert KVLayout.from_tensors(tensors, PageKind.KV_INNER).planes == 1
 
 
-def test_tensors_of_another_device_are_refused() -> None:
+def test_tensors_of_another_device_are_refused():
     tensors = make_cache()
     with pytest.raises(ValueError, match="meta"):
         open_copier([tensor.to("meta") for tensor in tensors], KVLayout.from_tensors(tensors))
@@ -151,8 +151,8 @@ def test_tensors_of_another_device_are_refused() -> None:
     ],
 )
 def test_a_scatter_leaves_out_the_blocks_that_the_engine_has_and_those_behind_a_loads_end(
-    one_storage: bool, step_bytes: int, slots: list[int], kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    one_storage, step_bytes, slots, kept, monkeypatch
+):
     """Also if these are all that a step would write."""
     monkeypatch.setattr("pd_cache.paged.cpu._STEP_BYTES", step_bytes)
     cache = make_cache(one_storage=one_storage)
@@ -173,20 +173,20 @@ def test_a_scatter_leaves_out_the_blocks_that_the_engine_has_and_those_behind_a_
             assert torch.equal(token_view(now, layout.kind, slot, 4), source_slot)
 
 
-def test_a_store_leaves_out_nothing_at_its_end() -> None:
+def test_a_store_leaves_out_nothing_at_its_end():
     with pytest.raises(ValueError, match="values from -1"):
         plan([5, -1], KVLayout.from_tensors(make_cache()), CHUNK, may_leave_out="start")
 
 
 @pytest.mark.parametrize("slots", [[-1] * 2 + list(range(6)), [0, 1, 2, 3] + [-1] * 4, [-2] * 4 + [0, 1, 2, 3]])
-def test_only_whole_blocks_at_the_start_may_be_left_out(slots: list[int]) -> None:
+def test_only_whole_blocks_at_the_start_may_be_left_out(slots):
     layout = KVLayout.from_tensors(make_cache())
     with pytest.raises(ValueError, match=r"whole blocks|blocks must lie"):
         plan(Slots(torch.tensor(slots)), layout, CHUNK, may_leave_out="start")
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
-def test_a_shard_is_a_contiguous_slice_of_heads_of_each_page(count: int) -> None:
+def test_a_shard_is_a_contiguous_slice_of_heads_of_each_page(count):
     cache = make_cache(heads=6)
     layout = KVLayout.from_tensors(cache)
     for views in shard_tensors(cache, count):
@@ -195,11 +195,11 @@ def test_a_shard_is_a_contiguous_slice_of_heads_of_each_page(count: int) -> None
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS_WITH_TOKENS if kind is not PageKind.HEADS_FIRST])
-def test_pages_whose_heads_are_not_outermost_are_never_cut(kind: PageKind) -> None:
+def test_pages_whose_heads_are_not_outermost_are_never_cut(kind):
     with pytest.raises(LayoutError, match="cannot be cut into 3 shards"):
         KVLayout.from_tensors(make_cache(kind)).shard(3)
 
 
-def test_heads_that_do_not_divide_are_never_cut() -> None:
+def test_heads_that_do_not_divide_are_never_cut():
     with pytest.raises(LayoutError, match="3 KV heads cannot be cut into 2"):
         KVLayout.from_tensors(make_cache(heads=3)).shard(2)

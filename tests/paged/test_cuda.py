@@ -178,12 +178,12 @@ def in_the_interpreter(module: ModuleType) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> ModuleType:
+def interpreted():
     return in_the_interpreter(cuda)
 
 
 @pytest.fixture(scope="module")
-def interpreted_xxh3() -> ModuleType:
+def interpreted_xxh3():
     return in_the_interpreter(xxh3)
 
 
@@ -205,7 +205,7 @@ def test_the_interpreted_kernel_gathers_and_scatters_as_the_cpu_copier(interpret
     cache.assert_same(expected)
 
 
-def test_layers_of_different_block_strides_are_each_followed(interpreted: ModuleType) -> None:
+def test_layers_of_different_block_strides_are_each_followed(interpreted):
     roomy = torch.arange(2 * BLOCKS * 12, dtype=torch.int16).view(BLOCKS, 2, 4, 3)[:, 0]
     layers = [torch.arange(BLOCKS * 12, dtype=torch.int16).view(BLOCKS, 4, 3), roomy]
     layout = KVLayout.from_tensors(layers)
@@ -234,7 +234,7 @@ def test_the_interpreted_hash_is_that_of_the_host_and_depends_on_the_last_byte(i
     assert hashed(hasher, payload) == checksum(payload.numpy().data)
 
 
-def test_the_hash_takes_whole_words_of_the_long_form() -> None:
+def test_the_hash_takes_whole_words_of_the_long_form():
     assert [n for n in (0, 8, 232, 240, 241, 247, 248, 249, 256) if xxh3.Xxh3.takes(n)] == [248, 256]
 
 
@@ -279,7 +279,7 @@ def test_the_hash_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
-def test_pinning_without_a_device_says_so() -> None:
+def test_pinning_without_a_device_says_so():
     with pytest.raises(PdCacheError, match="finds no CUDA device"):
         cuda.pin_host_memory(4096, 4096)
 
@@ -369,17 +369,17 @@ class Copying:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+def streams(monkeypatch):
     return Streams(monkeypatch)
 
 
 @pytest.fixture
-def kernels(streams: Streams, interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[str]]]:
+def kernels(streams, interpreted, monkeypatch):
     """What was copied, and behind what."""
     found, move = list[tuple[str, set[str]]](), interpreted.PageMover.move
     interpreting = threading.Lock()  # Triton's interpreter is for one thread at a time
 
-    def noted(mover: cuda.PageMover, blocks: torch.Tensor, payload: torch.Tensor, *, gather: bool) -> None:
+    def noted(mover, blocks, payload, *, gather):
         found.append(("gather" if gather else "scatter", set(streams.current().behind)))
         streams.current().behind.add("kernel")
         with interpreting:
@@ -442,12 +442,12 @@ def test_memory_is_page_locked_and_unlocked_in_the_device_of_the_thread_that_cho
     current, calls = [1], list[tuple[str, int]]()
 
     @contextmanager
-    def device(index: int) -> Iterator[None]:
+    def device(index):
         before, current[0] = current[0], index
         yield
         current[0] = before
 
-    def called(name: str) -> Callable[..., int]:
+    def called(name):
         return lambda *_: calls.append((name, current[0])) or 0
 
     runtime = SimpleNamespace(cudaHostRegister=called("lock"), cudaHostUnregister=called("unlock"))
@@ -478,7 +478,7 @@ AWHILE = 200_000_000
 
 
 @pytest.fixture
-def wide() -> Iterator[tuple[Cache, Cache, cuda.CudaPagedCopier]]:
+def wide():
     """A cache on the CPU, the same on the GPU, and the copier of the latter."""
     cache = Cache.random(WIDE)
     device = cache.copy("cuda")
@@ -490,7 +490,7 @@ def wide() -> Iterator[tuple[Cache, Cache, cuda.CudaPagedCopier]]:
 @on_gpu
 @every_case
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
-def test_gpu_copies_equal_the_cpu_copier(case: Case, pinned: bool) -> None:
+def test_gpu_copies_equal_the_cpu_copier(case, pinned):
     cache = Cache.random(case)
     chunk, payload = chunk_of(), random_payload(cache.layout, pinned=pinned)
     device, out = cache.copy("cuda"), empty_payload(cache.layout, pinned=pinned)
@@ -508,14 +508,14 @@ def test_gpu_copies_equal_the_cpu_copier(case: Case, pinned: bool) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_gpu_hashes_equal_those_of_the_host(nbytes: int) -> None:
+def test_gpu_hashes_equal_those_of_the_host(nbytes):
     payload = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     assert hashed(xxh3.Xxh3(nbytes, torch.device("cuda")), payload.cuda()) == checksum(payload.numpy().data)
 
 
 @on_gpu
 @every_case
-def test_gpu_copies_return_the_checksum_of_the_chunk(case: Case) -> None:
+def test_gpu_copies_return_the_checksum_of_the_chunk(case):
     cache = Cache.random(case)
     device = cache.copy("cuda")
     copier = cuda.CudaPagedCopier(device.layers, device.layout)
@@ -545,7 +545,7 @@ def test_gpu_a_checksum_is_of_what_was_copied_and_not_of_what_staging_memory_hol
 
 
 @on_gpu
-def test_gpu_staging_pinned_by_us_makes_the_round_trip(wide: tuple[Cache, Cache, cuda.CudaPagedCopier]) -> None:
+def test_gpu_staging_pinned_by_us_makes_the_round_trip(wide):
     cache, device, copier = wide
     chunk = chunk_of()
     pool = StagingPool(4 << 20, CHUNK_BLOCKS * cache.layout.block_bytes, pin=cuda.pin_host_memory)
@@ -566,7 +566,7 @@ def test_gpu_staging_pinned_by_us_makes_the_round_trip(wide: tuple[Cache, Cache,
 
 
 @on_gpu
-def test_gpu_undoing_a_pin_twice_is_harmless_and_a_refused_pin_leaves_the_device_usable() -> None:
+def test_gpu_undoing_a_pin_twice_is_harmless_and_a_refused_pin_leaves_the_device_usable():
     pool = StagingPool(1 << 20, 1 << 20)
     undo = cuda.pin_host_memory(pool.address, pool.nbytes)
     with pytest.raises(PdCacheError, match="CUDA refused to page-lock"):
@@ -609,7 +609,7 @@ def test_gpu_scatter_lets_earlier_readers_finish_and_later_ones_see_it(wide):
 
 
 @on_gpu
-def test_gpu_calls_return_before_the_copy_has_ended(wide: tuple[Cache, Cache, cuda.CudaPagedCopier]) -> None:
+def test_gpu_calls_return_before_the_copy_has_ended(wide):
     cache, _, copier = wide
     chunk, out = chunk_of(), empty_payload(cache.layout, pinned=True)
     copier.gather(chunk, out).wait()  # the kernel is compiled by now
@@ -628,7 +628,7 @@ def test_gpu_calls_return_before_the_copy_has_ended(wide: tuple[Cache, Cache, cu
 
 
 @on_gpu
-def test_gpu_many_gathers_in_flight_share_one_bounce_buffer(wide: tuple[Cache, Cache, cuda.CudaPagedCopier]) -> None:
+def test_gpu_many_gathers_in_flight_share_one_bounce_buffer(wide):
     cache, _, copier = wide
     chunks = [chunk_of(seed=seed) for seed in range(1, 17)]
     outs = [empty_payload(cache.layout, pinned=True) for _ in chunks]
@@ -639,13 +639,13 @@ def test_gpu_many_gathers_in_flight_share_one_bounce_buffer(wide: tuple[Cache, C
 
 
 @on_gpu
-def test_gpu_threads_gather_and_scatter_side_by_side(wide: tuple[Cache, Cache, cuda.CudaPagedCopier]) -> None:
+def test_gpu_threads_gather_and_scatter_side_by_side(wide):
     """One thread a block, some in inference mode: each overwrites its block over and over and reads it back."""
     cache, _, copier = wide
     nbytes = cache.layout.block_bytes
     wrong: list[int] = []
 
-    def work(block: int) -> None:
+    def work(block):
         chunk = torch.tensor([block])
         with torch.inference_mode(block % 2 == 0):
             for turn in range(20):

@@ -38,7 +38,7 @@ token_lists = st.lists(st.integers(min_value=0, max_value=2**31 - 1), max_size=4
 
 
 @given(token_lists, token_lists)
-def test_two_prompts_share_exactly_the_chunks_of_their_common_prefix(one: list[int], two: list[int]) -> None:
+def test_two_prompts_share_exactly_the_chunks_of_their_common_prefix(one, two):
     hashes = [database().name_chunks(tokens) for tokens in (one, two)]
     common = next((at for at, pair in enumerate(zip(one, two, strict=False)) if len(set(pair)) > 1), None)
     common = min(len(one), len(two)) if common is None else common
@@ -54,7 +54,7 @@ class OtherSequence(UserList[int]):
 
 
 @given(int32s, st.data())
-def test_every_form_of_the_same_tokens_has_the_same_names(tokens: list[int], data: st.DataObject) -> None:
+def test_every_form_of_the_same_tokens_has_the_same_names(tokens, data):
     low, high = min(tokens, default=0), max(tokens, default=0)
     numpy_type = data.draw(st.sampled_from([one for one in "bBhHiIlL" if fits(one, low, high)]))
     order = data.draw(st.sampled_from("<>"))
@@ -112,12 +112,12 @@ FLOATS, PLANE = np.array([1.0]), np.array([[1, 2]], dtype=np.int32)
         (torch.tensor([True]), r"1-D and integers, got \(1,\) bool"),
     ],
 )
-def test_what_cannot_be_token_ids_is_refused_with_what_was_expected(tokens: object, message: str) -> None:
+def test_what_cannot_be_token_ids_is_refused_with_what_was_expected(tokens, message):
     with pytest.raises(ValueError, match=f"tokens must.*{message}"):
         token_bytes(tokens)  # type: ignore[arg-type]
 
 
-def test_extra_keys_keep_requests_apart_and_are_unambiguous() -> None:
+def test_extra_keys_keep_requests_apart_and_are_unambiguous():
     variants = [(), ("a",), ("b",), ("a", "b"), ("ab",), ("a", ""), (b"a",), (1,), ("1",), (-1,)]
     assert len({database().name_chunks(range(8), None, extra)[0] for extra in variants}) == len(variants)
     for wrong in ([1.5], "salt", b"salt"):  # the last two are not taken letter by letter
@@ -154,7 +154,7 @@ def test_a_prompt_has_the_same_names_whatever_was_named_before(asked, most_bytes
         names[:] = [b"changed by the caller"] * len(names)
 
 
-def test_a_run_that_only_ends_like_another_is_not_taken_for_it() -> None:
+def test_a_run_that_only_ends_like_another_is_not_taken_for_it():
     namer, end = ChunkNamer(CHUNK), [3] * 8
     one, other = prompt([1])[:-8] + end, prompt([2])[:-8] + end
     first, second = namer.name_chunks(one), namer.name_chunks(other)
@@ -162,12 +162,12 @@ def test_a_run_that_only_ends_like_another_is_not_taken_for_it() -> None:
     assert namer.name_chunks(one) == first
 
 
-def test_many_threads_name_prompts_with_one_namer() -> None:
+def test_many_threads_name_prompts_with_one_namer():
     namer, wrong = ChunkNamer(CHUNK), []
     asked = [prompt([first, second], 5) for first in range(6) for second in range(6)]
     expected = [ChunkNamer(CHUNK).name_chunks(tokens) for tokens in asked]
 
-    def name_all() -> None:
+    def name_all():
         wrong.extend(
             tokens for tokens, names in zip(asked, expected, strict=True) if namer.name_chunks(tokens) != names
         )
@@ -194,11 +194,11 @@ def test_many_threads_name_prompts_with_one_namer() -> None:
         {"hash_seed": "sha256:0"},
     ],
 )
-def test_nodes_that_differ_in_anything_never_share_a_key(change: dict[str, object]) -> None:
+def test_nodes_that_differ_in_anything_never_share_a_key(change):
     assert database(**change).namespace.fingerprint() != NAMESPACE.fingerprint()
 
 
-def test_a_manifest_of_names_by_another_hash_is_not_read() -> None:
+def test_a_manifest_of_names_by_another_hash_is_not_read():
     manifest = NAMESPACE.manifest()
     assert Namespace.read(manifest) == NAMESPACE
     for other in (manifest.replace(b"blake2b", b"sha256"), manifest.replace(b',"token_hash":"blake2b"', b"")):
@@ -206,7 +206,7 @@ def test_a_manifest_of_names_by_another_hash_is_not_read() -> None:
             Namespace.read(other)
 
 
-def test_metadata_and_cache_settings_make_the_namespace() -> None:
+def test_metadata_and_cache_settings_make_the_namespace():
     told = {"model": "m", "kv_dtype": "float32", "page_format": "x", "layers": 1, "block_size": 4, "page_bytes": 8}
     namespace = CacheMetadata(**told, world_size=2, rank=1).namespace(CacheConfig(chunk_size=8))  # type: ignore[arg-type]
     assert (namespace.shards, namespace.chunk_size, namespace.block_size) == (2, 8, 4)
@@ -219,7 +219,7 @@ def test_metadata_and_cache_settings_make_the_namespace() -> None:
 # --- block hashes ----------------------------------------------------------------------------------------------------
 
 
-def test_hash_mode_takes_the_hash_of_each_chunks_last_block() -> None:
+def test_hash_mode_takes_the_hash_of_each_chunks_last_block():
     db = database(hash_mode="blocks")
     blocks = [hashlib.sha256(bytes([index])).digest() for index in range(5)]
     assert db.name_chunks(None, blocks) == [blocks[1][:16], blocks[3][:16]]
@@ -234,7 +234,7 @@ def test_hash_mode_takes_the_hash_of_each_chunks_last_block() -> None:
 
 
 @given(names=st.lists(st.binary(min_size=8, max_size=16), max_size=5), identity=st.binary(min_size=1, max_size=64))
-def test_a_folded_name_is_a_name_that_says_which_identity_it_is_of(names: list[bytes], identity: bytes) -> None:
+def test_a_folded_name_is_a_name_that_says_which_identity_it_is_of(names, identity):
     folded = fold_names(names, identity)
     check_names(folded)
     assert len(set(folded)) == len(set(names))
@@ -261,6 +261,6 @@ def test_block_hashes_depend_on_salt_seed_and_the_size_that_the_namespace_descri
 
 
 @pytest.mark.parametrize("described", [describe_hashes("xxhash", "vllm-none-hash", ""), "", "nonsense"])
-def test_other_algorithms_are_refused(described: str) -> None:
+def test_other_algorithms_are_refused(described):
     with pytest.raises(UnknownHashesError, match="only vLLM's sha256 is known here"):
         BlockHasher(2, described)

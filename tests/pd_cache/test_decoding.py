@@ -38,5 +38,5 @@ print("done")
 """
 
 
-def test_threads_that_decode_a_type_for_the_first_time_together_do_not_crash_the_process() -> None:
+def test_threads_that_decode_a_type_for_the_first_time_together_do_not_crash_the_process():
     assert printed(sys.executable, "-c", FIRST_USE) == "done\n"

@@ -19,7 +19,6 @@ from pd_cache.layout import Digest
 from pd_cache.paged.base import PendingCopy
 from pd_cache.paged.cpu import CpuPagedCopier
 from tests.support.engines import BLOCK, CHUNK, Host, host
-from tests.support.pool import Pool
 
 PLANES = 2
 PER_CHUNK = CHUNK // BLOCK
@@ -45,12 +44,12 @@ class Vandal:
         next bytes are hashed."""
         vandal, moved, steps = self, getattr(CpuPagedCopier, copy), CpuPagedCopier._steps
 
-        def with_steps(copier: CpuPagedCopier, chunk: torch.Tensor, payload: torch.Tensor) -> Iterator[Any]:
+        def with_steps(copier, chunk, payload):
             for number, step in enumerate(steps(copier, chunk, payload)):
                 self._strike(number, payload)
                 yield step
 
-        def with_copy(copier: CpuPagedCopier, chunk: torch.Tensor, payload: torch.Tensor) -> PendingCopy:
+        def with_copy(copier, chunk, payload):
             copied: PendingCopy = moved(copier, chunk, payload)
             self._strike(STEPS, payload)
             return copied
@@ -95,13 +94,13 @@ def vandals(node: Host, steps: int = STEPS + 1) -> Iterator[Vandal]:
 
 
 @pytest.fixture(scope="module")
-def reader(pool: Pool) -> Iterator[Host]:
+def reader(pool):
     with host(pool, model=uuid.uuid4().hex) as node:
         yield node
 
 
 @pytest.fixture
-def writer(reader: Host, pool: Pool) -> Iterator[Host]:
+def writer(reader, pool):
     with host(pool, model=reader.engine.metadata.model) as node:
         yield node
 
@@ -166,7 +165,7 @@ def test_memory_that_changes_between_the_seal_and_the_transfer_is_damage(writer,
     backend: Any = writer.engine.backend
     put: Callable[..., Any] = backend.batched_put
 
-    def overwritten(keys: Any, staged: Any, **options: Any) -> Any:
+    def overwritten(keys, staged, **options):
         for one in staged:
             one.payload[:] = bytes(len(one.payload))
         return put(keys, staged, **options)

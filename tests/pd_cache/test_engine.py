@@ -7,9 +7,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +18,8 @@ from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout, shard_tensors
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
-from tests.support.engines import BLOCK, CHUNK, Host, host, random_slots
+from tests.support.engines import BLOCK, CHUNK, host, random_slots
 from tests.support.kv import make_cache, same_tensors, write_prompt
-from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from transfer.errors import Status
 from transfer.settings import Placement
@@ -35,13 +32,13 @@ _prompts = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def shared_node(pool: Pool) -> Iterator[Host]:
+def shared_node(pool):
     with host(pool) as node:
         yield node
 
 
 @pytest.fixture
-def node(shared_node: Host) -> Host:
+def node(shared_node):
     """A host with nothing counted yet. Its pool is shared: prompts keep tests apart."""
     engine = shared_node.engine
     engine.metrics = engine.mover.metrics = CacheMetrics()
@@ -49,13 +46,13 @@ def node(shared_node: Host) -> Host:
 
 
 @pytest.fixture
-def tokens() -> list[int]:
+def tokens():
     """A prompt that no other test uses."""
     first = 1000 * next(_prompts)
     return list(range(first, first + LONG))
 
 
-def test_prompts_longer_than_the_staging_memory_pass_through_it(pool: Pool) -> None:
+def test_prompts_longer_than_the_staging_memory_pass_through_it(pool):
     tokens = list(range(200))
     with host(pool, staging_size="8KiB", prefault=True) as node:
         assert node.engine.backend.staging.slots == 2  # type: ignore[attr-defined]
@@ -82,7 +79,7 @@ def test_bytes_and_tokens_are_counted_and_the_manifest_lies_beside_the_chunks(no
         assert client.get(node.engine.database.manifest_key) == node.engine.database.namespace.manifest()
 
 
-def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, tokens: list[int]) -> None:
+def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool, tokens):
     model = uuid.uuid4().hex
     slots = list(range(LONG))
     with host(pool, model=model) as writer:
@@ -93,7 +90,7 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool: Pool, t
         (copier,) = node.engine._pages(node.cache).copiers
         scatter = copier.scatter
 
-        def slow(*arguments: Any) -> Any:
+        def slow(*arguments):
             inside.set()
             go_on.wait(60)
             return scatter(*arguments)
@@ -141,7 +138,7 @@ def test_callers_mistakes_are_value_errors_before_anything_moves(node, tokens, o
     assert node.lookup(tokens) == 0
 
 
-def test_an_engine_that_does_not_fit_its_metadata_is_refused(pool: Pool) -> None:
+def test_an_engine_that_does_not_fit_its_metadata_is_refused(pool):
     layout = KVLayout.from_tensors(make_cache())
     with pytest.raises(ValueError, match="metadata says"):
         CacheEngineBuilder.get_or_create(
@@ -153,7 +150,7 @@ def test_an_engine_that_does_not_fit_its_metadata_is_refused(pool: Pool) -> None
     assert CacheEngineBuilder.get("odd") is None
 
 
-def test_the_builder_keeps_one_engine_per_instance(pool: Pool, tokens: list[int]) -> None:
+def test_the_builder_keeps_one_engine_per_instance(pool, tokens):
     layout = KVLayout.from_tensors(make_cache())
     settings, metadata = pool.settings(CacheConfig(chunk_size=CHUNK)), CacheMetadata.of("m", layout)
     try:
@@ -177,7 +174,7 @@ def test_the_builder_keeps_one_engine_per_instance(pool: Pool, tokens: list[int]
 # --- objects that are not what they should be ------------------------------------------------------------------------
 
 
-def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool: Pool, tokens: list[int]) -> None:
+def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool, tokens):
     model, slots = uuid.uuid4().hex, list(range(LONG))
     whole = make_cache(heads=4, block_size=BLOCK)
     write_prompt(whole, KVLayout.from_tensors(whole), tokens, slots)
@@ -203,7 +200,7 @@ def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool: Pool, tokens
             assert same_tensors([layer[:6] for layer in node.cache], was)
 
 
-def test_an_engine_without_kv_tensors_can_look_up_and_no_more(pool: Pool, tokens: list[int]) -> None:
+def test_an_engine_without_kv_tensors_can_look_up_and_no_more(pool, tokens):
     with host(pool) as node:
         names = node.engine.name_chunks(tokens)
         assert node.engine.find(names, at_hand=2).chunks == 2
@@ -231,7 +228,7 @@ def test_a_full_pool_is_counted_and_stores_go_on_when_there_is_room(make_pool, t
         memory.close()
 
 
-def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of_a_store(pool: Pool) -> None:
+def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of_a_store(pool):
     layers = LayerGroup(layers="0-1", keeps="the last 4 tokens", tail=1)
     with host(pool, place={"group": layers}) as node:
         engine, per_chunk = node.engine, CHUNK // BLOCK
@@ -256,7 +253,7 @@ def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of
         assert engine.find([b"a" * 16, b"c" * 16]) == Found(1, 1, "never_stored")
 
 
-def test_only_a_node_that_stored_or_found_a_chunk_knows_that_it_was_evicted(pool: Pool, tokens: list[int]) -> None:
+def test_only_a_node_that_stored_or_found_a_chunk_knows_that_it_was_evicted(pool, tokens):
     model = uuid.uuid4().hex
     with host(pool, model=model) as storer, host(pool, model=model) as finder, host(pool, model=model) as stranger:
         names = storer.engine.name_chunks(tokens)

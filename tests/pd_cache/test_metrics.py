@@ -5,7 +5,7 @@ from __future__ import annotations
 from pd_cache.metrics import CacheMetrics
 
 
-def test_prometheus_reads_all_that_was_counted_and_vllms_statistics_what_was_added_since_they_last_read() -> None:
+def test_prometheus_reads_all_that_was_counted_and_vllms_statistics_what_was_added_since_they_last_read():
     metrics = CacheMetrics()
     with metrics.timed("store"):
         metrics.trouble("store", "queue_full", 2)
@@ -24,7 +24,7 @@ def test_prometheus_reads_all_that_was_counted_and_vllms_statistics_what_was_add
     assert (troubles.labels, troubles.value) == ({"op": "store", "reason": "queue_full"}, 3)
 
 
-def test_durations_are_counted_in_buckets() -> None:
+def test_durations_are_counted_in_buckets():
     metrics = CacheMetrics()
     for seconds in (0.003, 0.02, 100.0):
         metrics.counts.took("lookup", seconds)

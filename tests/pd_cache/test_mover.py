@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +44,7 @@ def test_a_chunk_that_was_damaged_on_the_way_ends_the_load_and_is_stored_again(t
         assert mover.store(run, copiers) == [StoreOutcome.NEW] * count
         scatter = CpuPagedCopier.scatter
 
-        def damaged(copier: CpuPagedCopier, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
+        def damaged(copier, blocks, source):
             copied = scatter(copier, blocks, source)
             return CopyDone(copied.wait() ^ 1) if int(blocks[0]) == 6 else copied
 
@@ -92,7 +91,7 @@ def without_the_second(fetches: Generator[list[Fetched], None, None]) -> Generat
     yield from fetches
 
 
-def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_there_is_none(tmp_path: Path) -> None:
+def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_there_is_none(tmp_path):
     subject = make_subject("local", LAYOUT.chunk_bytes(CHUNK), tmp_path, None, objects=4, slots=16)
     subject.bases["local"].together = 2  # type: ignore[attr-defined]
     try:
@@ -121,7 +120,7 @@ def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_the
                 "what comes behind a miss is not taken for it, whether or not the miss has a reason"
             )
 
-        def forbidden() -> contextlib.AbstractContextManager[list[CpuPagedCopier]]:
+        def forbidden():
             raise AbandonedError
 
         absent = DATABASE.name_chunks(range(8, 8 + CHUNK))

@@ -6,9 +6,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 import pytest
@@ -69,12 +68,12 @@ def get(backend: MooncakeBackend, keys: list[str], timeout: float | None = None)
 
 
 @pytest.fixture
-def two_stores(make_pool: Callable[..., Pool]) -> Pool:
+def two_stores(make_pool):
     """The master keeps a store node that is stopped for as long as a test runs."""
     return make_pool(segment="64MiB", client_ttl_s=600).start("master", "store-0", "store-1")
 
 
-def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_calls_to_others(two_stores: Pool) -> None:
+def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_calls_to_others(two_stores):
     pool = two_stores
     lost, kept = fresh(24), fresh(24)
     with backend(pool, pool.segment(0)) as writer:
@@ -102,7 +101,7 @@ def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_cal
         wait_for(lambda: node.staging.in_use == 0, 60, "the last calls to end")
 
 
-def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads_of_others(two_stores: Pool) -> None:
+def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads_of_others(two_stores):
     pool = two_stores
     kept = fresh(8)
     with backend(pool, pool.segment(1)) as writer:
@@ -112,7 +111,7 @@ def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads
         assert set(put(node, fresh(2))) == {Status.OK}
         held_up, done = threading.Semaphore(0), threading.Event()
 
-        def pile_up() -> None:
+        def pile_up():
             while not done.is_set():
                 staged = node.stage(timeout=0.2)
                 if staged is None:
@@ -135,7 +134,7 @@ def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["flipped", "larger"])
-def test_a_damaged_object_under_a_popular_prefix_is_healed_by_the_next_round(pool: Pool, whole: bool) -> None:
+def test_a_damaged_object_under_a_popular_prefix_is_healed_by_the_next_round(pool, whole):
     tokens, slots = list(range(64)), list(range(64))
     with host(pool, timeouts=PATIENT) as node:
         node.compute(tokens, slots)
@@ -149,7 +148,7 @@ def test_a_damaged_object_under_a_popular_prefix_is_healed_by_the_next_round(poo
         assert node.lookup(tokens) == 64, "which leases it, as each lookup does"
 
         # Mooncake ends a connection now and then after what hung in the test before: then a read fails, and damages nothing
-        def loaded(count: int) -> bool:
+        def loaded(count):
             return sum(node.retrieve(tokens, slots)) == count
 
         wait_for(lambda: loaded(CHUNK) and node.lookup(tokens) == CHUNK, 60, "the damage being seen")
@@ -168,7 +167,7 @@ def test_a_damaged_object_that_was_replaced_meanwhile_is_not_removed(pool, monke
         pool.damage(keys[0])
         start_get, looks = node.store.start_get, 0
 
-        def replaced_before_the_second_look(*args: Any, **options: Any) -> Any:
+        def replaced_before_the_second_look(*args, **options):
             nonlocal looks
             looks += 1
             if looks == 2:
@@ -192,7 +191,7 @@ def test_what_came_whole_is_used_before_a_damaged_object_of_its_batch_is_read_ag
         assert (client.remove(keys[1], True), client.put(keys[1], cut)) == (0, 0)
         reads, start_get = [], node.store.start_get
 
-        def noted(keys: list[str], *args: Any, **options: Any) -> Any:
+        def noted(keys, *args, **options):
             reads.append(keys)
             return start_get(keys, *args, **options)
 
@@ -205,14 +204,14 @@ def test_what_came_whole_is_used_before_a_damaged_object_of_its_batch_is_read_ag
         assert found == [([""], 1), (["foreign", ""], 2)]
 
 
-def test_removing_damage_takes_no_longer_than_the_reader_has(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removing_damage_takes_no_longer_than_the_reader_has(pool, monkeypatch):
     with backend(pool) as node:
         keys = fresh(1)
         assert put(node, keys) == [Status.OK]
         pool.damage(*keys)
         given: list[float] = []
 
-        def never_answers(keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
+        def never_answers(keys, *, timeout, force=False):
             given.append(timeout)
             return [Status.TIMEOUT]
 
@@ -237,7 +236,7 @@ def test_a_key_that_another_writer_has_begun_and_not_ended_is_not_counted_as_sto
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # threads, which is what this is about
-def test_an_engine_is_closed_in_a_forked_child_and_goes_on_in_its_parent(pool: Pool) -> None:
+def test_an_engine_is_closed_in_a_forked_child_and_goes_on_in_its_parent(pool):
     tokens = slots = list(range(40))
     with host(pool, timeouts=PATIENT, segment_size=16 << 20) as node:
         node.compute(tokens, slots)
@@ -253,10 +252,10 @@ def test_an_engine_is_closed_in_a_forked_child_and_goes_on_in_its_parent(pool: P
         assert node.lookup(tokens) == 40
 
 
-def test_nothing_but_close_ends_the_thread_that_keeps_the_store(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_but_close_ends_the_thread_that_keeps_the_store(pool, monkeypatch):
     troubles: list[BaseException] = [OSError("out of threads"), RuntimeError("odd"), MemoryError()]
 
-    def breaks(size: int, probe: object) -> None:
+    def breaks(size, probe):
         if troubles:
             raise troubles.pop()
 

@@ -8,7 +8,6 @@ import pytest
 
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
 from tests.support.engines import CHUNK, FAST, Host, host
-from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from transfer.errors import PoolUnavailableError
 from transfer.settings import ByteSize
@@ -21,7 +20,7 @@ def storing(node: Host) -> Callable[[], bool]:
     """Each call stores what is missing; True once all of it was newly stored: a pool that comes back takes a part first."""
     stored = 0
 
-    def whole() -> bool:
+    def whole():
         nonlocal stored
         stored += node.store(TOKENS, SLOTS)
         return stored >= 40
@@ -51,7 +50,7 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
         assert node.lookup(TOKENS) == 40
 
 
-def test_memory_serves_what_it_holds_while_the_master_is_dead(make_pool: Callable[..., Pool]) -> None:
+def test_memory_serves_what_it_holds_while_the_master_is_dead(make_pool):
     pool = make_pool().start()
     tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
     with host(pool, cache=CacheConfig(chunk_size=CHUNK, tiers=tiers), **FAST) as node:
@@ -63,7 +62,7 @@ def test_memory_serves_what_it_holds_while_the_master_is_dead(make_pool: Callabl
         assert all(node.retrieve(TOKENS, SLOTS))
 
 
-def test_a_store_node_killed_between_lookup_and_load_is_a_miss_with_a_reason(make_pool: Callable[..., Pool]) -> None:
+def test_a_store_node_killed_between_lookup_and_load_is_a_miss_with_a_reason(make_pool):
     pool = make_pool().start()
     with host(pool, **FAST) as node:
         wait_for(storing(node), what="a store going through")

@@ -6,15 +6,12 @@ import contextlib
 import threading
 import uuid
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier
-from pd_cache.mover import ChunkRun, Pages
 from pd_cache.versions import Naming, WeightsVersion
 from tests.support.engines import BLOCK, CHUNK, Host, host
-from tests.support.pool import Pool
 from tests.support.server import Engine, served
 from tests.support.waiting import beside, together, wait_for
 from transfer.settings import ByteSize
@@ -24,7 +21,7 @@ SLOTS, OTHER = TOKENS, list(range(128, 128 + 5 * CHUNK))
 
 
 @pytest.fixture
-def model() -> str:
+def model():
     """A model of the test's own."""
     return uuid.uuid4().hex
 
@@ -45,7 +42,7 @@ def named(node: Host, label: str, state: str = "") -> None:
 # --- the version of one engine -----------------------------------------------------------------------------------------
 
 
-def test_an_engine_is_out_from_a_change_until_this_very_change_is_named() -> None:
+def test_an_engine_is_out_from_a_change_until_this_very_change_is_named():
     version = WeightsVersion(clock=lambda: 7.9)
     started = version.state
     assert (started.label, started.since) == ("", 7)
@@ -57,13 +54,13 @@ def test_an_engine_is_out_from_a_change_until_this_very_change_is_named() -> Non
     assert version.name(Naming(label="w2", ids=(out.id,))).label == "w1", "another command was first"
 
 
-def test_an_engine_that_starts_while_a_reset_is_under_way_keeps_the_weights_of_its_files() -> None:
+def test_an_engine_that_starts_while_a_reset_is_under_way_keeps_the_weights_of_its_files():
     """The reset has asked the engine's node before the restart, and names what was there then."""
     before, restarted = WeightsVersion(None), WeightsVersion()
     assert restarted.name(Naming(label="w1", ids=(before.state.id,))).label == ""
 
 
-def test_a_change_that_comes_with_a_label_at_the_same_time_wins() -> None:
+def test_a_change_that_comes_with_a_label_at_the_same_time_wins():
     for _ in range(200):
         version = WeightsVersion(None)
         late = Naming(label="late", ids=(version.state.id,))
@@ -74,7 +71,7 @@ def test_a_change_that_comes_with_a_label_at_the_same_time_wins() -> None:
 # --- on a pool ---------------------------------------------------------------------------------------------------------
 
 
-def test_chunks_of_old_weights_are_loaded_from_no_tier(pool: Pool, tmp_path: Path, model: str) -> None:
+def test_chunks_of_old_weights_are_loaded_from_no_tier(pool, tmp_path, model):
     tiers = (
         LocalTier(capacity=ByteSize(1 << 20)),
         DiskTier(path=str(tmp_path / "cache"), capacity=ByteSize(1 << 20)),
@@ -105,7 +102,7 @@ def test_chunks_of_old_weights_are_loaded_from_no_tier(pool: Pool, tmp_path: Pat
         assert restarted.lookup(TOKENS) == len(TOKENS), "it has the weights of its files, and finds what these computed"
 
 
-def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(pool: Pool, model: str) -> None:
+def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(pool, model):
     with host(pool, model=model) as one:
         before = one.engine.label
         one.compute(TOKENS, SLOTS)
@@ -127,7 +124,7 @@ def test_while_all_threads_load_and_store_two_commands_at_once_bring_no_engine_k
     wrong: list[str] = []
     brought: list[str] = []
 
-    def work(node: Host, place: int) -> None:
+    def work(node, place):
         engine, blocks = node.engine, list(range(place * 4, place * 4 + 4))
         names = engine.name_chunks(TOKENS[: 2 * CHUNK])
         while not over.is_set():
@@ -171,7 +168,7 @@ def test_while_all_threads_load_and_store_two_commands_at_once_bring_no_engine_k
     assert not wrong
 
 
-def test_a_load_of_what_was_found_with_earlier_weights_is_a_miss_whatever_is_there_now(pool: Pool, model: str) -> None:
+def test_a_load_of_what_was_found_with_earlier_weights_is_a_miss_whatever_is_there_now(pool, model):
     with host(pool, model=model) as node:
         stored(node)
         before = node.engine.label
@@ -193,7 +190,7 @@ def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(poo
         (served_model,) = server.models
         load, turns = served_model.mover.load, []
 
-        def load_and_reset(run: ChunkRun, pages: Pages) -> object:
+        def load_and_reset(run, pages):
             restored = load(run, pages)
             turns.append(restored)
             if len(turns) == 3:
@@ -211,7 +208,7 @@ def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_cam
         (served_model,) = server.models
         store = served_model.mover.store
 
-        def store_after_a_change(run: ChunkRun, pages: Pages) -> object:
+        def store_after_a_change(run, pages):
             engine.scheduler.reset("w1")
             return store(run, pages)
 

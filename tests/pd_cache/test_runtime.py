@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +25,7 @@ STRANGER = 54321
 
 
 @pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shared(tmp_path, monkeypatch):
     """In place of /tmp."""
     folder = tmp_path / "shared"
     folder.mkdir()
@@ -38,13 +36,13 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def ours(shared: Path) -> Path:
+def ours(shared):
     """Where this user's folder would be in it."""
     return shared / f"pd-cache-{os.geteuid()}"
 
 
 @pytest.fixture
-def session(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def session(shared, tmp_path, monkeypatch):
     """A session's folder, as a shell has it and a service does not."""
     folder = tmp_path / "session"
     folder.mkdir(mode=0o700)
@@ -52,7 +50,7 @@ def session(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return folder
 
 
-def test_the_folder_is_made_for_us_alone(ours: Path) -> None:
+def test_the_folder_is_made_for_us_alone(ours):
     with own_folder():
         assert stat.S_IMODE(ours.stat().st_mode) == 0o700
     with own_folder():
@@ -80,7 +78,7 @@ def test_what_others_planted_where_our_folder_would_be_is_nothing_to_a_session_w
 
 
 @needs_root
-def test_a_folder_that_another_user_made_first_is_refused(ours: Path) -> None:
+def test_a_folder_that_another_user_made_first_is_refused(ours):
     ours.mkdir(mode=0o700)
     (ours / "n").write_text("planted")
     os.chown(ours, STRANGER, STRANGER)
@@ -106,13 +104,13 @@ def test_a_folder_that_another_user_made_first_is_refused(ours: Path) -> None:
     ],
     ids=["readable", "writable", "link", "dead link", "file", "can be renamed"],
 )
-def test_what_is_not_provably_ours_is_refused(ours: Path, plant: Callable[[Path], object], message: str) -> None:
+def test_what_is_not_provably_ours_is_refused(ours, plant, message):
     plant(ours)
     with pytest.raises(RuntimeFolderError, match=message), own_folder():
         pass
 
 
-def test_a_note_is_there_for_as_long_as_its_writer_keeps_it(ours: Path) -> None:
+def test_a_note_is_there_for_as_long_as_its_writer_keeps_it(ours):
     assert read_note("n") is None
     with note("n", "text") as other:
         assert other is None
@@ -124,7 +122,7 @@ def test_a_note_is_there_for_as_long_as_its_writer_keeps_it(ours: Path) -> None:
     assert os.listdir(ours) == []
 
 
-def test_a_note_of_a_service_is_found_by_a_shell(session: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_of_a_service_is_found_by_a_shell(session, monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     with note("n", "text"):
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
@@ -144,7 +142,7 @@ with note("n", "text"), temporary_folder() as folder, lock_file(Path(sys.argv[1]
 
 
 @pytest.fixture
-def writer(tmp_path: Path, session: Path) -> Iterator[Process]:
+def writer(tmp_path, session):
     """A process that keeps a note, a temporary folder and a lock, until it is killed."""
     with Process("writer", [sys.executable, "-c", WRITER, str(tmp_path / "lock")]) as process:
         process.said.wait()

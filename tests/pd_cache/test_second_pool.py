@@ -29,7 +29,7 @@ OTHERS = [token + 1000 for token in TOKENS]
 
 
 @pytest.fixture(scope="module")
-def green(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def green(tmp_path_factory):
     """The first pool, which no test breaks."""
     pool = Pool(tmp_path_factory.mktemp("green"), client_ttl_s=60)
     try:
@@ -39,7 +39,7 @@ def green(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 @pytest.fixture
-def blue(make_pool: Callable[..., Pool]) -> Pool:
+def blue(make_pool):
     """The second."""
     return make_pool().start()
 
@@ -145,7 +145,7 @@ OUTAGES: dict[str, Callable[[Pool], object]] = {
 
 @pytest.mark.slow(seconds=60)
 @pytest.mark.parametrize("outage", OUTAGES)
-def test_the_first_pool_serves_whatever_becomes_of_the_second(green: Pool, blue: Pool, outage: str) -> None:
+def test_the_first_pool_serves_whatever_becomes_of_the_second(green, blue, outage):
     model = uuid.uuid4().hex
     fill(blue, model, OTHERS)
     fill(green, model, TOKENS)
@@ -174,7 +174,7 @@ def test_the_first_pool_serves_whatever_becomes_of_the_second(green: Pool, blue:
         assert set(node.troubles("retrieve")) <= {"missing", "deadline"}
 
 
-def test_a_second_pool_that_comes_late_is_found(green: Pool, make_pool: Callable[..., Pool]) -> None:
+def test_a_second_pool_that_comes_late_is_found(green, make_pool):
     model, blue = uuid.uuid4().hex, make_pool()
     with host(green, model=model, cache=both(blue.address), **FAST) as node:
         assert off(node)
@@ -186,7 +186,7 @@ def test_a_second_pool_that_comes_late_is_found(green: Pool, make_pool: Callable
         assert node.lookup(TOKENS) == len(TOKENS)
 
 
-def test_what_is_no_master_holds_nothing_up(green: Pool) -> None:
+def test_what_is_no_master_holds_nothing_up(green):
     """Something takes the connection and never answers: Mooncake's client would hold the whole process, again and again."""
     model = uuid.uuid4().hex
     fill(green, model, TOKENS)
@@ -195,7 +195,7 @@ def test_what_is_no_master_holds_nothing_up(green: Pool) -> None:
         with host(green, model=model, cache=both(address), **FAST) as node:
             pauses, ended = [0.0], threading.Event()
 
-            def tick() -> None:
+            def tick():
                 last = time.thread_time(), time.monotonic()
                 while not ended.wait(0.01):
                     now = time.thread_time(), time.monotonic()
@@ -213,7 +213,7 @@ def test_what_is_no_master_holds_nothing_up(green: Pool) -> None:
             assert sum(pause > 1 for pause in pauses) < 2, "not once a second"
 
 
-def test_in_both_pools_an_engine_finds_what_its_version_of_the_weights_computed(green: Pool, blue: Pool) -> None:
+def test_in_both_pools_an_engine_finds_what_its_version_of_the_weights_computed(green, blue):
     model = uuid.uuid4().hex
     with host(blue, model=model) as old:
         old.engine.reset("w2")
@@ -228,7 +228,7 @@ def test_in_both_pools_an_engine_finds_what_its_version_of_the_weights_computed(
             assert node.holds(TOKENS, SLOTS)
 
 
-def test_a_value_that_is_removed_does_not_come_back_from_the_second_pool(green: Pool, blue: Pool) -> None:
+def test_a_value_that_is_removed_does_not_come_back_from_the_second_pool(green, blue):
     before = green.keys()
     with ObjectCache.open(blue.settings(), "values", part_bytes=4096) as old:
         old.wait_available(60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pd_cache.sparse_log import SparseLog
 
 
-def test_one_line_in_ten_seconds_for_each_key_with_what_was_held_back() -> None:
+def test_one_line_in_ten_seconds_for_each_key_with_what_was_held_back():
     now = 0.0
     log = SparseLog(lambda: now)
     assert log.admit("a", 2) == 2

@@ -20,11 +20,11 @@ PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0
 
 
 @pytest.fixture
-def sdk() -> None:
+def sdk():
     pytest.importorskip("opentelemetry.sdk", reason="no OpenTelemetry; `make install` installs pd-cache's extra otel")
 
 
-def test_without_a_collector_nothing_is_imported_and_the_clients_context_is_passed_on() -> None:
+def test_without_a_collector_nothing_is_imported_and_the_clients_context_is_passed_on():
     assert open_tracing(TracingConfig(), "proxy", "p") is UNTRACED
     with UNTRACED.begin("work", PARENT, asked=1) as span:
         span.note(found=1)
@@ -37,14 +37,14 @@ def test_without_a_collector_nothing_is_imported_and_the_clients_context_is_pass
     assert printed(sys.executable, "-c", program).strip() == "[]"
 
 
-def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with pytest.raises(ConfigError, match="pip install opentelemetry-sdk"):
         open_tracing(TracingConfig(endpoint="http://127.0.0.1:1/v1/traces"), "proxy", "p")
 
 
 @pytest.mark.usefixtures("sdk")
-def test_spans_keep_the_trace_and_its_state_and_end_on_any_thread_once() -> None:
+def test_spans_keep_the_trace_and_its_state_and_end_on_any_thread_once():
     with collecting() as collector:
         tracing = open_tracing(TracingConfig(endpoint=collector.endpoint, sample_ratio=0), "decode", "d-0")
         span = tracing.begin("outer", PARENT, kind="server", asked=7)
@@ -66,7 +66,7 @@ def test_spans_keep_the_trace_and_its_state_and_end_on_any_thread_once() -> None
 
 
 @pytest.mark.usefixtures("sdk")
-def test_a_collector_that_takes_nothing_bounds_the_queue_the_log_and_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collector_that_takes_nothing_bounds_the_queue_the_log_and_the_end(caplog):
     """The collector accepts connections and never answers. Ten thousand spans wait for none of them."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
@@ -85,7 +85,7 @@ def test_a_collector_that_takes_nothing_bounds_the_queue_the_log_and_the_end(cap
 @pytest.mark.parametrize(
     "text", ["00-0-0-01", f"ff{PARENT['traceparent'][2:]}", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", ""]
 )
-def test_a_traceparent_that_is_none_begins_a_trace(text: str) -> None:
+def test_a_traceparent_that_is_none_begins_a_trace(text):
     tracing = open_tracing(TracingConfig(endpoint="http://127.0.0.1:1/v1/traces"), "proxy", "p")
     with tracing.begin("work", {"traceparent": text}) as span:
         trace = span.headers["traceparent"].split("-")
@@ -95,7 +95,7 @@ def test_a_traceparent_that_is_none_begins_a_trace(text: str) -> None:
 
 
 @pytest.mark.usefixtures("sdk")
-def test_a_root_that_is_not_sampled_decides_for_the_whole_trace() -> None:
+def test_a_root_that_is_not_sampled_decides_for_the_whole_trace():
     with collecting() as collector:
         tracing = open_tracing(TracingConfig(endpoint=collector.endpoint, sample_ratio=0), "proxy", "p")
         with tracing.begin("root") as root:
@@ -108,7 +108,7 @@ def test_a_root_that_is_not_sampled_decides_for_the_whole_trace() -> None:
 
 
 @pytest.mark.usefixtures("sdk")
-def test_a_state_that_is_none_is_neither_sent_nor_passed_on_nor_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_that_is_none_is_neither_sent_nor_passed_on_nor_logged(caplog):
     with collecting() as collector:
         tracing = open_tracing(TracingConfig(endpoint=collector.endpoint), "proxy", "p")
         span = tracing.begin("work", {**PARENT, "tracestate": "SECRET" * 1000})
@@ -122,7 +122,7 @@ def test_a_state_that_is_none_is_neither_sent_nor_passed_on_nor_logged(caplog: p
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://c/v1/traces", "http://", "http://c\n/v1/traces"])
-def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
+def test_an_endpoint_that_is_no_url_is_refused(endpoint):
     import msgspec
 
     with pytest.raises(msgspec.ValidationError):

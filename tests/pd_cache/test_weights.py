@@ -33,7 +33,7 @@ def write_model(folder: Path, tensors: list[bytes], config: str = "{}", name: st
     return folder
 
 
-def test_small_tensors_and_the_configuration_count_and_the_folder_does_not(tmp_path: Path) -> None:
+def test_small_tensors_and_the_configuration_count_and_the_folder_does_not(tmp_path):
     norm = bytearray(4096)
     base = weights_digest(write_model(tmp_path / "a" / "llama", [b"a" * TENSOR, bytes(norm)]))
     assert weights_digest(write_model(tmp_path / "b" / "other", [b"a" * TENSOR, bytes(norm)])) == base
@@ -44,7 +44,7 @@ def test_small_tensors_and_the_configuration_count_and_the_folder_does_not(tmp_p
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changed=st.integers(0, 19))
-def test_two_fine_tunes_that_differ_in_one_matrix_of_many_have_different_digests(tmp_path: Path, changed: int) -> None:
+def test_two_fine_tunes_that_differ_in_one_matrix_of_many_have_different_digests(tmp_path, changed):
     tensors = [bytes([index]) * TENSOR for index in range(20)]
     base = weights_digest(write_model(tmp_path / "llama", tensors))
     tensors[changed] = bytes([200]) * TENSOR
@@ -52,7 +52,7 @@ def test_two_fine_tunes_that_differ_in_one_matrix_of_many_have_different_digests
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "broken.safetensors"])
-def test_other_formats_are_sampled_all_over(tmp_path: Path, name: str) -> None:
+def test_other_formats_are_sampled_all_over(tmp_path, name):
     (tmp_path / "config.json").write_text("{}")
     data = bytearray(b"\xff" * 4_000_000)
     (tmp_path / name).write_bytes(data)
@@ -64,7 +64,7 @@ def test_other_formats_are_sampled_all_over(tmp_path: Path, name: str) -> None:
         assert weights_digest(tmp_path) != base
 
 
-def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_no_model(tmp_path):
     with pytest.raises(WeightsError, match=r"no config\.json"):
         weights_digest(tmp_path / "nowhere")
     (tmp_path / "b").mkdir()
@@ -73,7 +73,7 @@ def test_a_folder_without_weights_is_no_model(tmp_path: Path) -> None:
         weights_digest(tmp_path / "b")
 
 
-def test_every_byte_of_an_adapter_counts_and_no_other_file(tmp_path: Path) -> None:
+def test_every_byte_of_an_adapter_counts_and_no_other_file(tmp_path):
     tensors = [bytes(TENSOR), bytes(TENSOR)]
     write_model(tmp_path, tensors, name="adapter_model.safetensors")
     with pytest.raises(WeightsError, match=r"no adapter_config\.json"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from pd_cache.errors import CacheServerError
 from pd_cache.server.server import own_address
 
 
-def test_an_orderly_stop_leaves_neither_socket_nor_lock(tmp_path: Path) -> None:
+def test_an_orderly_stop_leaves_neither_socket_nor_lock(tmp_path):
     url = f"ipc://{tmp_path}/own/cache.sock"
     with ExitStack() as stack:
         own_address(url, stack)
@@ -22,7 +21,7 @@ def test_an_orderly_stop_leaves_neither_socket_nor_lock(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "own") == []
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with ExitStack() as stack, pytest.raises(CacheServerError, match="choose another url"):
         own_address(f"ipc://{tmp_path}/file/cache.sock", stack)

@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,7 +30,6 @@ from pd_cache.server.server import CacheServer
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, troubles
 from tests.support.engines import host as in_process
 from tests.support.kv import make_cache, same_tensors
-from tests.support.pool import Pool
 from tests.support.server import (
     LATE_S,
     PER_CHUNK,
@@ -46,41 +44,41 @@ _prompts = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def server(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
+def server(pool, tmp_path_factory):
     with served(pool, tmp_path_factory.mktemp("server")) as one:
         yield one
 
 
 @pytest.fixture
-def own_server(pool: Pool, tmp_path: Path) -> Iterator[CacheServer]:
+def own_server(pool, tmp_path):
     """For tests with chunks of other sizes: a server opens a backend for each."""
     with served(pool, tmp_path) as one:
         yield one
 
 
 @pytest.fixture(scope="module", autouse=True)  # the server's backend, which it opens for its first engine, is no test's
-def shared_engine(server: CacheServer) -> Iterator[Engine]:
+def shared_engine(server):
     with Engine(server.url) as engine:
         store_surely(engine, list(range(50_000, 50_000 + CHUNK)))
         yield engine
 
 
 @pytest.fixture
-def engine(shared_engine: Engine) -> Engine:
+def engine(shared_engine):
     """An engine that all tests of this module share, with nothing left to report."""
     shared_engine.worker.get_block_ids_with_load_errors()
     return shared_engine
 
 
 @pytest.fixture
-def tokens() -> list[int]:
+def tokens():
     """Three chunks and a tail that no other test uses."""
     first = 1000 * next(_prompts)
     return list(range(first, first + 3 * CHUNK + 5))
 
 
 @pytest.fixture
-def name() -> str:
+def name():
     return uuid.uuid4().hex
 
 
@@ -98,7 +96,7 @@ def test_it_shares_chunks_with_engines_that_have_their_own_cache(pool, server, t
 # --- the scheduler's adapter -----------------------------------------------------------------------------------------
 
 
-def test_a_lookup_is_submitted_once_and_forgotten_when_cleaned_up(engine: Engine, tokens: Any, name: str) -> None:
+def test_a_lookup_is_submitted_once_and_forgotten_when_cleaned_up(engine, tokens, name):
     scheduler = engine.scheduler
     with pytest.raises(ValueError, match="no lookup was submitted"):
         scheduler.check_lookup_result(name)
@@ -167,7 +165,7 @@ def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(server, engi
         assert server.sessions.pinned == before
 
 
-def test_each_request_of_a_batch_ends_by_itself_with_its_own_bad_blocks(engine: Engine, tokens: Any) -> None:
+def test_each_request_of_a_batch_ends_by_itself_with_its_own_bad_blocks(engine, tokens):
     good, bad, half = names = [uuid.uuid4().hex for _ in range(3)]
     prompts = [tokens[: 2 * CHUNK], [next(_prompts)] * CHUNK, tokens]
     engine.compute(prompts[0])
@@ -183,7 +181,7 @@ def test_each_request_of_a_batch_ends_by_itself_with_its_own_bad_blocks(engine: 
     assert engine.holds(tokens[: 2 * CHUNK], 40)
 
 
-def test_a_request_is_told_once_when_its_last_store_has_ended(engine: Engine, tokens: Any, name: str) -> None:
+def test_a_request_is_told_once_when_its_last_store_has_ended(engine, tokens, name):
     engine.compute(tokens)
     for start in range(0, 3 * CHUNK, CHUNK):
         blocks = list(range(start // BLOCK, (start + CHUNK) // BLOCK))
@@ -222,12 +220,12 @@ def caches(
 
 
 @pytest.fixture
-def identity() -> EngineIdentity:
+def identity():
     return EngineIdentity(model=uuid.uuid4().hex, block_size=BLOCK, chunk_size=CHUNK)
 
 
 @pytest.fixture
-def cache(server: CacheServer, identity: EngineIdentity) -> Iterator[RemoteCache]:
+def cache(server, identity):
     with caches(server, identity) as (one,):
         yield one
 
@@ -243,7 +241,7 @@ WHOLE = list(range(3 * PER_CHUNK))
         (Retrieve, [-1, -1, *range(BLOCKS - 3, BLOCKS + 1)], f"to {BLOCKS}"),
     ],
 )
-def test_blocks_are_checked_by_the_server_too(engine: Engine, kind: Any, blocks: list[int], message: str) -> None:
+def test_blocks_are_checked_by_the_server_too(engine, kind, blocks, message):
     before = [tensor.clone() for tensor in engine.cache]
     cache = engine.worker._cache
     with pytest.raises(ServerRefusedError, match=message) as refused:
@@ -252,7 +250,7 @@ def test_blocks_are_checked_by_the_server_too(engine: Engine, kind: Any, blocks:
     assert same_tensors(engine.cache, before)
 
 
-def test_a_mistake_takes_no_ticket_and_counts_nothing(cache: RemoteCache, tokens: Any) -> None:
+def test_a_mistake_takes_no_ticket_and_counts_nothing(cache, tokens):
     for places, message in ((Slots(torch.arange(1, 3 * CHUNK + 1)), "whole blocks"), ([0, 1], "3 chunks were named")):
         with pytest.raises(ValueError, match=message):
             cache.store(cache.name_chunks(tokens), places)
@@ -304,8 +302,8 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
 
 
 def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins_what_a_load_needs(
-    own_server: CacheServer, identity: EngineIdentity
-) -> None:
+    own_server, identity
+):
     """Nothing lies under the first name, and that is no hole."""
     drafter = LayerGroup(layers="2", keeps="every token, for drafts", tail=0, ahead=1)
     drafts = msgspec.structs.replace(identity, layers=drafter)
@@ -326,7 +324,7 @@ def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins
 # --- how chunks are named and sized ----------------------------------------------------------------------------------
 
 
-def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(server: CacheServer, name: str) -> None:
+def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(server, name):
     hashes, tokens = [bytes([index]) * 32 for index in range(6)], list(range(24))
     with Engine(server.url, name, hash_mode="blocks") as engine:
         engine.compute(tokens)
@@ -357,7 +355,7 @@ def test_a_server_whose_file_leaves_the_size_of_chunks_open_serves_each_engine_w
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
-def test_engines_of_different_tensor_parallel_size_share_chunks(server: CacheServer, tokens: Any, name: str) -> None:
+def test_engines_of_different_tensor_parallel_size_share_chunks(server, tokens, name):
     model = uuid.uuid4().hex
     whole = make_cache(heads=6, blocks=BLOCKS, block_size=BLOCK)  # a half is as large as the chunks of the other tests
     halves = [[view.clone() for view in views] for views in shard_tensors(whole, 2)]
@@ -413,14 +411,14 @@ def adapter(kind: type, **options: Any) -> Callable[[str, str], Any]:
         ),
     ],
 )
-def test_an_engine_that_does_not_fit_is_refused_in_words(engine: Engine, come: Any, message: str) -> None:
+def test_an_engine_that_does_not_fit_is_refused_in_words(engine, come, message):
     with pytest.raises(ServerRefusedError, match=message):
         come(engine.worker._cache.connection.url, engine.model)
 
 
 def test_a_chunk_size_other_than_the_servers_leaves_an_engine_without_a_cache(
-    pool: Pool, tmp_path: Path, tokens: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    pool, tmp_path, tokens, name, monkeypatch
+):
     monkeypatch.setattr("pd_cache.server.connection._REGISTER_S", 3600.0)
     message = f"{CHUNK} tokens, this engine was made for {2 * CHUNK}"
     with contextlib.ExitStack() as stack:
@@ -441,7 +439,7 @@ def test_a_chunk_size_other_than_the_servers_leaves_an_engine_without_a_cache(
         assert not engine.worker.available
 
 
-def test_without_a_server_a_constructor_that_needs_it_says_so_and_one_that_does_not_goes_on(tmp_path: Path) -> None:
+def test_without_a_server_a_constructor_that_needs_it_says_so_and_one_that_does_not_goes_on(tmp_path):
     url = f"ipc://{tmp_path}/nobody.sock"
     with pytest.raises(CacheServerError, match=r"no cache server answered at ipc://.* within 0.2 s"):
         SchedulerAdapter(url, None, EngineIdentity(model="m", block_size=4), connect_timeout_s=0.2)
@@ -454,7 +452,7 @@ def test_without_a_server_a_constructor_that_needs_it_says_so_and_one_that_does_
         assert set(troubles(engine.scheduler.metrics, "lookup")) == {"server_lost"}, "an outage is no plain miss"
 
 
-def test_a_full_queue_is_busy_and_busy_is_a_miss(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_is_busy_and_busy_is_a_miss(pool, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_server, "MAX_IN_FLIGHT", 2)
     with served(pool, tmp_path, threads=2) as server, Engine(server.url) as engine:
         tokens = list(range(CHUNK))
@@ -478,8 +476,8 @@ def test_a_full_queue_is_busy_and_busy_is_a_miss(pool: Pool, tmp_path: Path, mon
 
 
 def test_a_lookup_in_many_requests_finds_what_one_request_finds_and_asks_for_so_many_keys_at_most(
-    server: CacheServer, engine: Engine, tokens: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server, engine, tokens, name, monkeypatch
+):
     engine.store(name, tokens)
     before = server.metrics.totals()
     monkeypatch.setattr(lookups, "REQUEST_KEYS", 2)
@@ -493,13 +491,13 @@ def test_a_lookup_in_many_requests_finds_what_one_request_finds_and_asks_for_so_
 
 
 def test_an_error_of_one_lookup_does_not_end_the_others_and_one_of_an_engine_that_goes_keeps_nothing(
-    server: CacheServer, engine: Engine, tokens: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server, engine, tokens, monkeypatch
+):
     engine.store("a", tokens)
     backend = next(model for model in server.models if model.group.model == engine.model).mover.backend
     ask = backend.batched_contains
 
-    def broken(*arguments: Any, **options: Any) -> Any:
+    def broken(*arguments, **options):
         raise KeyError("odd")
 
     with monkeypatch.context() as patch:
@@ -507,7 +505,7 @@ def test_an_error_of_one_lookup_does_not_end_the_others_and_one_of_an_engine_tha
         assert engine.lookup(uuid.uuid4().hex, tokens) == 0
         assert troubles(engine.scheduler.metrics, "lookup")["failed"] == 1
 
-    def leave(*arguments: Any, **options: Any) -> Any:
+    def leave(*arguments, **options):
         server._gone(engine.scheduler._cache.connection.client.encode())
         return ask(*arguments, **options)
 
@@ -518,7 +516,7 @@ def test_an_error_of_one_lookup_does_not_end_the_others_and_one_of_an_engine_tha
     wait_for(lambda: engine.lookup(uuid.uuid4().hex, tokens) == 3 * CHUNK, what="the engine saying hello again")
 
 
-def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool: Any, tmp_path: Path) -> None:
+def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool, tmp_path):
     pool = make_pool(segment="16MiB", lease_ttl_ms=4000).start()
     with served(pool, tmp_path, lease_s=0.3) as server, Engine(server.url) as engine:  # renewed long before it ends
         held, control = list(range(3 * CHUNK)), list(range(1000, 1000 + 3 * CHUNK))
@@ -529,7 +527,7 @@ def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool: Any, tmp
         model = next(iter(server.models))
         store = model.mover.backend.store  # type: ignore[attr-defined]
 
-        def refused(tokens: list[int]) -> int:
+        def refused(tokens):
             keys = model.database.keys(model.database.name_chunks(tokens))
             return sum(status.name == "BUSY" for status in store.remove(keys, timeout=60))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from pd_cache.server.memory import record_event
 from tests.support.engines import BLOCK, CHUNK
 from tests.support.kv import make_cache
 from tests.support.needs import NO_GPU
-from tests.support.pool import Pool
 from tests.support.server import PER_CHUNK, Engine, ServerProcess
 from tests.support.waiting import wait_for
 
@@ -25,7 +23,7 @@ AWHILE = 1_000_000_000
 
 
 @pytest.fixture(scope="module")
-def url(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     with ServerProcess(pool, folder):
         yield f"ipc://{folder}/cache.sock"
@@ -41,7 +39,7 @@ def store(engine: Engine, first_block: int = 0) -> None:
     """Stores the blocks as they are when the calling stream is done with them, again until they are there: the server's store opens in the
     background."""
 
-    def there() -> bool:
+    def there():
         request = uuid.uuid4().hex
         engine.worker.submit_store_request(request, engine.op(TOKENS, first_block), record_event(engine.cache[0]))
         engine.finish_store(request)
@@ -56,7 +54,7 @@ def pages(engine: Engine, first_block: int) -> torch.Tensor:
     return torch.stack([layer[first_block : first_block + BLOCKS].view(torch.int16) for layer in engine.cache]).cpu()
 
 
-def test_gpu_engines_share_chunks_and_nothing_else_of_their_caches_changes(url: str) -> None:
+def test_gpu_engines_share_chunks_and_nothing_else_of_their_caches_changes(url):
     model = uuid.uuid4().hex
     with gpu_engine(url, model) as one, gpu_engine(url, model) as other:
         store(one)
@@ -68,7 +66,7 @@ def test_gpu_engines_share_chunks_and_nothing_else_of_their_caches_changes(url: 
         assert torch.equal(after[:, 2 * BLOCKS :], before[:, 2 * BLOCKS :])
 
 
-def test_gpu_a_store_takes_what_the_engines_stream_still_has_to_write(url: str) -> None:
+def test_gpu_a_store_takes_what_the_engines_stream_still_has_to_write(url):
     model = uuid.uuid4().hex
     with gpu_engine(url, model) as engine:
         torch.cuda.synchronize()
@@ -85,7 +83,7 @@ def test_gpu_a_store_takes_what_the_engines_stream_still_has_to_write(url: str) 
         assert bool((pages(engine, BLOCKS) == torch.full((1,), 9.0, dtype=torch.bfloat16).view(torch.int16)).all())
 
 
-def test_gpu_a_server_gives_the_memory_back_when_the_engine_leaves(url: str) -> None:
+def test_gpu_a_server_gives_the_memory_back_when_the_engine_leaves(url):
     """An engine that registers, stores and leaves, ten times: the device has as much free memory as after the first."""
     free = []
     for _ in range(10):

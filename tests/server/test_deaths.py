@@ -16,14 +16,12 @@ from pathlib import Path
 import pytest
 
 from pd_cache.server.connection import ServerConnection
-from pd_cache.server.link import Incoming
 from pd_cache.server.protocol import Answer, Done, EngineIdentity, Hello, Welcome
-from pd_cache.server.server import CacheServer
 from tests.server.test_link import End
 from tests.support.engines import CHUNK, troubles
 from tests.support.kv import make_cache, same_tensors
 from tests.support.leaks import open_files
-from tests.support.pool import Pool, Process
+from tests.support.pool import Process
 from tests.support.server import Engine, ServerProcess, running_at, served, store_surely
 from tests.support.waiting import beside, wait_for
 
@@ -63,12 +61,12 @@ def shared_files() -> int:
 
 
 @pytest.fixture
-def server(pool: Pool, tmp_path: Path) -> Iterator[CacheServer]:
+def server(pool, tmp_path):
     with served(pool, tmp_path) as one:
         yield one
 
 
-def test_kill_9_of_an_engine_frees_sessions_pins_mappings_and_shared_memory(server: CacheServer) -> None:
+def test_kill_9_of_an_engine_frees_sessions_pins_mappings_and_shared_memory(server):
     model, names = uuid.uuid4().hex, set(os.listdir("/dev/shm"))
     with Engine(server.url, model) as other:
         store_surely(other, TOKENS)
@@ -89,7 +87,7 @@ def test_kill_9_of_an_engine_frees_sessions_pins_mappings_and_shared_memory(serv
         assert other.holds(TOKENS, 20)
 
 
-def test_an_engine_that_says_goodbye_takes_everything_with_it(server: CacheServer) -> None:
+def test_an_engine_that_says_goodbye_takes_everything_with_it(server):
     with Engine(server.url) as one:
         store_surely(one, TOKENS)
     wait_for(lambda: not server._clients)
@@ -134,7 +132,7 @@ def test_kill_9_of_the_server_fails_what_is_outstanding_and_all_comes_back_after
         server.kill()
 
 
-def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again(pool: Pool, tmp_path: Path) -> None:
+def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again(pool, tmp_path):
     with ServerProcess(pool, tmp_path) as server, Engine(server.address, move_timeout_s=1.0) as engine:
         store_surely(engine, TOKENS)
         for round_ in range(2):
@@ -154,12 +152,12 @@ def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again
         assert engine.holds(TOKENS, 20)
 
 
-def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
+def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool, tmp_path):
     stop, before = threading.Event(), shared_maps()  # those of tests before this one that nothing has collected yet
     with served(pool, tmp_path) as server, Engine(server.url) as engine:
         store_surely(engine, TOKENS)
 
-        def use() -> None:
+        def use():
             while not stop.is_set():
                 request = uuid.uuid4().hex
                 engine.lookup(request, TOKENS)
@@ -177,11 +175,11 @@ def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool: Po
     assert not [name for name in os.listdir(tmp_path) if name.endswith((".sock", ".fds"))]
 
 
-def test_a_server_that_dies_while_it_maps_memory_is_noticed_at_once(tmp_path: Path) -> None:
+def test_a_server_that_dies_while_it_maps_memory_is_noticed_at_once(tmp_path):
     maps = threading.Event()
     answers: list[Answer | None] = [None, Done()]
 
-    def handle(incoming: Incoming) -> Answer | None:
+    def handle(incoming):
         if isinstance(incoming.request, Hello):
             return Welcome(CHUNK, "tokens", "", False, False)
         maps.set()
@@ -190,7 +188,7 @@ def test_a_server_that_dies_while_it_maps_memory_is_noticed_at_once(tmp_path: Pa
     identity = EngineIdentity(model="m", block_size=CHUNK, chunk_size=CHUNK)
     with contextlib.ExitStack() as stack:
 
-        def listen() -> End:
+        def listen():
             end = stack.enter_context(contextlib.closing(End(tmp_path)))
             end.handle = handle
             return end

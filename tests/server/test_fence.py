@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 
@@ -17,13 +16,13 @@ from tests.support.waiting import beside, wait_for
 
 
 @pytest.fixture
-def fence() -> Iterator[Fence]:
+def fence():
     with closing(Fence()) as one:
         yield one
 
 
 @pytest.fixture
-def view(fence: Fence) -> Iterator[FenceView]:
+def view(fence):
     with closing(FenceView(fence.descriptor)) as other:
         yield other
 
@@ -47,7 +46,7 @@ def refused(view: FenceView, place: tuple[int, int]) -> bool:
     return True
 
 
-def test_a_move_passes_until_its_ticket_is_revoked(fence: Fence, view: FenceView) -> None:
+def test_a_move_passes_until_its_ticket_is_revoked(fence, view):
     place, other = admit(fence), admit(fence)
     for passing in (view.writing, view.reading, view.writing):
         with passing(*place):
@@ -69,7 +68,7 @@ def test_a_ticket_to_read_is_revoked_at_once_and_the_reader_learns_of_it(fence, 
     """As when a server was stopped in the middle of a store."""
     place = admit(fence, loads=False)
 
-    def revoke() -> None:
+    def revoke():
         assert fence.revoke(*place)
         assert not used_again or use_again(fence, place[0])
 
@@ -79,12 +78,12 @@ def test_a_ticket_to_read_is_revoked_at_once_and_the_reader_learns_of_it(fence, 
 
 
 @pytest.mark.parametrize("loads", [True, False])
-def test_nothing_is_copied_after_a_revocation_however_the_two_race(fence: Fence, view: FenceView, loads: bool) -> None:
+def test_nothing_is_copied_after_a_revocation_however_the_two_race(fence, view, loads):
     for _ in range(200):
         place = admit(fence, loads=loads)
         blocks, used, started = [0], [0], threading.Event()
 
-        def copy(place=place, blocks=blocks, used=used, started=started) -> None:  # type: ignore[no-untyped-def]
+        def copy(place=place, blocks=blocks, used=used, started=started):  # type: ignore[no-untyped-def]
             started.set()
             try:
                 while loads:
@@ -104,7 +103,7 @@ def test_nothing_is_copied_after_a_revocation_however_the_two_race(fence: Fence,
         assert (blocks[0], used[0]) == (-1, 0)
 
 
-def test_close_takes_all_tickets_away_and_says_how_many_copies_it_could_not_end() -> None:
+def test_close_takes_all_tickets_away_and_says_how_many_copies_it_could_not_end():
     with closing(Fence()) as fence, closing(FenceView(fence.descriptor)) as other:
         places = [admit(fence) for _ in range(3)]
         with other.writing(*places[1]):
@@ -118,7 +117,7 @@ def test_close_takes_all_tickets_away_and_says_how_many_copies_it_could_not_end(
             assert fence.revoke(*place), "there is nothing left to wait for"
 
 
-def test_a_slot_that_is_used_again_has_another_ticket(fence: Fence, view: FenceView) -> None:
+def test_a_slot_that_is_used_again_has_another_ticket(fence, view):
     old = admit(fence)
     fence.revoke(*old)
     new = use_again(fence, old[0])
@@ -129,7 +128,7 @@ def test_a_slot_that_is_used_again_has_another_ticket(fence: Fence, view: FenceV
         pass
 
 
-def test_a_load_that_is_late_does_not_release_the_lock_of_its_slots_next_move(fence: Fence, view: FenceView) -> None:
+def test_a_load_that_is_late_does_not_release_the_lock_of_its_slots_next_move(fence, view):
     """As when a server has two threads, was stopped, and goes on with a load that its engine gave up long ago."""
     old = admit(fence)
     fence.revoke(*old)
@@ -143,7 +142,7 @@ def test_a_load_that_is_late_does_not_release_the_lock_of_its_slots_next_move(fe
     assert fence.revoke(*new)
 
 
-def test_slots_are_bounded_and_come_back(fence: Fence) -> None:
+def test_slots_are_bounded_and_come_back(fence):
     places = [admit(fence) for _ in range(SLOTS)]
     assert fence.admit(loads=True) is None
     assert fence.taken == SLOTS
@@ -152,7 +151,7 @@ def test_slots_are_bounded_and_come_back(fence: Fence) -> None:
     assert fence.taken == 0
 
 
-def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence: Fence) -> None:
+def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence):
     place = admit(fence)
     program = (
         "import sys, time; from pd_cache.server.fence import FenceView; view = FenceView(int(sys.argv[1]))\n"

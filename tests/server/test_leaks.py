@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
-from pathlib import Path
 
 import psutil
 
 from tests.support.engines import BLOCK, CHUNK
-from tests.support.pool import Pool
 from tests.support.server import Engine, ServerProcess, running_at, store_surely
 
 TOKENS = list(range(2 * CHUNK))
@@ -45,7 +43,7 @@ def serve(engine: Engine, requests: int) -> None:
             time.sleep(0.001)
 
 
-def test_five_thousand_requests_leave_memory_files_and_threads_as_they_were(pool: Pool, tmp_path: Path) -> None:
+def test_five_thousand_requests_leave_memory_files_and_threads_as_they_were(pool, tmp_path):
     with ServerProcess(pool, tmp_path) as server, Engine(server.address) as engine:
         store_surely(engine, TOKENS)
         serve(engine, 1000)

@@ -59,13 +59,13 @@ class End:
 
 
 @pytest.fixture
-def end(tmp_path: Path) -> Iterator[End]:
+def end(tmp_path):
     with contextlib.closing(End(tmp_path)) as one:
         yield one
 
 
 @pytest.fixture
-def client(end: End) -> Iterator[ClientLink]:
+def client(end):
     with end.connected() as one:
         yield one
 
@@ -73,7 +73,7 @@ def client(end: End) -> Iterator[ClientLink]:
 def test_descriptors_come_with_their_request_and_are_closed_when_its_handler_returns(end, client):
     received: list[bytes] = []
 
-    def handle(incoming: Incoming) -> Answer:
+    def handle(incoming):
         received.extend(os.read(descriptor, 10) for descriptor in incoming.descriptors or ())
         if len(received) > 2:
             raise ValueError("after the second request")
@@ -91,7 +91,7 @@ def test_descriptors_come_with_their_request_and_are_closed_when_its_handler_ret
     wait_for(lambda: open_files("pipe:") == before, what="the server's duplicates being closed")
 
 
-def test_a_client_is_gone_once_when_its_last_unix_socket_ends(end: End) -> None:
+def test_a_client_is_gone_once_when_its_last_unix_socket_ends(end):
     with end.connected(NAME) as one, end.connected(b"b" * 32, attached=False):
         wait_for(lambda: NAME in end.link._attached)
         assert b"b" * 32 not in end.link._attached
@@ -106,7 +106,7 @@ def test_a_client_is_gone_once_when_its_last_unix_socket_ends(end: End) -> None:
     assert not end.link._attached
 
 
-def test_the_end_of_the_unix_socket_alone_is_the_end_of_the_server(end: End) -> None:
+def test_the_end_of_the_unix_socket_alone_is_the_end_of_the_server(end):
     with end.connected(NAME) as client:
         wait_for(lambda: NAME in end.link._attached)
         assert client.watch(0.0)
@@ -114,17 +114,17 @@ def test_the_end_of_the_unix_socket_alone_is_the_end_of_the_server(end: End) -> 
         wait_for(lambda: not client.watch(LATE_S), what="the server's end being seen")
 
 
-def test_without_a_unix_socket_a_request_with_descriptors_fails_at_once(end: End) -> None:
+def test_without_a_unix_socket_a_request_with_descriptors_fails_at_once(end):
     with end.connected(attached=False) as client:
         assert client.request(Unregister(), LATE_S, ()).outcome() == "server_lost"
         end.close()
         assert not client.attach()
 
 
-def test_a_handler_that_takes_long_for_one_clients_memory_holds_up_that_client_only(end: End) -> None:
+def test_a_handler_that_takes_long_for_one_clients_memory_holds_up_that_client_only(end):
     go_on = threading.Event()
 
-    def handle(incoming: Incoming) -> Answer:
+    def handle(incoming):
         assert incoming.descriptors is None or incoming.client != NAME or go_on.wait(60)
         return Done()
 
@@ -138,10 +138,10 @@ def test_a_handler_that_takes_long_for_one_clients_memory_holds_up_that_client_o
         assert held_up.outcome() == Done()
 
 
-def test_an_answer_that_is_late_is_dropped(end: End, client: ClientLink) -> None:
+def test_an_answer_that_is_late_is_dropped(end, client):
     kept: list[Incoming] = []
 
-    def handle(incoming: Incoming) -> Answer | None:
+    def handle(incoming):
         kept.append(incoming)
         return None if len(kept) == 1 else Done()
 
@@ -153,7 +153,7 @@ def test_an_answer_that_is_late_is_dropped(end: End, client: ClientLink) -> None
     assert late.outcome() == "timeout"
 
 
-def test_what_is_not_sent_is_refused_at_once(end: End, client: ClientLink) -> None:
+def test_what_is_not_sent_is_refused_at_once(end, client):
     with pytest.raises(ServerRefusedError, match="at most"):
         client.request(Lookup("x" * MAX_FRAME, ()), LATE_S).result()
     end.handle = lambda incoming: None
@@ -167,8 +167,8 @@ def test_what_is_not_sent_is_refused_at_once(end: End, client: ClientLink) -> No
     client.notify(EndSession("x"))
 
 
-def test_many_threads_get_their_own_answers(end: End, client: ClientLink) -> None:
-    def handle(incoming: Incoming) -> Answer | None:
+def test_many_threads_get_their_own_answers(end, client):
+    def handle(incoming):
         if isinstance(incoming.request, Lookup):
             return Refused("invalid", incoming.request.session)
         return None
@@ -176,7 +176,7 @@ def test_many_threads_get_their_own_answers(end: End, client: ClientLink) -> Non
     end.handle = handle
     outcomes: list[bool] = []
 
-    def ask(thread: str) -> None:
+    def ask(thread):
         for number in range(200):
             client.notify(EndSession("nothing"))
             with pytest.raises(ServerRefusedError) as refused:

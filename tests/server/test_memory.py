@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,11 +15,9 @@ import pytest
 import torch
 
 from pd_cache.errors import LayoutError
-from pd_cache.layout import PageKind
 from pd_cache.server import memory
 from pd_cache.server.fence import AbandonedError, Fence, FenceView
 from pd_cache.server.memory import (
-    Shared,
     SharingError,
     close_all,
     share_tensors,
@@ -32,7 +30,7 @@ from tests.support.made import made
 # --- shared memory ---------------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_stays_where_it_is_when_it_moves_into_shared_memory() -> None:
+def test_a_tensor_stays_where_it_is_when_it_moves_into_shared_memory():
     (cache,) = make_cache(layers=1)
     before = cache.clone()
     first = share_tensors([cache])
@@ -50,11 +48,11 @@ def test_a_tensor_stays_where_it_is_when_it_moves_into_shared_memory() -> None:
         close_all([*first.descriptors, *second.descriptors])
 
 
-def test_a_cache_without_memory_to_move_to_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_without_memory_to_move_to_stays_as_it_was(monkeypatch):
     (cache,) = make_cache(layers=1)
     before = cache.clone()
 
-    def full(*_: object) -> int:
+    def full(*_):
         raise OSError(errno.ENOSPC, "no space")
 
     with monkeypatch.context() as patch:
@@ -74,21 +72,21 @@ MapThem = Callable[..., MappedTensors]
 
 
 @pytest.fixture
-def fence() -> Iterator[Fence]:
+def fence():
     one = Fence()
     yield one
     one.close()
 
 
 @pytest.fixture
-def map_them(fence: Fence) -> Iterator[MapThem]:
+def map_them(fence):
     """Map what was shared, as a server does; unmapped afterwards."""
 
-    def do(shared: Shared, **changes: Any) -> MappedTensors:
+    def do(shared, **changes):
         request = msgspec.structs.replace(Register(shared.storages, shared.tensors), **changes)
         return MappedTensors(request, shared.descriptors, FenceView(fence.descriptor))
 
-    def unmap(mapped: MappedTensors) -> None:
+    def unmap(mapped):
         assert mapped.unmap(1)
 
     yield from made(do, unmap)
@@ -104,7 +102,7 @@ IN_TIME = math.inf
 
 
 @pytest.fixture
-def shared() -> Iterator[Shared]:
+def shared():
     one = share_tensors(make_cache())
     yield one
     close_all(one.descriptors)
@@ -112,7 +110,7 @@ def shared() -> Iterator[Shared]:
 
 @pytest.mark.parametrize("one_storage", [True, False])
 @pytest.mark.parametrize("kind", KINDS_WITH_TOKENS)
-def test_every_view_follows_a_storage_into_shared_memory(map_them, fence, kind: PageKind, one_storage: bool) -> None:
+def test_every_view_follows_a_storage_into_shared_memory(map_them, fence, kind, one_storage):
     cache = make_cache(kind, one_storage=one_storage)
     view = cache[1][3:5]
     before = view.clone()
@@ -126,7 +124,7 @@ def test_every_view_follows_a_storage_into_shared_memory(map_them, fence, kind: 
     assert not any(tensor.view(torch.int16).any() for tensor in (*cache, view))
 
 
-def test_memory_that_is_in_use_is_unmapped_afterwards(map_them: MapThem, shared: Shared, fence: Fence) -> None:
+def test_memory_that_is_in_use_is_unmapped_afterwards(map_them, shared, fence):
     mapped = map_them(shared)
     with mapped.copiers(admitted(fence, Retrieve), IN_TIME) as (copier,):
         assert not mapped.unmap(0.05)
@@ -152,13 +150,13 @@ def test_what_is_said_about_tensors_is_checked_against_the_memory(map_them, shar
         map_them(shared, tensors=tuple(msgspec.structs.replace(view, **change) for view in shared.tensors))
 
 
-def test_what_is_said_about_storages_is_checked_against_the_files(map_them: MapThem, shared: Shared) -> None:
+def test_what_is_said_about_storages_is_checked_against_the_files(map_them, shared):
     (storage,) = shared.storages
     with pytest.raises(SharingError, match="greater than file size"):
         map_them(shared._replace(storages=(CpuStorage(storage.nbytes + 1),)))
 
 
-def test_tensors_of_other_devices_are_refused() -> None:
+def test_tensors_of_other_devices_are_refused():
     with pytest.raises(SharingError, match="KV tensors on meta"):
         share_tensors([torch.zeros(4, 2, 4, 4, device="meta")])
     with pytest.raises(SharingError, match="no KV tensors"):
@@ -189,7 +187,7 @@ class OnAGpu:
         return b"recorded"
 
 
-def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors(map_them: MapThem, monkeypatch) -> None:
+def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors(map_them, monkeypatch):
     monkeypatch.setattr(memory, "gpus", lambda: ["uuid-0", "uuid-1"])
     shared = share_tensors([OnAGpu(), OnAGpu()])  # type: ignore[list-item]
     assert shared.storages == (CudaStorage(4096, "uuid-1", b"handle", 512, b"counter", 3, b"event", True),)
@@ -206,13 +204,13 @@ def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors(map_them: Map
         map_them(shared)
 
 
-def test_a_server_finds_an_engine_s_gpu_among_its_own_whatever_its_number_there(map_them: MapThem, monkeypatch) -> None:
+def test_a_server_finds_an_engine_s_gpu_among_its_own_whatever_its_number_there(map_them, monkeypatch):
     monkeypatch.setattr(memory, "gpus", lambda: ["uuid-0", "uuid-1"])
     shared = share_tensors([OnAGpu()])  # type: ignore[list-item]
     monkeypatch.setattr(memory, "gpus", lambda: ["uuid-1", "uuid-0"])
     asked: list[Any] = []
 
-    def refuse(*what: Any) -> None:
+    def refuse(*what):
         asked.extend(what)
         raise RuntimeError("out of memory")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -22,10 +21,8 @@ from pd_cache.server.protocol import (
     decode_request,
     encode,
 )
-from pd_cache.server.server import CacheServer
 from tests.fuzz.targets import REQUESTS
 from tests.support.engines import troubles
-from tests.support.pool import Pool
 from tests.support.server import StrangePeer, served
 
 TOKEN = uuid.uuid4().hex
@@ -60,7 +57,7 @@ BAD = {
 }
 
 
-def test_another_version_is_refused_and_the_refusal_is_read_across_versions() -> None:
+def test_another_version_is_refused_and_the_refusal_is_read_across_versions():
     with pytest.raises(
         FrameError, match=f"speaks version {PROTOCOL} of the protocol, the client version {PROTOCOL + 1}"
     ) as caught:
@@ -79,13 +76,13 @@ def test_another_version_is_refused_and_the_refusal_is_read_across_versions() ->
 
 
 @pytest.fixture(scope="module")
-def server(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
+def server(pool, tmp_path_factory):
     with served(pool, tmp_path_factory.mktemp("server")) as one:
         yield one
 
 
 @pytest.fixture
-def peer(server: CacheServer) -> Iterator[StrangePeer]:
+def peer(server):
     with StrangePeer(server.url) as one:
         yield one
 
@@ -101,7 +98,7 @@ def test_a_malformed_frame_is_answered_with_an_error_and_stops_nothing(server, p
     assert isinstance(peer.hello(), Welcome)
 
 
-def test_a_client_is_told_what_to_do_first(peer: StrangePeer) -> None:
+def test_a_client_is_told_what_to_do_first(peer):
     peer.send([of_version(PROTOCOL + 1)])
     answers = [peer.hear(), *(peer.ask(request) for request in REQUESTS[1:])]
     assert isinstance(peer.hello(), Welcome)
@@ -111,7 +108,7 @@ def test_a_client_is_told_what_to_do_first(peer: StrangePeer) -> None:
     assert "over the Unix socket" in str(answers[-1])
 
 
-def test_a_client_that_does_not_read_its_answers_holds_up_no_other(server: CacheServer, peer: StrangePeer) -> None:
+def test_a_client_that_does_not_read_its_answers_holds_up_no_other(server, peer):
     with StrangePeer(server.url) as deaf:
         for _ in range(20_000):  # more than all buffers hold
             deaf.say(EndSession("x"))

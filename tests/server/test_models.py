@@ -50,11 +50,11 @@ class Served:
 
 
 @pytest.fixture
-def served() -> Served:
+def served():
     return Served()
 
 
-def test_the_backend_of_engines_that_have_left_makes_room_for_another_size(served: Served) -> None:
+def test_the_backend_of_engines_that_have_left_makes_room_for_another_size(served):
     everyone = [served.come(heads, "b") for heads in (1, 2, 3, 4)]
     with pytest.raises(RefusalError, match="would be size number 5"):
         served.come(5)
@@ -67,7 +67,7 @@ def test_the_backend_of_engines_that_have_left_makes_room_for_another_size(serve
         served.come(3)
 
 
-def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(served: Served) -> None:
+def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(served):
     everyone = [served.come(heads) for heads in (1, 2, 3, 4)]
     assert [bool(one.mover.backend.segment_size) for one in everyone] == [True, False, False, False]  # type: ignore[attr-defined]
     for one in everyone:
@@ -79,7 +79,7 @@ def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(served: 
     assert served.closed(*everyone) == [True] * 4
 
 
-def test_where_the_server_gives_no_segment_the_first_size_makes_room_like_any_other() -> None:
+def test_where_the_server_gives_no_segment_the_first_size_makes_room_like_any_other():
     served = Served(segment_size=0)
     first = served.come(1)
     first.workers.clear()

@@ -78,11 +78,11 @@ class QueueModel(RuleBasedStateMachine):
 TestQueueModel = QueueModel.TestCase
 
 
-def test_many_threads_take_everything_that_is_put_and_end_when_the_queue_is_closed() -> None:
+def test_many_threads_take_everything_that_is_put_and_end_when_the_queue_is_closed():
     queue: WorkQueue[int] = WorkQueue(10_000)
     taken: list[int] = []
 
-    def take() -> None:
+    def take():
         while items := queue.take(3):
             for item in items:
                 taken.append(item.work)

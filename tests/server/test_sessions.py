@@ -88,11 +88,11 @@ TestSessionsModel = SessionsModel.TestCase
 TestSessionsModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_sessions_end_at_their_deadline_with_their_backend_and_the_oldest_when_keys_are_too_many() -> None:
+def test_sessions_end_at_their_deadline_with_their_backend_and_the_oldest_when_keys_are_too_many():
     clock, tiers = Clock(), [CountingTier(shards(NAMES, 1)[0]) for _ in range(2)]
     sessions = Sessions(clock, most_keys=10)
 
-    def look_up(name: str, tier: Any = tiers[0], ranks: int = 1) -> list[str]:
+    def look_up(name, tier=tiers[0], ranks=1):
         sessions.open("x", name, [FoundChunks("model", tier, NAMES, shards(NAMES, ranks))], 10)
         return [name for _, name in sessions._sessions]
 
@@ -107,7 +107,7 @@ def test_sessions_end_at_their_deadline_with_their_backend_and_the_oldest_when_k
     assert look_up("large", ranks=4) == [], "one that is too large by itself is not kept at all"
 
 
-def test_a_load_releases_the_session_of_its_request_that_holds_its_chunks() -> None:
+def test_a_load_releases_the_session_of_its_request_that_holds_its_chunks():
     sessions, tier = Sessions(Clock()), CountingTier([])
     for client, names in (("x", NAMES[:1]), ("y", NAMES), ("z", NAMES[:2])):
         sessions.open(client, "a", [FoundChunks("model", tier, names, shards(names, 1))], 10)  # type: ignore[arg-type]

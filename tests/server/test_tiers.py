@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 
@@ -15,7 +13,7 @@ from pd_cache.server.client import RemoteCache
 from pd_cache.server.protocol import EngineIdentity
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import make_cache
-from tests.support.pool import Pool, suspend
+from tests.support.pool import suspend
 from tests.support.server import Engine, served, store_surely
 from tests.support.waiting import wait_for
 from transfer.errors import Status
@@ -30,7 +28,7 @@ def with_memory(chunks: int = 64) -> CacheConfig:
     return CacheConfig(chunk_size=CHUNK, tiers=tiers)
 
 
-def test_the_second_engines_hit_needs_no_network(make_pool: Callable[..., Pool], tmp_path: Path) -> None:
+def test_the_second_engines_hit_needs_no_network(make_pool, tmp_path):
     pool = make_pool().start()
     with served(pool, tmp_path, cache=with_memory()) as server, Engine(server.url) as first:
         store_surely(first, TOKENS)
@@ -49,7 +47,7 @@ def test_the_second_engines_hit_needs_no_network(make_pool: Callable[..., Pool],
             assert second.holds(TOKENS, 20)
 
 
-def test_what_a_session_holds_is_not_evicted_from_the_servers_memory(pool: Pool, tmp_path: Path) -> None:
+def test_what_a_session_holds_is_not_evicted_from_the_servers_memory(pool, tmp_path):
     with served(pool, tmp_path, cache=with_memory(12)) as server, Engine(server.url) as engine:
         store_surely(engine, TOKENS)
         local = server.models.backends[0].tiers[0].backend  # type: ignore[attr-defined]
@@ -68,7 +66,7 @@ def test_what_a_session_holds_is_not_evicted_from_the_servers_memory(pool: Pool,
         local.index.check_integrity()
 
 
-def test_a_server_says_why_a_prefix_ends_and_which_tiers_were_read(pool: Pool, tmp_path: Path) -> None:
+def test_a_server_says_why_a_prefix_ends_and_which_tiers_were_read(pool, tmp_path):
     tensors = make_cache(blocks=BLOCKS, block_size=BLOCK)
     identity = EngineIdentity(model=uuid.uuid4().hex, block_size=BLOCK, chunk_size=CHUNK)
     names, blocks = [bytes([number]) * 16 for number in range(4)], range(4 * CHUNK // BLOCK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from pd_cache.errors import ConfigError, LayoutError
 from tests.support.adapters import impatient, options_of
 from tests.support.made import made
-from tests.support.pool import Pool
 from tests.support.sglang_host import PAGES, TOKENS, mha_pool, mla_pool, need_sglang, open_backend, storage_config
 from tests.support.waiting import wait_for
 
@@ -27,25 +26,25 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _sglang() -> None:
+def _sglang():
     need_sglang()
 
 
 @pytest.fixture
-def salt() -> str:
+def salt():
     return uuid.uuid4().hex
 
 
 @pytest.fixture
-def opened(pool: Pool, salt: str) -> Iterator[Open]:
+def opened(pool, salt):
     """Opens backends under host pools, in one namespace; all are closed after the test."""
 
-    def open_one(host: Any, *, namespace: str = salt, **changes: Any) -> Any:
+    def open_one(host, *, namespace=salt, **changes):
         backend = open_backend(pool.settings(), host, salt=namespace, **changes)
         backend.cache.wait_available(60)
         return backend
 
-    def close_twice(backend: Any) -> None:
+    def close_twice(backend):
         backend.close()
         backend.close()
 
@@ -105,7 +104,7 @@ def test_pages_of_one_host_pool_are_loaded_into_other_pages_of_another(make, lay
         assert page(other, number) == (page(one, moved[number]) if number in moved else before[number])
 
 
-def test_a_hole_ends_the_prefix_and_the_pages_behind_it_are_loaded_all_the_same(opened: Open) -> None:
+def test_a_hole_ends_the_prefix_and_the_pages_behind_it_are_loaded_all_the_same(opened):
     host = filled(mha_pool("page_first"), 1)
     backend = opened(host)
     keys = [f"{number:064x}" for number in range(4)]
@@ -132,7 +131,7 @@ def test_a_hole_ends_the_prefix_and_the_pages_behind_it_are_loaded_all_the_same(
     ],
     ids=lambda change: ",".join(map(str, change)),
 )
-def test_what_would_mean_other_bytes_is_another_name(change: dict[str, Any], opened: Open) -> None:
+def test_what_would_mean_other_bytes_is_another_name(change, opened):
     """SGLang's own keys have the ranks and a model's name only (sglang#33268)."""
     shape = {key: change[key] for key in ("layout", "dtype", "heads", "width", "layers") if key in change}
     rest = {key: value for key, value in change.items() if key not in shape}
@@ -146,11 +145,11 @@ def test_what_would_mean_other_bytes_is_another_name(change: dict[str, Any], ope
     assert page(host, 0) == before
 
 
-def test_engines_share_if_sglang_resolved_their_arguments_alike(opened: Open) -> None:
+def test_engines_share_if_sglang_resolved_their_arguments_alike(opened):
     """The pool's own type is uint8 for both kinds of fp8, and what the user wrote may have been `auto`."""
     from sglang.srt.runtime_context import get_context
 
-    def of(kind: str) -> Any:
+    def of(kind):
         with get_context().override_server_args(kv_cache_dtype=kind):
             return opened(filled(mha_pool("page_first", dtype=torch.uint8), 1))
 
@@ -159,7 +158,7 @@ def test_engines_share_if_sglang_resolved_their_arguments_alike(opened: Open) ->
     assert of("fp8_e5m2").batch_exists(["a"]) == 0
 
 
-def test_ranks_share_latents_and_nothing_else(opened: Open) -> None:
+def test_ranks_share_latents_and_nothing_else(opened):
     """Of an MLA model, rank 0 writes the latents for all ranks. A draft model with heads keeps other bytes on each rank."""
     ranks = []
     for rank in range(2):
@@ -179,7 +178,7 @@ def transfer(name: str, keys: list[str], indices: Any = None, policy: str = "all
     return PoolTransfer(name=PoolName(name), keys=keys, host_indices=indices, hit_policy=PoolHitPolicy(policy))
 
 
-def test_a_hybrid_models_prefix_ends_where_all_of_its_pools_can_be_restored(opened: Open) -> None:
+def test_a_hybrid_models_prefix_ends_where_all_of_its_pools_can_be_restored(opened):
     """Full attention has pages 0 to 5, the indexer 0 to 4, the sliding window pages 1, 2 and 4, of which a prefix needs the last two."""
     host, window, indexer = (filled(mha_pool("page_first", layers=layers), layers) for layers in (3, 2, 1))
     backend = opened(host)
@@ -205,7 +204,7 @@ def test_a_hybrid_models_prefix_ends_where_all_of_its_pools_can_be_restored(open
     assert backend.batch_get_v2([transfer("mamba", keys[:1], at(0))]) == {"mamba": [False]}
 
 
-def test_requests_of_another_salt_or_adapter_find_nothing(opened: Open) -> None:
+def test_requests_of_another_salt_or_adapter_find_nothing(opened):
     """SGLang's page hashes cover them since 0.5.23 at the latest (sglang#26747, #37160); an SGLang whose hashes do not is refused."""
     backend = opened(filled(mha_pool("page_first"), 1))
     tokens = list(range(2 * TOKENS))
@@ -244,20 +243,20 @@ def test_a_host_pool_that_cannot_be_addressed_page_by_page_is_refused_when_it_is
         open_backend(pool.settings(), mha_pool("page_unified"), salt=salt)
 
 
-def test_sglangs_own_keys_of_the_extra_config_are_left_to_sglang(pool: Pool, salt: str) -> None:
+def test_sglangs_own_keys_of_the_extra_config_are_left_to_sglang(pool, salt):
     """Its server takes them out before it makes a backend; its offload manager of decode nodes does not."""
     own = {"prefetch_threshold": 256, "prefetch_timeout_base": 1.0, "hicache_storage_pass_prefix_keys": False}
     open_backend(pool.settings(), mha_pool("page_first"), salt=salt, options=own).close()
 
 
-def test_all_pools_of_one_call_have_one_deadline(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pools_of_one_call_have_one_deadline(opened, monkeypatch):
     host = filled(mha_pool("page_first"), 1)
     backend = opened(host)
     backend.register_mem_host_pool_v2(host, "swa")
     backend.register_mem_host_pool_v2(host, "indexer")
     given: list[float] = []
 
-    def late(names: list[bytes], *_: object, timeout: float) -> list[str]:
+    def late(names, *_, timeout):
         given.append(timeout)
         clock[0] += 2
         return ["timeout"] * len(names)
@@ -274,7 +273,7 @@ def test_all_pools_of_one_call_have_one_deadline(opened: Open, monkeypatch: pyte
     assert given == [3.0, 1.0]
 
 
-def test_indices_that_are_no_pages_move_nothing_and_raise_nothing(opened: Open) -> None:
+def test_indices_that_are_no_pages_move_nothing_and_raise_nothing(opened):
     host = filled(mha_pool("page_first"), 1)
     backend = opened(host)
     assert backend.batch_set_v1(["a"], at(0)) == [True]
@@ -328,7 +327,7 @@ def test_sglangs_own_failure_injection_costs_pages_and_never_a_wrong_one(pool, s
         backend.close()
 
 
-def test_clearing_the_storage_hides_what_every_node_has_stored(opened: Open) -> None:
+def test_clearing_the_storage_hides_what_every_node_has_stored(opened):
     one, other = (opened(filled(mha_pool("page_first"), n)) for n in range(2))
     assert one.batch_set_v1(["a"], at(0)) == [True]
     assert other.batch_exists(["a"]) == 1
@@ -342,7 +341,7 @@ def test_clearing_the_storage_hides_what_every_node_has_stored(opened: Open) -> 
     assert other.batch_exists(["a"]) == 1
 
 
-def test_storage_metrics_are_counted_as_sglang_reads_them(opened: Open) -> None:
+def test_storage_metrics_are_counted_as_sglang_reads_them(opened):
     backend = opened(filled(mha_pool("page_first"), 1), enable_storage_metrics=True)
     backend.batch_set_v1(["a", "b"], at(0, 1))
     backend.batch_get_v1(["a", "hole"], at(2, 3))
@@ -411,7 +410,7 @@ class Controller:
         self.its.detach_storage_backend()
 
 
-def test_sglangs_own_storage_threads_back_up_a_prompt_and_another_engine_prefetches_it(pool: Pool, salt: str) -> None:
+def test_sglangs_own_storage_threads_back_up_a_prompt_and_another_engine_prefetches_it(pool, salt):
     """Everything of SGLang but its model and its copies from and to a GPU, which need its CUDA kernels."""
     extra = storage_config(options_of(pool.settings(), salt)).extra_config
     one, other = (Controller(filled(mha_pool("page_first"), n), dict(extra)) for n in range(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,14 +55,14 @@ class Held:
 
 
 @pytest.fixture
-def make_held() -> Iterator[Make]:
+def make_held():
     yield from made(Held, Held.close)
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_call_returns_its_value_and_raises_its_error(make_held: Make) -> None:
+def test_a_call_returns_its_value_and_raises_its_error(make_held):
     held = make_held()
     call = held.submit("a", soon())
     assert call.outcome("") == "a"
@@ -72,7 +72,7 @@ def test_a_call_returns_its_value_and_raises_its_error(make_held: Make) -> None:
         broken.outcome(0)
 
 
-def test_a_call_that_outlives_its_deadline_keeps_what_it_was_given_until_it_returns(make_held: Make) -> None:
+def test_a_call_that_outlives_its_deadline_keeps_what_it_was_given_until_it_returns(make_held):
     held = make_held()
     call = held.held("late", soon(0.1))
     assert call.outcome("nothing") == "nothing"
@@ -100,7 +100,7 @@ def test_a_queued_call_lets_go_at_its_deadline_or_when_nobody_waits_for_it_and_n
     assert not abandoned.started
 
 
-def test_a_call_that_nobody_looked_at_does_not_start_after_its_deadline(make_held: Make) -> None:
+def test_a_call_that_nobody_looked_at_does_not_start_after_its_deadline(make_held):
     held = make_held()
     held.held("running", soon())
     overdue = held.submit("overdue", soon(0.01))
@@ -110,7 +110,7 @@ def test_a_call_that_nobody_looked_at_does_not_start_after_its_deadline(make_hel
     assert not overdue.started
 
 
-def test_spare_threads_take_the_place_of_late_ones_and_go_when_these_are_back(make_held: Make) -> None:
+def test_spare_threads_take_the_place_of_late_ones_and_go_when_these_are_back(make_held):
     held = make_held(spare=1)
     held.held("late", soon(0.05))
     queued = held.submit("queued", soon())
@@ -130,7 +130,7 @@ def test_a_call_lets_go_if_no_spare_thread_can_be_started(make_held, monkeypatch
     held.held("late", soon(0.01))
     wait_for(lambda: held.threads.late == 1)
 
-    def refused(_: threading.Thread) -> None:
+    def refused(_):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
@@ -139,7 +139,7 @@ def test_a_call_lets_go_if_no_spare_thread_can_be_started(make_held, monkeypatch
     assert held.ended == ["refused"]
 
 
-def test_a_full_queue_and_closed_threads_refuse_and_close_reports_what_still_runs(make_held: Make) -> None:
+def test_a_full_queue_and_closed_threads_refuse_and_close_reports_what_still_runs(make_held):
     held = make_held(limit=3)
     held.held("running", soon())
     calls = [held.submit(name, soon()) for name in ("second", "third", "refused")]
@@ -156,8 +156,8 @@ def test_a_full_queue_and_closed_threads_refuse_and_close_reports_what_still_run
 
 
 @pytest.fixture
-def make_staging() -> Iterator[Make]:
-    def end(staging: StagingPool) -> None:
+def make_staging():
+    def end(staging):
         staging.check_integrity()
         staging.close()
 
@@ -178,7 +178,7 @@ def all_free(staging: StagingPool, quota: Quota | None = None) -> list[Slot]:
     return slots
 
 
-def test_a_slot_returns_to_the_pool_with_its_last_reference(make_staging: Make) -> None:
+def test_a_slot_returns_to_the_pool_with_its_last_reference(make_staging):
     staging = make_staging(4)
     slot = all_free(staging)[0]
     slot.retain()
@@ -218,13 +218,13 @@ def test_the_last_slots_of_the_pool_and_of_a_quota_are_left_to_leases_that_wait(
 
 
 @pytest.mark.parametrize("how", ["settle", "release"])
-def test_a_waiting_lease_gets_what_another_gives_back_in_its_quota(make_staging: Make, how: str) -> None:
+def test_a_waiting_lease_gets_what_another_gives_back_in_its_quota(make_staging, how):
     staging = make_staging(3 if how == "settle" else 2)
     quotas = [Quota(1), Quota(1)]
     first = [lease(staging, quota) for quota in quotas]
     got: list[str] = []
 
-    def wait(name: str, quota: Quota) -> None:
+    def wait(name, quota):
         got.append(name if staging.lease(soon(), quota) is not None else "nothing")
 
     waiters = [threading.Thread(target=wait, args=(name, quota)) for name, quota in zip("ab", quotas, strict=True)]
@@ -304,10 +304,10 @@ def test_memory_that_took_the_place_of_other_memory_is_known_to_every_client_tha
     ]  # fmt: skip
 
 
-def test_pinned_memory_is_unpinned_on_close_and_never_given_back_to_the_kernel() -> None:
+def test_pinned_memory_is_unpinned_on_close_and_never_given_back_to_the_kernel():
     events: list[str] = []
 
-    def pin(address: int, nbytes: int) -> object:
+    def pin(address, nbytes):
         events.append(f"pin {nbytes}")
         return lambda: events.append("unpin")
 
@@ -322,7 +322,7 @@ def test_pinned_memory_is_unpinned_on_close_and_never_given_back_to_the_kernel()
     assert events == [f"pin {2 * PAGE}", f"pin {PAGE}", "unpin", "unpin"]
 
 
-def test_staging_that_holds_no_slot_says_what_it_needs() -> None:
+def test_staging_that_holds_no_slot_says_what_it_needs():
     with pytest.raises(ValueError, match="make it at least 8192"):
         StagingPool(PAGE, 5000)
 
@@ -341,11 +341,11 @@ def test_only_a_mapping_that_is_large_enough_is_prefaulted(make_staging, caplog)
 
 
 @given(st.integers(min_value=-2000, max_value=-1))
-def test_every_negative_code_has_a_meaning_that_is_not_ok(code: int) -> None:
+def test_every_negative_code_has_a_meaning_that_is_not_ok(code):
     assert status_of(code) is not Status.OK
 
 
-def test_codes_mean_what_mooncake_says() -> None:
+def test_codes_mean_what_mooncake_says():
     assert {code: status_of(code) for code in (0, 4096, -200, -703, -704, -707, -800, -801, -900, -901, -1010, -1103, -9999)} == {
         0: Status.OK, 4096: Status.OK, -200: Status.NO_SPACE, -703: Status.BUSY, -704: Status.MISSING,
         -707: Status.LEASE_EXPIRED, -800: Status.TRANSFER_FAILED, -801: Status.CHECKSUM, -900: Status.POOL_DOWN,
@@ -361,7 +361,7 @@ def test_codes_mean_what_mooncake_says() -> None:
         *[(text, None) for text in ("4Gib3", "-1", -1, True, None, "GiB", "1 apple", 1.5)],
     ],
 )
-def test_sizes_are_read_with_their_units_and_others_refused(text: object, size: int | None) -> None:
+def test_sizes_are_read_with_their_units_and_others_refused(text, size):
     if size is not None:
         assert ByteSize(text) == size
         assert TransferSettings(staging_size=text).staging_size == size
@@ -373,5 +373,5 @@ def test_sizes_are_read_with_their_units_and_others_refused(text: object, size: 
 
 
 @given(st.integers(min_value=0, max_value=1 << 50))
-def test_a_size_reads_back_from_its_own_text(size: int) -> None:
+def test_a_size_reads_back_from_its_own_text(size):
     assert ByteSize(str(ByteSize(size))) == size

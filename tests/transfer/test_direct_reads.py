@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support.pool import Pool
 from tests.support.waiting import beside, wait_for
 from tests.transfer.test_moves import Replica, moves_of, settings, soon, whole
 from tests.transfer.test_store import SLOT, fresh, leased, opened, put
@@ -58,7 +56,7 @@ def reads(*peers: str) -> list[Read]:
     return [Read(peer, 4096 * index, 8192 * index, 100 + index) for index, peer in enumerate(peers)]
 
 
-def test_only_objects_of_peers_that_have_delivered_to_mooncakes_client_are_read() -> None:
+def test_only_objects_of_peers_that_have_delivered_to_mooncakes_client_are_read():
     engine, direct = met("a")
     assert direct.read(reads("a", "b"), soon()) is None
     direct.meet({"b"})
@@ -67,7 +65,7 @@ def test_only_objects_of_peers_that_have_delivered_to_mooncakes_client_are_read(
     assert engine.begun == ["a", "b", "a"]
 
 
-def test_a_peer_whose_transfer_failed_once_is_left_to_mooncakes_client_for_good() -> None:
+def test_a_peer_whose_transfer_failed_once_is_left_to_mooncakes_client_for_good():
     engine, direct = met("a", "b", "c")
     engine.states, engine.unreachable = {1: [0, -1]}, {"c"}
     assert direct.read(reads("a", "b", "c", "c"), soon()) == [FAILED, 101, FAILED, FAILED]
@@ -78,13 +76,13 @@ def test_a_peer_whose_transfer_failed_once_is_left_to_mooncakes_client_for_good(
     assert direct.read(reads("b"), soon()) == [100]
 
 
-def test_a_transfer_that_does_not_end_in_time_has_failed() -> None:
+def test_a_transfer_that_does_not_end_in_time_has_failed():
     engine, direct = met("a")
     engine.states = {1: [0]}
     assert direct.read(reads("a", "a"), time.monotonic() + 0.01) == [FAILED, 101]
 
 
-def test_while_the_engine_looks_for_a_way_to_a_peer_others_are_left_to_mooncakes_client() -> None:
+def test_while_the_engine_looks_for_a_way_to_a_peer_others_are_left_to_mooncakes_client():
     engine, direct = met("well", "new")
     assert direct.read(reads("well"), soon()) == [100]
     engine.hangs.clear()
@@ -97,7 +95,7 @@ def test_while_the_engine_looks_for_a_way_to_a_peer_others_are_left_to_mooncakes
     assert direct.read(reads("well", "new"), soon()) == [100, 101]
 
 
-def test_what_was_read_while_its_lease_may_have_ended_is_of_no_use() -> None:
+def test_what_was_read_while_its_lease_may_have_ended_is_of_no_use():
     """The process stood still, or its thread: the memory may have another object's bytes by now. Mooncake's client looks for that, too."""
     client = SimpleNamespace(batch_get_replica_desc=lambda keys: {key: [Replica("a")] for key in keys})
     moves = moves_of(client, settings(get_ms=500))
@@ -118,12 +116,12 @@ def test_a_master_that_did_not_say_where_objects_lie_is_not_asked_a_second_time(
 
 
 @pytest.fixture
-def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ways(monkeypatch):
     """How each read of the test went: `client` if it was left to Mooncake's, or else `direct`."""
     taken: list[str] = []
     read = DirectReads.read
 
-    def noted(self: DirectReads, some: list[Read], end: float) -> list[int] | None:
+    def noted(self, some, end):
         codes = read(self, some, end)
         taken.append("client" if codes is None else "direct")
         return codes
@@ -162,7 +160,7 @@ def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_wh
         assert put(store, staging, keys) == [Status.OK] * 4
         slots = leased(staging, 4)
 
-        def got(timeout: float) -> list[Status]:
+        def got(timeout):
             return [result.status for result in store.start_get(keys, slots, timeout=timeout).results()]
 
         assert got(20) == got(20) == [Status.OK] * 4
@@ -174,7 +172,7 @@ def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_wh
         assert set(ways[3:]) == {"client"}
 
 
-def test_a_store_that_closes_while_bytes_come_waits_for_them(make_pool: Callable[..., Pool]) -> None:
+def test_a_store_that_closes_while_bytes_come_waits_for_them(make_pool):
     pool = make_pool(client_ttl_s=600).start()
     with opened(pool, timeouts={"get_ms": 3000, "put_ms": 3000, "close_ms": 30_000}) as (store, staging):
         keys = fresh(4)

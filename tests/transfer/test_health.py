@@ -6,7 +6,7 @@ from transfer.health import FORGOTTEN_S, TRIAL_S, CircuitBreaker, Peers
 from transfer.settings import BreakerSettings, TransferSettings
 
 
-def test_a_silent_peer_is_tried_by_one_caller_at_a_time_and_less_and_less_often_until_it_delivers() -> None:
+def test_a_silent_peer_is_tried_by_one_caller_at_a_time_and_less_and_less_often_until_it_delivers():
     peers = Peers(1.0, longest_s=3.0)
     assert not peers.any_silent(0.0)
     assert peers.may_ask("a", 0.0)
@@ -26,7 +26,7 @@ def test_a_silent_peer_is_tried_by_one_caller_at_a_time_and_less_and_less_often_
     assert not peers.any_silent(0.0)
 
 
-def test_one_trial_at_a_time_and_one_that_nobody_reported_on_is_followed_by_another() -> None:
+def test_one_trial_at_a_time_and_one_that_nobody_reported_on_is_followed_by_another():
     peers = Peers(1.0)
     peers.failed("a", 0.0)
     peers.failed("b", 0.0)
@@ -42,14 +42,14 @@ def test_one_trial_at_a_time_and_one_that_nobody_reported_on_is_followed_by_anot
     assert peers.may_ask("a", 1.1 + TRIAL_S), "reported on"
 
 
-def test_a_peer_that_still_holds_a_thread_is_not_tried_with_another() -> None:
+def test_a_peer_that_still_holds_a_thread_is_not_tried_with_another():
     peers = Peers(1.0)
     peers.failed("a", 0.0)
     assert not peers.may_ask("a", 1.0, busy={"a"})
     assert peers.may_ask("a", 1.0, busy={"b"})
 
 
-def test_a_peer_that_is_gone_from_the_pool_is_forgotten_and_one_that_still_has_objects_is_not() -> None:
+def test_a_peer_that_is_gone_from_the_pool_is_forgotten_and_one_that_still_has_objects_is_not():
     """Otherwise each read would ask the master where its objects lie, for the life of the process."""
     peers = Peers(1.0, longest_s=1000.0)
     peers.failed("gone", 0.0)
@@ -64,7 +64,7 @@ def test_a_peer_that_is_gone_from_the_pool_is_forgotten_and_one_that_still_has_o
     assert not peers.any_silent(91.0 + FORGOTTEN_S + 1)
 
 
-def test_the_breaker_opens_after_calls_in_a_row_that_nothing_answered() -> None:
+def test_the_breaker_opens_after_calls_in_a_row_that_nothing_answered():
     breaker = CircuitBreaker("a pool", TransferSettings(breaker=BreakerSettings(failures=3)))
     down, missing, failed_transfer = [-900, -900], [-900, -704], [-800]
     for codes, opened in (
@@ -82,7 +82,7 @@ def test_the_breaker_opens_after_calls_in_a_row_that_nothing_answered() -> None:
         assert breaker.down is opened
 
 
-def test_a_time_out_counts_only_if_the_call_had_a_fair_time() -> None:
+def test_a_time_out_counts_only_if_the_call_had_a_fair_time():
     breaker = CircuitBreaker("a pool", TransferSettings(breaker=BreakerSettings(failures=1)))
     breaker.timed_out("a call", 0.1)
     assert not breaker.down

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -83,11 +82,11 @@ def reader_of(pool: Pool, which: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-def test_bytes_that_come_after_a_transfer_was_given_up_reach_nobody_elses_slot(make_pool: Callable[..., Pool]) -> None:
+def test_bytes_that_come_after_a_transfer_was_given_up_reach_nobody_elses_slot(make_pool):
     pool = make_pool(segment="64MiB", client_ttl_s=600).start()
     readers = [reader_of(pool, which) for which in ("first read", "later read")]
 
-    def all_say(word: bytes) -> None:
+    def all_say(word):
         assert [reader.stdout.readline() for reader in readers] == [word] * len(readers)
 
     try:

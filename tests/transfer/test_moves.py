@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -89,7 +89,7 @@ class Hours(Watch):
 
 
 @pytest.fixture
-def staging() -> Iterator[StagingPool]:
+def staging():
     staging = StagingPool(64 * 4096, 4096, prefaulted=False)
     yield staging
     staging.check_integrity()
@@ -97,12 +97,12 @@ def staging() -> Iterator[StagingPool]:
 
 
 @pytest.fixture
-def slots(staging: StagingPool) -> list[Slot]:
+def slots(staging):
     return [slot for _ in range(64) if (slot := staging.lease(0.0)) is not None]
 
 
 @pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_variables(monkeypatch):
     """Those of Mooncake's that another store of this process has set, or the user."""
     monkeypatch.delenv("MC_TCP_PROGRESS_TIMEOUT_SEC", raising=False)
     monkeypatch.delenv("MC_TCP_LANES_PER_PEER", raising=False)
@@ -138,10 +138,10 @@ def test_a_step_ends_long_before_mooncake_gives_up_whatever_the_deadlines_and_va
     assert keys_per_step(given) == 2
 
 
-def test_the_watch_suspects_a_long_wait_on_either_clock_and_a_wall_clock_that_was_set() -> None:
+def test_the_watch_suspects_a_long_wait_on_either_clock_and_a_wall_clock_that_was_set():
     now = {"monotonic": 0.0, "wall": 1000.0}
 
-    def after(monotonic: float, wall: float) -> bool:
+    def after(monotonic, wall):
         now.update(monotonic=0.0, wall=1000.0)
         watch = Watch(60, lambda: now["monotonic"], lambda: now["wall"])
         now.update(monotonic=monotonic, wall=1000.0 + wall)
@@ -173,7 +173,7 @@ def test_the_slots_of_a_step_that_may_have_been_given_up_are_forfeited_and_no_ot
     assert not lost & {slot.address for slot in slots}
 
 
-def test_no_step_begins_after_the_deadline(slots: list[Slot]) -> None:
+def test_no_step_begins_after_the_deadline(slots):
     client = Client()
     keys = [f"k{index}" for index in range(20)]
     moves = moves_of(client)
@@ -197,7 +197,7 @@ def test_objects_of_a_silent_peer_fail_at_once_and_those_of_others_are_read(stag
     assert not staging.forfeited_bytes, "it failed at once"
 
 
-def test_a_step_without_objects_of_a_silent_peer_does_not_use_up_the_peers_trial(slots: list[Slot]) -> None:
+def test_a_step_without_objects_of_a_silent_peer_does_not_use_up_the_peers_trial(slots):
     client = Client()
     moves = moves_of(client)
     keys = [*(f"well-{index}" for index in range(8)), "back"]
@@ -208,7 +208,7 @@ def test_a_step_without_objects_of_a_silent_peer_does_not_use_up_the_peers_trial
     assert client.located == 1, "one question for all steps"
 
 
-def test_a_peer_that_hangs_is_suspected_while_the_read_is_still_under_way(slots: list[Slot]) -> None:
+def test_a_peer_that_hangs_is_suspected_while_the_read_is_still_under_way(slots):
     client = Client()
     client.peer_of = {"a": "hangs", "b": "well"}
     release = threading.Event()
@@ -225,7 +225,7 @@ def test_a_peer_that_hangs_is_suspected_while_the_read_is_still_under_way(slots:
     assert not moves.peers.any_silent(time.monotonic()), "it delivered"
 
 
-def test_a_put_says_ok_only_for_what_the_pool_holds(slots: list[Slot]) -> None:
+def test_a_put_says_ok_only_for_what_the_pool_holds(slots):
     client = Client()
     client.peer_of = {"there": "p"}
     client.begun_by_others = {"begun"}
@@ -238,12 +238,12 @@ def test_a_put_says_ok_only_for_what_the_pool_holds(slots: list[Slot]) -> None:
     assert [status_of(code) for code in codes] == [Status.BUSY], "the master does not say whether it is there"
 
 
-def test_a_session_that_could_not_be_revoked_is_revoked_before_the_next_put_of_its_key(slots: list[Slot]) -> None:
+def test_a_session_that_could_not_be_revoked_is_revoked_before_the_next_put_of_its_key(slots):
     client = Client()
     moves = moves_of(client)
     revoke, refused = client.batch_put_session_revoke, [-900]
 
-    def unheard(keys: list[str]) -> list[int]:
+    def unheard(keys):
         revoke(keys)
         return refused
 
@@ -257,7 +257,7 @@ def test_a_session_that_could_not_be_revoked_is_revoked_before_the_next_put_of_i
     assert client.revoked == ["dead"] * 3
 
 
-def test_a_put_that_found_no_room_is_tried_once_more(slots: list[Slot]) -> None:
+def test_a_put_that_found_no_room_is_tried_once_more(slots):
     client = Client()
     client.full = {"x"}
     refused = moves_of(client).put(Batch(["x"], slots[:1], [100]), None, soon())
@@ -267,7 +267,7 @@ def test_a_put_that_found_no_room_is_tried_once_more(slots: list[Slot]) -> None:
     assert moves_of(client).put(Batch(["y"], slots[:1], [100]), None, soon()) == [0]
 
 
-def test_a_peer_that_delivers_one_object_of_a_read_is_not_blamed_for_another(slots: list[Slot]) -> None:
+def test_a_peer_that_delivers_one_object_of_a_read_is_not_blamed_for_another(slots):
     client = Client()
     client.peer_of = {"a0": "a", "a1": "a"}
     client.batch_get_into = lambda keys, addresses, sizes: [FAILED, *sizes[1:]]  # type: ignore[method-assign]
@@ -276,7 +276,7 @@ def test_a_peer_that_delivers_one_object_of_a_read_is_not_blamed_for_another(slo
     assert not moves.peers.any_silent(time.monotonic())
 
 
-def test_reads_that_the_master_does_not_answer_open_the_breaker(slots: list[Slot]) -> None:
+def test_reads_that_the_master_does_not_answer_open_the_breaker(slots):
     client, given = Client(), settings()
     client.batch_get_into = lambda keys, addresses, sizes: [-900] * len(keys)  # type: ignore[method-assign]
     breaker = CircuitBreaker("a pool", given)
@@ -287,7 +287,7 @@ def test_reads_that_the_master_does_not_answer_open_the_breaker(slots: list[Slot
     assert breaker.down
 
 
-def test_after_a_put_its_slots_wait_for_no_peer_although_another_tier_holds_them(staging: StagingPool) -> None:
+def test_after_a_put_its_slots_wait_for_no_peer_although_another_tier_holds_them(staging):
     quota = Quota(1)
     batch = Batch(["k"], [staging.lease(soon(), quota)], [100])
     batch.retain()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
-from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.transfer.test_store import SLOT, fresh, leased, opened, put
 from transfer.errors import Status
@@ -29,7 +26,7 @@ def readable(store: MooncakeStore, staging: object, keys: list[str], fill: bytes
             slot.release()
 
 
-def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(make_pool: Callable[..., Pool]) -> None:
+def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(make_pool):
     pool = make_pool(client_ttl_s=600).start("master", "store-0", "store-1")
     with opened(pool, slots=16) as (store, staging):
         keys, probes = fresh(16), fresh(2)
@@ -55,7 +52,7 @@ def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(mak
         assert set(store._moves.peers._silent) == {dead}
 
 
-def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool: Pool) -> None:
+def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool):
     with (
         opened(pool, slots=16, segment_size=32 << 20, placement=Placement(replicas=2)) as (owner, memory),
         opened(pool) as (other, _),
@@ -70,7 +67,7 @@ def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool
 def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_survive_the_loss_of_one(make_pool):
     two_segments = make_pool().start("master", "store-0", "store-1")
 
-    def put_all(**placement: Any) -> list[str]:
+    def put_all(**placement):
         with opened(two_segments, placement=Placement(**placement)) as (store, staging):
             keys = fresh(40)
             for first in range(0, 40, 8):
@@ -101,7 +98,7 @@ def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_su
         assert not readable(store, staging, alone, b"r")
 
 
-def test_pinned_objects_survive_pressure_that_evicts_the_others(make_pool: Callable[..., Pool]) -> None:
+def test_pinned_objects_survive_pressure_that_evicts_the_others(make_pool):
     pool = make_pool(segment="16MiB").start()
     with opened(pool, slots=1, slot=MIB) as (store, staging):
         pinned, plain, brief = fresh(4), fresh(60), fresh(1)

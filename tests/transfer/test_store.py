@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,7 +67,7 @@ def put(
             slot.release()
 
 
-def test_bytes_that_were_put_come_back_until_they_are_removed_and_missing_keys_say_so(pool: Pool) -> None:
+def test_bytes_that_were_put_come_back_until_they_are_removed_and_missing_keys_say_so(pool):
     with opened(pool) as (store, staging):
         keys = fresh(3)
         assert put(store, staging, keys[:2]) == [Status.OK, Status.OK]
@@ -107,7 +107,7 @@ def test_a_put_with_a_segment_lands_on_the_writers_own_node_whose_memory_is_resi
         assert store.batch_exist(key, timeout=20) == [Status.MISSING], "unmounted with its segment"
 
 
-def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool: Pool) -> None:
+def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool):
     with opened(pool) as (store, staging):
         store.close()
         store.close()
@@ -143,7 +143,7 @@ def test_memory_that_cannot_be_registered_fails_the_store_in_words_and_unmounts_
         assert len(page.read().decode().split()) == 1, "only the store node's segment is mounted"
 
 
-def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool: Callable[..., Pool]) -> None:
+def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool):
     pool = make_pool().start()
     with opened(pool, timeouts={"get_ms": 1000}, threads=1) as (store, staging):
         keys = fresh(2)
@@ -161,7 +161,7 @@ def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool: 
         wait_for(lambda: staging.in_use == 0, 60, "the stuck call to end")
 
 
-def test_mooncakes_client_in_rust_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mooncakes_client_in_rust_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("MOONCAKE_STORE_BACKEND", "rs")
     with pytest.raises(MissingLibraryError, match="MOONCAKE_STORE_BACKEND is 'rs' in the environment"):
         MooncakeStore(TransferSettings(), master="127.0.0.1:1")
@@ -173,7 +173,7 @@ def test_the_missing_system_library_is_named(monkeypatch, library, package):
 
     real = builtins.__import__
 
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+    def refuse(name, *args, **kwargs):
         if name.startswith("mooncake"):
             raise ImportError(f"{library}.so.1: cannot open shared object file: No such file or directory")
         return real(name, *args, **kwargs)

@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 def load_on(node: Node, count: int = 1, *, late: float = 0.0, **changes: Any) -> list[RequestOutcome]:
     """What the generator sees of a server; the load began `late` seconds ago."""
 
-    async def run() -> list[RequestOutcome]:
+    async def run():
         async with node:
             target = Destination(node.url, "m", 100, deadline_s=60 + late)._replace(**changes)
             arrivals = [Arrival(0.0, (Part(1, 8),), 2)] * count
@@ -43,10 +42,10 @@ def says(*parts: bytes) -> Behaviour:
 well = says(TOKEN, TOKEN[:9], TOKEN[9:], USAGE, DONE)
 
 
-def test_requests_are_sent_while_others_wait() -> None:
+def test_requests_are_sent_while_others_wait():
     came, all_are_there = 0, asyncio.Event()
 
-    async def when_five_are_there(request: web.Request) -> web.StreamResponse:
+    async def when_five_are_there(request):
         nonlocal came
         came += 1
         if came == 5:
@@ -58,7 +57,7 @@ def test_requests_are_sent_while_others_wait() -> None:
     assert [(one.tokens, one.cached, one.error) for one in outcomes] == [(2, 4, "")] * 5
 
 
-def test_times_count_from_when_a_request_was_due() -> None:
+def test_times_count_from_when_a_request_was_due():
     (one,) = load_on(Node(well), late=5)
     assert 5 <= one.sent <= one.first <= one.last
 
@@ -75,7 +74,7 @@ def test_times_count_from_when_a_request_was_due() -> None:
         (says(DONE), "no tokens"),
     ],
 )
-def test_errors_are_told_apart(handler: Behaviour, kind: str) -> None:
+def test_errors_are_told_apart(handler, kind):
     changes: dict[str, dict[str, Any]] = {"deadline": {"deadline_s": 0.5}, "no connection": {"url": "http://127.0.0.1:1"}}  # fmt: skip
     outcomes = load_on(Node(handler), 2, **changes.get(kind, {}))
     assert [one.error for one in outcomes] == [kind, kind]
@@ -84,13 +83,13 @@ def test_errors_are_told_apart(handler: Behaviour, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("prefill", "cached"), [({"cached_tokens": 3}, 3), (None, 7)])
-def test_what_the_prefill_node_found_counts_where_there_was_one(prefill: object, cached: int) -> None:
+def test_what_the_prefill_node_found_counts_where_there_was_one(prefill, cached):
     event = {"choices": [], "pd_cache": {"self": {"cached_tokens": 7}, "prefill": prefill}}
     outcomes = load_on(Node(says(TOKEN, USAGE, b"data: " + json.dumps(event).encode() + b"\n\n", DONE)))
     assert summarize(outcomes)["hit_rate"] == cached / 8
 
 
-def test_each_request_of_a_salted_load_is_isolated_and_otherwise_none_is() -> None:
+def test_each_request_of_a_salted_load_is_isolated_and_otherwise_none_is():
     load_on(salted := Node(well), 3, salted="x")
     assert len({body["cache_salt"] for body in salted.bodies}) == 3
     load_on(plain := Node(well), 3)
@@ -102,7 +101,7 @@ def test_each_request_of_a_salted_load_is_isolated_and_otherwise_none_is() -> No
 
 
 @given(st.floats(1, 600), st.integers(2, 3000))
-def test_prompts_of_a_trace_share_tokens_exactly_where_they_share_blocks(scale: float, longest: int) -> None:
+def test_prompts_of_a_trace_share_tokens_exactly_where_they_share_blocks(scale, longest):
     requests = conversations(2, 3)
     arrivals = from_trace(requests, [0.0] * len(requests), scale, longest)
     first, other, longer = (prompt_ids(arrivals[index].prompt, 50_000) for index in (0, 1, 2))
@@ -114,7 +113,7 @@ def test_prompts_of_a_trace_share_tokens_exactly_where_they_share_blocks(scale: 
         assert arrival.prompt_tokens + arrival.output <= longest
 
 
-def test_synthetic_prompts_share_their_beginning_and_the_ideal_is_what_came_before() -> None:
+def test_synthetic_prompts_share_their_beginning_and_the_ideal_is_what_came_before():
     arrivals = synthetic([0.0] * 40, tokens=100, shared=0.6, prefixes=3, output=4)
     prompts = [prompt_ids(arrival.prompt, 50_000) for arrival in arrivals]
     assert all(len(prompt) == 100 for prompt in prompts)
@@ -128,7 +127,7 @@ def test_synthetic_prompts_share_their_beginning_and_the_ideal_is_what_came_befo
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def test_figures_are_those_of_what_was_answered() -> None:
+def test_figures_are_those_of_what_was_answered():
     outcomes = [
         RequestOutcome(due=float(due), prompt_tokens=10, first=0.1 * (due + 1), last=1.0, tokens=5, cached=due)
         for due in range(4)
@@ -147,7 +146,7 @@ def test_figures_are_those_of_what_was_answered() -> None:
     assert {name: summary[name] for name in times} == pytest.approx(times)
 
 
-def test_a_load_that_nobody_answered_has_figures_too() -> None:
+def test_a_load_that_nobody_answered_has_figures_too():
     summary = summarize([RequestOutcome(due=0.0, prompt_tokens=1, error="deadline")])
     assert (summary["answered"], summary["output_tokens_per_s"]) == (0, 0)
     assert summary["hit_rate"] is summary["ttft_p50_ms"] is None

@@ -23,7 +23,7 @@ def bench(**options: object) -> None:
     finish({"results": [{"a": NASTY}]}, [at_least(NASTY, 1.0, 2.0)], tables=[table], **options)  # type: ignore[arg-type]
 
 
-def test_the_terminal_shows_tables_and_targets_and_json_everything() -> None:
+def test_the_terminal_shows_tables_and_targets_and_json_everything():
     done = CliRunner().invoke(bench, ["--check"], catch_exceptions=False)
     assert done.exit_code == 1
     assert "missed" in done.output
@@ -35,7 +35,7 @@ def test_the_terminal_shows_tables_and_targets_and_json_everything() -> None:
     assert everything == {"results": [{"a": NASTY}], "checks": [check], "ok": False}
 
 
-def test_a_few_long_rows_stand_side_by_side() -> None:
+def test_a_few_long_rows_stand_side_by_side():
     row = {"tokens": 512, "a": 1, "b": 2, "c": 3, "d": 4}
     assert Table.of("", [row, row | {"tokens": 1024}]).columns == list(row)
     assert Table.of("", [row]) == Table("", ["", "tokens 512"], [["a", 1], ["b", 2], ["c", 3], ["d", 4]])
@@ -50,11 +50,11 @@ def test_a_few_long_rows_stand_side_by_side() -> None:
         ("hit_rate", "hit rate"),
     ],
 )
-def test_figures_are_named_in_words(name: str, words: str) -> None:
+def test_figures_are_named_in_words(name, words):
     assert in_words(name) == words
 
 
-def test_what_is_said_about_a_run_names_the_settings_that_are_not_the_defaults() -> None:
+def test_what_is_said_about_a_run_names_the_settings_that_are_not_the_defaults():
     config = ClusterConfig(
         name="c", cache=CacheConfig(chunk_size=512), transfer=TransferSettings(threads=3), nodes=(MasterNode(name="m"),)
     )

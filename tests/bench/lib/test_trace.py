@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,7 +15,7 @@ from tests.support.traces import conversations, write_trace
 GOOD = {"timestamp": 27482, "input_length": 1200, "output_length": 52, "hash_ids": [46, 47, 2366]}
 
 
-def test_a_trace_is_read_gzipped_or_not_in_the_order_of_its_times(tmp_path: Path) -> None:
+def test_a_trace_is_read_gzipped_or_not_in_the_order_of_its_times(tmp_path):
     requests = conversations(8, 4)
     for name in ("trace.jsonl", "trace.jsonl.gz"):
         assert read_trace(write_trace(tmp_path / name, requests)) == requests
@@ -24,7 +23,7 @@ def test_a_trace_is_read_gzipped_or_not_in_the_order_of_its_times(tmp_path: Path
     assert read_trace(write_trace(tmp_path / "trace.jsonl", requests[::-1])) == requests
 
 
-def test_a_session_of_aiperfs_says_again_all_that_was_said(tmp_path: Path) -> None:
+def test_a_session_of_aiperfs_says_again_all_that_was_said(tmp_path):
     file = tmp_path / "dataset.jsonl"
     lines = [
         {"session_id": "a", "timestamp": 0.0, "input_length": 1100, "output_length": 60, "hash_ids": [0, 1, 7]},
@@ -53,7 +52,7 @@ def test_a_session_of_aiperfs_says_again_all_that_was_said(tmp_path: Path) -> No
         ({"hash_ids": [46, 47, 46]}, "stands twice"),
     ],
 )
-def test_a_line_that_does_not_fit_is_named(tmp_path: Path, changes: dict[str, object], told: str) -> None:
+def test_a_line_that_does_not_fit_is_named(tmp_path, changes, told):
     file = tmp_path / "trace.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in (GOOD, {**GOOD, **changes})))
     with pytest.raises(TraceError, match="line 2") as error:
@@ -61,7 +60,7 @@ def test_a_line_that_does_not_fit_is_named(tmp_path: Path, changes: dict[str, ob
     assert told in error.value.message
 
 
-def test_what_is_no_trace_at_all_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_trace_at_all_is_refused(tmp_path):
     packed = write_trace(tmp_path / "t.gz", conversations(20, 5)).read_bytes()[:-20]
     for name, content, told in (
         ("t", b"timestamp\n1\n", "line 1"),
@@ -76,13 +75,13 @@ def test_what_is_no_trace_at_all_is_refused(tmp_path: Path) -> None:
 # --- simulated caches ------------------------------------------------------------------------------------------------
 
 
-def test_a_cache_that_never_forgets_finds_every_repetition_of_whole_blocks() -> None:
+def test_a_cache_that_never_forgets_finds_every_repetition_of_whole_blocks():
     assert hit_rate(conversations(5, 4), SimulatedLru()) == pytest.approx((3 + 6 + 9) / (3 + 6 + 9 + 12))
     twice = [Request(time, BLOCK_TOKENS + 100, [1, 2]) for time in (0, 1)]
     assert hit_rate(twice, SimulatedLru()) == BLOCK_TOKENS / (2 * (BLOCK_TOKENS + 100))
 
 
-def test_lru_forgets_what_was_used_longest_ago_and_the_end_of_a_prompt_first() -> None:
+def test_lru_forgets_what_was_used_longest_ago_and_the_end_of_a_prompt_first():
     cache = SimulatedLru(4)
     assert cache.use([1, 2, 3]) == 0
     assert cache.use([7, 8]) == 0  # 3 is gone
@@ -91,7 +90,7 @@ def test_lru_forgets_what_was_used_longest_ago_and_the_end_of_a_prompt_first() -
 
 
 @given(st.integers(0, 10_000), st.integers(1, 60))
-def test_lru_finds_more_with_more_room_and_never_more_than_the_ideal(seed: int, capacity: int) -> None:
+def test_lru_finds_more_with_more_room_and_never_more_than_the_ideal(seed, capacity):
     rng, requests = random.Random(seed), []
     for number in range(rng.randint(1, 40)):
         blocks = [100 * rng.randrange(5) + block for block in range(rng.randint(1, 8))]

@@ -9,7 +9,7 @@ from bench.suites.engine import measure_copier
 from transfer.staging import StagingPool
 
 
-def test_the_copier_is_measured_without_changing_the_prompt() -> None:
+def test_the_copier_is_measured_without_changing_the_prompt():
     shape = Shape(tokens=512, layers=1)
     prompt = PagedPrompt(shape, "cpu")
     before = {name: tensor.clone() for name, tensor in prompt.tensors.items()}

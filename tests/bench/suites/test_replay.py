@@ -26,7 +26,7 @@ def rows_of(trace: Path, *arguments: object) -> list[dict[str, Any]]:
 # --- shrunken chunks -------------------------------------------------------------------------------------------------
 
 
-def test_pages_of_a_block_are_told_from_all_others_and_from_damaged_ones() -> None:
+def test_pages_of_a_block_are_told_from_all_others_and_from_damaged_ones():
     cache = ShrunkenCache(3, 2048)
     pages = cache.tensors[0]
     cache.fill([7, 8, 9])
@@ -40,7 +40,7 @@ def test_pages_of_a_block_are_told_from_all_others_and_from_damaged_ones() -> No
     assert not cache.arrived([7, 8, 9])
 
 
-def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside() -> None:
+def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside():
     size, segment = (1 << 20) + 32, 16 << 20
     with local_pool(segment) as master, raw_client(master) as client:
         stored = 0
@@ -69,7 +69,7 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path, argumen
 # --- on real pools ---------------------------------------------------------------------------------------------------
 
 
-def test_an_unbounded_pool_reaches_the_ideal_and_a_bounded_one_evicts(tmp_path: Path) -> None:
+def test_an_unbounded_pool_reaches_the_ideal_and_a_bounded_one_evicts(tmp_path):
     trace = write_trace(tmp_path / "trace.jsonl.gz", conversations(30, 6))
     unbounded, bounded = rows_of(trace, "--capacity", "unbounded", "--capacity", 256)
     ideal = pytest.approx((3 + 6 + 9 + 12 + 15) / (3 + 6 + 9 + 12 + 15 + 18))

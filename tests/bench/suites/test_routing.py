@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from bench.lib.trace import BLOCK_TOKENS, Request
@@ -20,14 +18,14 @@ from tests.support.cli import cli, cli_json
 from tests.support.traces import conversations, write_trace
 
 
-def test_an_idle_node_makes_nobody_wait_and_a_busy_one_makes_the_next_wait_for_what_is_left() -> None:
+def test_an_idle_node_makes_nobody_wait_and_a_busy_one_makes_the_next_wait_for_what_is_left():
     alone = simulate([Request(0, 1000, []), Request(2000, 1000, [])], "round_robin", 1, BLOCK_TOKENS, rate=1000)
     assert alone.queueing == [0, 0]
     queued = simulate([Request(0, 1000, []), Request(400, 1000, [])], "round_robin", 1, BLOCK_TOKENS, rate=1000)
     assert queued.queueing == pytest.approx([0, 0.6])
 
 
-def test_prefix_aware_keeps_conversations_where_they_are() -> None:
+def test_prefix_aware_keeps_conversations_where_they_are():
     found, _ = compare_policies("trace", conversations(13, 6), 4, 40 * BLOCK_TOKENS * 3, rate=1e5)
     rows = {row["policy"]: row for row in found}
     for router in ("guess", "guess_of_size", "events", "oracle"):
@@ -35,7 +33,7 @@ def test_prefix_aware_keeps_conversations_where_they_are() -> None:
         assert rows[router]["queueing_p99_s"] <= rows["round_robin"]["queueing_p99_s"]
 
 
-def test_a_trace_is_reported_as_json(tmp_path: Path) -> None:
+def test_a_trace_is_reported_as_json(tmp_path):
     file = write_trace(tmp_path / "trace.jsonl.gz", conversations(8, 4))
     report = cli_json("bench", "routing", "--trace", file, "--agents", 0, "--cache", 50000)
     assert [row["policy"] for row in report["results"]] == [
@@ -44,7 +42,7 @@ def test_a_trace_is_reported_as_json(tmp_path: Path) -> None:
     assert report["requests"] == {"trace": 32}
 
 
-def test_hints_keep_what_waits_at_the_cost_of_what_does_not() -> None:
+def test_hints_keep_what_waits_at_the_cost_of_what_does_not():
     requests = agent_trace(20, waits=0.1)
     (none, _, waits), _ = compare_hints(requests, 4, 400_000)
     assert waits["after_wait_hit_rate"] > 1.25 * none["after_wait_hit_rate"]
@@ -53,13 +51,13 @@ def test_hints_keep_what_waits_at_the_cost_of_what_does_not() -> None:
     assert len({(row["hit_rate"], row["after_wait_hit_rate"]) for row in unbounded}) == 1
 
 
-def test_hints_are_reported_as_json() -> None:
+def test_hints_are_reported_as_json():
     assert len(cli_json("bench", "routing", "--hints", "--agents", 5)["results"]) == 9
     for wrong in (("--agents", 0), ("--trace", __file__)):
         cli("bench", "routing", "--hints", *wrong, code=2)
 
 
-def test_one_pool_has_what_the_nodes_caches_together_have_room_for() -> None:
+def test_one_pool_has_what_the_nodes_caches_together_have_room_for():
     # two prompts of two blocks in turn: the node with the first block gets both, and has room for one
     requests = [Request(1000 * at, 2 * BLOCK_TOKENS, [0, 1 + at % 2]) for at in range(6)]
     (first, robin), _ = compare_pooled("pairs", requests, ("longest_prefix", "round_robin"), 2, 2 * BLOCK_TOKENS)
@@ -70,13 +68,13 @@ def test_one_pool_has_what_the_nodes_caches_together_have_room_for() -> None:
     assert robin["own_hit_rate"] == pytest.approx(8 / 12)  # each node has one of the prompts
 
 
-def test_the_longest_prefix_may_leave_a_node_idle() -> None:
+def test_the_longest_prefix_may_leave_a_node_idle():
     requests = [Request(at, BLOCK_TOKENS, [at]) for at in range(3)] + [Request(3000, BLOCK_TOKENS, [0])]
     rows, _ = compare_pooled("apart", requests, ("longest_prefix", "longest_prefix_idle"), 3, BLOCK_TOKENS)
     assert [row["own_hit_rate"] for row in rows] == [0.0, pytest.approx(0.25)]
 
 
-def test_customers_ask_the_same_again_and_events_find_it() -> None:
+def test_customers_ask_the_same_again_and_events_find_it():
     requests = customer_trace(2, scale=0.05)
     assert len({tuple(request.hash_ids[:11]) for request in requests}) == 2
     assert len({tuple(request.hash_ids) for request in requests}) == 10
@@ -87,14 +85,14 @@ def test_customers_ask_the_same_again_and_events_find_it() -> None:
     assert rows["events"]["prompt_p90_s"] < rows["random"]["prompt_p90_s"]
 
 
-def test_pools_are_reported_as_json() -> None:
+def test_pools_are_reported_as_json():
     pooled = ("bench", "routing", "--pooled", "--agents", 2, "--cache", 20000, "--policy", "round_robin")
     assert [row["nodes"] for row in cli_json(*pooled, "--nodes", 1, "--nodes", 2)["results"]] == [1, 2]
     cli(*pooled, "--customers", 1, code=2)
     cli("bench", "routing", "--nodes", 1, "--nodes", 2, code=2)
 
 
-def test_what_is_computed_is_in_the_pool_when_it_has_been_computed() -> None:
+def test_what_is_computed_is_in_the_pool_when_it_has_been_computed():
     # on two nodes at the same time, both compute it; the third finds it
     requests = [Request(at, 2 * BLOCK_TOKENS, [0, 1]) for at in (0, 1, 60_000)]
     (row,), _ = compare_pooled("same", requests, ("round_robin",), 2, 10 * BLOCK_TOKENS)

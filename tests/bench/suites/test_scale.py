@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -41,7 +39,7 @@ def _request(due: float, seed: int, output: int = 1) -> SimulatedRequest:
     return of_arrival(Arrival(due, (Part(seed, 1000),), output), _COSTS.engine.chunk_tokens)
 
 
-def test_a_station_takes_work_in_order_as_many_at_a_time_as_it_has_servers() -> None:
+def test_a_station_takes_work_in_order_as_many_at_a_time_as_it_has_servers():
     time = SimulatedTime()
     station, ends = Station(time, 2), list[float]()
     for seconds in (3.0, 1.0, 1.0):
@@ -51,7 +49,7 @@ def test_a_station_takes_work_in_order_as_many_at_a_time_as_it_has_servers() -> 
     assert (ends, station.asked) == ([1.0, 2.0, 3.0], 5.0)
 
 
-def test_the_pool_forgets_what_was_used_longest_ago() -> None:
+def test_the_pool_forgets_what_was_used_longest_ago():
     pool = SimulatedPool(20)
     names = [bytes([number]) for number in range(19)]
     for name in names[:18]:
@@ -62,7 +60,7 @@ def test_the_pool_forgets_what_was_used_longest_ago() -> None:
     assert pool.missing(names) == names[2:4]
 
 
-def test_times_to_first_token_are_those_of_computing_queueing_and_loading() -> None:
+def test_times_to_first_token_are_those_of_computing_queueing_and_loading():
     cluster = SimulatedCluster(ClusterPlan(0, 1, proxy=ProxyConfig(direct_tokens=0)), _COSTS)
     requests = [_request(0.0, 1), _request(0.5, 2), _request(10.0, 1), _request(20.0, 3, output=11)]
     outcomes, uses = cluster.run(requests)
@@ -72,7 +70,7 @@ def test_times_to_first_token_are_those_of_computing_queueing_and_loading() -> N
     assert uses["decode"] == pytest.approx(2.001 / 20)
 
 
-def test_a_prefill_node_computes_and_a_decode_node_loads() -> None:
+def test_a_prefill_node_computes_and_a_decode_node_loads():
     cluster = SimulatedCluster(ClusterPlan(1, 1, proxy=ProxyConfig(direct_tokens=0)), _COSTS)
     (outcome,), uses = cluster.run([_request(1.0, 1)])
     # the decode node looks up until what was announced is there, then computes the last token
@@ -81,7 +79,7 @@ def test_a_prefill_node_computes_and_a_decode_node_loads() -> None:
     assert set(uses) >= {"master", "proxy", "prefill", "decode", "links"}
 
 
-def test_what_a_step_has_computed_is_there_for_others_before_the_prompt_is() -> None:
+def test_what_a_step_has_computed_is_there_for_others_before_the_prompt_is():
     engine = msgspec.structs.replace(_COSTS.engine, step_tokens=500, max_running=1)
     costs = msgspec.structs.replace(_COSTS, engine=engine)
     cluster = SimulatedCluster(ClusterPlan(0, 2, proxy=ProxyConfig(direct_tokens=0)), costs)
@@ -90,13 +88,13 @@ def test_what_a_step_has_computed_is_there_for_others_before_the_prompt_is() -> 
     assert [one.cached for one in outcomes] == [0, 500]
 
 
-def test_a_resource_is_full_between_the_numbers_of_nodes_around() -> None:
+def test_a_resource_is_full_between_the_numbers_of_nodes_around():
     assert full_at([(1, 0.1), (10, 0.5), (20, 1.5)]) == pytest.approx(15)
     assert full_at([(1, 1.2)]) == 1
     assert full_at([(1, 0.1), (10, 0.9)]) is None
 
 
-def test_one_seed_is_one_result_and_a_file_gives_costs(tmp_path: Path) -> None:
+def test_one_seed_is_one_result_and_a_file_gives_costs(tmp_path):
     trace = write_trace(tmp_path / "trace.jsonl.gz", conversations(4, 4))
     costs = tmp_path / "costs.yaml"
     costs.write_text("prefill: {token_s: 1e-4}\n")
@@ -108,14 +106,14 @@ def test_one_seed_is_one_result_and_a_file_gives_costs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["prefil: {token_s: 1}", "prefill: {token_s: -1}", "- 1", "a: ["])
-def test_costs_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
+def test_costs_that_are_none_are_refused(tmp_path, text):
     file = tmp_path / "costs.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"costs\.yaml"):
         read_costs(file)
 
 
-def test_limits_are_met_at_higher_rates_with_hits_than_without() -> None:
+def test_limits_are_met_at_higher_rates_with_hits_than_without():
     # one prompt of ten chunks, again and again: a second to compute, or a tenth for its last chunk
     costs = msgspec.structs.replace(_COSTS, engine=EngineShape(chunk_tokens=BLOCK_TOKENS))
     trace = [Request(number * 1000.0, 10 * BLOCK_TOKENS, list(range(10)), 2) for number in range(40)]
@@ -127,7 +125,7 @@ def test_limits_are_met_at_higher_rates_with_hits_than_without() -> None:
     assert hits > 3 * without
 
 
-def test_limits_are_reported(tmp_path: Path) -> None:
+def test_limits_are_reported(tmp_path):
     file = write_trace(tmp_path / "trace.jsonl", conversations(8, 4))
     row, never = (
         cli_json("bench", "scale", "--trace", file, "--within", seconds, 0.1, "--nodes", 2)["results"][0]

@@ -19,7 +19,7 @@ def report(*arguments: object) -> dict[str, dict[str, Any]]:
     return {row["pass"]: row for row in json.loads(shown)["results"]}
 
 
-def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_isolated() -> None:
+def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_isolated():
     load = "--rate 8 --requests 24 --prompt-tokens 640 --output-tokens 4"
     with own_cluster(None) as server:
         rows = report("--url", server.url, "--vocabulary", server.vocabulary, *load.split())
@@ -42,7 +42,7 @@ def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_is
         (("--rate", "1", "-c", "no-such.yaml"), "no-such.yaml"),
     ],
 )
-def test_what_cannot_be_done_is_said(arguments: tuple[str, ...], told: str) -> None:
+def test_what_cannot_be_done_is_said(arguments, told):
     result = cli("bench", "serve", *arguments, code=None)
     assert result.exit_code in (1, 2), result.output
     assert told in " ".join(result.output.split())

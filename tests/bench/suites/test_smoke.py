@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from bench.suites.bandwidth import checks_of
@@ -46,7 +43,7 @@ QUICKLY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bench", RUNS)
-def test_a_bench_runs_and_has_its_figures(bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_runs_and_has_its_figures(bench, tmp_path, monkeypatch):
     arguments, figures = RUNS[bench]
     for constant, value in QUICKLY.items():
         monkeypatch.setattr(f"bench.suites.{constant}", value)
@@ -64,8 +61,8 @@ def test_a_bench_runs_and_has_its_figures(bench: str, tmp_path: Path, monkeypatc
         assert asked == [(1, 4096), (1, 32768), (2, 4096), (2, 32768)]
 
 
-def test_put_and_get_are_checked_against_raw_and_bytes_against_what_was_put() -> None:
-    def row(begin: str, end: str, equal: bool) -> dict[str, Any]:
+def test_put_and_get_are_checked_against_raw_and_bytes_against_what_was_put():
+    def row(begin, end, equal):
         ratios = (None, None) if begin == end else (0.8, 1.0)
         return {"from": begin, "to": end, "put_ratio": ratios[0], "get_ratio": ratios[1], "bytes_equal": equal}
 

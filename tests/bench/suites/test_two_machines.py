@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ SMALL = ("--size", "1MiB", "--rounds", "2", "--link-gbit", "1", "--at-once")
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[dict[str, Host]]:
+def hosts():
     if reason := why_not():
         pytest.skip(reason)
     with closing(Network(3)) as network:
@@ -51,7 +50,7 @@ def report(host: Host, bench: str, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow(seconds=90)
-def test_bandwidth_between_hosts_is_that_of_their_link_at_most(hosts: dict[str, Host]) -> None:
+def test_bandwidth_between_hosts_is_that_of_their_link_at_most(hosts):
     address = f"{hosts['b'].address}:50070"
     with started(hosts["b"], "bandwidth", "--serve", address, *SMALL) as serving:
         told = report(hosts["a"], "bandwidth", "--connect", address, *SMALL)
@@ -70,7 +69,7 @@ def test_bandwidth_between_hosts_is_that_of_their_link_at_most(hosts: dict[str, 
 ROLES = (("master", "a"), ("prefill", "a"), ("decode", "b"), ("proxy", "b"))
 
 
-def test_a_cluster_of_two_hosts_is_put_under_load(hosts: dict[str, Host], tmp_path: Path) -> None:
+def test_a_cluster_of_two_hosts_is_put_under_load(hosts, tmp_path):
     more: dict[str, dict[str, Any]] = {
         "master": {"port": 50051, "metrics_port": 9003},
         "prefill": {"port": 8100, "segment_size": "64MiB"},
@@ -91,7 +90,7 @@ def test_a_cluster_of_two_hosts_is_put_under_load(hosts: dict[str, Host], tmp_pa
         assert 0 < row["hit_rate"] <= row["ideal_hit_rate"]
 
 
-def test_a_machine_that_ends_in_the_middle_or_never_came_is_an_error_that_names_it(hosts: dict[str, Host]) -> None:
+def test_a_machine_that_ends_in_the_middle_or_never_came_is_an_error_that_names_it(hosts):
     address = f"{hosts['b'].address}:50070"
     with started(hosts["a"], "bandwidth", "--connect", address) as alone:
         _, errors = alone.communicate(timeout=120)
@@ -125,20 +124,20 @@ class Adding(Site):
 
 
 @pytest.fixture
-def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
+def found_by_children(monkeypatch):
     """The sites of a crew are processes that do not look for modules in the working directory."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 @pytest.mark.usefixtures("found_by_children")
-def test_the_sites_of_a_crew_do_the_same_job_each_with_what_it_has() -> None:
+def test_the_sites_of_a_crew_do_the_same_job_each_with_what_it_has():
     with closing(Crew(Adding, Location.here(), 2)) as crew:
         assert list(crew.everywhere(Adding.add, 1, timeout_s=30).values()) == [1, 1]
         assert list(crew.everywhere(Adding.add, 2, timeout_s=30).values()) == [3, 3]
 
 
 @pytest.mark.usefixtures("found_by_children")
-def test_a_step_that_fails_or_is_late_is_an_error() -> None:
+def test_a_step_that_fails_or_is_late_is_an_error():
     with closing(Crew(Adding, Location.here(), 1)) as crew:
         with pytest.raises(PeerError, match="ValueError: below 0"):
             crew.everywhere(Adding.add, -1, timeout_s=30)

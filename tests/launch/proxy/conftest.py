@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import psutil
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def no_file_left_open() -> Iterator[None]:
+def no_file_left_open():
     before = psutil.Process().num_fds()
     yield
     assert psutil.Process().num_fds() <= before

@@ -27,7 +27,7 @@ MIB = 1 << 20
 # --- what nodes are sent ---------------------------------------------------------------------------------------------
 
 
-def test_hops_that_need_a_prompts_kv_ask_for_one_token_of_one_sequence_and_nothing_else() -> None:
+def test_hops_that_need_a_prompts_kv_ask_for_one_token_of_one_sequence_and_nothing_else():
     body = {"model": "m", "prompt": [1, 2], "priority": 3}
     sampling = dict.fromkeys(sorted(SAMPLING), 64)
     asked = {**body, **sampling, "max_tokens": 99, "stream": True}
@@ -46,14 +46,14 @@ def test_hops_that_need_a_prompts_kv_ask_for_one_token_of_one_sequence_and_nothi
         assert ("response_format" in hop) == (prompt == "messages"), "chat templates get it"
 
 
-def test_what_is_handed_over_keeps_its_bytes_and_of_a_field_that_stands_twice_every_hop_sees_the_last() -> None:
+def test_what_is_handed_over_keeps_its_bytes_and_of_a_field_that_stands_twice_every_hop_sees_the_last():
     params = '{"x" : 1.50, "n": 123456789012345678901234567890, "x": "\\u00e9", "deep": [{"a": null}]}'
     handoff = read_handoff(f'{{"id": "p", "kv_transfer_params": {params}, "choices": []}}'.encode())
     body = Completion(b'{"prompt": "a", "prompt": "x", "temperature": 0.70}').for_decode(handoff)
     assert body == f'{{"prompt":"x","temperature":0.70,"kv_transfer_params":{params}}}'.encode()
 
 
-def test_what_vllm_reads_as_a_number_passes_and_so_does_a_byte_order_mark() -> None:
+def test_what_vllm_reads_as_a_number_passes_and_so_does_a_byte_order_mark():
     body = b'{"prompt":"x","max_tokens":"5","max_completion_tokens":5.0}'
     assert Completion(codecs.BOM_UTF8 + body).for_decode(None) == body
 
@@ -66,7 +66,7 @@ json_values = st.recursive(
 
 
 @given(fields=st.dictionaries(st.text(max_size=8), json_values, max_size=6), params=json_values)
-def test_the_decode_node_is_sent_what_the_client_sent(fields: dict[str, object], params: object) -> None:
+def test_the_decode_node_is_sent_what_the_client_sent(fields, params):
     fields = {**fields, "prompt": [1, 2, 3], "max_tokens": 5}
     fields.pop("max_completion_tokens", None)
     fields.pop("kv_transfer_params", None)
@@ -90,7 +90,7 @@ PART = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
         PART % "",
     ],
 )
-def test_nodes_learn_that_an_image_has_only_the_name_that_they_give_it(part: str) -> None:
+def test_nodes_learn_that_an_image_has_only_the_name_that_they_give_it(part):
     bare = json.loads(part)
     bare.pop("uuid", None)
     chat = '{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": ["b", %s], "x": 1.50}]}'
@@ -111,7 +111,7 @@ def test_nodes_learn_that_an_image_has_only_the_name_that_they_give_it(part: str
 @pytest.mark.parametrize(
     "content", ['"a"', "null", "[]", '["a", {"type": "text", "text": "uuid"}]', "5", "[5]", '{"uuid": 1}']
 )
-def test_what_has_no_images_is_sent_as_it_came(content: str) -> None:
+def test_what_has_no_images_is_sent_as_it_came(content):
     body = f'{{"messages":[{{"role":"user","content":{content}}}]}}'
     assert Completion(body.encode(), prompt="messages").for_decode(None) == body.encode()
 
@@ -135,7 +135,7 @@ def fields(count: int) -> bytes:
         (b'{"prompt": "x", ' + fields(60_000) + b"}", None),
     ],
 )  # fmt: skip
-def test_a_request_that_no_node_could_serve_is_a_400(body: bytes, param: str | None) -> None:
+def test_a_request_that_no_node_could_serve_is_a_400(body, param):
     with pytest.raises(ApiError) as caught:
         Completion(body)
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -153,14 +153,14 @@ def test_a_request_that_no_node_could_serve_is_a_400(body: bytes, param: str | N
         b'{"prompt": "' + b":" * 60_000 + b'", "tools": [{' + fields(60_000) + b"}]}",
     ],
 )
-def test_a_body_may_have_a_thousand_fields_of_whatever_content(body: bytes) -> None:
+def test_a_body_may_have_a_thousand_fields_of_whatever_content(body):
     Completion(body)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_large_bodies_leave_a_quarter_of_the_memory_to_small_ones() -> None:
+def test_large_bodies_leave_a_quarter_of_the_memory_to_small_ones():
     memory = BodyMemory(64 * MIB)
     large, small = BodyShare(memory), BodyShare(memory)
     assert large.grow(24 * MIB)
@@ -173,8 +173,8 @@ def test_large_bodies_leave_a_quarter_of_the_memory_to_small_ones() -> None:
 
 
 @scenario
-async def test_a_body_without_room_is_refused_and_a_small_one_still_served() -> None:
-    def body(mib: int) -> io.BytesIO:
+async def test_a_body_without_room_is_refused_and_a_small_one_still_served():
+    def body(mib):
         return io.BytesIO(b'{"prompt": "' + b"x" * (mib * MIB + 1) + b'"}')
 
     async with cluster(0, 1, body_memory=ByteSize(48 * MIB)) as c:
@@ -187,7 +187,7 @@ async def test_a_body_without_room_is_refused_and_a_small_one_still_served() -> 
 
 
 @scenario
-async def test_the_body_of_a_failed_request_is_freed_without_the_garbage_collector() -> None:
+async def test_the_body_of_a_failed_request_is_freed_without_the_garbage_collector():
     async with cluster(0, 1) as c:
         await c.decode[0].stop()
         body = b'{"prompt": "' + b"x" * 8 * MIB + b'"}'
@@ -221,11 +221,11 @@ class Discarding(Node):
 
 
 @scenario
-async def test_fourteen_large_bodies_at_once_are_served_or_refused_in_less_than_a_gigabyte(tmp_path: Path) -> None:
+async def test_fourteen_large_bodies_at_once_are_served_or_refused_in_less_than_a_gigabyte(tmp_path):
     async with Discarding(answers(200, {})) as node, aiohttp.ClientSession() as session:
         with proxy_process(tmp_path, decode_at(node.url), direct_tokens=0) as (url, process):
 
-            async def status(body: bytes) -> int:
+            async def status(body):
                 async with session.post(f"{url}/v1/completions", data=io.BytesIO(body)) as response:
                     return response.status
 

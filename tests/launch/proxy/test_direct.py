@@ -18,7 +18,7 @@ from pd_cache.cluster import About, NodeRecord, ProxyConfig
 from pd_cache.lookup import LookupClient
 from pd_cache.reasons import Found, MissReason
 from pd_cache.versions import Weights
-from tests.support.proxy import NAMESPACE, Behaviour, answers, cluster, hangs, says, scenario, until
+from tests.support.proxy import NAMESPACE, answers, cluster, hangs, says, scenario, until
 
 
 class Lookups(LookupClient):
@@ -59,7 +59,7 @@ PICTURE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}
 
 
 def rule(client: LookupClient | None, tokens: int = 256, pool: Pool = POOL, **options: float) -> DirectRule:
-    def opens(pool: Pool) -> LookupClient:
+    def opens(pool):
         if client is None:
             raise OSError("no Mooncake here")
         return client
@@ -124,7 +124,7 @@ async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_no
 
 @pytest.mark.parametrize("step", [None, 4], ids=["a hash a block", "a hash for less than a block"])
 @scenario
-async def test_chunks_that_vllm_names_are_looked_up_by_its_block_hashes(step: int | None) -> None:
+async def test_chunks_that_vllm_names_are_looked_up_by_its_block_hashes(step):
     client, hashes = Lookups(1024), describe_hashes("sha256", "vllm-none-hash", "", step)
     space = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=hashes)
     async with cluster(direct=rule(client, pool=Pool((space,), "127.0.0.1:1"))) as c:
@@ -147,7 +147,7 @@ XXHASH = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=descri
     ],
 )
 @scenario
-async def test_where_prompts_cannot_be_looked_up_all_are_prefilled_and_health_says_why(direct: Any, why: str) -> None:
+async def test_where_prompts_cannot_be_looked_up_all_are_prefilled_and_health_says_why(direct, why):
     client = Lookups(1024)
     async with cluster(direct=direct(client)) as c:
         await c.ask({"prompt": IDS})
@@ -157,7 +157,7 @@ async def test_where_prompts_cannot_be_looked_up_all_are_prefilled_and_health_sa
 
 
 @scenario
-async def test_lookups_begin_when_a_namespace_and_a_master_are_known_and_end_with_them() -> None:
+async def test_lookups_begin_when_a_namespace_and_a_master_are_known_and_end_with_them():
     direct = DirectRule(256, lambda pool: Lookups(0))
     async with cluster(direct=direct, health_interval_s=0.02) as c:
         c.decode[0].health = answers(200, NAMESPACE.described())
@@ -169,7 +169,7 @@ async def test_lookups_begin_when_a_namespace_and_a_master_are_known_and_end_wit
 
 
 @scenario
-async def test_a_lookup_of_more_objects_than_any_model_has_is_not_made() -> None:
+async def test_a_lookup_of_more_objects_than_any_model_has_is_not_made():
     client = Lookups(1000)
     space = msgspec.structs.replace(NAMESPACE, block_size=1, chunk_size=1, shards=256)
     async with cluster(direct=rule(client, pool=Pool((space,) * 2, "127.0.0.1:1"))) as c:
@@ -179,7 +179,7 @@ async def test_a_lookup_of_more_objects_than_any_model_has_is_not_made() -> None
 
 
 @scenario
-async def test_a_lookup_that_hangs_costs_its_deadline_and_nothing_more() -> None:
+async def test_a_lookup_that_hangs_costs_its_deadline_and_nothing_more():
     client = Lookups(1024)
     client.gate.clear()
     async with cluster(direct=rule(client, timeout_s=0.1)) as c:
@@ -190,10 +190,10 @@ async def test_a_lookup_that_hangs_costs_its_deadline_and_nothing_more() -> None
 
 @pytest.mark.parametrize("failure", [answers(404), says(b"{}"), hangs], ids=["404", "garbage", "hangs"])
 @scenario
-async def test_a_text_whose_tokens_no_node_tells_goes_the_usual_way(failure: Behaviour) -> None:
+async def test_a_text_whose_tokens_no_node_tells_goes_the_usual_way(failure):
     asked, times = [], 2
 
-    async def fails(request: web.Request) -> web.StreamResponse:
+    async def fails(request):
         asked.append(await request.json())
         return await failure(request)
 
@@ -208,8 +208,8 @@ async def test_a_text_whose_tokens_no_node_tells_goes_the_usual_way(failure: Beh
 
 @pytest.mark.parametrize("status", [400, 404, 500])
 @scenario
-async def test_a_text_that_cannot_be_tokenized_does_not_end_lookups_for_others(status: int) -> None:
-    async def tokenizes_no_poison(request: web.Request) -> web.StreamResponse:
+async def test_a_text_that_cannot_be_tokenized_does_not_end_lookups_for_others(status):
+    async def tokenizes_no_poison(request):
         poison = "poison" in (await request.json())["prompt"]
         return await (answers(status) if poison else tokenizes)(request)
 
@@ -220,7 +220,7 @@ async def test_a_text_that_cannot_be_tokenized_does_not_end_lookups_for_others(s
         assert len(c.prefill[0].bodies) == 1, "the good one was looked up and went past"
 
 
-def test_a_pool_that_comes_back_is_asked_by_the_client_that_was_there() -> None:
+def test_a_pool_that_comes_back_is_asked_by_the_client_that_was_there():
     opened: list[Lookups] = []
     direct = DirectRule(256, lambda pool: opened.append(Lookups(0)) or opened[-1])
     for known in (POOL, "no decode node reports its namespace", POOL):
@@ -231,7 +231,7 @@ def test_a_pool_that_comes_back_is_asked_by_the_client_that_was_there() -> None:
     assert [client.closed for client in opened] == [True, True]
 
 
-def test_a_master_whose_record_is_gone_for_a_while_is_asked_by_the_client_that_was_there() -> None:
+def test_a_master_whose_record_is_gone_for_a_while_is_asked_by_the_client_that_was_there():
     opened: list[Pool] = []
     direct = DirectRule(256, lambda pool: opened.append(pool) or Lookups(0))
     pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
@@ -248,7 +248,7 @@ def test_a_master_whose_record_is_gone_for_a_while_is_asked_by_the_client_that_w
     assert len(opened) == 1
 
 
-def test_prompts_are_looked_up_in_the_version_that_most_decode_nodes_say_by_the_same_client() -> None:
+def test_prompts_are_looked_up_in_the_version_that_most_decode_nodes_say_by_the_same_client():
     opened: list[Lookups] = []
     direct = DirectRule(256, lambda pool: opened.append(Lookups(0)) or opened[-1])
     pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
@@ -266,7 +266,7 @@ def test_prompts_are_looked_up_in_the_version_that_most_decode_nodes_say_by_the_
     assert len(opened) == 1
 
 
-def test_nodes_of_two_versions_that_come_and_go_change_the_pool_once() -> None:
+def test_nodes_of_two_versions_that_come_and_go_change_the_pool_once():
     opened: list[Pool] = []
     direct = DirectRule(256, lambda pool: opened.append(pool) or Lookups(0))
     pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")

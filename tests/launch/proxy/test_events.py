@@ -66,7 +66,7 @@ events = st.one_of(
 
 
 @given(st.lists(events, max_size=30), st.lists(st.integers(0, 15), unique=True))
-def test_after_any_events_a_cache_knows_what_they_say(happened: list[KvEvent | Forget], blocks: list[int]) -> None:
+def test_after_any_events_a_cache_knows_what_they_say(happened, blocks):
     known, model = KnownCache(lambda: 1000), {"GPU": set(), "CPU": set()}  # type: ignore[var-annotated]
     known.fingerprint = FINGERPRINT
     for event in happened:
@@ -87,7 +87,7 @@ def test_after_any_events_a_cache_knows_what_they_say(happened: list[KvEvent | F
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=12), max_size=12), st.integers(0, 20))
-def test_no_history_takes_more_than_the_room_that_all_share(stored: list[list[int]], most: int) -> None:
+def test_no_history_takes_more_than_the_room_that_all_share(stored, most):
     caches: list[KnownCache] = []
     caches += [KnownCache(lambda: most - sum(map(len, caches))) for _ in range(3)]
     for number, hashes in enumerate(stored):
@@ -95,19 +95,19 @@ def test_no_history_takes_more_than_the_room_that_all_share(stored: list[list[in
         assert sum(map(len, caches)) <= most
 
 
-def test_hashes_of_either_form_and_prompts_meet() -> None:
+def test_hashes_of_either_form_and_prompts_meet():
     named = PromptNamer(SPACE).name(TOKENS[:100], None)
     assert len(named.blocks) == 6
     for hashes in (HASHES[:4], [int.from_bytes(one, "big") & (1 << 64) - 1 for one in HASHES[:4]]):
         assert cache(StoredEvent(list(hashes), medium="GPU")).tokens(named) == 64
 
 
-def test_a_node_whose_hashes_cover_tokens_behind_a_block_is_guessed_and_not_taken_for_empty() -> None:
+def test_a_node_whose_hashes_cover_tokens_behind_a_block_is_guessed_and_not_taken_for_empty():
     known = cache(StoredEvent([1, 2], lookahead_token_ids=[[7], [8]]), StoredEvent([3], lookahead_token_ids=[[9]]))
     assert (len(known), known.ranks[0].unnameable, known.knows(prompt([1, 2]))) == (0, True, False)
 
 
-def test_what_is_under_way_counts_until_it_is_answered() -> None:
+def test_what_is_under_way_counts_until_it_is_answered():
     known, asked = cache(StoredEvent([1, 2])), prompt([1, 2, 3, 4, 5])
     begun, again = known.begin(prompt([1, 2, 3, 4])), known.begin(prompt([1, 2, 3]))
     tokens = [known.tokens(asked)]
@@ -117,7 +117,7 @@ def test_what_is_under_way_counts_until_it_is_answered() -> None:
     assert tokens == [64, 48, 32]
 
 
-def test_layers_with_a_window_say_nothing_of_prefixes() -> None:
+def test_layers_with_a_window_say_nothing_of_prefixes():
     known = cache(
         StoredEvent([1, 2, 3], group_idx=0, kv_cache_spec_kind="full_attention"),
         StoredEvent([1, 2, 3, 4], group_idx=1, kv_cache_spec_kind="sliding_window"),
@@ -155,13 +155,13 @@ def test_the_node_with_the_fewest_tokens_to_compute_is_taken(a, b, load_cost, as
     assert {nodes.pick(0.0, asked) for _ in range(4)} == taken
 
 
-def test_a_queue_that_is_longer_than_the_difference_sends_the_prompt_elsewhere() -> None:
+def test_a_queue_that_is_longer_than_the_difference_sends_the_prompt_elsewhere():
     nodes = pool(a=cache(StoredEvent([1, 2, 3])), b=cache())
     with nodes.working("a", routed(*range(100, 110))):
         assert nodes.pick(0.0, routed(1, 2, 3, 4)) == "b"
 
 
-def test_a_node_that_has_evicted_the_prompt_is_not_taken_for_it() -> None:
+def test_a_node_that_has_evicted_the_prompt_is_not_taken_for_it():
     nodes = pool(a=cache(), b=cache())
     first, second = str(nodes.pick(0.0, routed(9))), str(nodes.pick(0.0, routed(9)))
     with nodes.working(second, routed(1, 2, 3)):
@@ -170,7 +170,7 @@ def test_a_node_that_has_evicted_the_prompt_is_not_taken_for_it() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_node_without_events_is_guessed_beside_one_with_events(known: bool) -> None:
+def test_a_node_without_events_is_guessed_beside_one_with_events(known):
     text = RoutedPrompt(128, [b"x", b"y"], 64, prompt([1, 2, 3, 4, 5, 6, 7]) if known else None)
     nodes = pool(a=cache(StoredEvent([1, 2])))
     with nodes.working("b", text):
@@ -230,7 +230,7 @@ def gpu(blocks: int) -> list[KvEvent]:
 
 
 @scenario
-async def test_query_says_in_the_conductors_words_which_node_has_how_much(tmp_path: Path) -> None:
+async def test_query_says_in_the_conductors_words_which_node_has_how_much(tmp_path):
     async with publishing(tmp_path, found=256) as p:
         p.nodes[0].publish(gpu(10))
         p.nodes[1].publish([*gpu(40), RemovedEvent([HASHES[30]], "GPU", 0)])
@@ -271,7 +271,7 @@ async def test_every_data_parallel_rank_is_followed_and_one_that_is_gone_takes_n
 
 
 @scenario
-async def test_what_is_no_query_is_refused_and_bodies_that_do_not_come_hold_up_no_other(tmp_path: Path) -> None:
+async def test_what_is_no_query_is_refused_and_bodies_that_do_not_come_hold_up_no_other(tmp_path):
     async with publishing(tmp_path) as p:
         host, _, port = p.c.url.removeprefix("http://").rpartition(":")
         opened = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
@@ -295,7 +295,7 @@ async def test_what_is_no_query_is_refused_and_bodies_that_do_not_come_hold_up_n
 async def test_a_prompt_goes_where_events_say_that_it_is_until_its_node_has_evicted_it_or_is_gone(tmp_path):
     async with publishing(tmp_path) as p:
 
-        async def asked() -> list[int]:
+        async def asked():
             await p.c.ask({"prompt": TOKENS})
             return [len(node.bodies) for node in p.c.prefill]
 

@@ -54,7 +54,7 @@ def pin(*names: bytes, until: float = 100.0) -> Pin:
     return Pin(names, names[-1], (NAMESPACE.fingerprint(), ""), until)
 
 
-def test_pins_share_chunks_and_end_by_time_release_and_lack_of_room() -> None:
+def test_pins_share_chunks_and_end_by_time_release_and_lack_of_room():
     pins = Pins(3)
     assert pins.retain((Client(), "1"), pin(b"a", b"b", until=50.0), 3) == 2
     assert pins.retain((Client(), "2"), pin(b"a", b"b", b"c", b"d"), 3) == 3, "what another pin has takes no room"
@@ -76,7 +76,7 @@ def test_pins_share_chunks_and_end_by_time_release_and_lack_of_room() -> None:
     assert (len(pins), pins.chunks()) == (0, [])
 
 
-def test_no_client_takes_all_that_pins_may() -> None:
+def test_no_client_takes_all_that_pins_may():
     pins, many = Pins(6), [f"{n}".encode() for n in range(20)]
     for action_id in ("1", "2", "3"):
         assert pins.retain((Client("greedy"), action_id), pin(b"x"), 12) == 1
@@ -141,7 +141,7 @@ class Kept:
 
 
 @scenario
-async def test_a_retained_prompt_has_its_leases_renewed_until_its_time_is_over() -> None:
+async def test_a_retained_prompt_has_its_leases_renewed_until_its_time_is_over():
     k = Kept(room=4, max_ttl_s=60)
     with closing(k.direct):
         assert k.hints.renew_s == 2.0
@@ -169,7 +169,7 @@ async def test_a_retained_prompt_has_its_leases_renewed_until_its_time_is_over()
 
 
 @scenario
-async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_granted_a_share_of() -> None:
+async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_granted_a_share_of():
     k = Kept(room=6, proxies=3)
     with closing(k.direct):
         for action_id, token in (("old", 1), ("new", 2)):
@@ -188,7 +188,7 @@ async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_grante
 
 
 @scenario
-async def test_a_pin_for_one_use_ends_with_its_clients_next_request_that_begins_with_the_prompt() -> None:
+async def test_a_pin_for_one_use_ends_with_its_clients_next_request_that_begins_with_the_prompt():
     k = Kept()
     with closing(k.direct):
         named = await k.named([*IDS, *IDS])
@@ -204,10 +204,10 @@ async def test_a_pin_for_one_use_ends_with_its_clients_next_request_that_begins_
 
 
 @scenario
-async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time() -> None:
+async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time():
     k, asked, answers = Kept(), [], threading.Event()
 
-    def hangs_then_fails(view: View) -> int:
+    def hangs_then_fails(view):
         asked.append(view)
         answers.wait(60)
         raise OSError("no answer")
@@ -271,7 +271,7 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time() 
     ],
 )  # fmt: skip
 @scenario
-async def test_wrong_hints_are_refused_and_fail_no_completion(sent: bytes, reason: str | None) -> None:
+async def test_wrong_hints_are_refused_and_fail_no_completion(sent, reason):
     async with pinning(pool=POOL._replace(model="base")) as c:
         async with c.session.post(c.url + "/hints", data=sent) as response:
             if reason is None:
@@ -290,14 +290,14 @@ async def test_wrong_hints_are_refused_and_fail_no_completion(sent: bytes, reaso
 
 
 @scenario
-async def test_an_action_with_far_too_many_fields_is_refused_before_objects_are_made_of_them() -> None:
+async def test_an_action_with_far_too_many_fields_is_refused_before_objects_are_made_of_them():
     async with pinning() as c:
         action = await c.hint("kv.release", {"action_id": "a"} | {f"x{n}": 1 for n in range(60_000)})
         assert (action["status"], action["reason"]) == ("refused", "The body has more than 1000 fields")
 
 
 @scenario
-async def test_a_completion_may_bring_as_much_as_a_message_of_its_own() -> None:
+async def test_a_completion_may_bring_as_much_as_a_message_of_its_own():
     hints = json.loads(message("kv.retain", {"tokens": [1] * (LARGEST_HINTS // 3 + 1), "ttl_s": 9}))
     body = io.BytesIO(json.dumps({"prompt": IDS, "kv_hints": hints}).encode())
     async with pinning() as c, c.post(data=body) as response:
@@ -337,7 +337,7 @@ async def test_a_completion_brings_hints_about_itself_and_its_nodes_do_not_get_t
 
 
 @scenario
-async def test_hints_need_a_clients_key_lookups_and_a_share(tmp_path: Any) -> None:
+async def test_hints_need_a_clients_key_lookups_and_a_share(tmp_path):
     sent = {"tokens": IDS, "ttl_s": 60}
     keys, posted = files_of(tmp_path, api_keys="alice alice-has-a-long-key\n"), message("kv.retain", sent)
     async with pinning(**keys) as c, c.session.post(c.url + "/hints", data=posted) as response:
@@ -349,7 +349,7 @@ async def test_hints_need_a_clients_key_lookups_and_a_share(tmp_path: Any) -> No
 
 
 @scenario
-async def test_a_prompt_is_named_by_its_request_or_by_the_hashes_of_its_blocks() -> None:
+async def test_a_prompt_is_named_by_its_request_or_by_the_hashes_of_its_blocks():
     hashes = describe_hashes("sha256", "vllm-none-hash", "")
     space = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=hashes)
     blocks = [one.hex() for one in BlockHasher(space.block_size, hashes).hashes(IDS)]
@@ -363,7 +363,7 @@ async def test_a_prompt_is_named_by_its_request_or_by_the_hashes_of_its_blocks()
         assert (await c.hint("kv.release", {"request_id": "another"}))["status"] == "refused"
 
 
-def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients() -> None:
+def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients():
     k = Kept()
     hints = k.hints
     long = NamedPrompt("", 0, names=[b"n"] * (1 << 16))
@@ -409,7 +409,7 @@ async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_go
 
 
 @scenario
-async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_one_token(monkeypatch) -> None:
+async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_one_token(monkeypatch):
     """A model with several layer groups has no streams."""
     windows = msgspec.structs.replace(NAMESPACE, group="1", keeps="a window", tail=1)
     async with pinning(2, POOL._replace(namespaces=(NAMESPACE, windows))) as c:
@@ -425,7 +425,7 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         told, again = await asyncio.gather(prefetch(), prefetch())
         assert told["status"] == again["status"] == "accepted", "though the second has taken the place of the first"
 
-        async def fails_late(request: web.Request) -> web.StreamResponse:
+        async def fails_late(request):
             await asyncio.sleep(2 * hints_module._PREFETCH_REFUSED_S)
             return web.Response(status=500)
 
@@ -449,7 +449,7 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
 
 
 @scenario
-async def test_only_those_who_may_see_nodes_are_given_the_address_of_one(tmp_path: Any) -> None:
+async def test_only_those_who_may_see_nodes_are_given_the_address_of_one(tmp_path):
     files = files_of(tmp_path, api_keys="ann key-of-ann-0123456789\n", monitor_keys="eve key-of-eve-0123456789\n")
     async with pinning(streams=True, **files) as c:
         prefetch = partial(c.hint, "kv.prefetch", {"tokens": IDS}, headers=bearer("key-of-ann-0123456789"))
@@ -465,7 +465,7 @@ async def test_only_those_who_may_see_nodes_are_given_the_address_of_one(tmp_pat
 
 
 @scenario
-async def test_a_hint_that_comes_while_many_prompts_are_looked_up_is_refused_for_that_reason(monkeypatch) -> None:
+async def test_a_hint_that_comes_while_many_prompts_are_looked_up_is_refused_for_that_reason(monkeypatch):
     monkeypatch.setattr("launch.proxy.hops.MAX_WAITING", 0)
     reason = "the prompt cannot be named: 0 others are being looked up; try again"
     async with pinning() as c:
@@ -476,20 +476,20 @@ async def test_a_hint_that_comes_while_many_prompts_are_looked_up_is_refused_for
 
 
 @scenario
-async def test_nothing_is_prefetched_that_the_pool_does_not_have() -> None:
+async def test_nothing_is_prefetched_that_the_pool_does_not_have():
     async with pinning() as c:
         c.proxy._direct._client.found = 0
         assert (await c.hint("kv.prefetch", {"tokens": IDS}))["reason"] == "the pool has nothing of it"
 
 
 @scenario
-async def test_no_client_takes_all_prefetches(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_client_takes_all_prefetches(tmp_path, monkeypatch):
     monkeypatch.setattr(hints_module, "_MOST_PREFETCHED", 4)
     keys = "".join(f"{name} key-of-{name}-0123456789\n" for name in ("ann", "ben", "eve"))
     async with pinning(streams=True, **files_of(tmp_path, api_keys=keys)) as c:
         c.decode[0].default = hangs
 
-        async def prefetch(name: str, token: int) -> str:
+        async def prefetch(name, token):
             headers = bearer(f"key-of-{name}-0123456789")
             return str((await c.hint("kv.prefetch", {"tokens": [token] * 256}, headers=headers))["status"])
 
@@ -498,7 +498,7 @@ async def test_no_client_takes_all_prefetches(tmp_path: Any, monkeypatch: pytest
 
         asked = []
 
-        async def tokenizes_and_says_so(request: web.Request) -> web.StreamResponse:
+        async def tokenizes_and_says_so(request):
             asked.append(request.path)
             return await tokenizes(request)
 

@@ -10,7 +10,6 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import aiohttp
@@ -53,11 +52,11 @@ class KeysFile:
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> KeysFile:
+def keys(tmp_path):
     return KeysFile(tmp_path)
 
 
-def test_a_key_names_its_client(tmp_path: Path) -> None:
+def test_a_key_names_its_client(tmp_path):
     keys = KeysFile(tmp_path, f"# clients\n\nalice {KEY}\nbob   {KEY}x  # the other\n").keys
     assert keys.client(f"Bearer {KEY}").name == "alice"
     assert keys.client(f"bearer {KEY}x") == ("bob", "")
@@ -99,7 +98,7 @@ def test_a_file_of_keys_that_cannot_be_used_is_told_by_line_and_without_keys(tmp
     assert KEY not in str(error.value)
 
 
-def test_a_proxy_that_lets_everybody_in_is_given_no_key_of_the_nodes() -> None:
+def test_a_proxy_that_lets_everybody_in_is_given_no_key_of_the_nodes():
     with pytest.raises(ValueError, match="every client could use the nodes' key"):
         ProxyConfig(node_key_file="key")
 
@@ -126,7 +125,7 @@ def swap_a_link(file: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, rewrite_with_equal_size_and_times, swap_a_link])
-def test_keys_that_change_are_in_force_when_two_looks_agree(keys: KeysFile, change: Any) -> None:
+def test_keys_that_change_are_in_force_when_two_looks_agree(keys, change):
     change(keys.path, f"alice {KEY[:-1]}X")
     look_twice(keys.files)
     assert keys.client(f"{KEY[:-1]}X") == "alice"
@@ -134,7 +133,7 @@ def test_keys_that_change_are_in_force_when_two_looks_agree(keys: KeysFile, chan
         keys.client(KEY)
 
 
-def test_a_file_that_is_looked_at_while_it_is_written_is_loaded_only_when_it_is_whole(keys: KeysFile) -> None:
+def test_a_file_that_is_looked_at_while_it_is_written_is_loaded_only_when_it_is_whole(keys):
     for text in (f"bob {KEY}", f"bob {KEY}-of-bob"):
         keys.path.write_text(text)
         keys.files.look()
@@ -178,7 +177,7 @@ def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_i
 
 
 @scenario
-async def test_a_running_proxy_notices_new_keys_and_sends_nodes_theirs(tmp_path: Path) -> None:
+async def test_a_running_proxy_notices_new_keys_and_sends_nodes_theirs(tmp_path):
     async with cluster(0, 1, **files_of(tmp_path, api_keys=f"alice {KEY}", node_key="first\n")) as c:
         headers = bearer(f"{KEY}-2")
         await c.ask(headers=headers, status=401)
@@ -191,11 +190,11 @@ async def test_a_running_proxy_notices_new_keys_and_sends_nodes_theirs(tmp_path:
             await asyncio.sleep(0.05)
 
 
-def test_a_file_that_hangs_when_it_is_looked_at_does_not_keep_the_proxy_from_ending(tmp_path: Path) -> None:
+def test_a_file_that_hangs_when_it_is_looked_at_does_not_keep_the_proxy_from_ending(tmp_path):
     (keys := tmp_path / "keys").write_text(f"alice {KEY}")
     held: list[int] = []
 
-    def looks() -> bool:
+    def looks():
         with suppress(OSError):  # until it opens the file
             held.append(os.open(keys, os.O_WRONLY | os.O_NONBLOCK))
         return bool(held)
@@ -236,11 +235,11 @@ def give(certificates: Certificates, folder: Path, name: str, *, key: bool = Tru
 
 @scenario
 async def test_requests_go_over_tls_and_a_new_certificate_is_shown_to_the_next_client_but_no_bad_one(
-    certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    certificates, tmp_path, caplog
+):
     pems = {name: Path(pair[0]).read_text().strip() for name, pair in certificates.items()}
 
-    async def shown(url: str) -> str:
+    async def shown(url):
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         return (await asyncio.to_thread(ssl.get_server_certificate, address, timeout=5)).strip()
 
@@ -269,7 +268,7 @@ def test_connections_that_never_begin_their_handshake_take_little_memory(certifi
     with proxy_process(tmp_path, decode_at("http://127.0.0.1:9"), tls=tls) as (url, process), ExitStack() as stack:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
 
-        def memory_kib() -> int:
+        def memory_kib():
             ssl.get_server_certificate(address, timeout=60)  # so that those before it have been accepted
             return int(Path(f"/proc/{process.pid}/status").read_text().split("VmRSS:")[1].split()[0])
 

@@ -8,7 +8,6 @@ import json
 import re
 import signal
 import time
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -39,7 +38,7 @@ from tests.support.proxy import (
 def pauses(go: asyncio.Event) -> Behaviour:
     """Streams one event, and another one when told to."""
 
-    async def behaviour(request: web.Request) -> web.StreamResponse:
+    async def behaviour(request):
         response = await begin(request, EVENTS[0])
         await go.wait()
         await response.write(EVENTS[1])
@@ -49,7 +48,7 @@ def pauses(go: asyncio.Event) -> Behaviour:
 
 
 @scenario
-async def test_prompts_with_a_common_beginning_go_to_one_prefill_node() -> None:
+async def test_prompts_with_a_common_beginning_go_to_one_prefill_node():
     async with cluster(3, 1, policy="prefix_aware") as c:
         for _ in range(4):
             for conversation in range(3):
@@ -68,7 +67,7 @@ async def test_prompts_with_a_common_beginning_go_to_one_prefill_node() -> None:
 
 
 @scenario
-async def test_models_are_those_of_a_decode_node_and_another_is_asked_if_one_fails() -> None:
+async def test_models_are_those_of_a_decode_node_and_another_is_asked_if_one_fails():
     async with cluster(0, 2) as c:
         entry = {"id": "a", "max_model_len": 9}
         c.decode[0].default, c.decode[1].default = disconnects, answers(200, {"object": "list", "data": [entry]})
@@ -94,7 +93,7 @@ async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(check,
     async with cluster(2, 1, health_interval_s=0.02) as c:
         (sick, well), (only,) = c.prefill, c.decode
 
-        async def healthy(hop: str, node: Node) -> bool:
+        async def healthy(hop, node):
             return bool((await c.told("/health"))[hop][node.url])
 
         sick.health = only.health = check
@@ -109,7 +108,7 @@ async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(check,
 
 
 @scenario
-async def test_a_node_that_leaves_ends_nothing_that_it_has_begun_and_a_stale_view_is_told() -> None:
+async def test_a_node_that_leaves_ends_nothing_that_it_has_begun_and_a_stale_view_is_told():
     async with cluster(1, 2) as c:
         go = asyncio.Event()
         c.decode[0].default = pauses(go)
@@ -129,7 +128,7 @@ async def test_a_node_that_leaves_ends_nothing_that_it_has_begun_and_a_stale_vie
 
 
 @scenario
-async def test_a_shutdown_lets_requests_end_refuses_new_ones_and_tells_those_that_do_not_end() -> None:
+async def test_a_shutdown_lets_requests_end_refuses_new_ones_and_tells_those_that_do_not_end():
     async with cluster(0, 3, drain_s=0.5) as c:
         go = asyncio.Event()
         c.decode[0].default, c.decode[1].default, c.decode[2].default = (
@@ -157,7 +156,7 @@ async def test_a_shutdown_lets_requests_end_refuses_new_ones_and_tells_those_tha
 
 
 @scenario
-async def test_a_proxy_that_is_told_to_stop_takes_no_connections_and_ends_what_it_began(tmp_path: Path) -> None:
+async def test_a_proxy_that_is_told_to_stop_takes_no_connections_and_ends_what_it_began(tmp_path):
     go = asyncio.Event()
     async with Node(pauses(go)) as node, aiohttp.ClientSession() as session:
         with proxy_process(tmp_path, decode_at(node.url), direct_tokens=0) as (url, process):

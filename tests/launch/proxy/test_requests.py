@@ -9,13 +9,11 @@ import asyncio
 import contextlib
 import io
 import json
-import logging
 import os
 import re
 import resource
 import socket
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -68,7 +66,7 @@ TRAP = json.dumps({"text": '"report": {"asked": 1}'})
 
 
 @scenario
-async def test_a_stream_is_passed_on_chunk_by_chunk() -> None:
+async def test_a_stream_is_passed_on_chunk_by_chunk():
     async with cluster() as c:
         c.decode[0].default = stream = OneByOne()
         async with c.post({"prompt": "x", "stream": True}) as response:
@@ -78,7 +76,7 @@ async def test_a_stream_is_passed_on_chunk_by_chunk() -> None:
 
 
 @scenario
-async def test_requests_are_spread_over_the_nodes_and_connections_to_them_are_used_again() -> None:
+async def test_requests_are_spread_over_the_nodes_and_connections_to_them_are_used_again():
     nowhere = "http://a..b:80"  # a name that cannot be looked up costs no request
     async with cluster(["", "", nowhere], ["", nowhere, "", ""]) as c:
         for number in range(6):
@@ -89,7 +87,7 @@ async def test_requests_are_spread_over_the_nodes_and_connections_to_them_are_us
 
 
 @scenario
-async def test_a_large_prompt_and_a_large_answer_pass() -> None:
+async def test_a_large_prompt_and_a_large_answer_pass():
     prompt, answer = list(range(400_000)), os.urandom(3 << 20)
     async with cluster() as c:
         c.decode[0].script = [says(answer)]
@@ -102,11 +100,11 @@ async def test_a_large_prompt_and_a_large_answer_pass() -> None:
 
 
 @scenario
-async def test_lists_of_models_neither_hide_a_broken_node_nor_count_against_one() -> None:
-    async def only_lists(request: web.Request) -> web.StreamResponse:
+async def test_lists_of_models_neither_hide_a_broken_node_nor_count_against_one():
+    async def only_lists(request):
         return await (decodes if request.method == "GET" else answers(500, BOOM))(request)
 
-    async def no_lists(request: web.Request) -> web.StreamResponse:
+    async def no_lists(request):
         return await (answers(500) if request.method == "GET" else decodes)(request)
 
     async with cluster(0, 2, failures=2, long_skips=True) as c:
@@ -137,7 +135,7 @@ async def test_a_queue_of_tokens_that_is_full_at_one_node_costs_no_request_and_a
 
 @pytest.mark.parametrize("status", [400, 404, 413, 429])
 @scenario
-async def test_what_prefill_nodes_refuse_another_one_or_the_decode_node_computes(status: int) -> None:
+async def test_what_prefill_nodes_refuse_another_one_or_the_decode_node_computes(status):
     async with cluster(3, 1) as c:
         refuses = c.prefill[0]
         refuses.default = answers(status, BOOM)
@@ -158,8 +156,8 @@ async def test_what_prefill_nodes_refuse_another_one_or_the_decode_node_computes
 
 
 @scenario
-async def test_an_error_whose_body_never_ends_does_not_hold_up_the_next_node() -> None:
-    async def endless(request: web.Request) -> web.StreamResponse:
+async def test_an_error_whose_body_never_ends_does_not_hold_up_the_next_node():
+    async def endless(request):
         response = web.StreamResponse(status=500)
         await response.prepare(request)
         return await hangs(request)
@@ -170,7 +168,7 @@ async def test_an_error_whose_body_never_ends_does_not_hold_up_the_next_node() -
 
 
 @scenario
-async def test_a_burst_of_failures_is_retried_as_far_as_the_budget_goes(monkeypatch) -> None:
+async def test_a_burst_of_failures_is_retried_as_far_as_the_budget_goes(monkeypatch):
     monkeypatch.setattr("launch.proxy.routing._A_SECOND", 0.0)
     async with cluster(0, 2) as c:
         c.decode[0].default = c.decode[1].default = says(b"", 500)
@@ -181,7 +179,7 @@ async def test_a_burst_of_failures_is_retried_as_far_as_the_budget_goes(monkeypa
 
 
 @scenario
-async def test_a_prefill_node_that_takes_no_connections_costs_the_connect_timeout(monkeypatch) -> None:
+async def test_a_prefill_node_that_takes_no_connections_costs_the_connect_timeout(monkeypatch):
     monkeypatch.setattr(nodes, "CONNECT_TIMEOUT_S", 0.2)
     with socket.socket() as full, socket.socket() as one, socket.socket() as two:
         full.bind(("127.0.0.1", 0))
@@ -196,7 +194,7 @@ async def test_a_prefill_node_that_takes_no_connections_costs_the_connect_timeou
 
 
 @scenario
-async def test_a_stream_that_breaks_off_within_an_event_ends_with_an_error_event_of_its_own() -> None:
+async def test_a_stream_that_breaks_off_within_an_event_ends_with_an_error_event_of_its_own():
     sent = [EVENTS[0], b'data: {"cho']
     async with cluster(1, 2) as c:
         c.decode[0].default = streams_then(sent, disconnects)
@@ -212,8 +210,8 @@ async def test_a_stream_that_breaks_off_within_an_event_ends_with_an_error_event
 
 
 @scenario
-async def test_an_answer_that_is_no_stream_breaks_off_with_the_node() -> None:
-    async def half(request: web.Request) -> web.StreamResponse:
+async def test_an_answer_that_is_no_stream_breaks_off_with_the_node():
+    async def half(request):
         response = await begin(request, b'{"id": ', **{"Content-Type": "application/json", "Content-Length": "100"})
         await asyncio.sleep(0.05)
         abort(request)
@@ -231,7 +229,7 @@ async def test_an_answer_that_is_no_stream_breaks_off_with_the_node() -> None:
 
 
 @scenario
-async def test_a_prefill_or_a_stream_that_stalls_ends_when_the_requests_time_is_over() -> None:
+async def test_a_prefill_or_a_stream_that_stalls_ends_when_the_requests_time_is_over():
     async with cluster(1, 1, request_timeout_s=20) as c:
         c.prefill[0].script = [hangs]
         asking = asyncio.ensure_future(c.post().__aenter__())
@@ -249,8 +247,8 @@ async def test_a_prefill_or_a_stream_that_stalls_ends_when_the_requests_time_is_
 
 
 @scenario
-async def test_a_client_that_does_not_read_is_cut_off_when_its_time_is_over() -> None:
-    async def floods(request: web.Request) -> web.StreamResponse:
+async def test_a_client_that_does_not_read_is_cut_off_when_its_time_is_over():
+    async def floods(request):
         response = await begin(request)
         while True:
             await response.write(b"data: " + b"x" * 65536 + b"\n\n")
@@ -270,7 +268,7 @@ async def test_a_client_that_does_not_read_is_cut_off_when_its_time_is_over() ->
 
 @pytest.mark.parametrize("hop", ["prefill", "decode", "stream"])
 @scenario
-async def test_a_client_that_goes_away_takes_the_upstream_connection_with_it(hop: str) -> None:
+async def test_a_client_that_goes_away_takes_the_upstream_connection_with_it(hop):
     async with cluster() as c:
         node = (c.prefill if hop == "prefill" else c.decode)[0]
         node.default = streams_then(EVENTS[:1], hangs) if hop == "stream" else hangs
@@ -293,8 +291,8 @@ async def test_a_client_that_goes_away_takes_the_upstream_connection_with_it(hop
 
 
 @scenario
-async def test_a_body_that_turns_out_to_be_too_large_is_a_413() -> None:
-    async def chunks() -> AsyncIterator[bytes]:
+async def test_a_body_that_turns_out_to_be_too_large_is_a_413():
+    async def chunks():
         for _ in range(17):
             yield b" " * (1 << 20)
 
@@ -303,8 +301,8 @@ async def test_a_body_that_turns_out_to_be_too_large_is_a_413() -> None:
 
 
 @scenario
-async def test_a_fault_of_the_proxy_is_a_500_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(body: bytes) -> None:
+async def test_a_fault_of_the_proxy_is_a_500_without_its_traceback(monkeypatch):
+    def broken(body):
         raise ZeroDivisionError("secret detail")
 
     monkeypatch.setattr(requests_module, "Completion", broken)
@@ -354,7 +352,7 @@ async def test_requests_that_cannot_be_read_are_one_line_in_the_log_without_a_by
 
 @pytest.mark.parametrize("headers", [{"X": "x" * 9000}, {f"X-{number}": "x" for number in range(200)}])
 @scenario
-async def test_headers_beyond_the_limits_are_openais_error_and_say_what_is_allowed(headers: dict[str, str]) -> None:
+async def test_headers_beyond_the_limits_are_openais_error_and_say_what_is_allowed(headers):
     async with cluster(0, 1) as c, c.post(headers=headers) as response:
         assert response.status == 400
         assert "128 headers, and lines of 8190 bytes" in (await response.json())["error"]["message"]
@@ -362,12 +360,12 @@ async def test_headers_beyond_the_limits_are_openais_error_and_say_what_is_allow
 
 @pytest.mark.parametrize("allowed", [("https://chat.example",), ("*",), ()])
 @scenario
-async def test_web_pages_of_the_origins_in_the_file_may_ask_and_read_also_streams_and_errors(allowed) -> None:
+async def test_web_pages_of_the_origins_in_the_file_may_ask_and_read_also_streams_and_errors(allowed):
     page = {"Origin": "https://chat.example"}
     asking = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     async with cluster(0, 1, cors_origins=allowed) as c:
 
-        async def shared(method: str, path: str, headers: dict[str, str], body: object = None) -> tuple[Any, ...]:
+        async def shared(method, path, headers, body=None):
             async with c.session.request(method, c.url + path, headers=headers, json=body) as response:
                 told = {name[21:]: value for name, value in response.headers.items() if "Access-Control" in name}
                 return response.status, told.get("Origin"), told.get("Headers")
@@ -385,7 +383,7 @@ async def test_web_pages_of_the_origins_in_the_file_may_ask_and_read_also_stream
 
 
 @scenario
-async def test_the_root_leads_to_the_page() -> None:
+async def test_the_root_leads_to_the_page():
     async with cluster(0, 1) as c, c.get("/") as response:
         assert (response.status, response.url.path) == (200, "/ui")
 
@@ -396,7 +394,7 @@ async def test_connections_without_a_file_descriptor_are_one_line_in_the_log_and
         host, _, port = c.url.removeprefix("http://").rpartition(":")
         clients, spare = [socket.socket() for _ in range(3)], list[int]()
 
-        def refused() -> list[logging.LogRecord]:
+        def refused():
             """The lines about it; what else lacks descriptors has its own."""
             said = "socket.accept() out of system resource: OSError(24, 'Too many open files')"
             return [record for record in caplog.records if said in record.getMessage()]
@@ -421,7 +419,7 @@ async def test_connections_without_a_file_descriptor_are_one_line_in_the_log_and
 
 
 @scenario
-async def test_a_request_id_that_is_missing_or_strange_is_replaced() -> None:
+async def test_a_request_id_that_is_missing_or_strange_is_replaced():
     async with cluster() as c:
         for given in ("", "x" * 129, "a b", "a\tb", "é", 'a"b'):
             async with c.post(headers={"X-Request-Id": given} if given else {}) as response:
@@ -439,7 +437,7 @@ def told(report: RequestReport) -> dict[str, Any]:
     return {"pd_cache": {"report": msgspec.to_builtins(report), "prefill": None}}
 
 
-def test_a_report_is_found_at_the_end_of_an_answer_and_not_in_a_generated_text() -> None:
+def test_a_report_is_found_at_the_end_of_an_answer_and_not_in_a_generated_text():
     answer = json.dumps(
         {"choices": [{"text": "x" * 100_000}], **told(DECODE), "text": '"report": {"asked": 1}'}
     ).encode()
@@ -452,7 +450,7 @@ def test_a_report_is_found_at_the_end_of_an_answer_and_not_in_a_generated_text()
 
 
 @scenario
-async def test_a_streamed_request_is_remembered_with_its_nodes_and_their_reports() -> None:
+async def test_a_streamed_request_is_remembered_with_its_nodes_and_their_reports():
     async with cluster() as c:
         params = {**PARAMS, "pd_cache": {"prefix_tokens": 512, "report": msgspec.to_builtins(PREFILL)}}
         c.prefill[0].script = [answers(200, {"choices": [], "kv_transfer_params": params})]
@@ -479,7 +477,7 @@ async def test_clients_that_use_the_same_id_each_see_their_own_request_and_a_mon
         texts["monitor_keys"] = "watch key-of-watch-0123456789\n"
     async with cluster(prefill=0, **files_of(tmp_path, **texts)) as c:
 
-        def by(name: str) -> dict[str, str]:
+        def by(name):
             return bearer(f"key-of-{name}-0123456789", X_Request_Id="same") if name else {"X-Request-Id": "same"}
 
         for name in ("alice", "bob"):

@@ -128,7 +128,7 @@ def decode_nodes(*urls: str, failures: int = 5) -> NodePool:
     return pool_of(*urls, hop="decode", failures=failures, rng=InOrder())
 
 
-def test_refusals_do_not_make_up_for_failures() -> None:
+def test_refusals_do_not_make_up_for_failures():
     pool = decode_nodes("a", "b", failures=2)
     assert request_of(pool, {"a": "error"}) == "b"
     refused = Attempts(pool, Trial(RetryBudget(1000)))
@@ -139,7 +139,7 @@ def test_refusals_do_not_make_up_for_failures() -> None:
     assert pool.health(0.0) == {"a": False, "b": True}
 
 
-def test_prefill_nodes_that_drop_every_request_do_not_stop_decode_nodes_from_answering() -> None:
+def test_prefill_nodes_that_drop_every_request_do_not_stop_decode_nodes_from_answering():
     prefill, decode = decode_nodes("p", "q"), decode_nodes("d")
     for _ in range(6):  # five in a row are believed to be the requests' fault
         one = Trial(RetryBudget(1000))
@@ -149,7 +149,7 @@ def test_prefill_nodes_that_drop_every_request_do_not_stop_decode_nodes_from_ans
     assert Attempts(decode, one).next(0.0) == "d"
 
 
-def test_two_broken_nodes_of_three_are_found_out() -> None:
+def test_two_broken_nodes_of_three_are_found_out():
     pool, broken = decode_nodes("a", "b", "c"), {"a": "error", "b": "error"}
     answered = [request_of(pool, broken) for _ in range(40)]  # type: ignore[arg-type]
     assert answered.count("") <= 1, "the second try goes to a node that is known to answer"
@@ -157,7 +157,7 @@ def test_two_broken_nodes_of_three_are_found_out() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=60, max_size=200), st.integers(2, 5), st.integers(0, 4))
-def test_a_broken_node_is_found_out_whatever_poison_there_is(poisons: list[bool], nodes: int, broken: int) -> None:
+def test_a_broken_node_is_found_out_whatever_poison_there_is(poisons, nodes, broken):
     urls = [str(n) for n in range(nodes)]
     pool, bad = decode_nodes(*urls, failures=1), urls[broken % nodes]
     for poison in poisons:
@@ -168,7 +168,7 @@ def test_a_broken_node_is_found_out_whatever_poison_there_is(poisons: list[bool]
 
 
 @patch.multiple(routing, _A_REQUEST=0.25, _A_SECOND=1.0)
-def test_retries_are_a_fraction_of_requests_and_a_few_a_second() -> None:
+def test_retries_are_a_fraction_of_requests_and_a_few_a_second():
     budget, made = RetryBudget(10), 0
     for _ in range(100):
         budget.asked(0.0)
@@ -190,7 +190,7 @@ def test_without_a_retry_left_a_request_goes_on_only_if_no_node_has_begun_to_wor
 # --- breakers --------------------------------------------------------------------------------------------------------
 
 
-def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time_up_to_ten() -> None:
+def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time_up_to_ten():
     breaker, now, skips = NodeBreaker(5), 10.0, []
     for _ in range(6):
         breaker.sent(now)
@@ -206,7 +206,7 @@ def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time
     assert (breaker.allows(now + 0.9), breaker.allows(now + 1)) == (False, True)
 
 
-def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_requests() -> None:
+def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_requests():
     pool = pool_of("a", "b", failures=1)
     for node, reason in (("a", "unreachable"), ("b", "error")):
         pool.failed(node, reason, 0)  # type: ignore[arg-type]
@@ -228,12 +228,12 @@ def ids(*counts: int, first: int = 10_000) -> bytes:
     ("text", "tokens"),
     [(b"[1, 2, 3]", 3), (b"[ 1]", 1), (b'"abcdefgh"', 2), (b'""', 1), (b'["a", "b"]', 2), (b'[{"role": "user"}]', 4), (b"[]", 1)],
 )  # fmt: skip
-def test_token_ids_are_counted_and_text_is_guessed(text: bytes, tokens: int) -> None:
+def test_token_ids_are_counted_and_text_is_guessed(text, tokens):
     assert read_prompt(text).tokens == tokens
 
 
 @given(st.binary(max_size=9000), st.binary(max_size=9000), st.binary(max_size=9000))
-def test_prompts_share_as_many_blocks_as_they_share_bytes(common: bytes, one: bytes, other: bytes) -> None:
+def test_prompts_share_as_many_blocks_as_they_share_bytes(common, one, other):
     first, second = read_prompt(common + one), read_prompt(common + other)
     for index in range(min(len(first.blocks), len(second.blocks))):
         end = 2048 * (index + 1)
@@ -241,7 +241,7 @@ def test_prompts_share_as_many_blocks_as_they_share_bytes(common: bytes, one: by
     assert not set(first.blocks) & set(read_prompt(common + one, b"another model").blocks)
 
 
-def test_an_index_knows_what_was_computed_and_forgets_ends_before_beginnings() -> None:
+def test_an_index_knows_what_was_computed_and_forgets_ends_before_beginnings():
     index = PrefixIndex(1000)
     index.add(RoutedPrompt(1000, ["a", "b", "c", "d"], 250))
     assert index.match(RoutedPrompt(1200, ["a", "b", "c", "x"], 250)) == 750
@@ -264,7 +264,7 @@ def test_an_index_is_bounded_and_never_wrong_about_its_own_last_prompt(prompts, 
 # --- policies --------------------------------------------------------------------------------------------------------
 
 
-def test_nodes_are_taken_in_turn_and_several_proxies_begin_at_different_ones() -> None:
+def test_nodes_are_taken_in_turn_and_several_proxies_begin_at_different_ones():
     begun = set()
     for seed in range(20):
         pool = pool_of("a", "b", "c", rng=Random(seed))
@@ -275,7 +275,7 @@ def test_nodes_are_taken_in_turn_and_several_proxies_begin_at_different_ones() -
     assert {pool.out_of_turn(0) for _ in range(99)} == begun, "a text whose node returns no tokens waits for it"
 
 
-def test_what_is_known_of_a_node_is_kept_until_it_is_started_anew() -> None:
+def test_what_is_known_of_a_node_is_kept_until_it_is_started_anew():
     pool = pool_of("a")
     pool.failed("a", "unreachable", 0)
     pool.update([Target("a"), Target("b")])
@@ -284,7 +284,7 @@ def test_what_is_known_of_a_node_is_kept_until_it_is_started_anew() -> None:
     assert pool.health(0.5) == {"a": True, "b": True}
 
 
-def test_the_least_loaded_prefill_node_has_the_fewest_tokens_and_the_decode_node_with_room_is_taken() -> None:
+def test_the_least_loaded_prefill_node_has_the_fewest_tokens_and_the_decode_node_with_room_is_taken():
     pool, prompt = pool_of("a", "b", policy="least_loaded"), RoutedPrompt(300)
     with pool.working("a", RoutedPrompt(1000)), pool.working("b", prompt), pool.working("b", prompt):
         assert pool.loads() == {"a": 1000, "b": 600}
@@ -295,7 +295,7 @@ def test_the_least_loaded_prefill_node_has_the_fewest_tokens_and_the_decode_node
         assert decode.pick(0, RoutedPrompt(5)) == "large"
 
 
-def test_a_prompt_goes_where_its_beginning_was_computed_unless_the_queue_there_is_longer_than_what_that_saves() -> None:
+def test_a_prompt_goes_where_its_beginning_was_computed_unless_the_queue_there_is_longer_than_what_that_saves():
     pool = pool_of("a", "b", "c", policy="prefix_aware")
     known = read_prompt(ids(2000))
     with pool.working("a", known):
@@ -307,7 +307,7 @@ def test_a_prompt_goes_where_its_beginning_was_computed_unless_the_queue_there_i
             assert pool.pick(0, known) == taken
 
 
-def test_a_node_that_says_how_large_its_cache_is_is_guessed_to_hold_no_more() -> None:
+def test_a_node_that_says_how_large_its_cache_is_is_guessed_to_hold_no_more():
     pools = NodePools(ProxyConfig(policy="prefix_aware"), DirectRule(0))
     pools.update(View(tuple(NodeRecord(name=name, role="prefill", address=f"http://{name}:1") for name in "ab")))
     pool, known = pools.pools["prefill"], read_prompt(ids(2000))

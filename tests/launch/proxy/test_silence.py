@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 
-import aiohttp
 import pytest
 
-from tests.support.hosts import Host, Network, why_not
+from tests.support.hosts import Network, why_not
 from tests.support.pool import Process
 from tests.support.proxy import EVENTS, cluster, scenario, until
 
@@ -40,7 +38,7 @@ server.serve_forever()
 
 
 @pytest.fixture
-def host() -> Iterator[Host]:
+def host():
     if reason := why_not():
         pytest.skip(reason)
     with closing(Network(2)) as network:
@@ -48,7 +46,7 @@ def host() -> Iterator[Host]:
 
 
 @pytest.fixture
-def node(host: Host) -> Iterator[Process]:
+def node(host):
     """Answers with the first event of a stream, and nothing more; it prints a line when it was asked."""
     with Process("node", host.inside(sys.executable, "-c", NODE, host.address, EVENTS[0].decode())) as process:
         process.said.wait()
@@ -60,7 +58,7 @@ async def test_a_host_that_falls_silent_fails_its_requests_long_before_their_dea
     """One whose stream had begun ends with an error, another one is answered by the other node."""
     async with cluster(0, [f"http://{host.address}:8100", ""]) as c:  # by turns
 
-        def ask(**fields: bool) -> asyncio.Future[aiohttp.ClientResponse]:
+        def ask(**fields):
             return asyncio.ensure_future(c.post({"prompt": "x", "stream": False, **fields}).__aenter__())
 
         streaming = await asyncio.wait_for(ask(stream=True), 60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from launch.proxy.direct import DirectRule
 from tests.support.proxy import (
     PARAMS,
-    Behaviour,
     Cluster,
     Node,
     answers,
@@ -42,7 +40,7 @@ def params_of(node: Node) -> list[Any]:
 
 
 @scenario
-async def test_the_decode_node_gets_the_prompt_at_once_and_the_stream_ends_with_the_answers_first_byte() -> None:
+async def test_the_decode_node_gets_the_prompt_at_once_and_the_stream_ends_with_the_answers_first_byte():
     computed, answered = asyncio.Event(), asyncio.Event()
     async with streaming(decode=3) as running:
         running.prefill[0].default = waits_for(computed, prefills)
@@ -67,7 +65,7 @@ async def test_the_decode_node_gets_the_prompt_at_once_and_the_stream_ends_with_
 
 
 @scenario
-async def test_nodes_take_turns_as_ever_and_a_stream_counts_as_work() -> None:
+async def test_nodes_take_turns_as_ever_and_a_stream_counts_as_work():
     async with streaming(decode=2) as running:
         for node in running.decode:
             node.script = [hangs]
@@ -82,7 +80,7 @@ async def test_nodes_take_turns_as_ever_and_a_stream_counts_as_work() -> None:
     ("tokens", "streams"), [(101, True), (None, True), (50, False)], ids=["too short", "never", "the node cannot"]
 )
 @scenario
-async def test_nothing_is_sent_early(tokens: int | None, streams: bool) -> None:
+async def test_nothing_is_sent_early(tokens, streams):
     async with streaming(tokens=tokens, streams=streams) as running:
         await running.ask(BODY)
         assert params_of(running.decode[0]) == [PARAMS]
@@ -90,7 +88,7 @@ async def test_nothing_is_sent_early(tokens: int | None, streams: bool) -> None:
 
 @pytest.mark.parametrize("prefill", [disconnects, answers(500, {}), answers(200, {"id": "p"})])
 @scenario
-async def test_a_prompt_that_nobody_has_computed_is_answered_without_its_stream(prefill: Behaviour) -> None:
+async def test_a_prompt_that_nobody_has_computed_is_answered_without_its_stream(prefill):
     async with streaming() as running:
         running.prefill[0].default = prefill
         running.decode[0].script = [hangs]
@@ -101,7 +99,7 @@ async def test_a_prompt_that_nobody_has_computed_is_answered_without_its_stream(
 
 @pytest.mark.parametrize("fails", [disconnects, answers(500, {}), answers(400, {}), decodes])
 @scenario
-async def test_a_stream_that_fails_or_is_answered_counts_for_nothing(fails: Behaviour) -> None:
+async def test_a_stream_that_fails_or_is_answered_counts_for_nothing(fails):
     async with streaming() as running:
         for _ in range(6):
             running.decode[0].script = [fails]
@@ -121,7 +119,7 @@ def late(running: Cluster, asking: asyncio.Task[Any]) -> None:
 
 @pytest.mark.parametrize("end", [gone, late], ids=["its client", "the proxy"])
 @scenario
-async def test_a_stream_ends_with_its_request(end: Callable[[Cluster, Any], None]) -> None:
+async def test_a_stream_ends_with_its_request(end):
     async with streaming() as running:
         running.prefill[0].default = running.decode[0].default = hangs
         asking = asyncio.ensure_future(running.post(BODY).__aenter__())
@@ -132,7 +130,7 @@ async def test_a_stream_ends_with_its_request(end: Callable[[Cluster, Any], None
 
 
 @scenario
-async def test_a_node_that_is_well_again_is_tried_with_the_request_and_not_with_its_stream() -> None:
+async def test_a_node_that_is_well_again_is_tried_with_the_request_and_not_with_its_stream():
     async with streaming() as running:
         pool = running.proxy._pools.pools["decode"]
         pool.failed(running.decode[0].url, "unreachable", time.monotonic() - 2)
@@ -142,7 +140,7 @@ async def test_a_node_that_is_well_again_is_tried_with_the_request_and_not_with_
 
 
 @scenario
-async def test_streams_leave_half_of_the_memory_for_bodies_to_requests() -> None:
+async def test_streams_leave_half_of_the_memory_for_bodies_to_requests():
     async with streaming() as running:
         bodies = running.proxy.hops.bodies
         bodies.limit = 8 * len(json.dumps(BODY))
@@ -155,7 +153,7 @@ async def test_streams_leave_half_of_the_memory_for_bodies_to_requests() -> None
 
 
 @scenario
-async def test_if_the_node_fails_the_request_itself_another_one_answers() -> None:
+async def test_if_the_node_fails_the_request_itself_another_one_answers():
     async with streaming(decode=2) as running:
         running.decode[0].script = [hangs, disconnects]
         await running.ask(BODY)

@@ -49,13 +49,13 @@ def body(**fields: Any) -> dict[str, Any]:
         ("tenants: {a: {}, a: {}}", "given twice"),
     ],
 )
-def test_a_wrong_file_of_tenants_is_refused_with_the_reason(tmp_path: Path, text: str, told: str) -> None:
+def test_a_wrong_file_of_tenants_is_refused_with_the_reason(tmp_path, text, told):
     (tmp_path / "t").write_text(text)
     with pytest.raises(ConfigError, match=told):
         read_tenants(str(tmp_path / "t"))
 
 
-def test_a_changed_file_is_in_force_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+def test_a_changed_file_is_in_force_and_a_broken_one_changes_nothing(tmp_path):
     watched = WatchedFiles()
     keys = Keys(ProxyConfig(**files(tmp_path)), watched)
     assert keys.limits("a") == TenantConfig(pins=2 * CHUNK, max_requests=1)
@@ -66,7 +66,7 @@ def test_a_changed_file_is_in_force_and_a_broken_one_changes_nothing(tmp_path: P
     assert keys.limits("b") == TenantConfig(pins=0), "b is no tenant any more"
 
 
-def test_tenants_need_keys() -> None:
+def test_tenants_need_keys():
     with pytest.raises(ValueError, match="`tenants_file` needs `api_keys_file`"):
         ProxyConfig(tenants_file="t")
 
@@ -78,7 +78,7 @@ A, B = (tenant_salt(None, tenant) for tenant in "ab")
 
 
 @given(st.text() | st.text("@/\\\0x", min_size=129), st.text(max_size=3), st.sampled_from(("a", "b", 63 * "c")))
-def test_every_tenants_salt_is_its_own_and_within_what_vllm_takes(own: str, other: str, tenant: str) -> None:
+def test_every_tenants_salt_is_its_own_and_within_what_vllm_takes(own, other, tenant):
     salt = tenant_salt(own, tenant)
     assert salt is not None
     assert re.fullmatch(r"[^@/\\\0]{1,128}", salt)
@@ -135,12 +135,12 @@ async def test_who_is_no_tenant_or_pretends_to_be_one_is_refused(tmp_path, heade
 
 
 @scenario
-async def test_a_query_with_a_clients_key_is_about_its_own_tenants_prompts(tmp_path: Path) -> None:
+async def test_a_query_with_a_clients_key_is_about_its_own_tenants_prompts(tmp_path):
     client = Renewing(found=0)
     async with proxied(direct=rule(client), **files(tmp_path)) as c:
         asked = {"token_ids": IDS, "cache_salt": A}
 
-        async def query(key: str) -> int:
+        async def query(key):
             async with c.session.post(c.url + "/query", json=asked, headers=bearer(key)) as response:
                 return response.status
 
@@ -153,7 +153,7 @@ async def test_a_query_with_a_clients_key_is_about_its_own_tenants_prompts(tmp_p
 
 
 @scenario
-async def test_hints_name_no_prompts_by_hashes_where_those_of_other_tenants_can_be_guessed(tmp_path: Path) -> None:
+async def test_hints_name_no_prompts_by_hashes_where_those_of_other_tenants_can_be_guessed(tmp_path):
     async with proxied(direct=rule(Renewing(found=256)), **files(tmp_path)) as c:
         for key in (OF_A, PLAIN):
             told = await c.hint("kv.retain", {"block_hashes": ["00" * 32], "ttl_s": 60}, headers=bearer(key))
@@ -168,11 +168,11 @@ async def test_hints_name_no_prompts_by_hashes_where_those_of_other_tenants_can_
 
 
 @scenario
-async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path: Path) -> None:
+async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path):
     async with proxied(direct=rule(Renewing(found=0)), **files(tmp_path)) as c:
         c.proxy._hints._pool_bytes = lambda view: 1000 * CHUNK
 
-        async def pin(headers: dict[str, str], action_id: str, first: int) -> dict[str, Any]:
+        async def pin(headers, action_id, first):
             return await c.hint("kv.retain", {"tokens": [first, *IDS[1:]], "ttl_s": 60}, action_id, headers=headers)
 
         told = await pin(bearer(OF_A), "one", 1)
@@ -203,7 +203,7 @@ async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path: Pa
 
 
 @scenario
-async def test_a_tenants_requests_and_what_the_pool_had_of_them_are_counted(tmp_path: Path) -> None:
+async def test_a_tenants_requests_and_what_the_pool_had_of_them_are_counted(tmp_path):
     async with proxied(direct=rule(Renewing(found=256)), **files(tmp_path)) as c:
         for _ in range(2):
             await c.ask(body(), headers=bearer(OF_A))

@@ -15,7 +15,7 @@ def read(**given: Any) -> LMCacheOptions:
     return read_options(given, LMCacheOptions, "adapter_params")
 
 
-def test_a_master_and_sections_become_settings() -> None:
+def test_a_master_and_sections_become_settings():
     options = read(
         master="10.0.0.1:50051",
         host="10.0.0.2",
@@ -54,11 +54,11 @@ def test_a_master_and_sections_become_settings() -> None:
         ({"master": "a b:1"}, "master"),
     ],
 )
-def test_what_cannot_be_used_is_named_with_what_is_allowed(given: dict[str, Any], complaint: str) -> None:
+def test_what_cannot_be_used_is_named_with_what_is_allowed(given, complaint):
     with pytest.raises(ConfigError, match=complaint) as raised:
         read(**given)
     assert str(raised.value).startswith("adapter_params")
 
 
-def test_options_of_all_adapters_have_the_same_names() -> None:
+def test_options_of_all_adapters_have_the_same_names():
     assert set(AdapterOptions.__struct_fields__) < set(LMCacheOptions.__struct_fields__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -64,7 +64,7 @@ class Jobs:
 
 
 @pytest.fixture
-def jobs() -> Iterator[Jobs]:
+def jobs():
     jobs = Jobs()
     yield jobs
     jobs.names.open.set()
@@ -72,7 +72,7 @@ def jobs() -> Iterator[Jobs]:
     assert jobs.its.close()
 
 
-def test_rows_are_stored_and_loaded_and_a_job_says_which(jobs: Jobs) -> None:
+def test_rows_are_stored_and_loaded_and_a_job_says_which(jobs):
     jobs.memory[:] = bytes(range(8)) * ROW
     row = bytes(jobs.memory[2 * ROW : 3 * ROW])
     jobs.its.store(1, [b"a"], [2], label="e")
@@ -84,7 +84,7 @@ def test_rows_are_stored_and_loaded_and_a_job_says_which(jobs: Jobs) -> None:
     assert jobs.names.labels == ["e"]
 
 
-def test_stores_that_wait_are_bounded_and_one_more_fails_at_once(jobs: Jobs) -> None:
+def test_stores_that_wait_are_bounded_and_one_more_fails_at_once(jobs):
     jobs.names.open.clear()
     jobs.its.store(1, [b"a"], [0])
     jobs.names.under_way.acquire()
@@ -95,7 +95,7 @@ def test_stores_that_wait_are_bounded_and_one_more_fails_at_once(jobs: Jobs) -> 
     assert [(one.job, all(one.done)) for one in jobs.ended(2)] == [(1, True), (2, True)]
 
 
-def test_rows_that_are_not_there_fail_and_nothing_is_touched(jobs: Jobs) -> None:
+def test_rows_that_are_not_there_fail_and_nothing_is_touched(jobs):
     jobs.names.values[b"a"] = b"x" * ROW
     for number, (names, rows) in enumerate([([b"a"], [8]), ([b"a"], [-1]), ([b"a"], [0, 1])]):
         jobs.its.load(number, names, rows)
@@ -103,7 +103,7 @@ def test_rows_that_are_not_there_fail_and_nothing_is_touched(jobs: Jobs) -> None
     assert bytes(jobs.memory) == bytes(8 * ROW)
 
 
-def test_after_close_jobs_fail_and_the_memory_is_free(jobs: Jobs) -> None:
+def test_after_close_jobs_fail_and_the_memory_is_free(jobs):
     assert jobs.its.close()
     jobs.its.store(1, [b"a"], [0])
     assert jobs.ended(1)[0].done == (False,)
@@ -114,7 +114,7 @@ LONELY = NodeSettings(master="", cache=CacheConfig(tiers=(LocalTier(capacity=Byt
 
 
 @pytest.fixture
-def cache() -> Iterator[ObjectCache]:
+def cache():
     with ObjectCache.open(LONELY, uuid.uuid4().hex, part_bytes=ROW) as made:
         yield made
 
@@ -125,7 +125,7 @@ def test_a_reset_hides_values_also_if_it_comes_during_a_load(cache, monkeypatch)
     assert names.read_into([b"a"], [bytearray(1)]) == [""]
     before, read = names.label, cache.read_into
 
-    def read_after_a_reset(*given: Any, **options: Any) -> list[str]:
+    def read_after_a_reset(*given, **options):
         names.reset()
         return read(*given, **options)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ def named(server: dict[str, Any] | None = None, **changes: Any) -> str:
     return namespace_of(SimpleNamespace(model_name="org/llama"), SERVER if server is None else server, **given)
 
 
-def test_all_that_changes_the_bytes_of_pages_is_another_namespace() -> None:
+def test_all_that_changes_the_bytes_of_pages_is_another_namespace():
     others = [
         named({**SERVER, "model_path": "org/llama-tuned"}),
         named({**SERVER, "revision": "dev"}),
@@ -41,7 +40,7 @@ def test_all_that_changes_the_bytes_of_pages_is_another_namespace() -> None:
     assert named({**SERVER, "port": 1}) == named()
 
 
-def test_without_a_revision_the_files_decide_wherever_they_lie(tmp_path: Path) -> None:
+def test_without_a_revision_the_files_decide_wherever_they_lie(tmp_path):
     folders = [tmp_path / name for name in ("one", "same", "other")]
     for folder, weights in zip(folders, (b"1", b"1", b"2"), strict=True):
         folder.mkdir()
@@ -56,7 +55,7 @@ def test_without_a_revision_the_files_decide_wherever_they_lie(tmp_path: Path) -
         named({**with_draft, "speculative_draft_model_path": "org/eagle"}, revision="")
 
 
-def test_a_tensor_of_one_element_has_its_bytes_whatever_its_strides() -> None:
+def test_a_tensor_of_one_element_has_its_bytes_whatever_its_strides():
     tensor = torch.arange(6, dtype=torch.int32)[::7]
     assert tensor.is_contiguous()
     assert tensor.stride() == (7,)
@@ -77,7 +76,7 @@ class Host:
         return [buffer.data_ptr() + place for place in places for buffer in self.kv_buffer], [20] * 2 * len(places)
 
 
-def test_a_page_of_a_host_pool_is_its_pieces_one_after_another() -> None:
+def test_a_page_of_a_host_pool_is_its_pieces_one_after_another():
     pages = PoolPages(Host())
     assert pages.bytes == 40
     second, first = pages.values(torch.tensor([2, 3, 0, 1]))
@@ -86,7 +85,7 @@ def test_a_page_of_a_host_pool_is_its_pieces_one_after_another() -> None:
     assert pages.values(torch.tensor([], dtype=torch.int64)) == []
 
 
-def test_an_address_outside_the_pools_buffers_is_refused() -> None:
+def test_an_address_outside_the_pools_buffers_is_refused():
     host = Host()
     pages = PoolPages(host)
     host.off = 70

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from pd_cache.adapters.tasks import MOST_QUEUED, TaskLane
-from pd_cache.objects.cache import Deadline
 from tests.support.waiting import wait_for
 
 
 @pytest.fixture
-def lane() -> Iterator[TaskLane[str]]:
+def lane():
     lane: TaskLane[str] = TaskLane("a-lane", 1)
     yield lane
     assert lane.close(60)
@@ -32,7 +30,7 @@ def is_announced(lane: TaskLane[str]) -> bool:
     return bool(select.select([lane.event], [], [], 60)[0])
 
 
-def test_a_result_is_announced_and_reported_once(lane: TaskLane[str]) -> None:
+def test_a_result_is_announced_and_reported_once(lane):
     number = lane.submit(lambda _: "done", "failed", 60)
     assert is_announced(lane)
     assert os.eventfd_read(lane.event) == 1
@@ -41,8 +39,8 @@ def test_a_result_is_announced_and_reported_once(lane: TaskLane[str]) -> None:
     assert lane.take(12345) is None
 
 
-def test_a_task_that_raises_has_failed_and_the_next_runs(lane: TaskLane[str], caplog: pytest.LogCaptureFixture) -> None:
-    def raises(_: Deadline) -> str:
+def test_a_task_that_raises_has_failed_and_the_next_runs(lane, caplog):
+    def raises(_):
         raise RuntimeError("of the test")
 
     number, then = lane.submit(raises, "failed", 60), lane.submit(lambda _: "done", "failed", 60)
@@ -50,7 +48,7 @@ def test_a_task_that_raises_has_failed_and_the_next_runs(lane: TaskLane[str], ca
     assert caplog.messages == ["a-lane: 1 tasks failed: RuntimeError('of the test')"]
 
 
-def test_one_task_too_many_ends_at_once_as_failed(lane: TaskLane[str]) -> None:
+def test_one_task_too_many_ends_at_once_as_failed(lane):
     go = threading.Event()
     for _ in range(MOST_QUEUED + 10):
         lane.submit(lambda _: str(go.wait(60)), "failed", 60)
@@ -66,7 +64,7 @@ def test_one_task_too_many_ends_at_once_as_failed(lane: TaskLane[str]) -> None:
 def test_the_end_of_a_lane_makes_the_deadlines_of_its_tasks_pass_and_waits_for_them(end, lane):
     running = threading.Event()
 
-    def runs(deadline: Deadline) -> str:
+    def runs(deadline):
         running.set()
         wait_for(lambda: deadline.passed, what="the end of the task's time")
         return "ended"
@@ -79,7 +77,7 @@ def test_the_end_of_a_lane_makes_the_deadlines_of_its_tasks_pass_and_waits_for_t
     assert found == dict.fromkeys(numbers, "ended") | {late: "refused" if end is TaskLane.close else "done"}
 
 
-def test_a_task_whose_time_passes_while_it_waits_has_failed(lane: TaskLane[str]) -> None:
+def test_a_task_whose_time_passes_while_it_waits_has_failed(lane):
     go = threading.Event()
     first = lane.submit(lambda _: str(go.wait(60)), "failed", 60)
     second = lane.submit(lambda _: "done", "failed", 0.0)

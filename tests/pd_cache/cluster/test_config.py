@@ -49,7 +49,7 @@ def refused(text: str, message: str) -> None:
     assert all(line.startswith("c.yaml") for line in str(caught.value).splitlines())
 
 
-def test_a_good_file_is_read_with_its_defaults() -> None:
+def test_a_good_file_is_read_with_its_defaults():
     config = load(GOOD)
     assert config.master_address == "127.0.0.1:0"
     assert config.transfer.segment_size == 1 << 30
@@ -59,7 +59,7 @@ def test_a_good_file_is_read_with_its_defaults() -> None:
     assert config.node("nobody") is None
 
 
-def test_with_etcd_a_file_may_hold_only_a_part_of_the_cluster() -> None:
+def test_with_etcd_a_file_may_hold_only_a_part_of_the_cluster():
     etcd = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379', '10.0.0.2:2379']}\n"
     assert load(etcd + "nodes: [{name: proxy, role: proxy}]").by_role("master") == []
     masters = (
@@ -72,7 +72,7 @@ def test_with_etcd_a_file_may_hold_only_a_part_of_the_cluster() -> None:
     refused(alone, "nodes[0].client_ttl_s: segments, and the keys in them, must outlive an election")
 
 
-def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_of_the_pool() -> None:
+def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_of_the_pool():
     text = GOOD.replace("role: decode}", "role: decode, cache_server: c}\n  - {name: c, role: cache-server}")
     config = load(text)
     assert [node.name for node in config.caching_nodes()] == ["p0", "c"]
@@ -80,7 +80,7 @@ def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_o
     assert (sizes["c"], sizes["d0"]) == (1 << 30, 0)
 
 
-def test_with_etcd_the_address_of_a_cache_server_needs_no_master() -> None:
+def test_with_etcd_the_address_of_a_cache_server_needs_no_master():
     here = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379']}\nnodes: [{name: c, role: cache-server}]"
     elsewhere = here.replace("10.0.0.1", "10.0.0.2")
     urls = [config.server_url(config.node("c")) for config in map(load, (here, elsewhere))]
@@ -89,7 +89,7 @@ def test_with_etcd_the_address_of_a_cache_server_needs_no_master() -> None:
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
-def test_the_files_that_ship_are_good(file: Path) -> None:
+def test_the_files_that_ship_are_good(file):
     assert load_config(file).nodes
 
 
@@ -104,7 +104,7 @@ def keys_of(kind: object) -> Iterator[str]:
         yield from keys_of(part)
 
 
-def test_the_files_that_ship_show_every_key_that_there_is() -> None:
+def test_the_files_that_ship_show_every_key_that_there_is():
     text = "".join((CONFIGS[0].parent / name).read_text() for name in ("local.yaml", "vllm-local.yaml"))
     assert [key for key in sorted(set(keys_of(ClusterConfig))) if f"{key}:" not in text] == []
 
@@ -142,14 +142,12 @@ def test_the_files_that_ship_show_every_key_that_there_is() -> None:
         ("role: decode", "role: decode, events_port: 5570", "the reference engine has no prefix cache of its own"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_message_that_says_where_and_what_is_allowed(old: str, new: str, message: str) -> None:
+def test_a_mistake_is_one_message_that_says_where_and_what_is_allowed(old, new, message):
     assert old in GOOD
     refused(GOOD.replace(old, new, 1), message)
 
 
-def test_all_mistakes_are_in_one_message_a_line_for_each_and_those_of_values_come_before_those_of_the_whole_file() -> (
-    None
-):
+def test_all_mistakes_are_in_one_message_a_line_for_each_and_those_of_values_come_before_those_of_the_whole_file():
     text = GOOD.replace("chunk_size: 256", "chunk_size: big, chunk_sise: 1").replace("port: 8000", "prt: 8000")
     with pytest.raises(ConfigError) as caught:
         load(text.replace("role: prefill", "role: prefil"))
@@ -198,7 +196,7 @@ def test_all_mistakes_are_in_one_message_a_line_for_each_and_those_of_values_com
         ("nodes: []", "length >= 1"),
     ],
 )  # fmt: skip
-def test_a_mistaken_section_is_refused_in_one_message(section: str, message: str) -> None:
+def test_a_mistaken_section_is_refused_in_one_message(section, message):
     rest = (
         GOOD.partition("\n")[2]
         if re.match("name: .|proxy|master|discovery: .*endpoints: .*:1'|discovery: .*}", section)
@@ -235,11 +233,11 @@ SECOND = "{kind: mooncake, master: '10.0.0.9:50051'}"
         ("{kind: mooncake}, {kind: mooncake, master: 'h:5', blocking: false}", "tiers[1].blocking: False: is for what is stored"),
     ],
 )  # fmt: skip
-def test_a_mistake_among_the_tiers_is_refused_in_one_message(tiers: str, message: str) -> None:
+def test_a_mistake_among_the_tiers_is_refused_in_one_message(tiers, message):
     refused(GOOD.replace("chunk_size: 256", f"tiers: [{tiers}]"), message)
 
 
-def test_a_second_pool_has_another_master_than_the_first_and_only_one_of_them_is_elected() -> None:
+def test_a_second_pool_has_another_master_than_the_first_and_only_one_of_them_is_elected():
     text = GOOD.replace("chunk_size: 256", f"tiers: [{LOCAL}, {{kind: mooncake}}, {SECOND}]")
     node = load(text).node("d0")
     second = load(text).settings_of(node).second_pool
@@ -264,7 +262,7 @@ def test_a_second_pool_has_another_master_than_the_first_and_only_one_of_them_is
         ("url: ''", "nodes[2].segment_size: '1GiB': must be 0 or absent: the node's cache_server gives memory"),
     ],
 )  # fmt: skip
-def test_a_mistake_about_a_cache_server_is_refused_in_one_message(server: str, message: str) -> None:
+def test_a_mistake_about_a_cache_server_is_refused_in_one_message(server, message):
     engine = "role: decode, cache_server: c" + (", segment_size: 1GiB" if server == "url: ''" else "")
     refused(GOOD.replace("role: decode", engine) + f"  - {{name: c, role: cache-server, {server}}}\n", message)
 
@@ -297,11 +295,11 @@ nodes:
         ("max-model-len: 8192", "kv-events-config: '{}'", "nodes[2].events_port: 5570: sets vLLM's kv-events-config, which `args` sets, too"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_a_file_of_vllm_is_named_by_its_key(old: str, new: str, message: str) -> None:
+def test_a_mistake_in_a_file_of_vllm_is_named_by_its_key(old, new, message):
     refused(VLLM.replace(old, new, 1), message)
 
 
-def test_chunks_fit_the_blocks_and_shards_are_the_least_common_multiple_of_the_sizes_of_nodes() -> None:
+def test_chunks_fit_the_blocks_and_shards_are_the_least_common_multiple_of_the_sizes_of_nodes():
     refused(
         "cache: {chunk_size: 256}\n" + VLLM.replace("max-model-len: 8192", "block-size: 96"),
         "must be a multiple of engine.args.block-size 96, e.g. 192 or 288",
@@ -315,29 +313,29 @@ def test_chunks_fit_the_blocks_and_shards_are_the_least_common_multiple_of_the_s
     )
 
 
-def test_a_host_that_no_name_service_takes_is_refused() -> None:
+def test_a_host_that_no_name_service_takes_is_refused():
     for host in ("a..b", "a" * 64, "a.", "a-.b", ".".join(["a" * 50] * 6)):
         refused(f"nodes: [{{name: m, role: master, host: {host}}}]\n", "nodes[0].host")
 
 
-def test_a_date_is_text() -> None:
+def test_a_date_is_text():
     assert load(GOOD + "connector: {revision: 2026-01-31}\n").connector.revision == "2026-01-31"
 
 
-def test_keys_of_another_mapping_can_be_merged() -> None:
+def test_keys_of_another_mapping_can_be_merged():
     text = GOOD.replace("{name: p0,", "&p {name: p0,").replace("{name: d0,", "{<<: *p, name: d0,")
     node = load(text).node("d0")
     assert node.segment_size == 512 << 20
 
 
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_says_why(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe4")
     for file, message in (("none.yaml", "No such file"), ("latin.yaml", "not UTF-8"), ("a\0b", "cannot be read")):
         with pytest.raises(ConfigError, match=message):
             load_config(tmp_path / file)
 
 
-def test_a_file_with_changes_at_random_is_read_or_refused_in_lines_that_say_where() -> None:
+def test_a_file_with_changes_at_random_is_read_or_refused_in_lines_that_say_where():
     rng = random.Random(0)
     text = "\n".join(line.partition("#")[0] for line in CONFIGS[0].read_text().splitlines())
     words = [*re.findall(r"\S+", text), "010", "1e999", "[", "{", "*a", "&a", "null", "~", "'", "\x1b", "é"]
@@ -359,7 +357,7 @@ def test_a_file_with_changes_at_random_is_read_or_refused_in_lines_that_say_wher
     assert [message for message in messages if not re.fullmatch(r"c\.yaml(:\d+)?: .{1,2900}", message)] == []
 
 
-def test_settings_that_a_program_makes_are_checked_and_read_as_those_of_a_file() -> None:
+def test_settings_that_a_program_makes_are_checked_and_read_as_those_of_a_file():
     settings = NodeSettings(
         master="10.0.0.1:50051", segment_size="64Mi", transfer=TransferSettings(staging_size="1 GiB")
     )  # type: ignore[arg-type]
@@ -377,7 +375,7 @@ def test_settings_that_a_program_makes_are_checked_and_read_as_those_of_a_file()
             make()
 
 
-def test_segments_that_the_file_does_not_name_may_have_registered() -> None:
+def test_segments_that_the_file_does_not_name_may_have_registered():
     nodes = "nodes: [{name: m, role: master}, {name: s, role: store, segment_size: 1GiB, port: 50052}]"
     tiers = "cache: {tiers: [{kind: mooncake, replicas: 2, preferred_segment: '10.0.0.9:50052'}]}\n"
     refused(tiers + nodes, "tiers[0].replicas: 2: each replica needs its own segment, and only 1 nodes")

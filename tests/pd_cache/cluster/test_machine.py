@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from launch.cli import example_file
 from pd_cache.cluster import (
@@ -53,7 +52,7 @@ def write(root: Path, path: str, text: str) -> None:
     file.write_text(text + "\n")
 
 
-def test_a_machine_that_can_carry_the_nodes_has_no_problems_and_a_taken_port_is_named() -> None:
+def test_a_machine_that_can_carry_the_nodes_has_no_problems_and_a_taken_port_is_named():
     assert messages(cluster(DecodeNode(name="a"), ProxyNode(name="p", port=0))) == []
     with socket.create_server(("127.0.0.1", 0)) as holder:
         taken = holder.getsockname()[1]
@@ -64,7 +63,7 @@ def test_a_machine_that_can_carry_the_nodes_has_no_problems_and_a_taken_port_is_
     assert problem == (("nodes", 1, "host"), "is not an address of this machine")
 
 
-def test_segments_staging_memory_and_tiers_of_all_nodes_must_fit_together(tmp_path: Path) -> None:
+def test_segments_staging_memory_and_tiers_of_all_nodes_must_fit_together(tmp_path):
     write(tmp_path, "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {64 << 20} kB")
     transfer = TransferSettings(segment_size=ByteSize(10 * GIB), staging_size=ByteSize(8 * GIB))
     cache = CacheConfig(tiers=(LocalTier(capacity=ByteSize(6 * GIB)), MooncakeTier()))
@@ -76,7 +75,7 @@ def test_segments_staging_memory_and_tiers_of_all_nodes_must_fit_together(tmp_pa
     )
 
 
-def test_rdma_must_be_allowed_to_lock_what_a_node_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rdma_must_be_allowed_to_lock_what_a_node_registers(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "rdma_devices", lambda: ("mlx5_0",))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
     write(tmp_path, "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {64 << 20} kB")
@@ -91,7 +90,7 @@ def test_rdma_must_be_allowed_to_lock_what_a_node_registers(tmp_path: Path, monk
     assert messages(cluster(store, transfer=TransferSettings(protocol="rdma")), tmp_path) == []
 
 
-def test_files_of_keys_and_certificates_that_are_not_here_are_named(tmp_path: Path) -> None:
+def test_files_of_keys_and_certificates_that_are_not_here_are_named(tmp_path):
     tls = TlsConfig(ca_file=str(tmp_path / "ca"), cert_file=__file__, key_file=__file__)
     etcd = EtcdDiscovery(endpoints=("127.0.0.1:1",), user="u", password_file=str(tmp_path / "password"), tls=tls)
     proxy = ProxyConfig(
@@ -117,8 +116,8 @@ def vllm(*nodes: object, model: Path | str = "m", **engine: object) -> ClusterCo
 
 
 def test_a_model_folder_needs_weights_and_a_name_that_may_not_be_downloaded_has_to_be_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     node, folder = DecodeNode(name="d"), tmp_path / "model"
     write(folder, "config.json", "{}")
     (message,) = messages(vllm(node, model=folder))
@@ -139,9 +138,7 @@ def test_a_model_folder_needs_weights_and_a_name_that_may_not_be_downloaded_has_
     assert (messages(offline), machine.missing_model(online.engine)) == ([], None)  # type: ignore[arg-type]
 
 
-def test_nodes_of_vllm_on_one_gpu_must_not_want_more_than_all_of_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_of_vllm_on_one_gpu_must_not_want_more_than_all_of_its_memory(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     write(tmp_path, "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {64 << 20} kB")
     here = [DecodeNode(name="a"), DecodeNode(name="b")]
@@ -159,7 +156,7 @@ def test_nodes_of_vllm_on_one_gpu_must_not_want_more_than_all_of_its_memory(
     assert messages(vllm(here[0], DecodeNode(name="b", host=ELSEWHERE)), tmp_path) == []
 
 
-def test_rdma_needs_devices_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rdma_needs_devices_that_exist(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     monkeypatch.setattr(machine, "rdma_devices", lambda: ("mlx5_0",))
     config = cluster(transfer=TransferSettings(protocol="rdma", devices=("mlx5_0", "mlx5_7")))

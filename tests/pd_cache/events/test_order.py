@@ -48,7 +48,7 @@ class Publisher:
         return steps + order.replay_ended(whole=len(answers) not in lacks)
 
 
-def test_a_batch_reads_as_it_was_written() -> None:
+def test_a_batch_reads_as_it_was_written():
     stored = StoredEvent([1, b"x" * 32], block_size=16, medium="GPU", group_idx=0)
     read, skipped = read_batch(msgspec.msgpack.encode((1.5, [stored, RemovedEvent([2], "STORAGE"), ClearedEvent()], 3)))
     assert (read.ts, skipped) == (1.5, 0)
@@ -56,7 +56,7 @@ def test_a_batch_reads_as_it_was_written() -> None:
     assert isinstance(read.events[2], ClearedEvent)
 
 
-def test_an_event_that_cannot_be_read_is_skipped_unless_it_may_say_that_blocks_are_gone() -> None:
+def test_an_event_that_cannot_be_read_is_skipped_unless_it_may_say_that_blocks_are_gone():
     unknown: dict[str, object] = {
         "type": "BlockStored",
         "block_hashes": [],
@@ -80,7 +80,7 @@ MASTERS = bytes.fromhex(
 """What Mooncake 0.3.14's master published for a put of `pdc1/ab/0`."""
 
 
-def test_events_of_mooncakes_master_are_counted_and_what_it_removed_or_cleared_is_read() -> None:
+def test_events_of_mooncakes_master_are_counted_and_what_it_removed_or_cleared_is_read():
     ts, (stored,), rank = msgspec.msgpack.decode(MASTERS)
     assert (stored["object_key"], stored["block_hashes"], stored["block_size"]) == ("pdc1/ab/0", [], None)
     assert read_batch(MASTERS) == (EventBatch(float(ts), []), 1)
@@ -91,12 +91,12 @@ def test_events_of_mooncakes_master_are_counted_and_what_it_removed_or_cleared_i
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x90", b"\x93\x01\x02\x03", b"\x92\xca\x00\x00\x00\x00\x91\x80"])
-def test_what_is_no_batch_is_refused(raw: bytes) -> None:
+def test_what_is_no_batch_is_refused(raw):
     with pytest.raises(UndecodableError):
         read_batch(raw)
 
 
-def test_what_a_publisher_does_not_keep_is_lost_with_all_before_it() -> None:
+def test_what_a_publisher_does_not_keep_is_lost_with_all_before_it():
     publisher, order = Publisher(0), StreamOrder()
     assert numbers(order.live(*publisher.publish())) == [0]
     publisher.publish()
@@ -106,7 +106,7 @@ def test_what_a_publisher_does_not_keep_is_lost_with_all_before_it() -> None:
     assert order.losses == 1
 
 
-def test_what_waits_for_a_replay_is_bounded() -> None:
+def test_what_waits_for_a_replay_is_bounded():
     publisher, order = Publisher(1000), StreamOrder(most_waiting=4)
     publisher.publish()
     for _ in range(50):
@@ -125,7 +125,7 @@ def test_after_any_history_a_healed_subscriber_knows_what_the_publisher_has_said
     publisher, order = Publisher(keeps), StreamOrder()
     known: list[float | str] = []
 
-    def apply(steps: list[Step]) -> None:
+    def apply(steps):
         for one in numbers(steps):
             if one == "forget":
                 known.clear()

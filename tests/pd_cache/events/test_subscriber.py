@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -29,12 +29,12 @@ def endpoints_in(folder: Path, name: str = "") -> EventEndpoints:
 
 
 @pytest.fixture
-def endpoints(tmp_path: Path) -> EventEndpoints:
+def endpoints(tmp_path):
     return endpoints_in(tmp_path)
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(subscriber_module, "_REVIVE_S", 0.05)
 
 
@@ -61,13 +61,13 @@ class Contents:
 
 
 @pytest.fixture
-def subscriber() -> Iterator[EventSubscriber]:
+def subscriber():
     with closing(EventSubscriber(check_s=0.3, quiet_s=0.2)) as made:
         yield made
 
 
 @pytest.fixture
-def heard(subscriber: EventSubscriber, endpoints: EventEndpoints) -> Contents:
+def heard(subscriber, endpoints):
     contents = Contents()
     subscriber.follow({"it": (endpoints, contents.apply)})
     return contents
@@ -94,7 +94,7 @@ def test_of_a_publisher_that_begins_anew_only_what_it_says_now_is_believed(heard
         heard.wait_for()
 
 
-def test_a_replay_without_an_end_is_continued_at_once(endpoints: EventEndpoints) -> None:
+def test_a_replay_without_an_end_is_continued_at_once(endpoints):
     heard = Contents()
     with (
         closing(EventPublisher(endpoints, most_replayed=40)) as publisher,
@@ -107,7 +107,7 @@ def test_a_replay_without_an_end_is_continued_at_once(endpoints: EventEndpoints)
     assert heard.forgotten == 0
 
 
-def test_a_gap_is_asked_for_at_once(endpoints: EventEndpoints) -> None:
+def test_a_gap_is_asked_for_at_once(endpoints):
     heard = Contents()
     with closing(EventPublisher(endpoints)) as publisher, closing(EventSubscriber(check_s=600)) as subscriber:
         subscriber.follow({"it": (endpoints, heard.apply)})
@@ -119,7 +119,7 @@ def test_a_gap_is_asked_for_at_once(endpoints: EventEndpoints) -> None:
     assert heard.forgotten == 1, "the publisher does not have the batches between them"
 
 
-def test_another_address_or_receiver_begins_with_nothing(subscriber: EventSubscriber, tmp_path: Path) -> None:
+def test_another_address_or_receiver_begins_with_nothing(subscriber, tmp_path):
     ends, heard, next_one = [endpoints_in(tmp_path, name) for name in "ab"], Contents(), Contents()
     with ExitStack() as stack:
         for number, one in enumerate(ends):
@@ -132,7 +132,7 @@ def test_another_address_or_receiver_begins_with_nothing(subscriber: EventSubscr
         heard.wait_for()
 
 
-def test_garbage_on_the_stream_costs_what_is_known_and_no_more(heard: Contents, endpoints: EventEndpoints) -> None:
+def test_garbage_on_the_stream_costs_what_is_known_and_no_more(heard, endpoints):
     with closing(EventPublisher(endpoints)) as publisher:
         publisher.publish([StoredEvent([1])])
         heard.wait_for(1)
@@ -146,7 +146,7 @@ def test_garbage_on_the_stream_costs_what_is_known_and_no_more(heard: Contents, 
 def test_neither_a_receiver_that_raises_nor_an_address_that_is_none_stops_the_others(subscriber, tmp_path, endpoints):
     ends, called, well, heard = endpoints_in(tmp_path, "b"), threading.Event(), threading.Event(), Contents()
 
-    def breaks(steps: Sequence[Step]) -> None:
+    def breaks(steps):
         called.set()
         if not well.is_set():
             raise RuntimeError("it is broken")

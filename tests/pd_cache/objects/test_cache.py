@@ -7,10 +7,9 @@ import os
 import random
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
@@ -19,9 +18,8 @@ import torch
 from pd_cache import AsyncObjectCache, CacheConfig, DiskTier, LocalTier, MooncakeTier, ObjectCache
 from pd_cache.objects.cache import Deadline, ObjectOutcome
 from pd_cache.objects.values import OVERHEAD, PartHeader, Scattered, TensorForm, ValueKeys
-from pd_cache.tiers.memory import TRAILER_BYTES, Fetched, seal
+from pd_cache.tiers.memory import TRAILER_BYTES, seal
 from tests.support.made import made
-from tests.support.pool import Pool
 from tests.support.waiting import together, wait_for
 from transfer.errors import Status
 from transfer.settings import ByteSize
@@ -34,21 +32,21 @@ Make = Callable[..., ObjectCache]
 
 
 @pytest.fixture(scope="module")
-def shared(pool: Pool) -> Iterator[ObjectCache]:
+def shared(pool):
     with ObjectCache.open(pool.settings(), "shared", part_bytes=PART, most_bytes=MOST) as cache:
         cache.wait_available(60)
         yield cache
 
 
 @pytest.fixture
-def name() -> Name:
+def name():
     run = uuid.uuid4().hex
     return lambda one: f"{run} {one}"
 
 
 @pytest.fixture
-def make(pool: Pool) -> Iterator[Make]:
-    def make_one(tiers: Any = POOL) -> ObjectCache:
+def make(pool):
+    def make_one(tiers=POOL):
         settings = pool.settings(CacheConfig(tiers=tiers))
         cache = ObjectCache.open(settings, "shared", part_bytes=PART, most_bytes=MOST)
         cache.wait_available(60)
@@ -65,7 +63,7 @@ def some(count: int) -> bytes:
 
 
 @pytest.mark.parametrize("count", [0, 1, PART - 1, PART, PART + 1, 3 * PART, 3 * PART + 5, MOST])
-def test_values_of_any_size_up_to_the_bound(shared: ObjectCache, name: Name, count: int) -> None:
+def test_values_of_any_size_up_to_the_bound(shared, name, count):
     assert shared.put(name(count), some(count)) is Status.OK
     assert shared.get(name(count)) == some(count)
     into = bytearray(count)
@@ -90,7 +88,7 @@ def test_values_of_any_size_up_to_the_bound(shared: ObjectCache, name: Name, cou
     ],
     ids=lambda one: f"{one.dtype}{list(one.shape)}",
 )
-def test_tensors_come_back_as_they_were(shared: ObjectCache, name: Name, tensor: torch.Tensor) -> None:
+def test_tensors_come_back_as_they_were(shared, name, tensor):
     assert shared.put(name("t"), tensor) is Status.OK
     found = shared.get_tensor(name("t"))
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
@@ -112,7 +110,7 @@ def test_a_tensor_can_be_read_as_bytes_and_into_a_tensor_but_bytes_are_no_tensor
     assert shared.get_tensor(name("b")) is None
 
 
-def test_memory_of_other_sizes_or_forms_is_a_miss(shared: ObjectCache, name: Name) -> None:
+def test_memory_of_other_sizes_or_forms_is_a_miss(shared, name):
     form, other = (TensorForm.of_many([shape], [torch.int8]) for shape in [(2, 50), (50, 2)])
     shared.put_many([name(1)], [some(100)], forms=[form])
     assert shared.read_into([name(1)], [bytearray(99)]) == ["other_size"]
@@ -140,13 +138,13 @@ def test_a_scattered_value_is_its_pieces_one_after_another_whatever_the_parts_ar
         assert b"".join(memory) == (whole if fits else bytes(sum(other)))
 
 
-def test_text_and_bytes_are_two_names_and_any_text_is_one(shared: ObjectCache, name: Name) -> None:
+def test_text_and_bytes_are_two_names_and_any_text_is_one(shared, name):
     names = [name("a"), name("a").encode(), name("\ud800 ü \0"), name("x" * 100_000)]
     shared.put_many(names, [b"text", b"bytes", b"odd", b"long"])
     assert [one.value for one in shared.get_many(names)] == [b"text", b"bytes", b"odd", b"long"]
 
 
-def test_a_name_that_occurs_twice_is_read_and_stored_as_often(shared: ObjectCache, name: Name) -> None:
+def test_a_name_that_occurs_twice_is_read_and_stored_as_often(shared, name):
     names = [name(1), name(2), name(1), name(1)]
     assert shared.put_many(names, [b"one", b"two", b"one", b"one"]) == [Status.OK] * 4
     assert shared.get_many(names) == [ObjectOutcome(one) for one in (b"one", b"two", b"one", b"one")]
@@ -155,7 +153,7 @@ def test_a_name_that_occurs_twice_is_read_and_stored_as_often(shared: ObjectCach
 # --- names stand for contents ------------------------------------------------------------------------------------
 
 
-def test_the_first_value_of_a_name_stays_until_it_is_removed(shared: ObjectCache, name: Name) -> None:
+def test_the_first_value_of_a_name_stays_until_it_is_removed(shared, name):
     assert shared.put(name(1), b"first") is Status.OK
     assert shared.exists(name(1)), "which leases it"
     assert shared.put(name(1), b"second") is Status.OK
@@ -167,13 +165,13 @@ def test_the_first_value_of_a_name_stays_until_it_is_removed(shared: ObjectCache
     assert shared.get(name(1)) == b"second"
 
 
-def test_two_long_values_put_under_one_name_at_once_never_mix(make: Make, name: Name) -> None:
+def test_two_long_values_put_under_one_name_at_once_never_mix(make, name):
     one, other = make(), make()
     long = [some(5 * PART + n) for n in (1, 2)]
     for turn in range(15):
         begin = threading.Barrier(2)
 
-        def put(cache: ObjectCache, value: bytes, turn: int = turn, begin: threading.Barrier = begin) -> None:
+        def put(cache, value, turn=turn, begin=begin):
             begin.wait(60)
             cache.put(name(turn), value)
 
@@ -223,7 +221,7 @@ def test_after_its_deadline_a_read_of_thousands_of_parts_ends(shared, name, monk
     assert cache.put(name(1), value) is Status.OK
     reads = cache.backend.batched_get
 
-    def cut_soon(keys: list[str], **options: Any) -> Iterator[Fetched]:
+    def cut_soon(keys, **options):
         nonlocal asked
         for fetched in reads(keys, **options):
             asked += 1
@@ -272,7 +270,7 @@ def test_mistakes_of_the_caller_raise_before_anything_moves(shared, call, compla
     ("options", "message"),
     [({"part_bytes": 0}, "part_bytes"), ({"part_bytes": 1 << 40}, "staging"), ({"most_bytes": -1}, "most_bytes"), ({"most_bytes": 1 << 60}, "most_bytes")],
 )  # fmt: skip
-def test_sizes_that_do_not_fit_are_refused(pool: Pool, options: dict[str, int], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(pool, options, message):
     with pytest.raises(ValueError, match=message):
         ObjectCache.open(pool.settings(), "x", **options)
 
@@ -280,7 +278,7 @@ def test_sizes_that_do_not_fit_are_refused(pool: Pool, options: dict[str, int], 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_many_more_values_than_staging_memory_holds(pool: Pool, name: Name) -> None:
+def test_many_more_values_than_staging_memory_holds(pool, name):
     settings = pool.settings(transfer={"staging_size": 8 * 8192})
     with ObjectCache.open(settings, "shared", part_bytes=PART) as cache:
         cache.wait_available(60)
@@ -290,7 +288,7 @@ def test_many_more_values_than_staging_memory_holds(pool: Pool, name: Name) -> N
         wait_for(lambda: cache.backend.memory.pool.in_use == 0, what="all memory free")
 
 
-def test_tiers_keep_values_of_any_size(make: Make, name: Name, tmp_path: Path, pool: Pool) -> None:
+def test_tiers_keep_values_of_any_size(make, name, tmp_path, pool):
     tiers = (
         LocalTier(capacity=ByteSize(8 * 8192)),
         DiskTier(path=str(tmp_path), capacity=ByteSize(64 * 8192), blocking=True),
@@ -305,7 +303,7 @@ def test_tiers_keep_values_of_any_size(make: Make, name: Name, tmp_path: Path, p
     assert [one.value for one in cache.get_many(names[::-1])] == values[::-1]
 
 
-def test_a_tensor_that_one_tier_has_damaged_is_read_from_the_next(make: Make, name: Name, tmp_path: Path) -> None:
+def test_a_tensor_that_one_tier_has_damaged_is_read_from_the_next(make, name, tmp_path):
     disk = DiskTier(path=str(tmp_path), capacity=ByteSize(64 * 8192), blocking=True)
     cache, value = make(tiers=(disk, MooncakeTier())), torch.arange(100)
     assert cache.put(name(1), value) is Status.OK
@@ -317,7 +315,7 @@ def test_a_tensor_that_one_tier_has_damaged_is_read_from_the_next(make: Make, na
     assert cache.metrics.totals()["tier_healed", "disk"] == 1
 
 
-def test_with_disk_alone_no_pool_is_needed(tmp_path: Path, pool: Pool, name: Name) -> None:
+def test_with_disk_alone_no_pool_is_needed(tmp_path, pool, name):
     settings = msgspec.structs.replace(
         pool.settings(CacheConfig(tiers=(DiskTier(path=str(tmp_path), capacity=ByteSize(1 << 20)),))), master="none:1"
     )
@@ -332,7 +330,7 @@ def test_with_disk_alone_no_pool_is_needed(tmp_path: Path, pool: Pool, name: Nam
 # --- asyncio ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(make: Make, name: Name) -> None:
+def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(make, name):
     cache = make()
     go, busy = threading.Event(), threading.Event()
 
@@ -347,7 +345,7 @@ def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(make: Ma
         def close(self) -> None:
             cache.close()
 
-    async def use() -> None:
+    async def use():
         slow = AsyncObjectCache(Slow(), threads=1, most_waiting=2)  # type: ignore[arg-type]
         first, second = asyncio.create_task(slow.get_many([name(1)])), asyncio.create_task(slow.get_many([name(2)]))
         while not busy.is_set():
@@ -371,7 +369,7 @@ def test_what_the_caller_changes_after_it_cancelled_a_put_is_in_no_value(shared,
     stage = shared.backend.stage
     reached, go_on = threading.Event(), threading.Event()
 
-    def stage_slowly(**options: Any) -> object:
+    def stage_slowly(**options):
         nonlocal staged
         staged += 1
         if staged == when:
@@ -379,7 +377,7 @@ def test_what_the_caller_changes_after_it_cancelled_a_put_is_in_no_value(shared,
             go_on.wait(60)
         return stage(**options)
 
-    async def use() -> bytes | None:
+    async def use():
         cache = AsyncObjectCache(ObjectCache(shared.backend, "shared", part_bytes=PART), threads=1)
         put = asyncio.create_task(cache.put(name(when), value))
         assert await asyncio.to_thread(reached.wait, 60)
@@ -400,8 +398,8 @@ def test_what_the_caller_changes_after_it_cancelled_a_put_is_in_no_value(shared,
         assert asyncio.run(use()) is None
 
 
-def test_a_loop_puts_and_gets_many_at_once(make: Make, name: Name) -> None:
-    async def use() -> None:
+def test_a_loop_puts_and_gets_many_at_once(make, name):
+    async def use():
         async with AsyncObjectCache(make()) as cache:
             put = await asyncio.gather(*(cache.put(name(n), some(n)) for n in range(40)))
             assert put == [Status.OK] * 40
@@ -422,7 +420,7 @@ def test_a_loop_puts_and_gets_many_at_once(make: Make, name: Name) -> None:
 
 @pytest.mark.parametrize("form", [None, TensorForm("float32", (3, 4)), TensorForm("bool", ())])
 @pytest.mark.parametrize(("count", "number"), [(0, 0), (10, 0), (PART, 0), (PART + 1, 1), (5 * PART, 4)])
-def test_a_header_is_read_as_it_was_written(count: int, number: int, form: TensorForm | None) -> None:
+def test_a_header_is_read_as_it_was_written(count, number, form):
     header = PartHeader.of(count, 7, number, PART, form)
     start = header.packed()
     assert len(start) == header.offset <= OVERHEAD
@@ -430,7 +428,7 @@ def test_a_header_is_read_as_it_was_written(count: int, number: int, form: Tenso
     assert PartHeader.parsed(start, header.payload_bytes + 1) is None
 
 
-def test_bytes_of_others_are_no_header_and_never_raise() -> None:
+def test_bytes_of_others_are_no_header_and_never_raise():
     rng = random.Random(5)
     good = PartHeader.of(3 * PART, 7, 1, PART, None).packed()
     for _ in range(20_000):
@@ -446,7 +444,7 @@ def test_bytes_of_others_are_no_header_and_never_raise() -> None:
         assert PartHeader.parsed(rng.randbytes(size), size) is None
 
 
-def test_keys_and_headers_stay_byte_for_byte() -> None:
+def test_keys_and_headers_stay_byte_for_byte():
     head, of_bytes = ValueKeys("a", 1).heads(["a", b"a"])
     assert head == "pdo1/22dae4edae526bb1/c61e40a773d056b4f795e355d775b95a"
     assert of_bytes == "pdo1/22dae4edae526bb1/ed9cf226fc429ef5bc094450f87ed18b"
@@ -456,7 +454,7 @@ def test_keys_and_headers_stay_byte_for_byte() -> None:
     assert header.packed() == bytes.fromhex(fields).ljust(64, b"\0") + b"float32:1250".ljust(64, b"\0")
 
 
-def test_in_a_forked_child_everything_is_a_miss_and_close_returns(shared: ObjectCache, name: Name) -> None:
+def test_in_a_forked_child_everything_is_a_miss_and_close_returns(shared, name):
     shared.put(name(1), b"value")
     child = os.fork()
     if not child:  # nothing that pytest has registered may run in it

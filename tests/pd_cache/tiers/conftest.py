@@ -5,26 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tiers.disk import ObjectFolder
 from tests.support.backends import Subject, make_disk, make_memory
-from tests.support.disks import PAYLOAD, Open
+from tests.support.disks import PAYLOAD
 from tests.support.needs import NO_ROOT
 from tests.support.waiting import wait_for
 
 
 @pytest.fixture
-def open_disk(tmp_path: Path) -> Iterator[Open]:
+def open_disk(tmp_path):
     """Opens disk tiers over one path, for 8 objects if not told otherwise."""
     subjects: list[Subject] = []
 
-    def make(path: Path = tmp_path / "cache", objects: int = 8, *, wait: bool = True, **options: Any) -> Subject:
+    def make(path=tmp_path / "cache", objects=8, *, wait=True, **options):
         metrics = CacheMetrics()
         disk = make_disk(make_memory(PAYLOAD, 24), path, objects, metrics=metrics, **options)
         subjects.append(Subject(disk, {"disk": disk}, metrics))
@@ -55,11 +52,11 @@ class Faults:
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+def faults(monkeypatch):
     made = Faults()
 
-    def instead(operation: str, real: Any) -> Any:
-        def call(*arguments: Any) -> Any:
+    def instead(operation, real):
+        def call(*arguments):
             made.begun.append(operation)
             made.go_on.wait(60)
             if (error := made.errors.get(operation)) is not None:
@@ -77,7 +74,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of 1 MiB: ten objects do not fit."""
     folder = tmp_path / "small"
     folder.mkdir()
@@ -90,7 +87,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def freezable_disk(tmp_path: Path) -> Iterator[Path]:
+def freezable_disk(tmp_path):
     """An ext4 file system of its own, which `fsfreeze` can stop; thawed in the end in any case."""
     image, folder = tmp_path / "image", tmp_path / "freezable"
     folder.mkdir()

@@ -9,16 +9,14 @@ import shutil
 import subprocess
 import threading
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from pd_cache.tiers.base import PutOutcome
 from pd_cache.tiers.disk import ObjectFolder, digest_of
-from tests.pd_cache.tiers.conftest import Faults
 from tests.support.backends import TIMEOUTS, Subject
-from tests.support.disks import OBJECT, Open, disk_of, file_of, files, value
+from tests.support.disks import OBJECT, disk_of, file_of, files, value
 from tests.support.waiting import beside, together, wait_for
 from transfer.errors import Status
 
@@ -55,7 +53,7 @@ def temporaries(subject: Subject) -> list[Path]:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_after_a_restart_the_oldest_go_first_where_the_budget_shrank(open_disk: Open) -> None:
+def test_after_a_restart_the_oldest_go_first_where_the_budget_shrank(open_disk):
     first = open_disk()
     put_with_ages(first, 6)
     first.backend.close()
@@ -79,7 +77,7 @@ def test_a_tier_that_is_closed_while_it_looks_through_its_folder_leaves_the_file
     assert len(files(first)) == 8
 
 
-def test_foreign_files_are_left_alone_and_torn_ones_are_cleared_away(open_disk: Open) -> None:
+def test_foreign_files_are_left_alone_and_torn_ones_are_cleared_away(open_disk):
     first = open_disk()
     first.put({"good": value("good"), "torn": value("torn")})
     root, torn = disk_of(first).folder.root, file_of(first, "torn")
@@ -97,7 +95,7 @@ def test_foreign_files_are_left_alone_and_torn_ones_are_cleared_away(open_disk: 
     assert temporaries(second) == []
 
 
-def test_of_two_files_of_one_key_the_newer_is_kept_and_no_serial_is_used_twice(open_disk: Open) -> None:
+def test_of_two_files_of_one_key_the_newer_is_kept_and_no_serial_is_used_twice(open_disk):
     first = open_disk()
     first.put({"k": value("k")})
     newer = file_of(first, "k")
@@ -112,7 +110,7 @@ def test_of_two_files_of_one_key_the_newer_is_kept_and_no_serial_is_used_twice(o
     assert int(file_of(second, "other").name.split("-")[1], 16) > 0x999
 
 
-def test_processes_that_share_a_path_have_folders_of_their_own(open_disk: Open) -> None:
+def test_processes_that_share_a_path_have_folders_of_their_own(open_disk):
     one, other = open_disk(), open_disk()
     one.put({"k": value("k")})
     root = disk_of(one).folder.root
@@ -138,7 +136,7 @@ def test_every_option_stores_and_reads_also_for_a_caller_that_would_wait_for_eve
 def test_a_file_system_without_direct_io_is_used_through_the_page_cache(open_disk, monkeypatch):
     real = os.open
 
-    def refuse(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+    def refuse(path, flags, *arguments, **options):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument", str(path))
         return real(path, flags, *arguments, **options)
@@ -149,7 +147,7 @@ def test_a_file_system_without_direct_io_is_used_through_the_page_cache(open_dis
     assert subject.get(["k"]) == [value("k")]
 
 
-def test_no_file_descriptor_is_left_open(open_disk: Open) -> None:
+def test_no_file_descriptor_is_left_open(open_disk):
     before = len(os.listdir("/proc/self/fd"))
     subject = open_disk()
     subject.put(all_values())
@@ -161,7 +159,7 @@ def test_no_file_descriptor_is_left_open(open_disk: Open) -> None:
 # --- writes ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_write_that_is_removed_under_way_is_not_published(open_disk: Open, faults: Faults) -> None:
+def test_a_write_that_is_removed_under_way_is_not_published(open_disk, faults):
     subject = open_disk()
     faults.go_on.clear()
     outcome = put_one(subject, "k")
@@ -179,7 +177,7 @@ def test_a_write_that_is_removed_under_way_is_not_published(open_disk: Open, fau
     assert subject.get(["k"]) == [value("k")]
 
 
-def test_a_write_that_does_not_get_its_turn_displaces_nothing(open_disk: Open, faults: Faults) -> None:
+def test_a_write_that_does_not_get_its_turn_displaces_nothing(open_disk, faults):
     subject = open_disk(objects=2, threads=1, timeouts=msgspec.structs.replace(TIMEOUTS, put_ms=100), retry_s=60.0)
     subject.put({"a": value("a")})
     subject.put({"b": value("b")})
@@ -191,7 +189,7 @@ def test_a_write_that_does_not_get_its_turn_displaces_nothing(open_disk: Open, f
     subject.check_integrity()
 
 
-def test_close_flushes_the_writes_that_were_accepted(open_disk: Open) -> None:
+def test_close_flushes_the_writes_that_were_accepted(open_disk):
     first = open_disk(threads=1)
     outcomes = [put_one(first, key) for key in KEYS]
     first.backend.close()
@@ -244,8 +242,8 @@ def test_a_full_disk_refuses_writes_is_read_and_comes_back(open_disk, small_disk
     ids=lambda given: errno.errorcode[given] if isinstance(given, int) else "",
 )
 def test_what_an_error_says_is_told_by_its_number_and_by_how_many_there_are_in_a_row(
-    open_disk: Open, faults: Faults, number: int, written: list[str], read: list[str]
-) -> None:
+    open_disk, faults, number, written, read
+):
     subject = open_disk(objects=16, threads=1)
     subject.put(all_values())
     faults.fail(number, "write", "probe")
@@ -265,7 +263,7 @@ def test_what_an_error_says_is_told_by_its_number_and_by_how_many_there_are_in_a
     subject.check_integrity()
 
 
-def test_errors_that_do_not_follow_one_another_cost_one_object_each(open_disk: Open, faults: Faults) -> None:
+def test_errors_that_do_not_follow_one_another_cost_one_object_each(open_disk, faults):
     subject = open_disk()
     subject.put(all_values())
     for key in KEYS[:4]:
@@ -310,7 +308,7 @@ def test_a_file_that_cannot_be_deleted_stops_writes_until_it_can_be_and_the_budg
     subject.check_integrity()
 
 
-def test_a_file_system_that_becomes_read_only_is_still_read(open_disk: Open, freezable_disk: Path) -> None:
+def test_a_file_system_that_becomes_read_only_is_still_read(open_disk, freezable_disk):
     subject = open_disk(freezable_disk, objects=9)
     subject.put(all_values())
     file_of(subject, "k3").write_bytes(bytes(OBJECT))
@@ -324,7 +322,7 @@ def test_a_file_system_that_becomes_read_only_is_still_read(open_disk: Open, fre
     assert subject.count("pd_cache_tier_failures_total", reason="erofs") == 1
 
 
-def test_a_path_that_cannot_be_used_is_off_until_it_can(open_disk: Open, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_used_is_off_until_it_can(open_disk, tmp_path):
     path = tmp_path / "in-the-way"
     path.write_text("a file where the folder should be")
     subject = open_disk(path, wait=False)
@@ -335,7 +333,7 @@ def test_a_path_that_cannot_be_used_is_off_until_it_can(open_disk: Open, tmp_pat
     assert subject.put({"k": value("k")}) == [Status.OK]
 
 
-def test_a_folder_that_was_deleted_is_made_again_and_no_other_process_gets_it(open_disk: Open) -> None:
+def test_a_folder_that_was_deleted_is_made_again_and_no_other_process_gets_it(open_disk):
     subject = open_disk()
     subject.put(all_values())
     root = disk_of(subject).folder.root
@@ -353,7 +351,7 @@ def test_a_folder_that_was_deleted_is_made_again_and_no_other_process_gets_it(op
 # --- a disk that hangs -----------------------------------------------------------------------------------------------
 
 
-def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(open_disk: Open, faults: Faults) -> None:
+def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(open_disk, faults):
     # the disk is blamed only for calls that a thread has begun two seconds before their deadline
     subject = open_disk(timeouts=msgspec.structs.replace(TIMEOUTS, get_ms=4000), retry_s=60.0)
     subject.put({"k": value("k"), "l": value("l")})
@@ -370,7 +368,7 @@ def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(o
     wait_for(lambda: subject.backend.memory.pool.in_use == 0, what="the memory back")
 
 
-def test_nobody_waits_for_a_deletion_of_a_disk_that_hangs(open_disk: Open, faults: Faults) -> None:
+def test_nobody_waits_for_a_deletion_of_a_disk_that_hangs(open_disk, faults):
     subject = open_disk(threads=1)
     subject.put(all_values())
     faults.go_on.clear()
@@ -380,7 +378,7 @@ def test_nobody_waits_for_a_deletion_of_a_disk_that_hangs(open_disk: Open, fault
     wait_for(lambda: files(subject) == [], what="all files deleted")
 
 
-def test_writes_to_a_disk_that_hangs_hold_half_of_the_memory_at_most(open_disk: Open, faults: Faults) -> None:
+def test_writes_to_a_disk_that_hangs_hold_half_of_the_memory_at_most(open_disk, faults):
     subject = open_disk(objects=40)
     memory = subject.backend.memory
     faults.go_on.clear()
@@ -401,7 +399,7 @@ def test_writes_to_a_disk_that_hangs_hold_half_of_the_memory_at_most(open_disk: 
     staged.release()
 
 
-def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_disk: Open, faults: Faults) -> None:
+def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_disk, faults):
     subject = open_disk(objects=8, threads=4)
     subject.put(all_values())
     held = list(subject.backend.batched_get(KEYS, timeout=5.0))
@@ -438,7 +436,7 @@ def test_a_frozen_disk_keeps_the_slots_of_the_calls_that_it_holds_and_no_others(
     subject.check_integrity()
 
 
-def test_a_damaged_file_goes_although_others_are_reading_it(open_disk: Open) -> None:
+def test_a_damaged_file_goes_although_others_are_reading_it(open_disk):
     """If they held it up, readers that always overlap would find it for ever, and never ask the tier behind."""
     subject = open_disk()
     subject.put({"k": value("k")})

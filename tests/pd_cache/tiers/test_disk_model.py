@@ -110,7 +110,7 @@ class DiskModel(RuleBasedStateMachine):
             shutil.rmtree(self.path)
 
 
-def test_whatever_turns_up_in_its_folder_a_disk_tier_keeps_what_was_put() -> None:
+def test_whatever_turns_up_in_its_folder_a_disk_tier_keeps_what_was_put():
     run_state_machine_as_test(
         DiskModel,
         settings=settings(

@@ -6,7 +6,6 @@ import contextlib
 import random
 import threading
 import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from pd_cache.tiers.disk import LocalDiskBackend
 from pd_cache.tiers.hybrid import HybridBackend, Tier
 from pd_cache.tiers.local import LocalBackend
 from pd_cache.tiers.mooncake import MooncakeBackend
-from tests.pd_cache.tiers.conftest import Faults
 from tests.support.backends import Subject, count, make_disk, make_local, make_memory, making
 from tests.support.engines import CHUNK, Host, host, random_slots
 from tests.support.kv import holds_token
@@ -37,7 +35,7 @@ def value(n: object) -> bytes:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Subject]]:
+def make(tmp_path):
     with making(tmp_path, PAYLOAD) as make_one:
         yield lambda **options: make_one("hybrid(local+disk)", **options)
 
@@ -60,7 +58,7 @@ def only_on_disk(subject: Subject, *keys: str) -> None:
 # --- promotion -------------------------------------------------------------------------------------------------------
 
 
-def test_a_chunk_read_from_a_later_tier_is_put_into_the_first_without_a_copy(make: Callable[..., Subject]) -> None:
+def test_a_chunk_read_from_a_later_tier_is_put_into_the_first_without_a_copy(make):
     subject = make()
     only_on_disk(subject, "k")
     (fetched,) = subject.backend.batched_get(["k"])
@@ -86,7 +84,7 @@ def test_a_chunk_is_promoted_when_its_tier_says_so(make, promote, promoted):
     assert subject.count("pd_cache_tier_hits_total", tier="local") == promoted[:-1].count(True)
 
 
-def test_a_promotion_makes_room_but_never_from_what_is_being_read(make: Callable[..., Subject]) -> None:
+def test_a_promotion_makes_room_but_never_from_what_is_being_read(make):
     subject = make(objects=2)
     subject.put({key: value(key) for key in "ab"})
     subject.put({"c": value("c")})
@@ -110,7 +108,7 @@ class Asked:
             monkeypatch.setattr(backend, name, self._spy(name, getattr(backend, name)))
 
     def _spy(self, name: str, real: Any) -> Any:
-        def call(keys: Any, *arguments: Any, **options: Any) -> Any:
+        def call(keys, *arguments, **options):
             self.calls.append((name, list(keys)))
             return real(keys, *arguments, **options)
 
@@ -166,7 +164,7 @@ def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_no
     assert subject.backend.batched_wants(keys) == [Status.TIER_OFF, Status.TIER_OFF, Status.MISSING, Status.MISSING]
 
 
-def test_alternating_tiers_and_little_memory_never_wait_for_one_another(make: Callable[..., Subject]) -> None:
+def test_alternating_tiers_and_little_memory_never_wait_for_one_another(make):
     subject = make(promote="never", slots=3, objects=32)
     keys = [f"k{n}" for n in range(24)]
     for key in keys:
@@ -240,8 +238,8 @@ def test_a_store_waits_for_a_blocking_disk_that_is_slower_before_it_takes_memory
 
 
 def test_a_put_does_not_wait_for_a_tier_that_writes_behind_and_what_exceeds_the_backlog_is_dropped_and_counted(
-    tmp_path: Path, faults: Faults
-) -> None:
+    tmp_path, faults
+):
     subject = make_behind(tmp_path, backlog=3)
     try:
         faults.go_on.clear()
@@ -264,7 +262,7 @@ def tiered(pool: Pool, tiers: tuple[StorageTier, ...], **options: Any) -> Any:
     return host(pool, cache=CacheConfig(chunk_size=CHUNK, tiers=tiers), **options)
 
 
-def test_tiers_are_composed_in_the_order_of_the_settings(pool: Pool, tmp_path: Path) -> None:
+def test_tiers_are_composed_in_the_order_of_the_settings(pool, tmp_path):
     tiers = (
         LocalTier(capacity=ByteSize(1 << 20), policy="s3fifo"),
         DiskTier(path=str(tmp_path), capacity=ByteSize(1 << 20), blocking=False, promote="second_hit"),
@@ -285,9 +283,7 @@ def test_tiers_are_composed_in_the_order_of_the_settings(pool: Pool, tmp_path: P
         backend.close()
 
 
-def test_the_pool_alone_is_not_wrapped_and_reads_further_batches_while_the_first_is_used(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pool_alone_is_not_wrapped_and_reads_further_batches_while_the_first_is_used(pool, monkeypatch):
     alone = open_backend(pool.settings(CacheConfig(tiers=(MooncakeTier(),))), PAYLOAD)
     try:
         assert isinstance(alone, MooncakeBackend)
@@ -300,7 +296,7 @@ def test_the_pool_alone_is_not_wrapped_and_reads_further_batches_while_the_first
         alone.close()
 
 
-def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path: Path) -> None:
+def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path):
     disks = tuple(DiskTier(path=str(tmp_path / name), capacity=ByteSize(1 << 20)) for name in "ab")
     config = CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)), *disks))
     metrics = CacheMetrics()
@@ -323,7 +319,7 @@ def loaded(node: Host, tokens: list[int], slots: list[int]) -> bool:
     return all(holds_token(node.cache, node.layout, tokens[: n + 1], slot) for n, slot in enumerate(slots))
 
 
-def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool: Pool, tmp_path: Path) -> None:
+def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool, tmp_path):
     """A memory of six chunks and a disk of twenty above the pool; other prompts push chunks out all the time."""
     rng, model = random.Random(3), uuid.uuid4().hex
     chunk = 4096  # bytes in memory and on disk; the payload is smaller

@@ -38,7 +38,7 @@ def drain(policy: Counting | S3FIFO) -> str:
         ("lfu", "a" * 500 + "b" * 100, "cd", "ab"),  # which stops counting, and then goes by recency
     ],
 )
-def test_lru_and_lfu_evict_in_their_order(name: EvictionName, used: str, removed: str, order: str) -> None:
+def test_lru_and_lfu_evict_in_their_order(name, used, removed, order):
     policy = make_policy(name, 4)
     fill(policy, "abcd")
     for key in used:
@@ -48,7 +48,7 @@ def test_lru_and_lfu_evict_in_their_order(name: EvictionName, used: str, removed
     assert drain(policy) == order
 
 
-def test_s3fifo_lets_what_is_read_once_pass_through_the_small_queue() -> None:
+def test_s3fifo_lets_what_is_read_once_pass_through_the_small_queue():
     policy = S3FIFO(20)  # the small queue is a tenth: 2
     fill(policy, "ab")
     for key in "aab":
@@ -59,7 +59,7 @@ def test_s3fifo_lets_what_is_read_once_pass_through_the_small_queue() -> None:
     assert [policy.evict(nobody) for _ in range(5)] == ["c", "d", "e", "f", "g"], "one-off keys do not push out a"
 
 
-def test_s3fifo_remembers_what_it_evicted_and_takes_it_into_the_main_queue() -> None:
+def test_s3fifo_remembers_what_it_evicted_and_takes_it_into_the_main_queue():
     policy = S3FIFO(20)
     fill(policy, "abc")
     assert policy.evict(nobody) == "a"
@@ -69,7 +69,7 @@ def test_s3fifo_remembers_what_it_evicted_and_takes_it_into_the_main_queue() -> 
     assert drain(policy) in ("ea", "ae")
 
 
-def test_s3fifo_gives_the_main_queue_a_second_round_for_each_use() -> None:
+def test_s3fifo_gives_the_main_queue_a_second_round_for_each_use():
     policy = S3FIFO(20)
     fill(policy, "xyz")
     for _ in range(3):
@@ -84,7 +84,7 @@ def test_s3fifo_gives_the_main_queue_a_second_round_for_each_use() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_a_victim_is_never_pinned_and_everyone_goes_once(name: EvictionName, data: st.DataObject) -> None:
+def test_a_victim_is_never_pinned_and_everyone_goes_once(name, data):
     capacity = data.draw(st.integers(1, 30))
     policy = make_policy(name, capacity)
     held: set[str] = set()
@@ -110,7 +110,7 @@ def test_a_victim_is_never_pinned_and_everyone_goes_once(name: EvictionName, dat
     assert sorted(drain(policy)) == sorted("".join(held))
 
 
-def test_scans_of_new_keys_do_not_grow_what_s3fifo_remembers() -> None:
+def test_scans_of_new_keys_do_not_grow_what_s3fifo_remembers():
     policy = S3FIFO(50)
     for n in range(5_000):
         if len(policy) == 50:
@@ -209,14 +209,14 @@ class IndexModel(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_index_agrees_with_a_dictionary(name: EvictionName) -> None:
+def test_the_index_agrees_with_a_dictionary(name):
     from hypothesis.stateful import run_state_machine_as_test
 
     machine: Any = type("Machine", (IndexModel,), {"policy": name})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
-def test_a_closed_index_takes_nothing_and_leaves_what_is_read_to_its_readers() -> None:
+def test_a_closed_index_takes_nothing_and_leaves_what_is_read_to_its_readers():
     index: EvictingIndex[str] = EvictingIndex(4, "lru")
     for key in "ab":
         assert index.reserve(key).refusal is None

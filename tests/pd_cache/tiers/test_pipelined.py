@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 
 from pd_cache.tiers.local import LocalBackend
-from pd_cache.tiers.memory import Fetched
 from pd_cache.tiers.pipelined import PipelinedBackend
 from tests.support.backends import Subject, make_local, make_memory
 from tests.support.waiting import wait_for
@@ -30,9 +28,7 @@ class Watched:
         self.fail_at: str | None = None
         real = backend.batched_fetch
 
-        def watched(
-            keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
-        ) -> Generator[list[Fetched], None, None]:
+        def watched(keys, *, payload_bytes=None, timeout=None):
             self.timeouts.append(timeout)
             try:
                 for key, (fetched,) in zip(keys, real(keys, payload_bytes=payload_bytes, timeout=timeout), strict=True):
@@ -50,7 +46,7 @@ class Watched:
 
 
 @pytest.fixture
-def subject() -> Iterator[Subject]:
+def subject():
     local = make_local(make_memory(PAYLOAD, 40), 20)
     local.together = 1
     one = Subject(PipelinedBackend(local, depth=3), {"local": local}, None)  # type: ignore[arg-type]
@@ -63,7 +59,7 @@ def subject() -> Iterator[Subject]:
 
 
 @pytest.fixture
-def inner(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> Watched:
+def inner(subject, monkeypatch):
     local = subject.bases["local"]
     assert isinstance(local, LocalBackend)
     return Watched(local, monkeypatch)
@@ -98,7 +94,7 @@ def test_no_more_than_its_depth_is_fetched_ahead_and_nothing_for_a_single_chunk(
     fetches.close()
 
 
-def test_a_reader_that_stops_does_not_wait_for_what_is_under_way(subject: Subject, inner: Watched) -> None:
+def test_a_reader_that_stops_does_not_wait_for_what_is_under_way(subject, inner):
     inner.gate = threading.Semaphore(2)  # the third fetch hangs
     fetches = subject.backend.batched_get(KEYS)
     next(fetches).release()
@@ -112,7 +108,7 @@ def test_a_reader_that_stops_does_not_wait_for_what_is_under_way(subject: Subjec
     wait_for(lambda: local.batched_remove(KEYS) == [Status.OK] * len(KEYS), what="nothing pinned any more")
 
 
-def test_what_breaks_inside_is_raised_where_the_chunk_is_waited_for(subject: Subject, inner: Watched) -> None:
+def test_what_breaks_inside_is_raised_where_the_chunk_is_waited_for(subject, inner):
     inner.fail_at = KEYS[3]
     fetches = subject.backend.batched_get(KEYS)
     for _ in range(3):
@@ -121,14 +117,14 @@ def test_what_breaks_inside_is_raised_where_the_chunk_is_waited_for(subject: Sub
         next(fetches)
 
 
-def test_a_backend_that_leaves_out_chunks_is_an_error(subject: Subject, inner: Watched) -> None:
+def test_a_backend_that_leaves_out_chunks_is_an_error(subject, inner):
     real = subject.backend.inner.batched_fetch  # type: ignore[attr-defined]
     subject.backend.inner.batched_fetch = lambda keys, **options: real(keys[:2], **options)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=f"gave 2 outcomes for {len(KEYS)} keys"):
         subject.get(KEYS)
 
 
-def test_a_reader_whose_backend_is_closed_gets_an_answer_for_every_key(subject: Subject, inner: Watched) -> None:
+def test_a_reader_whose_backend_is_closed_gets_an_answer_for_every_key(subject, inner):
     fetches = subject.backend.batched_get(KEYS)
     reasons = []
     for count, fetched in enumerate(fetches):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from tests.support.waiting import wait_for
 
 
 @pytest.fixture
-def adapters() -> Iterator[Adapters]:
+def adapters():
     with closing(Adapters()) as opened:
         yield opened
 
@@ -36,7 +35,7 @@ def known(adapters: Adapters, folder: Path | str, name: str = "a") -> Adapter:
     return adapter
 
 
-def test_an_adapter_is_its_weights_and_its_configuration_and_no_name(adapters: Adapters, tmp_path: Path) -> None:
+def test_an_adapter_is_its_weights_and_its_configuration_and_no_name(adapters, tmp_path):
     one = known(adapters, write_adapter(tmp_path / "one")).digest
     assert one
     assert known(adapters, write_adapter(tmp_path / "copy"), name="b").digest == one
@@ -56,7 +55,7 @@ def test_what_is_no_folder_of_an_adapter_is_refused_in_words_until_it_is_one(ada
     assert known(adapters, folder).digest
 
 
-def test_files_that_were_replaced_while_vllm_runs_are_trusted_no_more(adapters: Adapters, tmp_path: Path) -> None:
+def test_files_that_were_replaced_while_vllm_runs_are_trusted_no_more(adapters, tmp_path):
     """vLLM may still compute with the old ones, and its own prefix cache still has what they computed."""
     folder = write_adapter(tmp_path / "adapter")
     before = known(adapters, folder).digest
@@ -85,7 +84,7 @@ def identified(scene: Scene, folder: Path, name: str = "a") -> Any:
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
+def scene():
     made = Scene()
     yield made
     made.adapters.close()
@@ -98,7 +97,7 @@ def stored(scene: Scene, request: Request) -> list[bytes]:
     return list(store.chunks.names)
 
 
-def test_an_adapters_chunks_are_named_by_its_digest(scene: Scene, tmp_path: Path) -> None:
+def test_an_adapters_chunks_are_named_by_its_digest(scene, tmp_path):
     one, copy = write_adapter(tmp_path / "one"), write_adapter(tmp_path / "copy")
     other = write_adapter(tmp_path / "other", b"other weights")
     names = [
@@ -113,7 +112,7 @@ def test_an_adapters_chunks_are_named_by_its_digest(scene: Scene, tmp_path: Path
     assert not set(names[0]) & set(names[1])
 
 
-def test_block_hashes_which_have_an_adapters_name_and_path_get_its_digest(tmp_path: Path) -> None:
+def test_block_hashes_which_have_an_adapters_name_and_path_get_its_digest(tmp_path):
     folder, names = tmp_path / "adapter", []
     for weights in (b"weights", b"other weights", b"weights"):
         scene = Scene(hash_mode="blocks")
@@ -135,8 +134,8 @@ def write_while_nobody_looks(scene: Scene, folder: Path) -> None:
 
 @pytest.mark.parametrize("written", ["never", "in time", "late"])
 def test_until_the_digest_is_known_a_request_neither_loads_nor_stores_and_then_it_stores_all_of_its_chunks(
-    scene: Scene, tmp_path: Path, written: str
-) -> None:
+    scene, tmp_path, written
+):
     folder = tmp_path / "adapter"
     known(scene.adapters, folder)
     request = Request("a", PROMPT, {"do_remote_decode": True}, lora_request=lora(folder))

@@ -24,7 +24,7 @@ assert found == [all_of_them], found
 """
 
 
-def test_threads_of_the_cache_run_on_every_core_of_the_process_that_started_the_worker() -> None:
+def test_threads_of_the_cache_run_on_every_core_of_the_process_that_started_the_worker():
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     printed(sys.executable, "-c", PROGRAM)

@@ -7,15 +7,12 @@ import contextlib
 import json
 import re
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 import pd_cache
-from pd_cache.chunks import Namespace
 from pd_cache.cluster import Capacity, NodeRecord, read_about
 from pd_cache.reasons import RequestReport
 from pd_cache.versions import Naming, WeightsVersion
@@ -39,7 +36,7 @@ REPORT = RequestReport.of(20, 8, reason="evicted")
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path, monkeypatch):
     path = tmp_path / "namespace"
     monkeypatch.setenv(NAMESPACE_FILE, str(path))
     return path
@@ -52,16 +49,16 @@ def ask(
     sent: list[dict[str, Any]] = []
     parts = parts or (b"",)
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope, receive, send):
         headers = [(b"content-length", b"%d" % sum(map(len, parts)))]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         for index, part in enumerate(parts):
             await send({"type": "http.response.body", "body": part, "more_body": index + 1 < len(parts)})
 
-    async def send(message: Any) -> None:
+    async def send(message):
         sent.append(message)
 
-    async def receive() -> Any:
+    async def receive():
         return {"type": "http.request", "body": body}
 
     asyncio.run(TellCache(app)({"type": "http", "method": method, "path": path}, receive, send))
@@ -71,7 +68,7 @@ def ask(
 
 
 @pytest.mark.parametrize(("namespaces", "tokens"), [((NAMESPACE,), 0), ((NAMESPACE, WINDOW), 4096), ((), 4096)])
-def test_a_health_of_200_tells_what_was_written(namespaces: tuple[Namespace, ...], tokens: int, file: Path) -> None:
+def test_a_health_of_200_tells_what_was_written(namespaces, tokens, file):
     write_about(file, namespaces, tokens, max_model_len=8192)
     assert [one.name for one in file.parent.iterdir()] == [file.name]
     status, body = ask()
@@ -96,19 +93,19 @@ def test_a_health_of_200_tells_what_was_written(namespaces: tuple[Namespace, ...
         ("/requests/abc", "POST", 299, b"vllm's own"),
     ],
 )
-def test_any_other_answer_is_vllms_own(asked: tuple[Any, ...], file: Path) -> None:
+def test_any_other_answer_is_vllms_own(asked, file):
     write_about(file, [NAMESPACE], 4096)
     assert ask(*asked) == (asked[2], b"".join(asked[3:]))
 
 
 @pytest.mark.parametrize("content", [None, b""])
-def test_without_a_file_health_is_vllms_own(content: bytes | None, file: Path) -> None:
+def test_without_a_file_health_is_vllms_own(content, file):
     if content is not None:
         file.write_bytes(content)
     assert (ask(), about(file)) == ((200, b""), b"")
 
 
-def test_reports_are_found_by_vllms_id_and_by_the_id_that_the_client_sent(file: Path) -> None:
+def test_reports_are_found_by_vllms_id_and_by_the_id_that_the_client_sent(file):
     assert ask("/requests/abc") == (404, b'{"reports":[]}')
     writer = ReportWriter(report_file(file))
     writer.write("cmpl-abc-0-1f2e3d4c", REPORT)
@@ -133,7 +130,7 @@ def test_reports_are_found_by_vllms_id_and_by_the_id_that_the_client_sent(file: 
     assert find_reports(report_file(file), "one") == [REPORT] * 4
 
 
-def test_the_files_never_grow_beyond_their_bound_and_keep_the_last_reports(tmp_path: Path) -> None:
+def test_the_files_never_grow_beyond_their_bound_and_keep_the_last_reports(tmp_path):
     file = tmp_path / "requests"
     writer = ReportWriter(file, most_bytes=1000)
     for number in range(100):
@@ -143,7 +140,7 @@ def test_the_files_never_grow_beyond_their_bound_and_keep_the_last_reports(tmp_p
     assert find_reports(file, "r1") == []
 
 
-def test_data_parallel_ranks_share_the_file_and_its_bound(tmp_path: Path) -> None:
+def test_data_parallel_ranks_share_the_file_and_its_bound(tmp_path):
     file = tmp_path / "requests"
     ranks = [ReportWriter(file, most_bytes=1000) for _ in range(2)]
     for number in range(100):
@@ -152,7 +149,7 @@ def test_data_parallel_ranks_share_the_file_and_its_bound(tmp_path: Path) -> Non
     assert find_reports(file, "r99") == find_reports(file, "r98") == [REPORT]
 
 
-def test_what_is_half_written_or_wrong_is_no_report(tmp_path: Path) -> None:
+def test_what_is_half_written_or_wrong_is_no_report(tmp_path):
     file = tmp_path / "requests"
     ReportWriter(file).write("new", REPORT)
     with file.open("ab") as lines:
@@ -166,7 +163,7 @@ def test_what_is_half_written_or_wrong_is_no_report(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def engines(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WeightsVersion]]:
+def engines(file, monkeypatch):
     """Two engines of one server, each in a process of its own; and what a killed one has left."""
     write_about(file, (), 1)
     versions = [WeightsVersion(), WeightsVersion()]
@@ -179,7 +176,7 @@ def engines(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Weight
     assert not list(file.parent.glob("*.[23].sock"))
 
 
-def test_the_weights_of_each_engine_of_a_server_are_told_and_named(engines: list[WeightsVersion]) -> None:
+def test_the_weights_of_each_engine_of_a_server_are_told_and_named(engines):
     first, second = engines
     first.reset()
     states = [first.state, second.state]
@@ -191,7 +188,7 @@ def test_the_weights_of_each_engine_of_a_server_are_told_and_named(engines: list
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"label": "a/b", "ids": []}', b'{"label": "a"}', b"x" * (1 << 18)])
-def test_a_naming_that_is_none_is_refused(engines: list[WeightsVersion], body: bytes) -> None:
+def test_a_naming_that_is_none_is_refused(engines, body):
     assert ask("/weights", "POST", body=body)[0] == 400
     assert [one.label for one in engines] == ["", ""]
 
@@ -206,7 +203,7 @@ def test_of_an_engine_that_does_not_answer_nothing_is_told_and_it_counts_as_not_
         assert ask("/weights", "POST", body=msgspec.json.encode(Naming(label="w1", ids=())))[0] == 503
 
 
-def test_a_vllm_that_was_started_by_hand_has_the_file_from_its_environment(file: Path, tmp_path: Path) -> None:
+def test_a_vllm_that_was_started_by_hand_has_the_file_from_its_environment(file, tmp_path):
     """With the file that docs/migrate.md has for an existing Mooncake cluster."""
     (example,) = re.findall(
         r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "migrate.md").read_text(), re.DOTALL | re.MULTILINE

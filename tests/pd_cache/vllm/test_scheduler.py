@@ -130,7 +130,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("case", LOADS.values(), ids=LOADS.keys())
-def test_a_load_takes_what_is_there_and_needed(case: Load) -> None:
+def test_a_load_takes_what_is_there_and_needed(case):
     request = Request("a", PROMPT[: case.length])
     scene = Scene(*case.layers, recompute=case.recompute)
     scene.has(request, case.there)
@@ -151,7 +151,7 @@ def test_a_load_takes_what_is_there_and_needed(case: Load) -> None:
     assert again == set(scene.names(request)[first:]), "what was loaded is not stored again"
 
 
-def test_a_prompt_is_looked_up_once_however_often_vllm_asks_and_anew_if_less_is_at_hand() -> None:
+def test_a_prompt_is_looked_up_once_however_often_vllm_asks_and_anew_if_less_is_at_hand():
     scene, request = Scene(), Request()
     for _ in range(5):
         assert scene.ask(request, 2 * CHUNK) == (0, False)
@@ -163,7 +163,7 @@ def test_a_prompt_is_looked_up_once_however_often_vllm_asks_and_anew_if_less_is_
     assert scene.ask(Request("b", PROMPT[: 2 * CHUNK]), 2 * CHUNK - 1) == (0, False), "all but the last is at hand"
 
 
-def test_what_is_about_to_be_loaded_lies_where_its_lookup_found_it() -> None:
+def test_what_is_about_to_be_loaded_lies_where_its_lookup_found_it():
     scene, request = Scene(), Request()
     scene.has(request)
     scene.lookups.near = TierChunks(memory=1, disk=3)
@@ -172,7 +172,7 @@ def test_what_is_about_to_be_loaded_lies_where_its_lookup_found_it() -> None:
     assert scene.side.track(request).near(external) == (CHUNK, external - CHUNK), "never more than is loaded"
 
 
-def test_room_for_another_number_of_tokens_than_was_matched_loads_nothing_and_fails() -> None:
+def test_room_for_another_number_of_tokens_than_was_matched_loads_nothing_and_fails():
     scene, request = Scene(), Request()
     scene.has(request)
     scene.load(request, taken=CHUNK)
@@ -193,7 +193,7 @@ def test_after_a_failed_load_the_prompt_is_computed_and_stored_in_every_group_an
     assert stores[0].chunks.names == scene.names(request)
 
 
-def test_a_lost_server_is_a_miss_and_its_stores_are_not_taken_for_stored() -> None:
+def test_a_lost_server_is_a_miss_and_its_stores_are_not_taken_for_stored():
     scene, request = Scene(), Request()
     scene.lookups.here = False
     assert scene.load(request) == (0, False)
@@ -206,7 +206,7 @@ def test_a_lost_server_is_a_miss_and_its_stores_are_not_taken_for_stored() -> No
     assert not scene.lookups.noted
 
 
-def test_where_prompts_part_is_said_each_time_vllm_asks_because_it_forgets_it_and_windows_are_stored_there() -> None:
+def test_where_prompts_part_is_said_each_time_vllm_asks_because_it_forgets_it_and_windows_are_stored_there():
     scene, request = Scene(FULL, WINDOW), Request("a", [*range(5 * CHUNK), 1])
     scene.lookups.leading = 2
     for _ in range(2):
@@ -251,7 +251,7 @@ def test_a_load_waits_while_others_hold_blocks_that_it_would_need_to_go_on_until
     assert offered(scene, "b") == loads
 
 
-def test_a_long_prompt_that_shorter_ones_overtake_is_computed_when_it_has_waited_as_long_as_a_load_may_take() -> None:
+def test_a_long_prompt_that_shorter_ones_overtake_is_computed_when_it_has_waited_as_long_as_a_load_may_take():
     scene = scarce(FULL, WINDOW, blocks=19)
     offered(scene, "0")
     for number in range(10):  # there is always one that holds blocks
@@ -266,7 +266,7 @@ def test_a_long_prompt_that_shorter_ones_overtake_is_computed_when_it_has_waited
 
 
 @pytest.mark.parametrize("end", ["finished", "failed to load"])
-def test_a_request_that_gave_its_blocks_back_keeps_no_load_waiting(end: str) -> None:
+def test_a_request_that_gave_its_blocks_back_keeps_no_load_waiting(end):
     scene = scarce(FULL, WINDOW, blocks=19)
     offered(scene, "a")
     if end == "finished":
@@ -277,7 +277,7 @@ def test_a_request_that_gave_its_blocks_back_keeps_no_load_waiting(end: str) -> 
     assert offered(scene, "b") == (3 * CHUNK, True)
 
 
-def test_a_load_is_not_kept_waiting_for_more_blocks_than_there_are() -> None:
+def test_a_load_is_not_kept_waiting_for_more_blocks_than_there_are():
     assert offered(scarce(FULL, WINDOW, blocks=5), "a") == (3 * CHUNK, True), "vLLM says what cannot be served"
 
 
@@ -325,7 +325,7 @@ STORES = {
 
 
 @pytest.mark.parametrize("case", STORES.values(), ids=STORES.keys())
-def test_a_store_takes_what_a_load_will_need_and_keeps_its_blocks_until_it_has_ended(case: Store) -> None:
+def test_a_store_takes_what_a_load_will_need_and_keeps_its_blocks_until_it_has_ended(case):
     scene, request = Scene(*case.layers, **case.options), Request("a", PROMPT[: case.length])
     full = blocks_of(request)
     groups = (full,) if case.layers[0] is PLAIN else (case.window, full, run(50, 54))
@@ -344,7 +344,7 @@ def test_a_store_takes_what_a_load_will_need_and_keeps_its_blocks_until_it_has_e
     assert (scene.pool.used, scene.side.stores.under_way) == (set(), False)
 
 
-def test_what_was_stored_before_a_preemption_is_loaded_after_it_and_counts_as_computed() -> None:
+def test_what_was_stored_before_a_preemption_is_loaded_after_it_and_counts_as_computed():
     scene, request = Scene(), Request()
     assert scene.load(request) == (0, False)
     scene.begin(request)
@@ -361,7 +361,7 @@ def test_what_was_stored_before_a_preemption_is_loaded_after_it_and_counts_as_co
     assert (report.found, report.loaded, report.pool, report.computed) == (0, 0, 0, len(PROMPT))
 
 
-def test_an_abort_during_a_store_gives_the_blocks_back_when_all_ranks_have_ended() -> None:
+def test_an_abort_during_a_store_gives_the_blocks_back_when_all_ranks_have_ended():
     scene, request = Scene(ranks=2), Request()
     scene.begin(request)
     (store,) = scene.step(a=3 * CHUNK).stores
@@ -376,7 +376,7 @@ def test_an_abort_during_a_store_gives_the_blocks_back_when_all_ranks_have_ended
     scene.stored(store)  # told again: nothing happens
 
 
-def test_a_full_queue_of_stores_drops_the_rest_and_counts_it_until_others_have_ended() -> None:
+def test_a_full_queue_of_stores_drops_the_rest_and_counts_it_until_others_have_ended():
     scene, first, second = Scene(store_queue=2), Request("a"), Request("b")
     scene.begin(first)
     (store,) = scene.step(a=len(PROMPT)).stores
@@ -392,8 +392,8 @@ def test_a_full_queue_of_stores_drops_the_rest_and_counts_it_until_others_have_e
 
 @pytest.mark.parametrize("store_generated", [False, True])
 def test_what_was_generated_is_stored_if_wanted_with_windows_behind_the_prompt_and_drafts_that_it_names(
-    store_generated: bool,
-) -> None:
+    store_generated,
+):
     scene = Scene(FULL, WINDOW, DRAFTS, store_generated=store_generated)
     request = Request("a", PROMPT[: 2 * CHUNK])
     scene.begin(request, run(30, 37), run(10, 17))
@@ -404,7 +404,7 @@ def test_what_was_generated_is_stored_if_wanted_with_windows_behind_the_prompt_a
     assert stores == (parts_of(scene, request, of_all) if store_generated else [])
 
 
-def test_states_are_stored_from_where_vllm_says_they_are_if_they_are_those_of_a_chunks_end() -> None:
+def test_states_are_stored_from_where_vllm_says_they_are_if_they_are_those_of_a_chunks_end():
     scene, request = Scene(FULL, WINDOW, STATE), Request()
     scene.begin(request, run(30, 37), run(10, 17), run(50, 54))
     offers = [(2, 61, 2 * CHUNK), (2, 62, 2 * CHUNK + 1), (0, 63, CHUNK), (2, 60, 9 * CHUNK)]
@@ -422,7 +422,7 @@ def test_states_are_stored_from_where_vllm_says_they_are_if_they_are_those_of_a_
     assert [store.chunks.blocks[-1] for store in stores if store.chunks.group == 2] == [60]
 
 
-def test_what_vllm_computed_without_its_draft_model_is_not_stored_of_it() -> None:
+def test_what_vllm_computed_without_its_draft_model_is_not_stored_of_it():
     scene = Scene(FULL, DRAFTS, drafted_up_to=4 * CHUNK)
     request, longer = Request("a"), Request("b", run(0, 5 * CHUNK))
     for one in (request, longer):

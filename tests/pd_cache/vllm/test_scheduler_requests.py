@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +30,7 @@ REMOTE = {"do_remote_decode": True}
 # --- hand-offs -------------------------------------------------------------------------------------------------------
 
 
-def test_an_announced_prefix_is_waited_for_with_growing_pauses_until_it_is_there() -> None:
+def test_an_announced_prefix_is_waited_for_with_growing_pauses_until_it_is_there():
     scene, request = Scene(), Request("a", PROMPT, announced(2 * CHUNK))
     for _ in range(3):
         assert scene.ask(request) == (None, False)
@@ -118,7 +118,7 @@ def test_a_prefill_node_announces_what_it_stores_and_what_it_did(layers, options
     assert "do_remote_prefill" not in answer
 
 
-def test_a_prefill_node_counts_what_its_own_cache_had_and_what_it_loaded_as_cached() -> None:
+def test_a_prefill_node_counts_what_its_own_cache_had_and_what_it_loaded_as_cached():
     scene, request = Scene(), Request("a", PROMPT, REMOTE)
     scene.has(request, 2)
     scene.load(request, CHUNK)
@@ -196,7 +196,7 @@ def test_a_request_loads_no_more_than_it_allows_in_whole_chunks_and_waits_for_no
         assert (told.found, told.reason) == (chunks * CHUNK - at_hand // CHUNK * CHUNK, "limited")
 
 
-def test_a_limit_that_allows_the_whole_prompt_is_no_reason() -> None:
+def test_a_limit_that_allows_the_whole_prompt_is_no_reason():
     scene, request = Scene(), Request("a", PROMPT, {"max_load_tokens": len(PROMPT)})
     scene.has(request)
     scene.ask(request)
@@ -213,7 +213,7 @@ def test_a_request_stores_and_announces_no_more_than_it_allows(limit, chunks):
     assert scene.finish(request)["pd_cache"]["prefix_tokens"] == chunks * CHUNK
 
 
-def test_of_a_load_that_fails_as_a_whole_nothing_counts_as_loaded() -> None:
+def test_of_a_load_that_fails_as_a_whole_nothing_counts_as_loaded():
     scene, request = Scene(FULL, WINDOW), Request()
     scene.has(request)
     scene.load(request, 0, list(range(30, 37)), list(range(20, 27)))
@@ -222,7 +222,7 @@ def test_of_a_load_that_fails_as_a_whole_nothing_counts_as_loaded() -> None:
     assert (told.loaded, told.computed, told.reason) == (0, 27, "evicted")
 
 
-def test_a_request_that_may_not_read_the_cache_says_so_and_one_that_ends_early_says_nothing() -> None:
+def test_a_request_that_may_not_read_the_cache_says_so_and_one_that_ends_early_says_nothing():
     scene, request = Scene(), Request("a", skip_reading_prefix_cache=True)
     scene.has(request)
     assert scene.ask(request) == (0, False)
@@ -255,8 +255,8 @@ def image(name: str, offset: int = 10) -> Any:
     ],
 )
 def test_a_prompt_with_an_image_is_named_only_if_its_content_or_a_salt_keeps_the_images_name_apart(
-    made: dict[str, Any], options: dict[str, Any], named: bool, mode: Literal["tokens", "blocks"]
-) -> None:
+    made, options, named, mode
+):
     scene = Scene(hash_mode=mode, **options)
     hashes = [bytes([number]) * 32 for number in range(6)]
     request = Request("a", mm_features=[image("0" * 64)], block_hashes=hashes, **{"kv_transfer_params": REMOTE, **made})
@@ -285,7 +285,7 @@ def test_a_prompt_with_an_image_is_named_only_if_its_content_or_a_salt_keeps_the
         ([image("dog"), image("cat", 19)], 1),
     ],
 )
-def test_of_tokens_an_image_isolates_the_chunks_from_its_first_one_on(images: list[Any], alike: int) -> None:
+def test_of_tokens_an_image_isolates_the_chunks_from_its_first_one_on(images, alike):
     """The image `cat` lies in the second and third of three chunks."""
     scene = Scene(trust_media_ids=True)
     first = Request("a", mm_features=[image("cat")])
@@ -330,7 +330,7 @@ class Recorder(Tracing):
         return [(span.name, span.ended) for span in self.spans]
 
 
-def test_the_wait_for_an_announced_prefix_is_one_span_that_the_requests_end_ends_and_a_load_may_fail() -> None:
+def test_the_wait_for_an_announced_prefix_is_one_span_that_the_requests_end_ends_and_a_load_may_fail():
     scene, request = Scene(tracing=(recorder := Recorder())), Request("a", PROMPT, announced(3 * CHUNK))
     for _ in range(4):
         assert scene.ask(request) == (None, False)

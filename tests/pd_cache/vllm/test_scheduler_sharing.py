@@ -21,7 +21,7 @@ def other_weights(scene: Scene, label: str = "w1") -> None:
     scene.version.reset(label)
 
 
-def test_a_request_that_learns_of_a_label_with_tokens_at_hand_is_not_stored() -> None:
+def test_a_request_that_learns_of_a_label_with_tokens_at_hand_is_not_stored():
     scene, request = Scene(), Request()
     scene.side.reset()
     scene.step()
@@ -32,9 +32,7 @@ def test_a_request_that_learns_of_a_label_with_tokens_at_hand_is_not_stored() ->
 
 @pytest.mark.parametrize("at_hand", [0, CHUNK])
 @pytest.mark.parametrize("name", ["old", "late"])
-def test_what_begins_after_a_change_is_of_the_new_version_also_if_it_was_preempted_for_it(
-    name: str, at_hand: int
-) -> None:
+def test_what_begins_after_a_change_is_of_the_new_version_also_if_it_was_preempted_for_it(name, at_hand):
     scene, old = Scene(), Request("old")
     running(scene, old)
     other_weights(scene)
@@ -50,7 +48,7 @@ def test_what_begins_after_a_change_is_of_the_new_version_also_if_it_was_preempt
     assert (store.label, store.chunks.names) == ("w1", scene.names(request)[:2])
 
 
-def test_what_was_found_and_stored_before_a_change_counts_no_more() -> None:
+def test_what_was_found_and_stored_before_a_change_counts_no_more():
     scene, request, waiting = Scene(), Request(), Request("b")
     running(scene, request)
     assert scene.step(a=CHUNK).stores
@@ -66,7 +64,7 @@ def test_what_was_found_and_stored_before_a_change_counts_no_more() -> None:
     assert store.chunks.names == scene.names(request)[:2], "it was preempted, and computes them anew"
 
 
-def test_while_the_weights_have_no_label_nothing_is_stored_and_no_announced_prefix_is_waited_for() -> None:
+def test_while_the_weights_have_no_label_nothing_is_stored_and_no_announced_prefix_is_waited_for():
     announced = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": len(PROMPT)}}
     scene, request, later = Scene(), Request("a", kv_transfer_params=announced), Request("b")
     scene.side.reset()
@@ -81,14 +79,14 @@ def test_while_the_weights_have_no_label_nothing_is_stored_and_no_announced_pref
     assert (step.label, store.label, store.chunks.names) == ("w2", "w2", scene.names(later)[:2]), "a is from before"
 
 
-def test_the_same_label_again_does_not_make_what_was_computed_in_between_its_own() -> None:
+def test_the_same_label_again_does_not_make_what_was_computed_in_between_its_own():
     scene, request = Scene(), Request("a")
     running(scene, request)
     other_weights(scene, "")
     assert scene.step(a=CHUNK).stores == []
 
 
-def test_what_is_not_stored_because_of_other_weights_is_not_announced() -> None:
+def test_what_is_not_stored_because_of_other_weights_is_not_announced():
     scene, request = Scene(), Request(kv_transfer_params={"do_remote_decode": True})
     running(scene, request)
     scene.side.reset()
@@ -96,7 +94,7 @@ def test_what_is_not_stored_because_of_other_weights_is_not_announced() -> None:
     assert scene.finish(request)["pd_cache"]["prefix_tokens"] == 0
 
 
-def test_a_load_bears_the_version_in_which_its_chunks_were_found() -> None:
+def test_a_load_bears_the_version_in_which_its_chunks_were_found():
     scene, request = Scene(), Request()
     other_weights(scene)
     scene.has(request)
@@ -105,7 +103,7 @@ def test_a_load_bears_the_version_in_which_its_chunks_were_found() -> None:
     assert load.label == "w1"
 
 
-def test_a_node_does_not_wait_for_what_a_node_of_another_version_announces() -> None:
+def test_a_node_does_not_wait_for_what_a_node_of_another_version_announces():
     prefill, decode = Scene(), Scene()
     computed = Request(kv_transfer_params={"do_remote_decode": True})
     running(prefill, computed)

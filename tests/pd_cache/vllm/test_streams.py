@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from pd_cache.reasons import Loaded
-from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.steps import LoadOp, StepReport
 from tests.pd_cache.vllm.histories import CHUNK, PLAIN, PROMPT, WINDOW, Request, Scene, announced, blocks_of
 
@@ -34,7 +33,7 @@ def end(scene: Scene, chunks: int, reason: Any = "none", request_id: str = "a") 
     scene.side.take_report(StepReport(streams={request_id: (1, Loaded(chunks, reason))}))
 
 
-def test_chunks_are_loaded_as_they_appear_and_each_goes_into_vllms_own_cache() -> None:
+def test_chunks_are_loaded_as_they_appear_and_each_goes_into_vllms_own_cache():
     scene = Scene()
     stream = begun(scene)
     blocks, names = blocks_of(stream), scene.names(stream)
@@ -58,7 +57,7 @@ def test_chunks_are_loaded_as_they_appear_and_each_goes_into_vllms_own_cache() -
     assert len(scene.lookups.asked) == asked, "there is nothing more to look for"
 
 
-def test_a_part_counts_when_all_ranks_have_it_and_as_far_as_the_worst_has_it() -> None:
+def test_a_part_counts_when_all_ranks_have_it_and_as_far_as_the_worst_has_it():
     scene = Scene(ranks=2)
     scene.has(begun(scene))
     part(scene)
@@ -70,7 +69,7 @@ def test_a_part_counts_when_all_ranks_have_it_and_as_far_as_the_worst_has_it() -
     assert scene.step().loads == [], "a load that failed is left to the request that is to be answered"
 
 
-def test_blocks_at_hand_count_as_held() -> None:
+def test_blocks_at_hand_count_as_held():
     """Several streams may begin with cached blocks of their own, and keep them from being evicted."""
     scene = Scene()
     begun(scene, 2 * CHUNK)
@@ -80,7 +79,7 @@ def test_blocks_at_hand_count_as_held() -> None:
     )
 
 
-def test_what_vllm_has_at_hand_is_not_written_to() -> None:
+def test_what_vllm_has_at_hand_is_not_written_to():
     scene = Scene()
     stream = begun(scene, CHUNK + CHUNK // 2)
     scene.has(stream)
@@ -89,7 +88,7 @@ def test_what_vllm_has_at_hand_is_not_written_to() -> None:
 
 
 @pytest.mark.parametrize("loads", [False, True], ids=["between two parts", "while a part is loaded"])
-def test_a_cancelled_stream_gives_its_blocks_back_when_nothing_writes_to_them(loads: bool) -> None:
+def test_a_cancelled_stream_gives_its_blocks_back_when_nothing_writes_to_them(loads):
     scene = Scene()
     stream = begun(scene)
     if loads:
@@ -105,7 +104,7 @@ def test_a_cancelled_stream_gives_its_blocks_back_when_nothing_writes_to_them(lo
     assert not scene.side.streams.leaving
 
 
-def test_a_stream_that_nobody_cancels_ends_and_vllm_computes_what_is_missing() -> None:
+def test_a_stream_that_nobody_cancels_ends_and_vllm_computes_what_is_missing():
     scene = Scene()
     stream = begun(scene)
     scene.has(stream, 1)
@@ -117,7 +116,7 @@ def test_a_stream_that_nobody_cancels_ends_and_vllm_computes_what_is_missing() -
     assert scene.step().loads == []
 
 
-def test_a_reset_ends_streams_and_nothing_of_them_gets_into_vllms_own_cache() -> None:
+def test_a_reset_ends_streams_and_nothing_of_them_gets_into_vllms_own_cache():
     scene = Scene()
     stream = begun(scene)
     scene.has(stream)
@@ -132,7 +131,7 @@ def test_a_reset_ends_streams_and_nothing_of_them_gets_into_vllms_own_cache() ->
     assert scene.ask(stream) == (None, False), "it waits on without any, and computes nothing"
 
 
-def test_while_vllm_reserves_blocks_for_streams_that_gave_way_a_load_that_is_refused_is_computed() -> None:
+def test_while_vllm_reserves_blocks_for_streams_that_gave_way_a_load_that_is_refused_is_computed():
     """vLLM reserves the blocks of a load that has failed until its request ends, and so refuses them to other loads."""
     scene, request = Scene(), Request("c", PROMPT[::-1])
     streams = [begun(scene), begun(scene, request_id="b")]
@@ -155,7 +154,7 @@ def test_while_vllm_reserves_blocks_for_streams_that_gave_way_a_load_that_is_ref
     assert scene.ask(request) == loads, "it waits for others' blocks, as without streams"
 
 
-def test_the_request_that_is_to_be_answered_waits_for_the_part_under_way_and_says_what_came() -> None:
+def test_the_request_that_is_to_be_answered_waits_for_the_part_under_way_and_says_what_came():
     scene = Scene()
     stream, request = begun(scene), Request("b", PROMPT, announced(3 * CHUNK))
     scene.has(stream, 2)
@@ -177,7 +176,7 @@ def test_the_request_that_is_to_be_answered_waits_for_the_part_under_way_and_say
     assert (report.streamed, report.at_hand, report.loaded) == (2 * CHUNK, 2 * CHUNK, CHUNK)
 
 
-def test_streams_together_hold_a_bounded_share_of_the_blocks_and_others_wait_without_any() -> None:
+def test_streams_together_hold_a_bounded_share_of_the_blocks_and_others_wait_without_any():
     scene = Scene()
     begun(scene)
     begun(scene, request_id="b")
@@ -189,7 +188,7 @@ def test_streams_together_hold_a_bounded_share_of_the_blocks_and_others_wait_wit
     assert scene.ask(late) == (None, False), "13 blocks are free, and it would take more than half of them"
 
 
-def test_lookups_of_many_streams_are_few() -> None:
+def test_lookups_of_many_streams_are_few():
     scene = Scene()
     scene.pool.num_gpu_blocks = 1 << 20
     scene.pool.get_num_free_blocks = lambda: 1 << 20
@@ -202,7 +201,7 @@ def test_lookups_of_many_streams_are_few() -> None:
     assert 100 <= len(scene.lookups.asked) - before <= 200, "in a second"
 
 
-def test_streams_are_looked_up_in_turn() -> None:
+def test_streams_are_looked_up_in_turn():
     scene = Scene()
     begun(scene)
     other = Request("b", PROMPT[::-1], STREAM)
@@ -215,7 +214,7 @@ def test_streams_are_looked_up_in_turn() -> None:
     assert [load.request_id for load in loads] == ["b"]
 
 
-def test_nothing_is_looked_up_while_the_pool_is_away() -> None:
+def test_nothing_is_looked_up_while_the_pool_is_away():
     scene = Scene()
     stream = begun(scene)
     scene.lookups.here = False
@@ -229,7 +228,7 @@ def test_nothing_is_looked_up_while_the_pool_is_away() -> None:
 @pytest.mark.parametrize(
     ("layer", "caching"), [(WINDOW, True), (PLAIN, False)], ids=["a window", "no cache of vLLM's own"]
 )
-def test_an_engine_that_cannot_do_it_says_so(layer: KeptLayers, caching: bool) -> None:
+def test_an_engine_that_cannot_do_it_says_so(layer, caching):
     scene = Scene(layer)
     scene.manager.enable_caching = caching
     assert not scene.side.streams.possible

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,12 +54,12 @@ class Cache:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def cache() -> Cache:
+def cache():
     return Cache()
 
 
@@ -67,12 +67,12 @@ Make = Callable[..., WorkerSide]
 
 
 @pytest.fixture
-def make(cache: Cache, clock: Clock) -> Iterator[Make]:
-    def worker(*, caches: Any = (cache,), stores: tuple[bool, ...] = (True,), **given: Any) -> WorkerSide:
+def make(cache, clock):
+    def worker(*, caches=(cache,), stores=(True,), **given):
         given = {"version": WeightsVersion(), **given}
         return WorkerSide(caches, stores=stores, load_timeout_s=5.0, device=torch.device("cpu"), clock=clock, **given)
 
-    def end(side: WorkerSide) -> None:
+    def end(side):
         cache.gate.set()
         assert side.close(PATIENCE_S)
 
@@ -87,7 +87,7 @@ def ended(side: WorkerSide, *requests: str) -> EndedLoads:
     """Waits until these loads have ended."""
     all_of = EndedLoads(set(), set(), set())
 
-    def all_ended() -> bool:
+    def all_ended():
         for known, new in zip(all_of, side.take_loads(Step(), set()), strict=True):
             known |= new
         return all_of.finished >= set(requests)
@@ -124,14 +124,14 @@ def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv(make, c
         assert cache.metrics.totals()["troubles", "retrieve", "error_RuntimeError"] == 3
 
 
-def test_a_load_without_names_has_failed(make: Make, cache: Cache) -> None:
+def test_a_load_without_names_has_failed(make, cache):
     side = make()
     side.start(Step(loads=[LoadOp("a", [], BLOCKS)]))
     assert ended(side, "a").bad_blocks == set(BLOCKS)
     assert not cache.calls
 
 
-def test_a_load_that_waited_for_longer_than_its_deadline_is_not_begun(make: Make, cache: Cache, clock: Clock) -> None:
+def test_a_load_that_waited_for_longer_than_its_deadline_is_not_begun(make, cache, clock):
     side = make()
     begun(side, cache, "a", "b")  # as many as there are threads
     side.start(Step(loads=[load("late")]))
@@ -154,7 +154,7 @@ def test_a_load_of_an_aborted_request_is_given_up_before_it_began_and_else_repor
     assert {session for session, _ in cache.calls} == {"a", "b"}
 
 
-def test_groups_load_at_the_same_time_and_a_failed_one_is_reported_when_the_others_copy_no_more(make: Make) -> None:
+def test_groups_load_at_the_same_time_and_a_failed_one_is_reported_when_the_others_copy_no_more(make):
     failed, slow = Cache(), Cache()
     failed.loads = 1
     slow.gate.clear()
@@ -172,7 +172,7 @@ def test_groups_load_at_the_same_time_and_a_failed_one_is_reported_when_the_othe
     slow.gate.set()
 
 
-def test_a_rank_without_layers_of_a_group_loads_the_others(make: Make, cache: Cache) -> None:
+def test_a_rank_without_layers_of_a_group_loads_the_others(make, cache):
     side = make(caches=[cache, None], stores=(True, False))
     side.start(Step(loads=[LoadOp("a", [GroupChunks(place, NAMES, BLOCKS) for place in (1, 0)], [])]))
     assert ended(side, "a") == EndedLoads({"a"}, set(), set())
@@ -196,7 +196,7 @@ def test_the_end_of_a_store_is_reported_so_that_its_blocks_are_given_back(make, 
     assert cache.calls == calls
 
 
-def test_close_gives_up_what_is_queued_and_waits_for_what_runs(make: Make, cache: Cache) -> None:
+def test_close_gives_up_what_is_queued_and_waits_for_what_runs(make, cache):
     side = make()
     begun(side, cache, "a", "b")
     side.save(Step(stores=[StoreOp(1, CHUNKS), StoreOp(2, CHUNKS)]))
@@ -209,7 +209,7 @@ def test_close_gives_up_what_is_queued_and_waits_for_what_runs(make: Make, cache
     assert ended(side, "queued").bad_blocks == set(BLOCKS)
 
 
-def test_the_caches_take_the_version_of_the_weights_from_each_step(make: Make) -> None:
+def test_the_caches_take_the_version_of_the_weights_from_each_step(make):
     version = WeightsVersion()
     side = make(version=version)
     for label in ("w1", None, "", ""):

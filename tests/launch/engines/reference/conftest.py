@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ class SlowModel:
 
 
 @pytest.fixture
-def make_engine() -> Iterator[Callable[..., ReferenceEngine]]:
+def make_engine():
     """Builds engines, with `slow=True` of a SlowModel; afterwards every block is free and every thread gone."""
     engines: list[ReferenceEngine] = []
 
@@ -82,7 +81,7 @@ def make_engine() -> Iterator[Callable[..., ReferenceEngine]]:
 
 
 @pytest.fixture(scope="session")
-def expected() -> Iterator[Callable[[GenerationRequest], list[int]]]:
+def expected():
     """What an engine without a cache answers to a request: the truth that every other way must give."""
     engine = ReferenceEngine.open(tiny_config())
     yield lambda request: tokens_of(engine.submit(request))
@@ -90,7 +89,7 @@ def expected() -> Iterator[Callable[[GenerationRequest], list[int]]]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_compute_thread() -> Iterator[None]:
+def _one_compute_thread():
     """Tiny matrices gain nothing from more, and lose much where the machine is busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -109,7 +109,7 @@ def test_salts_keep_requests_apart(make_engine):
 
 @pytest.mark.parametrize("at", ["find", "load", "store"])
 def test_a_cache_that_raises_costs_time_only(make_engine, expected, at):
-    def fail(call: str) -> None:
+    def fail(call):
         if call == at:
             raise RuntimeError(f"the cache fails at {call}")
 
@@ -322,7 +322,7 @@ def test_a_stream_gives_way_if_a_request_lacks_blocks_and_nothing_else_goes_on(m
 def test_a_request_loads_what_the_pool_has_if_the_load_of_its_stream_broke_off(make_engine, expected):
     cache, moved = holding(make_engine, request_of(64)), {}
 
-    def lose(call: str) -> None:
+    def lose(call):
         while call == "load" and len(cache.chunks) > 1:
             moved.update([cache.chunks.popitem()])
 
@@ -421,7 +421,7 @@ def test_a_bug_in_the_scheduler_ends_every_request_and_is_seen(make_engine, capl
 def test_under_an_erratic_cache_and_cancels_every_answer_is_right_and_no_block_is_lost(make_engine, expected, seed):
     chance, lock, cache = random.Random(seed), threading.Lock(), FakeCache()
 
-    def hiccup(call: str) -> None:
+    def hiccup(call):
         """Answers, raises, hesitates, forgets and reports outages as the seed has it."""
         with lock:
             way, pause = chance.random(), chance.random()

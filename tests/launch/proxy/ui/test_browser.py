@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from launch.discovery import View
@@ -20,7 +18,7 @@ EVIL = "<img src=x onerror=document.title='owned'>"
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(pages, "_INTERVAL_S", 0.2)
 
 
@@ -32,7 +30,7 @@ def counting_evil() -> Behaviour:
     """Metrics that grow with each question, with a reason that is HTML."""
     asked = iter(range(1, 1_000_000))
 
-    async def behaviour(request: Any) -> Any:
+    async def behaviour(request):
         evil = f'pd_cache_missed_tokens_total{{reason="{EVIL[:40]}"}} {next(asked)}\n'
         return await says((METRICS % ((next(asked),) * 3)) + evil.encode())(request)
 

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import socket
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -40,7 +39,7 @@ KEY, OTHER, WATCHING = "sk-0123456789abcdef", "sk-fedcba9876543210", "watch-0123
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """Events and questions follow one another as fast as a test can read them."""
     monkeypatch.setattr(pages, "_INTERVAL_S", 0.05)
 
@@ -49,7 +48,7 @@ def counting() -> Behaviour:
     """Metrics that grow with each question."""
     asked = iter(range(1_000_000))
 
-    async def behaviour(request: Any) -> Any:
+    async def behaviour(request):
         number = next(asked)
         return await says(METRICS % (1000 * number, 10 * number, 10 * number))(request)
 
@@ -85,7 +84,7 @@ def named(event: Any, name: str) -> Any:
 
 
 @scenario
-async def test_events_say_what_nodes_do_now_and_what_became_of_prompts() -> None:
+async def test_events_say_what_nodes_do_now_and_what_became_of_prompts():
     async with cluster() as c:
         told = RequestReport(asked=300, loaded=200, pool=256, computed=100, reason="evicted")
         params = {**PARAMS, "pd_cache": {"report": msgspec.to_builtins(told)}}
@@ -115,7 +114,7 @@ async def test_events_say_what_nodes_do_now_and_what_became_of_prompts() -> None
 
 
 @scenario
-async def test_a_proxy_whose_decode_nodes_are_gone_does_not_serve_and_counts_what_it_refuses() -> None:
+async def test_a_proxy_whose_decode_nodes_are_gone_does_not_serve_and_counts_what_it_refuses():
     async with cluster(health_interval_s=0.1) as c:
         async with follow(c) as response:
             follower = Follower(response)
@@ -129,7 +128,7 @@ async def test_a_proxy_whose_decode_nodes_are_gone_does_not_serve_and_counts_wha
 
 
 @scenario
-async def test_nodes_are_asked_only_while_somebody_follows() -> None:
+async def test_nodes_are_asked_only_while_somebody_follows():
     async with cluster(prefill=0) as c:
         c.decode[0].default = counting()
         await asyncio.sleep(0.2)
@@ -147,7 +146,7 @@ async def test_nodes_are_asked_only_while_somebody_follows() -> None:
 
 
 @scenario
-async def test_segments_are_shown_with_the_nodes_that_give_them() -> None:
+async def test_segments_are_shown_with_the_nodes_that_give_them():
     listed = [
         {"segment_name": "h:1", "size_bytes": 100, "te_endpoint": "", "allocator_used_bytes": 40},
         {"segment_name": "h:2\n<b>", "size_bytes": 100, "te_endpoint": ""},
@@ -155,7 +154,7 @@ async def test_segments_are_shown_with_the_nodes_that_give_them() -> None:
     async with cluster(prefill=0, decode=2) as c:
         node, master = c.decode
 
-        async def behaviour(request: Any) -> Any:
+        async def behaviour(request):
             segments = request.path == "/get_segments_detail"
             return await (answers(200, {"segments": listed}) if segments else says(b"master_key_count 1\n"))(request)
 
@@ -175,7 +174,7 @@ async def test_segments_are_shown_with_the_nodes_that_give_them() -> None:
 
 
 @scenario
-async def test_followers_are_limited_and_a_place_comes_free(monkeypatch) -> None:
+async def test_followers_are_limited_and_a_place_comes_free(monkeypatch):
     monkeypatch.setattr(pages, "_FOLLOWERS", 2)
     async with cluster(prefill=0) as c:
         async with follow(c), follow(c), follow(c) as third, c.post() as response:
@@ -187,12 +186,12 @@ async def test_followers_are_limited_and_a_place_comes_free(monkeypatch) -> None
 
 
 @scenario
-async def test_a_follower_that_never_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_follower_that_never_reads_is_cut_off(monkeypatch):
     monkeypatch.setattr(pages, "_WRITE_S", 0.3)
     monkeypatch.setattr(pages, "_INTERVAL_S", 0.001)
     written = []
 
-    def event(client: str | None) -> bytes:
+    def event(client):
         written.append(1 << 16)
         return b"data: " + b"x" * (1 << 16) + b"\n\n"
 
@@ -208,7 +207,7 @@ async def test_a_follower_that_never_reads_is_cut_off(monkeypatch: pytest.Monkey
 
 
 @scenario
-async def test_followers_are_told_to_go_when_the_proxy_ends() -> None:
+async def test_followers_are_told_to_go_when_the_proxy_ends():
     async with cluster(prefill=0) as c:
         async with follow(c) as response:
             await Follower(response).event()
@@ -218,7 +217,7 @@ async def test_followers_are_told_to_go_when_the_proxy_ends() -> None:
 
 
 @scenario
-async def test_the_page_may_load_nothing_from_elsewhere() -> None:
+async def test_the_page_may_load_nothing_from_elsewhere():
     async with cluster() as c:
         for path, kind in (("/ui", "text/html"), ("/ui/page.css", "text/css"), ("/ui/page.js", "text/javascript")):
             async with c.get(path) as response:
@@ -249,7 +248,7 @@ async def test_with_keys_the_page_is_closed_to_others_and_a_browser_asks_for_one
 
 
 @scenario
-async def test_with_a_clients_key_only_its_own_requests_are_shown(tmp_path: Path) -> None:
+async def test_with_a_clients_key_only_its_own_requests_are_shown(tmp_path):
     async with cluster(**files_of(tmp_path, api_keys=f"alice {KEY}\nbob {OTHER}\n")) as c:
         for number, key in enumerate((KEY, OTHER)):
             await c.ask(headers=bearer(key, X_Request_Id=f"r{number}"))

@@ -12,12 +12,12 @@ from tests.support.waiting import Clock
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock(6000.0)
 
 
 @pytest.fixture
-def recent(clock: Clock) -> RecentRequests:
+def recent(clock):
     return RecentRequests(clock)
 
 
@@ -43,7 +43,7 @@ def test_a_prompt_counts_where_it_came_first_and_not_again_at_the_decode_node(re
     assert (minute.untold, *minute.sources.values()) == expected
 
 
-def test_an_hour_of_minutes_is_kept_and_those_without_requests_are_blank(recent: RecentRequests, clock: Clock) -> None:
+def test_an_hour_of_minutes_is_kept_and_those_without_requests_are_blank(recent, clock):
     for _ in range(100):
         clock.now += 120
         recent.note(EndedRequest("a", 1.0, 0.5, 200, trip(report(computed=1))))
@@ -70,7 +70,7 @@ def test_the_slowest_are_those_whose_first_byte_took_longest_within_the_hour(rec
     assert recent.slowest() == []
 
 
-def test_the_rate_is_that_of_the_present_minute_and_the_last(recent: RecentRequests, clock: Clock) -> None:
+def test_the_rate_is_that_of_the_present_minute_and_the_last(recent, clock):
     for _ in range(18):
         recent.note(EndedRequest("a", 1.0, 0.5, 200, trip(report(computed=1))))
         clock.now += 10
@@ -80,7 +80,7 @@ def test_the_rate_is_that_of_the_present_minute_and_the_last(recent: RecentReque
     assert recent.rate() == 0
 
 
-def test_what_is_kept_has_a_bound(recent: RecentRequests, clock: Clock) -> None:
+def test_what_is_kept_has_a_bound(recent, clock):
     for number in range(20_000):
         recent.note(EndedRequest(f"{number}", float(number), float(number), 200, trip(None, report(loaded=1))))
         clock.now += 0.001 if number % 2000 else 60
@@ -88,14 +88,14 @@ def test_what_is_kept_has_a_bound(recent: RecentRequests, clock: Clock) -> None:
     assert sum(len(minute.slow) for minute in kept) <= MINUTES * SLOWEST
 
 
-def test_failures_are_counted_by_status_and_are_not_without_a_report(recent: RecentRequests) -> None:
+def test_failures_are_counted_by_status_and_are_not_without_a_report(recent):
     for status in (200, 404, 503, 503):
         recent.note(EndedRequest("a", 1.0, None, status, Trip("", ())))
     (minute,) = [one for one in recent.minutes() if one is not None]
     assert (dict(minute.failed), minute.untold) == ({404: 1, 503: 2}, 1)
 
 
-def test_first_token_times_are_those_of_streams(recent: RecentRequests, clock: Clock) -> None:
+def test_first_token_times_are_those_of_streams(recent, clock):
     assert first_token_within(recent.minutes(), 0.5) is None
     for number in range(1, 101):
         recent.note(EndedRequest("a", 60.0, number / 100, 200, trip(None), streamed=True))
@@ -107,7 +107,7 @@ def test_first_token_times_are_those_of_streams(recent: RecentRequests, clock: C
     assert first_token_within(recent.minutes(), 0.99) == 1.0
 
 
-def test_hits_saved_what_they_would_have_taken_at_the_pace_of_misses(recent: RecentRequests) -> None:
+def test_hits_saved_what_they_would_have_taken_at_the_pace_of_misses(recent):
     recent.note(EndedRequest("hit", 9.0, 9.0, 200, trip(report(loaded=900, computed=100)), prefill_s=0.5))
     assert recent.saved_s() is None, "no prompt without hits to compare it with"
     recent.note(EndedRequest("miss", 9.0, 9.0, 200, trip(report(computed=500)), prefill_s=1.0))
@@ -115,7 +115,7 @@ def test_hits_saved_what_they_would_have_taken_at_the_pace_of_misses(recent: Rec
     assert recent.saved_s() == pytest.approx(1000 * 1.0 / 500 - 0.5)
 
 
-def test_only_the_last_reports_are_kept() -> None:
+def test_only_the_last_reports_are_kept():
     recent: RecentReports[int] = RecentReports(most=2)
     for number, name in enumerate(("a", "b", "a", "c")):
         recent.note(name, number)
