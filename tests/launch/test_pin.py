@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,7 +35,7 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
     database, payload = ChunkedTokenDatabase(LARGE), bytes(LARGE.chunk_bytes)
     pinned, unpinned = [1] * 8 * CHUNK, [2] * 8 * CHUNK
 
-    def keys(tokens: list[int]) -> list[str]:
+    def keys(tokens):
         return database.keys(database.name_chunks(tokens))
 
     direct = DirectRule(256, lambda pool: open_lookup(config, "127.0.0.1", *pool[:2]), timeout_s=60.0)
@@ -62,7 +61,7 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
                 while c.proxy.metrics.pinned_objects._value.get() < 8:
                     await asyncio.sleep(0.05)
 
-            def flood(number: int) -> int:
+            def flood(number):
                 return sum(client.put(f"flood/{number}/{index}", payload) == 0 for index in range(16))
 
             stored = number = 0
@@ -83,7 +82,7 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
                 assert number < 1500, "what was released goes like all others"
 
 
-def test_memory_that_is_being_drained_is_no_part_of_the_pool_that_pins_share() -> None:
+def test_memory_that_is_being_drained_is_no_part_of_the_pool_that_pins_share():
     segments = [{"segment_name": f"h:{n}", "te_endpoint": f"h:{n}", "size_bytes": 100 << n} for n in range(3)]
     segments[1]["status"], segments[2]["status"] = "DRAINING", "DRAINED"
     with serving(lambda path: json.dumps({"segments": segments}).encode()) as port:
@@ -92,7 +91,7 @@ def test_memory_that_is_being_drained_is_no_part_of_the_pool_that_pins_share() -
         assert pool_bytes(config, View((master,))) == 100
 
 
-def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path: Path) -> None:
+def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path):
     """The decode node loads through a cache server."""
     prompt = list(range(5 * SMALL + 1))
     with started(tmp_path, proxy={"direct_tokens": 16}, nodes=nodes_of_every_role()) as running:
@@ -142,5 +141,5 @@ def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path: Path) -
         (["--ttl", "9", "--text", "x"], 1, "no proxy has answered"),
     ],
 )
-def test_wrong_pins_end_with_one_line(tmp_path: Path, arguments: list[str], code: int, says: str) -> None:
+def test_wrong_pins_end_with_one_line(tmp_path, arguments, code, says):
     assert says in cli("pin", "-c", cluster_file(tmp_path), *arguments, code=code, input="no list").output

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.pool import Pool, suspend
+from tests.support.pool import suspend
 from tests.support.waiting import beside, together, wait_for
 from tests.transfer.test_store import fresh, opened, put
 from transfer.errors import Status
@@ -41,7 +41,7 @@ def asks_directly(store: MooncakeStore) -> bool:
 # --- a real master ---------------------------------------------------------------------------------------------------
 
 
-def test_it_answers_as_mooncakes_client_does_or_leaves_keys_that_it_cannot_spell_to_it(pool: Pool) -> None:
+def test_it_answers_as_mooncakes_client_does_or_leaves_keys_that_it_cannot_spell_to_it(pool):
     with opened(pool) as (store, staging), contextlib.closing(lookup_rpc(pool.address)) as rpc:
         rpc.connect()
         there = [*fresh(3), *(f"test/{'long' * length}/{fresh(1)[0]}" for length in (30, 60, 900))]
@@ -50,7 +50,7 @@ def test_it_answers_as_mooncakes_client_does_or_leaves_keys_that_it_cannot_spell
 
         @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         @given(st.lists(st.sampled_from(there + absent), min_size=1, max_size=12), st.integers(1, 60))
-        def same(keys: list[str], times: int) -> None:
+        def same(keys, times):
             assert list(rpc.ask(keys * times, later()) or b"") == store._client.batch_is_exist(keys * times)
 
         same()
@@ -67,7 +67,7 @@ def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_ove
         expected = [Status.OK, Status.OK, Status.MISSING]
         wrong: list[object] = []
 
-        def work() -> None:
+        def work():
             for _ in range(200):
                 if (found := store.batch_exist(keys, timeout=PATIENCE)) != expected:
                     wrong.append(found)
@@ -109,7 +109,7 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
         wait_for(lambda: put(store, staging, fresh(1)) == [Status.OK], 20, "the store node being mounted again")
 
 
-def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_short_cut_reaches_it(pool: Pool) -> None:
+def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_short_cut_reaches_it(pool):
     with opened(pool, breaker={"failures": 2, "probe_interval_ms": 3_600_000}) as (store, _):
         wait_for(lambda: asks_directly(store), 20, "the connection being made")
         codes = [1, 0, -900, -901]
@@ -140,7 +140,7 @@ def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_c
     with opened(pool, timeouts={"exist_ms": 1000}, breaker={"failures": 1}) as (store, _):
         wait_for(lambda: asks_directly(store), 20, "the connection being made")
 
-        def too_late(*_: object) -> None:
+        def too_late(*_):
             raise TimeoutError
 
         monkeypatch.setattr(store._lookup_rpc, "ask", too_late)
@@ -209,14 +209,14 @@ def asking(script, *, trial=None, clock=time.monotonic) -> Iterator[tuple[Lookup
             master.shutdown()
 
 
-def test_why_no_master_answers_is_known_before_mooncakes_client_is_asked(pool: Pool) -> None:
+def test_why_no_master_answers_is_known_before_mooncakes_client_is_asked(pool):
     assert why_silent(pool.address, PATIENCE) is None
     assert why_silent("etcd://10.0.0.1:2379", 0.1) is None, "elected: not asked"
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert why_silent(address, 0.1) == "no connection: timed out"
 
-        def answer() -> None:
+        def answer():
             for _ in range(2):  # the first connection has been given up
                 with server.accept()[0] as connection, contextlib.suppress(OSError):
                     connection.sendall(b"HTTP/1.1 400 Bad Request")
@@ -226,7 +226,7 @@ def test_why_no_master_answers_is_known_before_mooncakes_client_is_asked(pool: P
     assert why_silent(address, PATIENCE) == "no connection: Connection refused"
 
 
-def test_an_answer_may_come_byte_by_byte() -> None:
+def test_an_answer_may_come_byte_by_byte():
     with asking(lambda number: (bytes([byte]) for byte in answer(number, verdicts(1, 0, 1)))) as (rpc, master):
         assert [rpc.ask(["a", "b", "c"], later()) for _ in range(3)] == [b"\x01\x00\x01"] * 3
         assert master.accepted == 1
@@ -282,17 +282,17 @@ def test_an_elected_master_and_one_that_speaks_rdma_are_left_to_mooncakes_client
     ],
     ids=["an error for one key", "neither yes nor no", "a key too many", "the end", "the end within an answer"],
 )
-def test_an_answer_without_a_verdict_on_each_key_says_nothing(parts: Callable[[int], list[bytes]], kept: bool) -> None:
+def test_an_answer_without_a_verdict_on_each_key_says_nothing(parts, kept):
     with asking(lambda number: iter(parts(number))) as (rpc, _):
         assert not rpc.wants_connection
         assert rpc.ask(["a", "b"], later()) is None
         assert rpc.wants_connection != kept, "a connection that ended is made anew, at once"
 
 
-def test_bytes_that_keep_coming_do_not_put_off_the_deadline() -> None:
+def test_bytes_that_keep_coming_do_not_put_off_the_deadline():
     now, given_up = 100.0, threading.Event()
 
-    def drip(number: int) -> Iterator[bytes]:
+    def drip(number):
         nonlocal now
         whole = answer(number, verdicts(1))
         for byte in whole[:-1]:
@@ -307,7 +307,7 @@ def test_bytes_that_keep_coming_do_not_put_off_the_deadline() -> None:
         given_up.set()
 
 
-def test_a_deadline_that_has_passed_costs_no_connection_and_one_that_never_comes_is_fine() -> None:
+def test_a_deadline_that_has_passed_costs_no_connection_and_one_that_never_comes_is_fine():
     with asking(lambda number: iter([answer(number, verdicts(1))])) as (rpc, master):
         with pytest.raises(TimeoutError):
             rpc.ask(["a"], time.monotonic())
@@ -315,7 +315,7 @@ def test_a_deadline_that_has_passed_costs_no_connection_and_one_that_never_comes
         assert master.accepted == 1
 
 
-def test_an_answer_that_does_not_come_is_a_time_out_and_its_connection_is_never_used_again() -> None:
+def test_an_answer_that_does_not_come_is_a_time_out_and_its_connection_is_never_used_again():
     with asking(lambda number: iter([])) as (rpc, _):
         with pytest.raises(TimeoutError):
             rpc.ask(["a"], time.monotonic() + 0.05)
@@ -323,7 +323,7 @@ def test_an_answer_that_does_not_come_is_a_time_out_and_its_connection_is_never_
         assert rpc.ask(["a"], later()) is None
 
 
-def test_a_connection_that_was_idle_for_long_is_closed_instead_of_used() -> None:
+def test_a_connection_that_was_idle_for_long_is_closed_instead_of_used():
     now = 100.0
     with asking(lambda number: iter([answer(number, verdicts(1))]), clock=lambda: now) as (rpc, _):
         now += 29
@@ -335,8 +335,8 @@ def test_a_connection_that_was_idle_for_long_is_closed_instead_of_used() -> None
         assert rpc.ask(["a"], now + PATIENCE) == b"\x01"
 
 
-def test_a_closed_one_closes_also_the_connection_that_was_in_use() -> None:
-    def close_and_answer(number: int) -> Iterator[bytes]:
+def test_a_closed_one_closes_also_the_connection_that_was_in_use():
+    def close_and_answer(number):
         rpc.close()
         yield answer(number, verdicts(1))
 
