@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Tokens
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Names, Tokens
 from pd_cache.config import NodeSettings
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVCaches, KVLayout, layer_tensors, shard_tensors
@@ -23,7 +23,7 @@ from pd_cache.paged.base import BlocksOrSlots, LeavingOut, PagedCopier, Slots, l
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.tiers import StorageBackend, open_backend
 from pd_cache.versions import FIRST, PRESENT, WeightsVersion
-from transfer.deadlines import end_in
+from transfer.deadlines import Timeout, end_in
 
 Mask = torch.Tensor | Sequence[bool]
 
@@ -57,13 +57,11 @@ class BlockCache(Protocol):
         """Uses these KV tensors, one per layer, in layer order, for calls that name no others."""
 
     def name_chunks(
-        self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
+        self, tokens: Tokens | None, hashes: Names | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
         """Returns the names of a prompt's whole chunks. The prompt is given as token ids or as the engine's block hashes."""
 
-    def find(
-        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
-    ) -> Found:
+    def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
         """Returns how many chunks, from the first, the cache holds with every shard, and why not more.
 
         The first `at_hand` chunks are not looked up and count as found. A cache server protects what it found from eviction for
@@ -72,13 +70,13 @@ class BlockCache(Protocol):
 
     def store(
         self,
-        names: Sequence[bytes],
+        names: Names,
         blocks: BlocksOrSlots,
         *,
         kv_caches: Any = None,
         after: Any = None,
         label: str | None = PRESENT,
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> list[StoreOutcome]:
         """Stores the chunks that lie in `blocks` of `kv_caches` (by default, of the registered tensors). Returns the outcome of each.
 
@@ -91,13 +89,13 @@ class BlockCache(Protocol):
 
     def load(
         self,
-        names: Sequence[bytes],
+        names: Names,
         blocks: BlocksOrSlots,
         *,
         kv_caches: Any = None,
         session: str = "",
         label: str | None = PRESENT,
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> Loaded:
         """Loads chunks into `blocks`. Returns how many of them, from the first, are there now, from which tiers, and why not more.
 
@@ -190,7 +188,7 @@ class CacheEngine(PrefixLookup):
         self._registered = self._pages(kv_caches)
 
     def name_chunks(
-        self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
+        self, tokens: Tokens | None, hashes: Names | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
         """Returns the names of a prompt's whole chunks, first to last, 8 to 16 bytes each.
 
@@ -203,13 +201,13 @@ class CacheEngine(PrefixLookup):
 
     def store(
         self,
-        names: Sequence[bytes],
+        names: Names,
         blocks: BlocksOrSlots,
         *,
         kv_caches: KVCaches | None = None,
         after: DeviceMark | None = None,
         label: str | None = PRESENT,
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> list[StoreOutcome]:
         """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each transfer has the configured
         timeout."""
@@ -221,13 +219,13 @@ class CacheEngine(PrefixLookup):
 
     def load(
         self,
-        names: Sequence[bytes],
+        names: Names,
         blocks: BlocksOrSlots,
         *,
         kv_caches: KVCaches | None = None,
         session: str = "",
         label: str | None = PRESENT,
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> Loaded:
         """Loads chunks into `blocks` of `kv_caches`. Returns how many of them, from the first, are there now, and why not more.
 
@@ -261,9 +259,7 @@ class CacheEngine(PrefixLookup):
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _run(
-        self, names: Sequence[bytes], blocks: BlocksOrSlots, label: str | None, may_leave_out: LeavingOut
-    ) -> ChunkRun:
+    def _run(self, names: Names, blocks: BlocksOrSlots, label: str | None, may_leave_out: LeavingOut) -> ChunkRun:
         """Checks the arguments and returns the chunks in their places."""
         label = self.label if label == PRESENT else label
         chunks = plan_named(names, blocks, self.layout, self.chunk_size, may_leave_out=may_leave_out)
@@ -383,11 +379,11 @@ class PromptCache:
         self,
         tokens: Tokens | None = None,
         *,
-        hashes: Sequence[bytes] | None = None,
+        hashes: Names | None = None,
         at_hand: int = 0,
         extra_keys: Iterable[ExtraKey] = (),
         session: str = "",
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> int:
         """Returns the length, in tokens, of the longest prefix that the cache holds.
 
@@ -404,10 +400,10 @@ class PromptCache:
         *,
         slot_mapping: torch.Tensor,
         kv_caches: Any = None,
-        hashes: Sequence[bytes] | None = None,
+        hashes: Names | None = None,
         extra_keys: Iterable[ExtraKey] = (),
         label: str | None = PRESENT,
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> int:
         """Stores the whole chunks of a prompt that the pool lacks. Returns how many tokens were newly stored.
 
@@ -428,10 +424,10 @@ class PromptCache:
         *,
         slot_mapping: torch.Tensor,
         kv_caches: Any = None,
-        hashes: Sequence[bytes] | None = None,
+        hashes: Names | None = None,
         extra_keys: Iterable[ExtraKey] = (),
         session: str = "",
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> torch.Tensor:
         """Loads a prompt's chunks into the paged buffer, up to the first that the pool lacks.
 
@@ -452,7 +448,7 @@ class PromptCache:
         tokens: Tokens | None,
         mask: Mask | None,
         slot_mapping: torch.Tensor,
-        hashes: Sequence[bytes] | None,
+        hashes: Names | None,
         extra_keys: Iterable[ExtraKey],
     ) -> _Wanted:
         """Checks the arguments and returns the part of the prompt that is wanted."""

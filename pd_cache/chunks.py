@@ -26,6 +26,11 @@ from pd_cache.decoding import decode_json, prepared
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout
 
+Names = Sequence[bytes]
+"""The names of some of a prompt's chunks, in order."""
+Keys = Sequence[str]
+"""Names in the pool and in the tiers."""
+
 KEY_FORMAT = "pdc1"
 HASH_BYTES = 16
 TOKEN_BYTES = 4
@@ -223,7 +228,7 @@ class ChunkNamer:
         self._lock = threading.Lock()
 
     def name_chunks(
-        self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
+        self, tokens: Tokens | None, hashes: Names | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
         """Returns the name of each whole chunk of a prompt, given as tokens or as the engine's block hashes.
 
@@ -280,7 +285,7 @@ class ChunkNamer:
         return names
 
 
-def stride_hashes(block_hashes: Sequence[bytes], blocks_per_chunk: int) -> list[bytes]:
+def stride_hashes(block_hashes: Names, blocks_per_chunk: int) -> list[bytes]:
     """Returns, from an engine's chained block hashes, the hash of each chunk's last block; nothing is hashed twice.
 
     Short hashes are kept whole; longer ones are truncated to 16 bytes.
@@ -296,7 +301,7 @@ def fold_names(names: Iterable[bytes], identity: bytes) -> list[bytes]:
     return [hashlib.blake2b(name, key=identity, digest_size=HASH_BYTES).digest() for name in names]
 
 
-def check_names(names: Sequence[bytes]) -> None:
+def check_names(names: Names) -> None:
     """Raises ValueError if these cannot be names of one prompt's chunks: they are bytes, all of one width in `NAME_WIDTHS`."""
     widths = set(map(len, names)) if set(map(type, names)) <= {bytes} else {-1}
     if len(widths) > 1 or not widths <= set(NAME_WIDTHS):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pd_cache.chunks import ChunkedTokenDatabase
+from pd_cache.chunks import ChunkedTokenDatabase, Names
 from pd_cache.reasons import Found, worst_reason
 from transfer.errors import Status
 
@@ -39,7 +39,7 @@ class LayerGroups:
         self.keys_per_chunk = sum(space.shards for space in spaces)
         """How many objects a chunk has in all groups together."""
 
-    def keys(self, names: Sequence[bytes], label: str = "") -> list[str]:
+    def keys(self, names: Names, label: str = "") -> list[str]:
         """Returns the keys of every shard of these chunks: group by group, and within a group chunk by chunk."""
         keys: list[str] = []
         for database in self.databases:

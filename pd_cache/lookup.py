@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Namespace, Tokens, check_names
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Keys, Names, Namespace, Tokens, check_names
 from pd_cache.config import NodeSettings
 from pd_cache.groups import LayerGroups, judge
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import ChunkHistory, Found, MissReason, TierChunks
 from pd_cache.versions import WeightsVersion
-from transfer.deadlines import left
+from transfer.deadlines import Timeout, left
 from transfer.errors import Status
 from transfer.store import MooncakeStore
 
@@ -44,9 +44,7 @@ class LooksUp(ABC):
         """False while it is known that nothing can be found."""
 
     @abstractmethod
-    def find(
-        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
-    ) -> Found:
+    def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
         """Returns how long a prefix is; see `BlockCache.find`."""
 
 
@@ -59,7 +57,7 @@ class LookupClient(ABC):
         metrics: CacheMetrics | None = None,
         *,
         cache: LooksUp | None = None,
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> None:
         """`database` names the chunks, and `cache` is asked for them; without one, nothing is found. A lookup waits `timeout` seconds for
         its answer; None: as long as `cache` does by itself."""
@@ -79,7 +77,7 @@ class LookupClient(ABC):
         lookup_id: str | None = None,
         request_configs: Mapping[str, Any] | None = None,
         *,
-        block_hashes: Sequence[bytes] | None = None,
+        block_hashes: Names | None = None,
         at_hand: int = 0,
     ) -> int:
         """Returns the end of the longest contiguous prefix found, in tokens; 0 for a prompt that cannot be named.
@@ -96,7 +94,7 @@ class LookupClient(ABC):
         size = self._database.chunk_size
         return self.find(names, lookup_id, at_hand=at_hand // size).chunks * size
 
-    def find(self, names: Sequence[bytes], lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
+    def find(self, names: Names, lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
         """Returns how many chunks, from the first, are found of a prompt whose chunks are already named, and why not more.
 
         The first `at_hand` chunks are not looked up, and count as found. `lookup_id` names the request in log lines. If a lookup protects
@@ -121,13 +119,13 @@ class LookupClient(ABC):
         if self._cache is not None:
             self._cache.reset(version)
 
-    def stored(self, names: Sequence[bytes]) -> None:  # noqa: B027 - only some clients keep a history
+    def stored(self, names: Names) -> None:  # noqa: B027 - only some clients keep a history
         """Notes that the engine has stored these chunks, so that they count as evicted if a later lookup does not find them."""
 
     def end(self, lookup_id: str) -> None:  # noqa: B027 - only some clients protect anything
         """Releases what the lookups of this id protect. Call it when the request is over."""
 
-    def renew(self, names: Sequence[bytes]) -> tuple[str, int] | None:
+    def renew(self, names: Names) -> tuple[str, int] | None:
         """Keeps the objects of these chunks, in all groups of layers, from eviction for another lease, as far as the pool has them.
 
         Returns the weights' label and how many objects the pool has. None if one of them is not known, or if this client has no pool.
@@ -160,12 +158,12 @@ class HoldsKeys(Protocol):
     """What a lookup asks about keys: tiers, or the pool alone. See `StorageBackend`."""
 
     @property
-    def near(self) -> Callable[[Sequence[str]], TierChunks] | None: ...
+    def near(self) -> Callable[[Keys], TierChunks] | None: ...
 
     @property
     def available(self) -> bool: ...
 
-    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]: ...
+    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]: ...
 
 
 class PrefixLookup(LooksUp):
@@ -196,9 +194,7 @@ class PrefixLookup(LooksUp):
         """Whether nothing is asked any more."""
         return False
 
-    def find(
-        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
-    ) -> Found:
+    def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
         """Returns how many chunks, from the first, the tiers hold with every shard, and why not more.
 
         The first `at_hand` chunks are not looked up and count as found. `session` has no effect: a lookup protects nothing here. `timeout`
@@ -221,9 +217,7 @@ class PrefixLookup(LooksUp):
         return count_found(self, names, at_hand, statuses, label)
 
 
-def count_found(
-    lookup: PrefixLookup, names: Sequence[bytes], at_hand: int, statuses: Sequence[Status], label: str
-) -> Found:
+def count_found(lookup: PrefixLookup, names: Names, at_hand: int, statuses: Sequence[Status], label: str) -> Found:
     """Returns how many of the first chunks were found, and why not more. Counts their tokens.
 
     `statuses` are those of the chunks after the first `at_hand`, in the order of `LayerGroups.keys`, in the weights version `label`.
@@ -259,7 +253,7 @@ class _Pools:
     def available(self) -> bool:
         return self.store.available
 
-    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
         assert timeout is not None
         end = time.monotonic() + timeout
         statuses = self.store.batch_exist(list(keys), timeout=timeout)
@@ -305,7 +299,7 @@ class MooncakeLookupClient(LookupClient):
         self.version = self._prefix.version
         super().__init__(groups.first, self._prefix.metrics, cache=self._prefix, timeout=self._exist_s)
 
-    def renew(self, names: Sequence[bytes]) -> tuple[str, int] | None:
+    def renew(self, names: Names) -> tuple[str, int] | None:
         groups, label, found = self._prefix.groups, self.version.label, 0
         step = max(1, _RENEWED // groups.keys_per_chunk)
         if label is None:
@@ -318,7 +312,7 @@ class MooncakeLookupClient(LookupClient):
             found += statuses.count(Status.OK)
         return label, found
 
-    def stored(self, names: Sequence[bytes]) -> None:
+    def stored(self, names: Names) -> None:
         if self._prefix.history is not None:
             self._prefix.history.note(names)
 
@@ -337,7 +331,7 @@ class BypassLookupClient(LookupClient):
         metadata: CacheMetadata,
         engine: PrefixLookup,
         *,
-        timeout: float | None = None,
+        timeout: Timeout = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
         """`engine` is a `CacheEngine`. `timeout` (s) bounds each lookup. Raises ValueError if the namespace of `config` and `metadata` is not

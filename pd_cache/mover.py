@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from pd_cache.chunks import ChunkedTokenDatabase
+from pd_cache.chunks import ChunkedTokenDatabase, Names
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged.base import PagedCopier, PendingCopy
 from pd_cache.reasons import ChunkHistory, Loaded, StoreOutcome, TierChunks, miss_reason
@@ -42,7 +42,7 @@ Pages = Callable[[], AbstractContextManager[Sequence[PagedCopier]]]
 class ChunkRun(NamedTuple):
     """Chunks of a prompt: their names, the keys of their objects, and their blocks in a paged cache."""
 
-    names: Sequence[bytes]
+    names: Names
     keys: list[str]
     """Chunk by chunk, and within a chunk shard by shard."""
     chunks: list[torch.Tensor]

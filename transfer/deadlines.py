@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from typing import overload
 
+Timeout = float | None
+"""How many seconds a call may take; None for the configured ones, or for any number."""
+
 
 @overload
 def left(end: float) -> float: ...

@@ -38,7 +38,7 @@ from pd_cache.objects.values import (
 )
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend, open_backend
 from pd_cache.tiers.memory import SELF_SIZED, Damage
-from transfer.deadlines import left
+from transfer.deadlines import Timeout, left
 from transfer.errors import PoolUnavailableError, Status
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ Target = Callable[[PartHeader], Memory | str]
 class Deadline:
     """When an operation has to end: `timeout` seconds from now, or never, and in any case once it is `cut`."""
 
-    def __init__(self, timeout: float | None) -> None:
+    def __init__(self, timeout: Timeout) -> None:
         self._end = math.inf if timeout is None else time.monotonic() + timeout
 
     @classmethod

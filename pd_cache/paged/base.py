@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from pd_cache.chunks import check_names
+from pd_cache.chunks import Names, check_names
 from pd_cache.layout import KVLayout
 
 
@@ -115,7 +115,7 @@ def plan(
 
 
 def plan_named(
-    names: Sequence[bytes], places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: LeavingOut
+    names: Names, places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: LeavingOut
 ) -> list[torch.Tensor]:
     """Returns `plan` of the places of these chunks. Raises ValueError as it does, for other names, or for places of another number of
     chunks."""

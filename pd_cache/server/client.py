@@ -15,6 +15,7 @@ from pd_cache.chunks import (
     ChunkedTokenDatabase,
     ChunkNamer,
     ExtraKey,
+    Names,
     Tokens,
     check_names,
 )
@@ -37,6 +38,7 @@ from pd_cache.server.protocol import (
     Stored,
 )
 from pd_cache.versions import FIRST, PRESENT, WeightsVersion
+from transfer.deadlines import Timeout
 
 R = TypeVar("R")
 
@@ -101,7 +103,7 @@ class RemoteCache(LooksUp):
         self._tensors, self._layout, self._chunk_bytes = tensors, layout, chunk_bytes
 
     def name_chunks(
-        self, tokens: Tokens | None, hashes: Sequence[bytes] | None = None, extra_keys: Iterable[ExtraKey] = ()
+        self, tokens: Tokens | None, hashes: Names | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
         """Returns the names of a prompt's whole chunks, first to last, 8 to 16 bytes each.
 
@@ -114,9 +116,7 @@ class RemoteCache(LooksUp):
 
     # --- operations that wait for their end ----------------------------------------------------------------------
 
-    def find(
-        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
-    ) -> Found:
+    def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
         """Returns how many chunks, from the first, the server's cache holds with every shard, and why not more.
 
         The first `at_hand` chunks are not looked up and count as found. The server protects what it found from eviction for `session`,
@@ -126,13 +126,13 @@ class RemoteCache(LooksUp):
 
     def store(
         self,
-        names: Sequence[bytes],
+        names: Names,
         blocks: BlocksOrSlots,
         *,
         kv_caches: Any = None,
         after: Any = None,
         label: str | None = PRESENT,
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> list[StoreOutcome]:
         """Stores the chunks that lie in `blocks` of the registered tensors. Returns the outcome of each.
 
@@ -145,13 +145,13 @@ class RemoteCache(LooksUp):
 
     def load(
         self,
-        names: Sequence[bytes],
+        names: Names,
         blocks: BlocksOrSlots,
         *,
         kv_caches: Any = None,
         session: str = "",
         label: str | None = PRESENT,
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> Loaded:
         """Loads chunks into `blocks` of the registered tensors. Returns how many of them, from the first, are there now, and why not more.
 
@@ -165,7 +165,7 @@ class RemoteCache(LooksUp):
     # --- operations that only begin ------------------------------------------------------------------------------
 
     def begin_lookup(
-        self, names: Sequence[bytes], *, at_hand: int = 0, session: str = "", timeout: float | None = None
+        self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None
     ) -> UnderWay[Found]:
         """Begins a lookup; arguments as for `find`."""
         check_names(names)
@@ -184,13 +184,13 @@ class RemoteCache(LooksUp):
 
     def begin_store(
         self,
-        names: Sequence[bytes],
+        names: Names,
         blocks: BlocksOrSlots,
         *,
         session: str = "",
         after: Any = None,
         label: str | None = PRESENT,
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> UnderWay[list[StoreOutcome]]:
         """Begins to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
         pending = UnderWay(self, "store", functools.partial(self._stored, len(names)))
@@ -200,13 +200,13 @@ class RemoteCache(LooksUp):
 
     def begin_retrieve(
         self,
-        names: Sequence[bytes],
+        names: Names,
         blocks: BlocksOrSlots,
         *,
         session: str = "",
         after: Any = None,
         label: str | None = PRESENT,
-        timeout: float | None = None,
+        timeout: Timeout = None,
     ) -> UnderWay[Loaded]:
         """Begins to load; arguments as for `load`. The server may write to the blocks until it has ended."""
         label = self.label if label == PRESENT else label
@@ -243,11 +243,11 @@ class RemoteCache(LooksUp):
         pending: UnderWay[Any],
         kind: type[Store] | type[Retrieve],
         session: str,
-        names: Sequence[bytes],
+        names: Names,
         blocks: BlocksOrSlots,
         after: Any,
         label: str | None,
-        timeout: float | None,
+        timeout: Timeout,
     ) -> None:
         seconds = self._move_timeout_s if timeout is None else timeout
         layers = self.connection.hello.engine.layers

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
+from pd_cache.chunks import Names
 from pd_cache.lookup import PrefixLookup, count_found
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.models import Model
@@ -38,7 +39,7 @@ class FoundChunks(NamedTuple):
 
     model: Hashable
     backend: StorageBackend
-    names: Sequence[bytes]
+    names: Names
     shards: Sequence[Sequence[str]]
     """The chunks' keys, one list for each rank, which loads its own."""
 
@@ -106,7 +107,7 @@ class Sessions:
             while self._keys > self._most_keys:
                 self._end(*next(iter(self._sessions)))
 
-    def loaded(self, name: str, model: Hashable, rank: int, names: Sequence[bytes]) -> None:
+    def loaded(self, name: str, model: Hashable, rank: int, names: Names) -> None:
         """Releases what the request's session holds for a rank, which has loaded it.
 
         The client that looks up and the client that loads belong to one engine. If several engines of a model have requests of the

@@ -16,9 +16,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
+from pd_cache.chunks import Keys
 from pd_cache.layout import checksum
 from pd_cache.reasons import TierChunks
 from pd_cache.tiers.memory import Damage, Fetched, ObjectMemory, Staged, TierKind
+from transfer.deadlines import Timeout
 from transfer.errors import Status
 
 
@@ -50,7 +52,7 @@ class StorageBackend(ABC):
     """How many payloads a caller should best hand over together."""
     kind: TierKind = "pool"
     """What the tier keeps objects in. A write into memory has ended when `batched_put` returns."""
-    near: Callable[[Sequence[str]], TierChunks] | None = None
+    near: Callable[[Keys], TierChunks] | None = None
     """Returns how many of these keys are in tiers of this host. Does not ask the pool, whose part is 0. None if there is no such tier."""
 
     @property
@@ -63,10 +65,10 @@ class StorageBackend(ABC):
         """Waits until the backend is open. Raises PoolUnavailableError after `timeout` seconds."""
 
     @abstractmethod
-    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
         """Returns OK or MISSING for each key, or another status if the backend cannot find out."""
 
-    def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_wants(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
         """Does the same as `batched_contains` for a caller that is about to put: MISSING means that a put would be of use.
 
         The two differ if there are several tiers: a key may be in one tier and missing in the tier that other nodes read.
@@ -75,7 +77,7 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def batched_fetch(
-        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
     ) -> Generator[list[Fetched], None, None]:
         """Yields each key's outcome, in order; in one list those that are there together. No key may occur twice. Closing the iterator early
         gives up the rest.
@@ -88,7 +90,7 @@ class StorageBackend(ABC):
         """
 
     def batched_get(
-        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
     ) -> Generator[Fetched, None, None]:
         """Yields what `batched_fetch` does, one outcome at a time. The caller must release each."""
         with contextlib.closing(self.batched_fetch(keys, payload_bytes=payload_bytes, timeout=timeout)) as fetches:
@@ -121,39 +123,39 @@ class StorageBackend(ABC):
         """Forgets an object of this tier that turned out to be damaged."""
 
     @abstractmethod
-    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+    def stage(self, *, payload_bytes: int | None = None, timeout: Timeout = None) -> Staged | None:
         """Returns memory for one payload of this size, or None if none came free in time."""
 
-    def wait_room(self, timeout: float | None = None) -> bool:
+    def wait_room(self, timeout: Timeout = None) -> bool:
         """Waits until a put would be accepted. Returns False after `timeout` seconds. The caller must hold no staged memory."""
         return True
 
     @abstractmethod
-    def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
+    def batched_put(self, keys: Keys, staged: Sequence[Staged], *, timeout: Timeout = None) -> PutOutcome:
         """Begins to write each payload under its key. Takes over the staged memory.
 
         Raises ValueError if this backend's `stage` did not lend the memory, or if there is not one piece for each key.
         """
 
     @abstractmethod
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
+    def batched_remove(self, keys: Keys, *, timeout: Timeout = None, force: bool = False) -> list[Status]:
         """Removes keys. The status is MISSING for a key that is not there, and BUSY for one that a reader uses.
 
         A lookup in the pool counts as a use until its lease ends. With `force` it does not; a read that goes on meanwhile may find damage.
         """
 
-    def pin(self, keys: Sequence[str]) -> Sequence[str]:
+    def pin(self, keys: Keys) -> Keys:
         """Protects keys from eviction from local tiers, each until one `unpin`. Returns the keys that are pinned now.
 
         It does not protect the pool's objects; `batched_contains` does, by renewing their lease.
         """
         return ()
 
-    def unpin(self, keys: Sequence[str]) -> None:  # noqa: B027 - a backend that never pins has nothing to undo
+    def unpin(self, keys: Keys) -> None:  # noqa: B027 - a backend that never pins has nothing to undo
         """Undoes one `pin` of each key."""
 
     @abstractmethod
-    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+    def annotate(self, key: str, value: bytes, *, timeout: Timeout = None) -> Status:
         """Leaves a small object for people and tools, such as a namespace's manifest."""
 
     @abstractmethod

@@ -43,13 +43,14 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from pd_cache.chunks import Keys
 from pd_cache.config import DiskTier
 from pd_cache.metrics import TierMetrics
 from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.index import Entry, EvictingIndex
 from pd_cache.tiers.memory import SELF_SIZED, Damage, Fetched, ObjectMemory, Staged, inspect
 from transfer.calls import Call, CallThreads
-from transfer.deadlines import end_in, left
+from transfer.deadlines import Timeout, end_in, left
 from transfer.errors import PoolUnavailableError, Status
 from transfer.settings import Timeouts
 from transfer.staging import Quota
@@ -369,14 +370,14 @@ class LocalDiskBackend(StorageBackend):
             if not self.available:
                 raise PoolUnavailableError(f"{self.folder.root} cannot be used: {self.trouble or 'not opened yet'}")
 
-    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
         if not self.available:
             return [self.state] * len(keys)
         found = self.index.contains([digest_of(key) for key in keys])
         return [Status.OK if there else Status.MISSING for there in found]
 
     def batched_fetch(
-        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         longest = self._timeouts.get_ms / 1000
@@ -401,13 +402,13 @@ class LocalDiskBackend(StorageBackend):
             for unused in ahead:
                 unused.release()
 
-    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+    def stage(self, *, payload_bytes: int | None = None, timeout: Timeout = None) -> Staged | None:
         deadline = time.monotonic() + self._put_seconds(timeout)
         if not self.wait_room(timeout):
             return None
         return self.memory.stage(left(deadline), payload_bytes=payload_bytes)
 
-    def wait_room(self, timeout: float | None = None) -> bool:
+    def wait_room(self, timeout: Timeout = None) -> bool:
         """Waits until at most half of the slots for writes are taken, or the tier takes no puts."""
         with self.changed:
             return self.changed.wait_for(
@@ -415,7 +416,7 @@ class LocalDiskBackend(StorageBackend):
                 min(self._put_seconds(timeout), threading.TIMEOUT_MAX),
             )
 
-    def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
+    def batched_put(self, keys: Keys, staged: Sequence[Staged], *, timeout: Timeout = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
         deadline = time.monotonic() + self._put_seconds(timeout)
         try:
@@ -424,12 +425,12 @@ class LocalDiskBackend(StorageBackend):
             for item in items:
                 item.release()
 
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
+    def batched_remove(self, keys: Keys, *, timeout: Timeout = None, force: bool = False) -> list[Status]:
         if self.state not in (Status.OK, Status.NO_SPACE):
             return [self.state] * len(keys)
         return [self._remove(digest_of(key)) for key in keys]
 
-    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+    def annotate(self, key: str, value: bytes, *, timeout: Timeout = None) -> Status:
         if self.state is not Status.OK:
             return self.state
         end = time.monotonic() + self._put_seconds(None)
@@ -458,7 +459,7 @@ class LocalDiskBackend(StorageBackend):
                 "tier %s: calls to the disk outlived close(); this process keeps its folder", self._metrics.tier
             )
 
-    def _put_seconds(self, timeout: float | None) -> float:
+    def _put_seconds(self, timeout: Timeout) -> float:
         return self._timeouts.put_ms / 1000 if timeout is None else timeout
 
     def _rejection(self) -> Status:

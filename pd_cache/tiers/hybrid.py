@@ -23,12 +23,13 @@ from collections.abc import Generator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from pd_cache.chunks import Keys
 from pd_cache.config import PromotionName
 from pd_cache.metrics import TierMetrics
 from pd_cache.reasons import TierChunks
 from pd_cache.tiers.base import PutOutcome, Settled, StorageBackend
 from pd_cache.tiers.memory import Fetched, Staged, TierKind
-from transfer.deadlines import end_in, left
+from transfer.deadlines import Timeout, end_in, left
 from transfer.errors import PoolUnavailableError, Status
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class HybridBackend(StorageBackend):
                 tier.backend.wait_available(left(end))
         self._stored[-1].backend.wait_available(left(end))
 
-    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
         statuses = [Status.MISSING] * len(keys)
         deadline = end_in(timeout)
         for tier in self.tiers:
@@ -98,7 +99,7 @@ class HybridBackend(StorageBackend):
                     statuses[index] = answer
         return statuses
 
-    def near(self, keys: Sequence[str]) -> TierChunks:
+    def near(self, keys: Keys) -> TierChunks:
         counts: Counter[TierKind] = Counter()
         for tier in self.tiers:
             if (kind := tier.backend.kind) != "pool":
@@ -107,7 +108,7 @@ class HybridBackend(StorageBackend):
                 keys = [key for key, status in zip(keys, there, strict=True) if status is not Status.OK]
         return TierChunks(counts["memory"], counts["disk"])
 
-    def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_wants(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
         """Returns MISSING for a key that the last tier lacks in which chunks are stored, or that no such tier has while that one cannot find
         out."""
         *before, last = self._stored
@@ -123,23 +124,23 @@ class HybridBackend(StorageBackend):
         return statuses
 
     def batched_fetch(
-        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         return self._read(keys, size, 0, end_in(timeout))
 
-    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+    def stage(self, *, payload_bytes: int | None = None, timeout: Timeout = None) -> Staged | None:
         """Stages as the last tier does, after waiting, within `timeout`, until no blocking tier has too much to write."""
         deadline = end_in(timeout)
         if not self.wait_room(timeout) and timeout == 0.0:
             return None  # the caller already holds memory; it puts that first
         return self._stored[-1].backend.stage(payload_bytes=payload_bytes, timeout=left(deadline))
 
-    def wait_room(self, timeout: float | None = None) -> bool:
+    def wait_room(self, timeout: Timeout = None) -> bool:
         deadline = end_in(timeout)
         return all(tier.backend.wait_room(left(deadline)) for tier in self._stored if tier.blocking)
 
-    def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
+    def batched_put(self, keys: Keys, staged: Sequence[Staged], *, timeout: Timeout = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
         try:
             if self._closed:
@@ -157,7 +158,7 @@ class HybridBackend(StorageBackend):
             for item in items:
                 item.release()
 
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
+    def batched_remove(self, keys: Keys, *, timeout: Timeout = None, force: bool = False) -> list[Status]:
         statuses = [Status.MISSING] * len(keys)
         for tier in self.tiers:
             for index, answer in enumerate(tier.backend.batched_remove(keys, timeout=timeout, force=force)):
@@ -166,14 +167,14 @@ class HybridBackend(StorageBackend):
                     statuses[index] = answer
         return statuses
 
-    def pin(self, keys: Sequence[str]) -> Sequence[str]:
+    def pin(self, keys: Keys) -> Keys:
         """Pins in the first tier only, so that it is clear which tier has a pin."""
         return self.tiers[0].backend.pin(keys)
 
-    def unpin(self, keys: Sequence[str]) -> None:
+    def unpin(self, keys: Keys) -> None:
         self.tiers[0].backend.unpin(keys)
 
-    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+    def annotate(self, key: str, value: bytes, *, timeout: Timeout = None) -> Status:
         answers = [tier.backend.annotate(key, value, timeout=timeout) for tier in self._stored]
         return answers[-1]
 
@@ -185,9 +186,7 @@ class HybridBackend(StorageBackend):
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def _read(
-        self, keys: Sequence[str], size: int, floor: int, deadline: float | None
-    ) -> Generator[list[Fetched], None, None]:
+    def _read(self, keys: Keys, size: int, floor: int, deadline: float | None) -> Generator[list[Fetched], None, None]:
         """Yields each key's outcome from the first tier that knows it, beginning with tier number `floor`.
 
         What a tier lacks after all is read from the tiers behind, misses in a row together. Then the tier is asked for the rest, one key, two,
@@ -236,7 +235,7 @@ class HybridBackend(StorageBackend):
             return Fetched(None, lost.value)
         return fetched
 
-    def _levels(self, keys: Sequence[str], floor: int, timeout: float | None) -> list[int]:
+    def _levels(self, keys: Keys, floor: int, timeout: Timeout) -> list[int]:
         """Returns, for each key, the number of the first tier from `floor` on that knows it, or the last tier's if no other does."""
         last = len(self.tiers) - 1
         levels = [last] * len(keys)
@@ -310,7 +309,7 @@ class _TierWrite(NamedTuple):
         return statuses
 
 
-def _begin(tier: Tier, keys: Sequence[str], items: Sequence[Staged], timeout: float | None) -> _TierWrite:
+def _begin(tier: Tier, keys: Keys, items: Sequence[Staged], timeout: Timeout) -> _TierWrite:
     shares = [item.share() for item in items]
     return _TierWrite(tier, tier.backend.batched_put(keys, shares, timeout=timeout), len(keys))
 
@@ -341,7 +340,7 @@ class _WriteBehind:
         self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True)
         self._thread.start()
 
-    def put(self, tier: Tier, keys: Sequence[str], items: Sequence[Staged], timeout: float | None) -> None:
+    def put(self, tier: Tier, keys: Keys, items: Sequence[Staged], timeout: Timeout) -> None:
         """Begins to write the chunks that fit, and counts the others as dropped."""
         if tier.backend.kind == "memory":
             _begin(tier, keys, items, timeout).results()

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
+from pd_cache.chunks import Keys
 from pd_cache.config import EvictionName
 from transfer.errors import Status
 
@@ -57,7 +58,7 @@ class EvictingIndex(Generic[R]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def contains(self, keys: Sequence[str]) -> list[bool]:
+    def contains(self, keys: Keys) -> list[bool]:
         """Returns, for each key, whether it is there. Does not count as a use."""
         with self._lock:
             entries = self._entries

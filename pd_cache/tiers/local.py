@@ -10,11 +10,13 @@ import logging
 import threading
 from collections.abc import Generator, Sequence
 
+from pd_cache.chunks import Keys
 from pd_cache.config import LocalTier
 from pd_cache.metrics import TierMetrics
 from pd_cache.tiers.base import PutOutcome, Settled, StorageBackend
 from pd_cache.tiers.index import Entry, EvictingIndex
 from pd_cache.tiers.memory import Damage, Fetched, ObjectMemory, Staged, inspect, slots_of
+from transfer.deadlines import Timeout
 from transfer.errors import Status
 from transfer.settings import Timeouts
 
@@ -53,13 +55,13 @@ class LocalBackend(StorageBackend):
     def wait_available(self, timeout: float) -> None:
         return
 
-    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
         if self._closed:
             return [Status.CLOSED] * len(keys)
         return [Status.OK if found else Status.MISSING for found in self.index.contains(keys)]
 
     def batched_fetch(
-        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         pins: list[Entry[Staged] | None] = []  # as many as `served` belong to outcomes
@@ -80,12 +82,12 @@ class LocalBackend(StorageBackend):
                 if left is not None:
                     self._unpin(left)
 
-    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+    def stage(self, *, payload_bytes: int | None = None, timeout: Timeout = None) -> Staged | None:
         return self.memory.stage(
             self._timeouts.put_ms / 1000 if timeout is None else timeout, payload_bytes=payload_bytes
         )
 
-    def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
+    def batched_put(self, keys: Keys, staged: Sequence[Staged], *, timeout: Timeout = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
         statuses: list[Status] = []
         try:
@@ -96,10 +98,10 @@ class LocalBackend(StorageBackend):
                 item.release()
         return Settled(statuses)
 
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
+    def batched_remove(self, keys: Keys, *, timeout: Timeout = None, force: bool = False) -> list[Status]:
         return [self._remove(key) for key in keys]
 
-    def pin(self, keys: Sequence[str]) -> Sequence[str]:
+    def pin(self, keys: Keys) -> Keys:
         """Pins at most half of the entries, so that new objects find room."""
         pinned = []
         with self._holding:
@@ -111,7 +113,7 @@ class LocalBackend(StorageBackend):
                     pinned.append(key)
         return pinned
 
-    def unpin(self, keys: Sequence[str]) -> None:
+    def unpin(self, keys: Keys) -> None:
         with self._holding:
             for key in keys:
                 if pins := self._kept_pins.get(key):
@@ -119,7 +121,7 @@ class LocalBackend(StorageBackend):
                     if not pins:
                         del self._kept_pins[key]
 
-    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+    def annotate(self, key: str, value: bytes, *, timeout: Timeout = None) -> Status:
         return Status.CLOSED if self._closed else Status.OK  # nobody would read a note in memory
 
     def close(self) -> None:

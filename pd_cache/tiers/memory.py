@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from pd_cache.chunks import Keys
 from pd_cache.layout import checksum
 from transfer.errors import Status
 from transfer.staging import Quota, Slot, StagingPool
@@ -239,7 +240,7 @@ class ObjectMemory:
         """The reason why `stage` lent nothing, as the reason of a miss."""
         return Status.CLOSED.value if self.pool.closed else "no_staging"
 
-    def own(self, staged: Sequence[Staged], keys: Sequence[str]) -> list[Staged]:
+    def own(self, staged: Sequence[Staged], keys: Keys) -> list[Staged]:
         """Returns `staged`, checked. Raises ValueError unless `stage` lent each piece and there is one for each key."""
         own = [item for item in staged if item.memory.pool is self.pool]
         if len(own) != len(keys) or len(staged) != len(keys):

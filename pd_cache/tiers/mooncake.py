@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
+from pd_cache.chunks import Keys
 from pd_cache.config import MooncakeTier, NodeSettings
 from pd_cache.layout import checksum
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.memory import TRAILER_BYTES, Damage, Fetched, ObjectMemory, Staged, inspect, payload_size, slots_of
-from transfer.deadlines import end_in, left
+from transfer.deadlines import Timeout, end_in, left
 from transfer.errors import Status
 from transfer.staging import Pin, Quota, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
@@ -105,13 +106,13 @@ class MooncakeBackend(StorageBackend):
     def wait_available(self, timeout: float) -> None:
         self.store.wait_open(timeout)
 
-    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
         return self.store.batch_exist(
             list(keys), timeout=self._timeouts.exist_ms / 1000 if timeout is None else timeout
         )
 
     def batched_fetch(
-        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         longest = self._timeouts.get_ms / 1000
@@ -160,10 +161,10 @@ class MooncakeBackend(StorageBackend):
                 for slot in batch_left.slots:
                     slot.release()
 
-    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+    def stage(self, *, payload_bytes: int | None = None, timeout: Timeout = None) -> Staged | None:
         return self.memory.stage(self._seconds(timeout, self._timeouts.put_ms), self._puts, payload_bytes=payload_bytes)
 
-    def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
+    def batched_put(self, keys: Keys, staged: Sequence[Staged], *, timeout: Timeout = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
         try:
             sizes = [item.seal(key) for key, item in zip(keys, items, strict=True)]
@@ -174,12 +175,12 @@ class MooncakeBackend(StorageBackend):
             for item in items:
                 item.release()
 
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
+    def batched_remove(self, keys: Keys, *, timeout: Timeout = None, force: bool = False) -> list[Status]:
         if self._closed:
             return [Status.CLOSED] * len(keys)
         return self.store.remove(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms), force=force)
 
-    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+    def annotate(self, key: str, value: bytes, *, timeout: Timeout = None) -> Status:
         if self._closed:
             return Status.CLOSED
         return self.store.put_small(key, value, timeout=self._seconds(timeout, self._timeouts.exist_ms))
@@ -190,7 +191,7 @@ class MooncakeBackend(StorageBackend):
         if self._owns_memory:
             self.staging.close()
 
-    def _seconds(self, timeout: float | None, default_ms: int) -> float:
+    def _seconds(self, timeout: Timeout, default_ms: int) -> float:
         return default_ms / 1000 if timeout is None else timeout
 
     def _lease(self, count: int, deadline: float) -> deque[Slot]:

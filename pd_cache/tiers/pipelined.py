@@ -13,8 +13,10 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from pd_cache.chunks import Keys
 from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.memory import Fetched, Staged
+from transfer.deadlines import Timeout
 from transfer.errors import Status
 
 
@@ -37,14 +39,14 @@ class PipelinedBackend(StorageBackend):
     def wait_available(self, timeout: float) -> None:
         self.inner.wait_available(timeout)
 
-    def batched_contains(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
         return self.inner.batched_contains(keys, timeout=timeout)
 
-    def batched_wants(self, keys: Sequence[str], *, timeout: float | None = None) -> list[Status]:
+    def batched_wants(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
         return self.inner.batched_wants(keys, timeout=timeout)
 
     def batched_fetch(
-        self, keys: Sequence[str], *, payload_bytes: int | None = None, timeout: float | None = None
+        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
     ) -> Generator[list[Fetched], None, None]:
         fetches = self.inner.batched_fetch(keys, payload_bytes=payload_bytes, timeout=timeout)
         pump = ThreadPoolExecutor(1, "read-ahead")
@@ -75,25 +77,25 @@ class PipelinedBackend(StorageBackend):
     def check(self, fetched: Fetched, payload_checksum: int | None = None) -> str:
         return self.inner.check(fetched, payload_checksum)
 
-    def stage(self, *, payload_bytes: int | None = None, timeout: float | None = None) -> Staged | None:
+    def stage(self, *, payload_bytes: int | None = None, timeout: Timeout = None) -> Staged | None:
         return self.inner.stage(payload_bytes=payload_bytes, timeout=timeout)
 
-    def wait_room(self, timeout: float | None = None) -> bool:
+    def wait_room(self, timeout: Timeout = None) -> bool:
         return self.inner.wait_room(timeout)
 
-    def batched_put(self, keys: Sequence[str], staged: Sequence[Staged], *, timeout: float | None = None) -> PutOutcome:
+    def batched_put(self, keys: Keys, staged: Sequence[Staged], *, timeout: Timeout = None) -> PutOutcome:
         return self.inner.batched_put(keys, staged, timeout=timeout)
 
-    def batched_remove(self, keys: Sequence[str], *, timeout: float | None = None, force: bool = False) -> list[Status]:
+    def batched_remove(self, keys: Keys, *, timeout: Timeout = None, force: bool = False) -> list[Status]:
         return self.inner.batched_remove(keys, timeout=timeout, force=force)
 
-    def pin(self, keys: Sequence[str]) -> Sequence[str]:
+    def pin(self, keys: Keys) -> Keys:
         return self.inner.pin(keys)
 
-    def unpin(self, keys: Sequence[str]) -> None:
+    def unpin(self, keys: Keys) -> None:
         self.inner.unpin(keys)
 
-    def annotate(self, key: str, value: bytes, *, timeout: float | None = None) -> Status:
+    def annotate(self, key: str, value: bytes, *, timeout: Timeout = None) -> Status:
         return self.inner.annotate(key, value, timeout=timeout)
 
     def close(self) -> None:
