@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
+from msgspec import Meta, Struct
 
 from pd_cache.config import MAX_SHARDS, CacheConfig
 from pd_cache.decoding import decode_json, prepared
@@ -40,7 +41,7 @@ _TOKEN_HASH = "blake2b"
 """Names the hash `h` in the namespace, so that a version with another one shares no chunk with this one."""
 NAME_WIDTHS = range(8, HASH_BYTES + 1)
 """How many bytes a chunk's name may have; see `stride_hashes`."""
-Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
+Size = Annotated[int, Meta(ge=1, lt=1 << 48)]
 """Checked when a namespace is read, not when it is made."""
 
 
@@ -66,20 +67,20 @@ def salt_keys(cache_salt: str | None) -> tuple[ExtraKey, ...]:
     return () if cache_salt is None else ("salt", cache_salt)
 
 
-class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
+class LayerGroup(Struct, frozen=True, kw_only=True):
     """Layers that keep their KV alike, of a model whose layers do not all do, or that is cut into pipeline stages."""
 
-    layers: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    layers: Annotated[str, Meta(min_length=1, max_length=4096)]
     """Which layers, e.g. `0-4,6-10`."""
-    keeps: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    keeps: Annotated[str, Meta(min_length=1, max_length=4096)]
     """What they keep, e.g. `the last 256 tokens`."""
-    tail: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    tail: Annotated[int, Meta(ge=0, lt=1 << 32)]
     """How many chunks, the last ones, a prefix needs of them; 0 for all."""
-    ahead: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    ahead: Annotated[int, Meta(ge=0, le=1)] = 0
     """1 if a chunk's KV depends on tokens behind the chunk, and is therefore stored under the name of the chunk after it."""
 
 
-class Namespace(msgspec.Struct, frozen=True, kw_only=True):
+class Namespace(Struct, frozen=True, kw_only=True):
     """Everything that must agree before two nodes may share a chunk. Its fingerprint is part of every key."""
 
     model: str
@@ -91,7 +92,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     block_size: Size
     page_bytes: Size
     chunk_size: Size
-    shards: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
+    shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
     """How many objects a chunk is cut into: the tensor-parallel size for most models, or a multiple of it."""
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str = ""
@@ -100,9 +101,9 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     """Which of the model's layers; empty for all, if they all keep the KV of every token. Each group of layers has a namespace of its own."""
     keeps: str = ""
     """What these layers keep, if there are groups; see `LayerGroup`."""
-    tail: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
+    tail: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
     """How many chunks, the last ones, a prefix needs of these layers; 0 for all."""
-    ahead: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    ahead: Annotated[int, Meta(ge=0, le=1)] = 0
     """1 if a chunk is stored under the name of the chunk after it; see `LayerGroup`."""
 
     @property
@@ -311,7 +312,7 @@ def check_names(names: Names) -> None:
         )
 
 
-class CacheMetadata(msgspec.Struct, frozen=True, kw_only=True):
+class CacheMetadata(Struct, frozen=True, kw_only=True):
     """What a serving engine says about its model and its place in it. Together with `CacheConfig` it determines the namespace."""
 
     model: str

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
 
 from transfer.settings import Bytes, Checked, Placement, Positive, TransferSettings
 
 # `\Z`, not `$`, which also matches before a newline at the end
 LineOrEmpty = Annotated[
     str,
-    msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]*\Z", description="text of at most one line, without control characters"),
+    Meta(pattern=r"^[^\x00-\x1f\x7f]*\Z", description="text of at most one line, without control characters"),
 ]
 AbsolutePath = Annotated[
-    str, msgspec.Meta(pattern=r"^/[^\x00-\x1f\x7f]*\Z", description="an absolute path, such as /var/cache/pd-cache")
+    str, Meta(pattern=r"^/[^\x00-\x1f\x7f]*\Z", description="an absolute path, such as /var/cache/pd-cache")
 ]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _MASTER = r"etcd://[^\s/]+(/\S+)?|([^\s:/]+|\[[0-9a-fA-F:]+\])"
 _MASTERS = "an address such as 10.0.0.1:50051, or etcd://10.0.0.1:2379"
-MasterAddress = Annotated[str, msgspec.Meta(pattern=rf"^({_MASTER}:[1-9][0-9]{{0,4}})\Z", description=_MASTERS)]
+MasterAddress = Annotated[str, Meta(pattern=rf"^({_MASTER}:[1-9][0-9]{{0,4}})\Z", description=_MASTERS)]
 
 USUAL_CHUNK = 256
 """Tokens per chunk unless the model or the user wants another size."""
@@ -61,7 +62,7 @@ class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk")
     """Whether a store waits for the disk; otherwise the disk is written in the background."""
     direct: bool = True
     """Whether to bypass the page cache, if the file system supports that."""
-    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    threads: Annotated[int, Meta(ge=1, le=64)] = 4
     """How many files are read at the same time, and how many are written."""
     retry_s: Seconds = 30.0
     """How long a disk that failed or cannot be written is left alone."""
@@ -89,17 +90,17 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
     """Whether chunks are named by hashing tokens or by the engine's own block hashes; `auto` means blocks for vLLM, otherwise tokens."""
     hash_seed: LineOrEmpty = ""
-    shards: Annotated[int, msgspec.Meta(ge=0, le=MAX_SHARDS)] = 0
+    shards: Annotated[int, Meta(ge=0, le=MAX_SHARDS)] = 0
     """How many parts a chunk's KV heads are cut into: a common multiple of the tensor-parallel sizes of all nodes that share chunks. 0
     means the least common multiple for the nodes in this file."""
-    tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
+    tiers: Annotated[tuple[StorageTier, ...], Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
     """Where chunks live, fastest first."""
 
     def fitted(self, unit: int) -> CacheConfig:
         """Returns this section with a size for `chunk_size: auto`: at least 256 tokens, and a multiple of `unit`."""
         if self.chunk_size != "auto":
             return self
-        return msgspec.structs.replace(self, chunk_size=-(-USUAL_CHUNK // unit) * unit)
+        return replace(self, chunk_size=-(-USUAL_CHUNK // unit) * unit)
 
     @property
     def chunk_tokens(self) -> int:
@@ -115,7 +116,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
 class NodeSettings(Section, frozen=True, kw_only=True):
     """Everything that the cache inside one process needs to know: a node's view of the file, or an embedding program's own."""
 
-    master: Annotated[str, msgspec.Meta(pattern=rf"^({_MASTER}:[0-9]{{1,5}}|)\Z", description=_MASTERS)]
+    master: Annotated[str, Meta(pattern=rf"^({_MASTER}:[0-9]{{1,5}}|)\Z", description=_MASTERS)]
     """`host:port` of Mooncake's master, or `etcd://host:port` of elected ones; empty if this process uses no pool."""
     host: str = "127.0.0.1"
     cache: CacheConfig = CacheConfig()
@@ -130,9 +131,9 @@ class NodeSettings(Section, frozen=True, kw_only=True):
         if tier is None or tier.master is None:
             return None
         timeouts = self.transfer.timeouts
-        timeouts = msgspec.structs.replace(timeouts, exist_ms=max(1, timeouts.exist_ms // 2))
-        transfer = msgspec.structs.replace(self.transfer, timeouts=timeouts)
-        return msgspec.structs.replace(self, master=tier.master, transfer=transfer, segment_size=0)
+        timeouts = replace(timeouts, exist_ms=max(1, timeouts.exist_ms // 2))
+        transfer = replace(self.transfer, timeouts=timeouts)
+        return replace(self, master=tier.master, transfer=transfer, segment_size=0)
 
 
 class TracingConfig(Section, frozen=True, kw_only=True):
@@ -141,7 +142,7 @@ class TracingConfig(Section, frozen=True, kw_only=True):
     endpoint: (
         Annotated[
             str,
-            msgspec.Meta(
+            Meta(
                 pattern=r"^https?://[^\x00-\x20\x7f]+\Z",
                 max_length=300,
                 description="the URL of a collector of OpenTelemetry, for OTLP over HTTP: http://10.0.0.9:4318/v1/traces",
@@ -150,14 +151,14 @@ class TracingConfig(Section, frozen=True, kw_only=True):
         | None
     ) = None
     """None: there are no spans."""
-    sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """The share of requests without a `traceparent` that are traced. For the others, their `traceparent` decides."""
 
 
 class ServerSettings(Section, frozen=True, kw_only=True):
     """How a cache server divides its threads and memory among the engines of its host."""
 
-    threads: Annotated[int, msgspec.Meta(ge=2, le=64)] = 3
+    threads: Annotated[int, Meta(ge=2, le=64)] = 3
     """Threads that serve engines: one answers lookups, the others move bytes."""
     session_s: Seconds = 60.0
     """How long a lookup protects what it found from eviction if nothing loads it."""

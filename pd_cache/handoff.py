@@ -22,12 +22,13 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta, Struct
 
 from pd_cache.decoding import prepared
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Limit = Annotated[int, msgspec.Meta(ge=0)]
-Space = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,160}\Z")]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+Limit = Annotated[int, Meta(ge=0)]
+Space = Annotated[str, Meta(pattern=r"^[!-~]{0,160}\Z")]
 
 
 def next_pause(pause_s: float = 0.0) -> float:
@@ -35,23 +36,23 @@ def next_pause(pause_s: float = 0.0) -> float:
     return min(2 * pause_s or 0.001, 0.020)
 
 
-class PrefillWork(msgspec.Struct, frozen=True):
+class PrefillWork(Struct, frozen=True):
     """What the prefill node did for the prompt, in tokens."""
 
     cached_tokens: Count = 0
     computed_tokens: Count = 0
-    reason: Annotated[str, msgspec.Meta(pattern=r"^[a-z_]{0,32}\Z")] = ""
+    reason: Annotated[str, Meta(pattern=r"^[a-z_]{0,32}\Z")] = ""
     """Why it computed them (`pd_cache.reasons.MissReason`); empty if the node does not say. A later version may know other reasons."""
 
 
-class Announcement(msgspec.Struct, frozen=True, kw_only=True):
+class Announcement(Struct, frozen=True, kw_only=True):
     """A prefix that is in the pool, or about to be."""
 
     prefix_tokens: Count = 0
     """Whole chunks, from the start of the prompt."""
     namespace: Space = ""
     """The namespace and weights version in which the chunks are stored, as in their keys; a node of another need not wait. Empty if unknown."""
-    further: Annotated[tuple[Space, ...], msgspec.Meta(max_length=256)] = ()
+    further: Annotated[tuple[Space, ...], Meta(max_length=256)] = ()
     """The same of the model's other layer groups. A node that needs one that is not among them need not wait."""
     prefill: PrefillWork | None = None
     stream: bool = False
@@ -63,7 +64,7 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
         return not self.namespace or (self.namespace == first and set(others) <= set(self.further))
 
 
-class _Params(msgspec.Struct, frozen=True):
+class _Params(Struct, frozen=True):
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
     pd_cache: Announcement | None = None
@@ -84,7 +85,7 @@ class BadParams(ValueError):
         self.path = path
 
 
-class Handoff(msgspec.Struct, frozen=True):
+class Handoff(Struct, frozen=True):
     """A request's `kv_transfer_params`, as a node understands them."""
 
     announce: bool = False

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
+from msgspec import Struct
 
 from transfer.errors import Status
 
@@ -197,7 +198,7 @@ class TierChunks(NamedTuple):
     pool: int = 0
 
 
-class Found(msgspec.Struct, frozen=True, array_like=True, tag_field="type", tag="found"):
+class Found(Struct, frozen=True, array_like=True, tag_field="type", tag="found"):
     """The answer to a lookup: how long a prefix is, in chunks. It travels as it is (`pd_cache.server.protocol`)."""
 
     chunks: Count
@@ -211,7 +212,7 @@ class Found(msgspec.Struct, frozen=True, array_like=True, tag_field="type", tag=
     """How many of the chunks behind those at hand lay in tiers of the host that looked; the others are in the pool, which is not counted."""
 
 
-class Loaded(msgspec.Struct, frozen=True, array_like=True, tag_field="type", tag="loaded"):
+class Loaded(Struct, frozen=True, array_like=True, tag_field="type", tag="loaded"):
     """The answer to a load. It travels as it is, too."""
 
     chunks: Count
@@ -228,7 +229,7 @@ KEY = "report"
 """The key of a request's report in the object `pd_cache` of an answer, see docs/troubleshooting.md."""
 
 
-class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
+class RequestReport(Struct, frozen=True, kw_only=True):
     """What became of one prompt on one node, in tokens. `at_hand + loaded + computed == asked`."""
 
     asked: Tokens

@@ -21,14 +21,15 @@ from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 FIRST = ""
 """The label of the weights that the namespace identifies."""
 PRESENT = "*"
 """Stands for the label that the engine has at the call."""
 LABEL = r"^[A-Za-z0-9._-]{0,64}\Z"
-Label = Annotated[str, msgspec.Meta(pattern=LABEL)]
-_Id = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+Label = Annotated[str, Meta(pattern=LABEL)]
+_Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +38,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     id: _Id
     label: Label | None = FIRST
     """None: the engine is out."""
-    since: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+    since: Annotated[int, Meta(ge=0, lt=1 << 53)]
     """When the state began, in seconds since 1970, for people."""
 
 
@@ -45,7 +46,7 @@ class Naming(msgspec.Struct, frozen=True, kw_only=True):
     """The body of `POST /weights`: gives engines a label."""
 
     label: Label
-    ids: Annotated[tuple[_Id, ...], msgspec.Meta(max_length=4096)]
+    ids: Annotated[tuple[_Id, ...], Meta(max_length=4096)]
     """The states that get it. An engine in another state stays as it is."""
 
 

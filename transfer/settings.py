@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -94,7 +95,7 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             try:
                 value = msgspec.convert(value, kind, dec_hook=decode_custom)
             except msgspec.ValidationError as error:
-                metas = (one for one in typing.get_args(kind) if isinstance(one, msgspec.Meta) and one.description)
+                metas = (one for one in typing.get_args(kind) if isinstance(one, Meta) and one.description)
                 allowed = next((f"must be {meta.description}" for meta in metas), error)
                 raise ValueError(f"{name}: {value!r}: {allowed}") from None
             msgspec.structs.force_setattr(self, name, value)
@@ -105,8 +106,8 @@ def _fields(kind: type[msgspec.Struct]) -> list[tuple[str, Any]]:
     return [(field.name, field.type) for field in msgspec.structs.fields(kind)]
 
 
-Milliseconds = Annotated[int, msgspec.Meta(ge=1, le=3_600_000)]
-Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+Milliseconds = Annotated[int, Meta(ge=1, le=3_600_000)]
+Positive = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class Timeouts(Checked, frozen=True):
@@ -128,13 +129,13 @@ class BreakerSettings(Checked, frozen=True):
 class Placement(Checked, frozen=True, kw_only=True):
     """Says where in the pool a writer's objects go, and how long they stay."""
 
-    replicas: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+    replicas: Annotated[int, Meta(ge=1, le=16)] = 1
     """How many copies of each object there are, on different segments; fewer if there are fewer segments."""
     pin: Literal["none", "soft", "hard"] = "none"
     """`soft`: evicted only when nothing unpinned is left. `hard`: never evicted, so a pool can stay full for good."""
-    soft_pin_ttl_s: Annotated[int, msgspec.Meta(ge=1, le=86_400)] = 1_800
+    soft_pin_ttl_s: Annotated[int, Meta(ge=1, le=86_400)] = 1_800
     """How long a soft pin holds."""
-    preferred_segment: Annotated[str, msgspec.Meta(pattern=r"^(own|any|[^\s:]+:[0-9]{1,5})\Z")] = "own"
+    preferred_segment: Annotated[str, Meta(pattern=r"^(own|any|[^\s:]+:[0-9]{1,5})\Z")] = "own"
     """`own`: this node's own segment, if it has one. `any`: a segment with room. `host:port`: that segment. If the preferred segment is
     full, Mooncake takes another."""
 
@@ -153,7 +154,7 @@ class TransferSettings(Checked, frozen=True):
     """The registered memory between the paged cache and the network: the only copy of a chunk on its way."""
     prefault: bool = True
     """Whether to touch segment and staging memory at start, so that no first write pays for page faults."""
-    threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    threads: Annotated[int, Meta(ge=1, le=64)] = 1
     """How many transfer calls may be in flight at once in each direction. One saturates TCP; give RDMA 2 to 4."""
     direct_lookups: bool = True
     """Whether lookups ask a master that is not elected over connections of our own (`transfer.lookup_rpc`). `false`: only

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
 
 from pd_cache.chunks import Namespace
 from pd_cache.cluster.schema import HOST, PORT, Name
@@ -19,18 +21,18 @@ MAX_RECORD = 64 << 10
 """The most bytes of a record. One of ours has about one thousand."""
 
 _AT = rf"{HOST}:{PORT}"
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 """Bounded so that every program can compute with it, even one that has only floating-point numbers."""
-Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=86_400_000)]
+Milliseconds = Annotated[int, Meta(ge=0, le=86_400_000)]
 Address = Annotated[
     str,
-    msgspec.Meta(pattern=rf"^((https?://)?{_AT}|{HOST}:0|ipc://[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300),
+    Meta(pattern=rf"^((https?://)?{_AT}|{HOST}:0|ipc://[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300),
 ]
-Line = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
+Line = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Matches text that a log and a terminal can show as it is."""
 
-HttpAddress = Annotated[str, msgspec.Meta(pattern=rf"^http://{_AT}\Z", max_length=300)]
-EventAddress = Annotated[str, msgspec.Meta(pattern=rf"^(tcp://{_AT}|ipc:///[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300)]
+HttpAddress = Annotated[str, Meta(pattern=rf"^http://{_AT}\Z", max_length=300)]
+EventAddress = Annotated[str, Meta(pattern=rf"^(tcp://{_AT}|ipc:///[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300)]
 
 _FORMS = {
     "master": ("host:port",),
@@ -66,11 +68,11 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
     Fields that a newer version adds are ignored.
     """
 
-    fingerprint: Annotated[Line, msgspec.Meta(max_length=64)] | None = None
+    fingerprint: Annotated[Line, Meta(max_length=64)] | None = None
     """The fingerprint of the namespace; nodes with equal ones share hits. None if the node has no cache or does not know it."""
     namespace: dict[Line, Line | int] | None = None
     """The namespace, field by field."""
-    further: Annotated[tuple[dict[Line, Line | int], ...], msgspec.Meta(max_length=32)] = ()
+    further: Annotated[tuple[dict[Line, Line | int], ...], Meta(max_length=32)] = ()
     """The namespaces of the model's other layer groups, field by field."""
 
     @property
@@ -97,21 +99,21 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     """The address of its metrics, if not `address`."""
     lease_ttl_ms: Milliseconds = 0
     """For a master: how long it protects a key that was looked up."""
-    master: Annotated[Line, msgspec.Meta(max_length=2048)] | None = None
+    master: Annotated[Line, Meta(max_length=2048)] | None = None
     """For a client of the pool: the address at which it expects the master."""
-    instance: Annotated[Line, msgspec.Meta(max_length=64)] = ""
+    instance: Annotated[Line, Meta(max_length=64)] = ""
     """Differs from one start of the node to the next."""
-    model: Annotated[Line, msgspec.Meta(max_length=1024)] | None = None
+    model: Annotated[Line, Meta(max_length=1024)] | None = None
     """What clients write into `model`."""
     capacity: Capacity = Capacity()
     events: EventAddress | None = None
     """Where it publishes KV events, as an address of ZMQ; None if it publishes none."""
     replays: EventAddress | None = None
     """Where it sends them again."""
-    ranks: Annotated[tuple[tuple[EventAddress, EventAddress], ...], msgspec.Meta(max_length=1024)] = ()
+    ranks: Annotated[tuple[tuple[EventAddress, EventAddress], ...], Meta(max_length=1024)] = ()
     """The same two addresses of its further data-parallel ranks."""
-    version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
-    mooncake: Annotated[Line, msgspec.Meta(max_length=64)] = ""
+    version: Annotated[Line, Meta(max_length=64)] = ""
+    mooncake: Annotated[Line, Meta(max_length=64)] = ""
     """The version of its Mooncake; empty if it does not say."""
     streams: bool = False
     """Whether it can load a prompt while another node computes it."""
@@ -120,23 +122,21 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
 
     def telling(self, told: About) -> NodeRecord:
         """Returns the record with what `told` says about the node's caches, as far as the record does not say it itself."""
-        record = msgspec.structs.replace(self, weights=told.weights)
-        capacity = msgspec.structs.replace(
+        record = replace(self, weights=told.weights)
+        capacity = replace(
             record.capacity,
             kv_tokens=record.capacity.kv_tokens or told.kv_tokens,
             max_model_len=record.capacity.max_model_len or told.max_model_len,
         )
-        record = msgspec.structs.replace(record, capacity=capacity)
+        record = replace(record, capacity=capacity)
         if told.streams:
-            record = msgspec.structs.replace(record, streams=True)
+            record = replace(record, streams=True)
         # vLLM may run in an environment of its own
         versions = told.version or record.version, told.mooncake or record.mooncake
-        record = msgspec.structs.replace(record, version=versions[0], mooncake=versions[1])
+        record = replace(record, version=versions[0], mooncake=versions[1])
         if record.fingerprint is not None:
             return record
-        return msgspec.structs.replace(
-            record, fingerprint=told.fingerprint, namespace=told.namespace, further=told.further
-        )
+        return replace(record, fingerprint=told.fingerprint, namespace=told.namespace, further=told.further)
 
     @property
     def label(self) -> str | None:
@@ -158,10 +158,10 @@ class About(Namespaced, frozen=True, kw_only=True):
     """The most tokens of a request, with its answer; 0 if it does not say."""
     streams: bool = False
     """Whether it can load a prompt while another node computes it."""
-    version: Annotated[Line, msgspec.Meta(max_length=64)] = ""
-    mooncake: Annotated[Line, msgspec.Meta(max_length=64)] = ""
+    version: Annotated[Line, Meta(max_length=64)] = ""
+    mooncake: Annotated[Line, Meta(max_length=64)] = ""
     """The version of Mooncake in the process that has the cache."""
-    weights: Annotated[tuple[Weights, ...], msgspec.Meta(max_length=4096)] = ()
+    weights: Annotated[tuple[Weights, ...], Meta(max_length=4096)] = ()
     """The state of each engine's weights; empty if the node does not say."""
 
 

@@ -7,6 +7,7 @@ import zlib
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
+from msgspec import Meta
 
 from pd_cache.config import (
     CacheConfig,
@@ -21,13 +22,11 @@ from pd_cache.runtime import runtime_folder
 from transfer.settings import Bytes, ByteSize, Positive, TransferSettings
 
 # `\Z`, not `$`, which also matches before a newline at the end
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-Line = Annotated[
-    str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]+\Z", description="text of one line, without control characters")
-]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Line = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]+\Z", description="text of one line, without control characters")]
 Name = Annotated[
     str,
-    msgspec.Meta(
+    Meta(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z",
         description="1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first",
     ),
@@ -39,40 +38,36 @@ HOST = rf"({_OCTET}(\.{_OCTET}){{3}}|({_LABEL}\.)*(?![0-9]+(?![A-Za-z0-9_-])){_L
 """The pattern of an IPv4 address, or of a name: labels of at most 63 characters, as in DNS, of which the last is no number."""
 Origin = Annotated[
     str,
-    msgspec.Meta(
+    Meta(
         pattern=r"^(\*|https?://[^/\x00-\x20\x7f-\U0010ffff]+)\Z",
         description="* or the origin of web pages: http:// or https://, a host and its port, and no path",
     ),
 ]
 ServerUrl = Annotated[
     str,
-    msgspec.Meta(
+    Meta(
         pattern=r"^(ipc:///[^\x00-\x1f\x7f]+)?\Z",
         description="ipc:///ABSOLUTE/PATH",
     ),
 ]
 FlagName = Annotated[
     str,
-    msgspec.Meta(
-        pattern=r"^[a-z0-9][a-z0-9_.-]*\Z", description="the name of a flag of `vllm serve` without the dashes"
-    ),
+    Meta(pattern=r"^[a-z0-9][a-z0-9_.-]*\Z", description="the name of a flag of `vllm serve` without the dashes"),
 ]
 VariableName = Annotated[
     str,
-    msgspec.Meta(
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", description="the name of a variable: letters, digits and underscores"
-    ),
+    Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", description="the name of a variable: letters, digits and underscores"),
 ]
 LOOPBACK = ("127.0.0.1", "localhost")
 Host = Annotated[
     str,
-    msgspec.Meta(
+    Meta(
         pattern=rf"^{HOST}\Z",
         max_length=253,
         description="a host name or an IPv4 address, without scheme and port",
     ),
 ]
-TtlS = Annotated[int, msgspec.Meta(ge=1, le=86_400)]
+TtlS = Annotated[int, Meta(ge=1, le=86_400)]
 
 LARGEST_BODY = 16 << 20
 """The most bytes of a request to the proxy. A prompt of a million token ids fits."""
@@ -84,7 +79,7 @@ LARGEST_BODY = 16 << 20
 class RandomModel(Section, frozen=True, kw_only=True):
     """A Llama with seeded random weights, so that every node has the same weights and outputs. Nothing is downloaded."""
 
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     vocab_size: Positive = 4096
     hidden_size: Positive = 256
     intermediate_size: Positive = 688
@@ -125,7 +120,7 @@ class ReferenceEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind"
     """The most requests that wait. One more is answered 503 with Retry-After."""
     step_tokens: Positive = 256
     """The most prompt tokens computed in one step."""
-    threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """How many threads compute; with 0, torch decides."""
 
 
@@ -172,12 +167,12 @@ EngineConfig = ReferenceEngineConfig | VllmEngineConfig
 class ConnectorConfig(Section, frozen=True, kw_only=True):
     """The `connector` section: pd-cache inside vLLM."""
 
-    lookup_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 50
+    lookup_timeout_ms: Annotated[int, Meta(ge=1, le=10_000)] = 50
     """How long a lookup may hold up the scheduler."""
     recompute: Literal["token", "block"] = "token"
     """What a load of a whole prompt leaves to compute. `token`: the last token. `block`: what vLLM's own prefix cache would leave, so that
     the results are those of a hit in that cache, bit for bit."""
-    load_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=600_000)] = 10_000
+    load_timeout_ms: Annotated[int, Meta(ge=1, le=600_000)] = 10_000
     """How long a load may take. After that, the request computes what was not loaded."""
     store_queue: Positive = 256
     """The most chunks that wait to be stored or are being stored. Their blocks are kept until then. Further chunks are counted and not
@@ -221,12 +216,12 @@ class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
 
     port: Port = 50051
     metrics_port: Port = 9003
-    lease_ttl_ms: Annotated[int, msgspec.Meta(ge=100, le=86_400_000)] = 10_000
+    lease_ttl_ms: Annotated[int, Meta(ge=100, le=86_400_000)] = 10_000
     """How long a key that was looked up is safe from eviction. It should be at least 3 times the slowest batch."""
     client_ttl_s: TtlS = 5
     """The seconds of silence after which a node's segment counts as gone."""
-    eviction_high_watermark: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
-    eviction_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
+    eviction_high_watermark: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    eviction_ratio: Annotated[float, Meta(gt=0, le=1)] = 0.1
 
 
 class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
@@ -322,7 +317,7 @@ ROLES = ("master", "store", "cache-server", "prefill", "decode", "proxy")
 
 Endpoint = Annotated[
     str,
-    msgspec.Meta(
+    Meta(
         pattern=rf"^(\[[0-9A-Fa-f:]+\]|{HOST}):{PORT}\Z",
         description="`host:port` without a scheme, e.g. 10.0.0.1:2379",
     ),
@@ -351,9 +346,9 @@ class TlsConfig(Section, frozen=True, kw_only=True):
 class EtcdDiscovery(Section, frozen=True, kw_only=True, tag_field="kind", tag="etcd"):
     """Nodes register in etcd and find one another there. The file need not name them all."""
 
-    endpoints: Annotated[tuple[Endpoint, ...], msgspec.Meta(min_length=1, max_length=16)]
+    endpoints: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=16)]
     """`host:port` of etcd's members."""
-    ttl_s: Annotated[int, msgspec.Meta(ge=2, le=3600)] = 5
+    ttl_s: Annotated[int, Meta(ge=2, le=3600)] = 5
     """The seconds of silence after which a node counts as gone. etcd allows no less than 2."""
     user: Line | None = None
     password_file: Line | None = None
@@ -379,16 +374,16 @@ class MastersConfig(Section, frozen=True, kw_only=True):
 class ServerTlsConfig(Section, frozen=True, kw_only=True):
     """TLS from clients to the proxy. The files are in PEM format. They are read again when they change."""
 
-    cert_file: Annotated[str, msgspec.Meta(min_length=1)]
+    cert_file: Annotated[str, Meta(min_length=1)]
     """The proxy's certificate, then the intermediate ones up to an authority that clients trust."""
-    key_file: Annotated[str, msgspec.Meta(min_length=1)]
+    key_file: Annotated[str, Meta(min_length=1)]
     """Its private key, without a pass phrase."""
 
 
 class HintsConfig(Section, frozen=True, kw_only=True):
     """The `proxy.hints` section: what clients may have kept in the pool (`kv.retain`)."""
 
-    max_share: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.25
+    max_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.25
     """The most that all pins of all proxies together may take, as a share of the pool's memory. 0 refuses all hints."""
     max_ttl_s: Seconds = 3600.0
     """The longest that a prompt is kept without being retained again."""
@@ -408,7 +403,7 @@ class TenantConfig(Section, frozen=True, kw_only=True):
 class TenantsFile(Section, frozen=True, kw_only=True):
     """The file that `proxy.tenants_file` names."""
 
-    tenants: Annotated[dict[Name, TenantConfig], msgspec.Meta(max_length=1000)]
+    tenants: Annotated[dict[Name, TenantConfig], Meta(max_length=1000)]
 
 
 class ProxyConfig(Section, frozen=True, kw_only=True):
@@ -425,7 +420,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     quarter is kept for bodies of at most 256KiB. At least 48MiB are needed, so that the largest body fits."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
     """Decides which prefill node computes a prompt; see `launch/proxy/routing.py`."""
-    direct_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] | None = None
+    direct_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """A prompt with fewer tokens than this left to compute goes directly to the decode node. None means `cache.chunk_size`."""
     index_blocks: Positive = 4_000_000
     """The most blocks that the proxy knows of from KV events, of all nodes and the pool together. Each takes about 100 bytes of memory."""
@@ -467,7 +462,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
 class HandoffConfig(Section, frozen=True, kw_only=True):
     """The `handoff` section: how a decode node takes over a prompt."""
 
-    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)] = 2_000
+    wait_ms: Annotated[int, Meta(ge=0, le=600_000)] = 2_000
     """How long a decode node waits for a prefix that the prefill node announced."""
     stream: Literal["auto", "always", "never"] = "auto"
     """Whether a decode node loads a prompt's chunks while the prefill node computes others: of long prompts, of all, or of none. Only decode
@@ -496,7 +491,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     masters: MastersConfig = msgspec.field(name="master", default=MastersConfig())
     supervisor: SupervisorConfig = SupervisorConfig()
     tracing: TracingConfig = TracingConfig()
-    nodes: Annotated[tuple[Node, ...], msgspec.Meta(min_length=1)]
+    nodes: Annotated[tuple[Node, ...], Meta(min_length=1)]
 
     @property
     def master(self) -> MasterNode:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+from msgspec import Struct
 
 from pd_cache.decoding import UndecodableError, msgpack_decoder
 
@@ -21,7 +22,7 @@ _MASK = (1 << 64) - 1
 _Words = Annotated[str, msgspec.Meta(max_length=256)] | None
 
 
-class StoredEvent(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+class StoredEvent(Struct, tag="BlockStored", omit_defaults=True, gc=False):
     """Blocks that are there now. The fields are some of vLLM's."""
 
     block_hashes: list[BlockHash]
@@ -34,7 +35,7 @@ class StoredEvent(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=Fals
     """Tokens behind each block that its hash covers, too, as for EAGLE and MTP in vLLM 0.33 without a connector; else None."""
 
 
-class RemovedEvent(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
+class RemovedEvent(Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
     """Blocks that are not there any more."""
 
     block_hashes: list[BlockHash]
@@ -42,14 +43,14 @@ class RemovedEvent(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=Fa
     group_idx: int | None = None
 
 
-class ClearedEvent(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+class ClearedEvent(Struct, tag="AllBlocksCleared", gc=False):
     """No block of this publisher is there any more."""
 
 
 KvEvent = StoredEvent | RemovedEvent | ClearedEvent
 
 
-class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class EventBatch(Struct, array_like=True, omit_defaults=True, gc=False):
     """The events of one number."""
 
     ts: float
@@ -57,12 +58,12 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     events: list[KvEvent]
 
 
-class _RawBatch(msgspec.Struct, array_like=True, gc=False):
+class _RawBatch(Struct, array_like=True, gc=False):
     ts: float
     events: list[msgspec.Raw]
 
 
-class _OtherEvent(msgspec.Struct, gc=False):
+class _OtherEvent(Struct, gc=False):
     type: str
 
 

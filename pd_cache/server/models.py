@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup
 from pd_cache.config import CacheConfig, NodeSettings
@@ -55,11 +55,9 @@ class Model:
     ) -> None:
         self.group = group
         self.metadata = metadata
-        named = msgspec.structs.replace(
-            cache, chunk_size=group.chunk_size, hash_mode=group.hash_mode, hash_seed=group.hash_seed
-        )
+        named = replace(cache, chunk_size=group.chunk_size, hash_mode=group.hash_mode, hash_seed=group.hash_seed)
         self.database = ChunkedTokenDatabase(metadata.namespace(named))
-        ranks = [msgspec.structs.replace(metadata, rank=rank) for rank in range(group.world_size)]
+        ranks = [replace(metadata, rank=rank) for rank in range(group.world_size)]
         self._shards = [one.shards for one in ranks]
         self.workers: set[str] = set()
         """The clients that are registered."""
@@ -199,7 +197,7 @@ class ServedModels:
             )
         settings = self._settings
         if self._segment_of is not None:
-            settings = msgspec.structs.replace(settings, segment_size=0)
+            settings = replace(settings, segment_size=0)
         try:
             opened = self._opens(settings, payload_bytes)
         except (ValueError, PdCacheError) as error:

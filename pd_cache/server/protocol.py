@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta, Struct
 
 from pd_cache.chunks import NAME_WIDTHS, CacheMetadata, LayerGroup
 from pd_cache.config import MAX_SHARDS, CacheConfig
@@ -35,31 +36,31 @@ MAX_CHUNKS = 1 << 16
 MAX_FRAME = 4 << 20
 """The most bytes of a frame. A store of three million tokens in blocks of 16 takes a quarter of that."""
 
-Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-Token = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
-Block = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
+Text = Annotated[str, Meta(min_length=1, max_length=512)]
+Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+Positive = Annotated[int, Meta(ge=1, le=1 << 40)]
+Block = Annotated[int, Meta(ge=-1, le=1 << 31)]
 """A block of an engine's paged cache; -1 for one that is left out."""
-Name = Annotated[bytes, msgspec.Meta(min_length=NAME_WIDTHS[0], max_length=NAME_WIDTHS[-1])]
-Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
+Name = Annotated[bytes, Meta(min_length=NAME_WIDTHS[0], max_length=NAME_WIDTHS[-1])]
+Names = Annotated[tuple[Name, ...], Meta(max_length=MAX_CHUNKS)]
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag_field="type"):
+class Message(Struct, frozen=True, array_like=True, tag_field="type"):
     """A row of the table."""
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
-ObjectSize = Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
+ObjectSize = Annotated[int, Meta(ge=1, lt=1 << 48)]
 
 
-Shards = Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARDS)]
-BlockSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
+BlockSize = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
-class FurtherLayers(msgspec.Struct, frozen=True, array_like=True):
+class FurtherLayers(Struct, frozen=True, array_like=True):
     """A group of layers besides the first, of an engine with several."""
 
     layers: LayerGroup
@@ -69,29 +70,29 @@ class FurtherLayers(msgspec.Struct, frozen=True, array_like=True):
     shards_per_rank: Shards
 
 
-class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
+class EngineIdentity(Struct, frozen=True, kw_only=True):
     """Engines with equal identities share chunks, if their tensors agree, too."""
 
-    model: Annotated[str, msgspec.Meta(max_length=4096)]
+    model: Annotated[str, Meta(max_length=4096)]
     """Identifies the weights."""
     block_size: BlockSize
     """Tokens per block of the engine's paged cache."""
     world_size: Shards = 1
     """Ranks that hold a part of each chunk."""
-    rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    rank: Annotated[int, Meta(ge=0)] = 0
     shards_per_rank: Shards = 1
     """How many shards of each chunk every rank holds. Each shard is an object."""
-    chunk_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)] | None = None
+    chunk_size: Annotated[int, Meta(ge=1, lt=1 << 40)] | None = None
     """Tokens per chunk; None to use the server's."""
     hash_mode: Literal["", "tokens", "blocks"] = ""
     """Whether this engine names chunks by tokens or by its own blocks' hashes; empty to use the setting in the server's file."""
-    hash_seed: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    hash_seed: Annotated[str, Meta(max_length=4096)] = ""
     """What those hashes depend on besides tokens; empty to use the setting in the server's file."""
     layers: LayerGroup | None = None
     """Which of the model's layers; None if all are kept alike. An engine has a connection for each group of layers."""
-    further: Annotated[tuple[FurtherLayers, ...], msgspec.Meta(max_length=256)] = ()
+    further: Annotated[tuple[FurtherLayers, ...], Meta(max_length=256)] = ()
     """The other groups of layers that lookups ask for."""
-    object_sizes: Annotated[tuple[ObjectSize, ...], msgspec.Meta(max_length=256)] = ()
+    object_sizes: Annotated[tuple[ObjectSize, ...], Meta(max_length=256)] = ()
     """The payload bytes of a chunk's object in each group of layers of this worker; those of similar size share the server's memory."""
 
     def __post_init__(self) -> None:
@@ -151,25 +152,25 @@ class CudaStorage(Message, frozen=True, tag="cuda"):
     nbytes: Positive
     gpu: Text
     """Its UUID."""
-    handle: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    handle: Annotated[bytes, Meta(max_length=1024)]
     offset: Count
-    ref_counter: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    ref_counter: Annotated[bytes, Meta(max_length=1024)]
     ref_counter_offset: Count
-    event: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    event: Annotated[bytes, Meta(max_length=1024)]
     event_sync: bool
 
 
 Storage = CpuStorage | CudaStorage
-Dimension = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Dimension = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class TensorView(Message, frozen=True):
     """One layer's tensor inside a storage; offset and strides in elements."""
 
-    storage: Annotated[int, msgspec.Meta(ge=0, le=1023)]
+    storage: Annotated[int, Meta(ge=0, le=1023)]
     offset: Count
-    shape: Annotated[tuple[Dimension, ...], msgspec.Meta(min_length=1, max_length=8)]
-    stride: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=8)]
+    shape: Annotated[tuple[Dimension, ...], Meta(min_length=1, max_length=8)]
+    stride: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=8)]
     dtype: Text
 
 
@@ -179,8 +180,8 @@ class Register(Message, frozen=True, tag="register"):
     It comes over the Unix socket, with the file descriptors of the fence and of each CPU storage.
     """
 
-    storages: Annotated[tuple[Storage, ...], msgspec.Meta(min_length=1, max_length=200)]
-    tensors: Annotated[tuple[TensorView, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    storages: Annotated[tuple[Storage, ...], Meta(min_length=1, max_length=200)]
+    tensors: Annotated[tuple[TensorView, ...], Meta(min_length=1, max_length=1024)]
     layout_kind: str = ""
     """A `PageKind`; needed only if the shapes fit two kinds."""
 
@@ -211,13 +212,13 @@ class Move(Message, frozen=True):
 
     session: str
     names: Names
-    blocks: Annotated[tuple[Block, ...], msgspec.Meta(max_length=1 << 22)]
-    slot: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
+    blocks: Annotated[tuple[Block, ...], Meta(max_length=1 << 22)]
+    slot: Annotated[int, Meta(ge=0, lt=1024)]
     ticket: Positive
     """It lies in `slot` of the worker's fence for as long as the blocks may be touched."""
     patience_ms: Positive
     """How long the engine waits. A move that has not begun by then is dropped."""
-    event: Annotated[bytes, msgspec.Meta(max_length=1024)] = b""
+    event: Annotated[bytes, Meta(max_length=1024)] = b""
     """The CUDA IPC handle of the event after which the blocks are valid; empty for none."""
     label: Label = ""
     """For a store, that of the weights with which the blocks were computed; for a retrieve, that in which the chunks were found."""
@@ -263,7 +264,7 @@ _OUTCOMES = bytes(range(3))
 class Stored(Message, frozen=True, tag="stored"):
     """The outcome of each chunk."""
 
-    outcomes: Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS)]
+    outcomes: Annotated[bytes, Meta(max_length=MAX_CHUNKS)]
     """One byte for each chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.reasons.StoreOutcome`."""
 
     def __post_init__(self) -> None:
