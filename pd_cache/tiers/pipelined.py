@@ -10,14 +10,20 @@ ahead, by `depth` of the backend's lists at most.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import attrgetter
+from typing import Any
 
 from pd_cache.chunks import Keys
-from pd_cache.tiers.base import PutOutcome, StorageBackend
-from pd_cache.tiers.memory import Fetched, Staged
+from pd_cache.tiers.base import StorageBackend
+from pd_cache.tiers.memory import Fetched
 from transfer.deadlines import Timeout
-from transfer.errors import Status
+
+
+def _of_inner(name: str) -> Any:
+    """Returns a property that is the wrapped backend's attribute of this name."""
+    return property(attrgetter(f"inner.{name}"))
 
 
 class PipelinedBackend(StorageBackend):
@@ -26,24 +32,26 @@ class PipelinedBackend(StorageBackend):
     def __init__(self, inner: StorageBackend, depth: int = 4) -> None:
         """Keeps at most `depth` lists of chunks ready for each reader, besides those that `inner` reads ahead."""
         self.inner = inner
-        self.payload_bytes = inner.payload_bytes
-        self.batch_size = inner.batch_size
-        self.memory = inner.memory
-        self.kind = inner.kind
         self._depth = depth
 
-    @property
-    def available(self) -> bool:
-        return self.inner.available
-
-    def wait_available(self, timeout: float) -> None:
-        self.inner.wait_available(timeout)
-
-    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
-        return self.inner.batched_contains(keys, timeout=timeout)
-
-    def batched_wants(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
-        return self.inner.batched_wants(keys, timeout=timeout)
+    payload_bytes = _of_inner("payload_bytes")
+    memory = _of_inner("memory")
+    batch_size = _of_inner("batch_size")
+    kind = _of_inner("kind")
+    near = _of_inner("near")
+    available = _of_inner("available")
+    wait_available = _of_inner("wait_available")
+    batched_contains = _of_inner("batched_contains")
+    batched_wants = _of_inner("batched_wants")
+    check = _of_inner("check")
+    stage = _of_inner("stage")
+    wait_room = _of_inner("wait_room")
+    batched_put = _of_inner("batched_put")
+    batched_remove = _of_inner("batched_remove")
+    pin = _of_inner("pin")
+    unpin = _of_inner("unpin")
+    annotate = _of_inner("annotate")
+    close = _of_inner("close")
 
     def batched_fetch(
         self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
@@ -73,33 +81,6 @@ class PipelinedBackend(StorageBackend):
             else:
                 fetches.close()
             pump.shutdown(wait=False)
-
-    def check(self, fetched: Fetched, payload_checksum: int | None = None) -> str:
-        return self.inner.check(fetched, payload_checksum)
-
-    def stage(self, *, payload_bytes: int | None = None, timeout: Timeout = None) -> Staged | None:
-        return self.inner.stage(payload_bytes=payload_bytes, timeout=timeout)
-
-    def wait_room(self, timeout: Timeout = None) -> bool:
-        return self.inner.wait_room(timeout)
-
-    def batched_put(self, keys: Keys, staged: Sequence[Staged], *, timeout: Timeout = None) -> PutOutcome:
-        return self.inner.batched_put(keys, staged, timeout=timeout)
-
-    def batched_remove(self, keys: Keys, *, timeout: Timeout = None, force: bool = False) -> list[Status]:
-        return self.inner.batched_remove(keys, timeout=timeout, force=force)
-
-    def pin(self, keys: Keys) -> Keys:
-        return self.inner.pin(keys)
-
-    def unpin(self, keys: Keys) -> None:
-        self.inner.unpin(keys)
-
-    def annotate(self, key: str, value: bytes, *, timeout: Timeout = None) -> Status:
-        return self.inner.annotate(key, value, timeout=timeout)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def _release(future: Future[list[Fetched]]) -> None:
