@@ -212,8 +212,9 @@ class PrefixLookup(LooksUp):
             self.metrics.trouble("lookup", "weights_unnamed")
             return Found(at_hand, at_hand, "weights_unnamed")
         keys = self.groups.keys(names[at_hand:], label)
-        with self.metrics.timed("lookup"):
-            statuses = self.backend.batched_contains(keys, timeout=timeout)
+        begun = time.perf_counter()
+        statuses = self.backend.batched_contains(keys, timeout=timeout)
+        self.metrics.counts.took("lookup", time.perf_counter() - begun)
         return count_found(self, names, at_hand, statuses, label)
 
 
@@ -222,13 +223,13 @@ def count_found(lookup: PrefixLookup, names: Names, at_hand: int, statuses: Sequ
 
     `statuses` are those of the chunks after the first `at_hand`, in the order of `LayerGroups.keys`, in the weights version `label`.
     """
-    groups, metrics, history, asked = lookup.groups, lookup.metrics, lookup.history, names[at_hand:]
+    groups, counts, history, asked = lookup.groups, lookup.metrics.counts, lookup.history, names[at_hand:]
     size, found = groups.first.chunk_size, judge(groups, statuses)
-    metrics.tokens("lookup", "requested", len(asked) * size)
-    metrics.tokens("lookup", "hit", found.chunks * size)
+    counts.add("tokens", "lookup", "requested", by=len(asked) * size)
+    counts.add("tokens", "lookup", "hit", by=found.chunks * size)
     reason, near = found.reason, TierChunks()
     if reason != "none":
-        metrics.outages("lookup", statuses)
+        lookup.metrics.outages("lookup", statuses)
     if history is not None:
         history.follow(label)
         if reason != "none":

@@ -104,8 +104,9 @@ class Counts(Collector):
 
     def add(self, *key: str, by: float = 1) -> None:
         """Adds to a counter of `COUNTERS`."""
-        with self._lock:
-            self._added[key] = self._added.get(key, 0.0) + by
+        if by:
+            with self._lock:
+                self._added[key] = self._added.get(key, 0.0) + by
 
     def took(self, op: str, seconds: float) -> None:
         """Counts an operation and its duration."""
@@ -226,8 +227,7 @@ class TierMetrics:
 
     def evicted(self, chunks: int) -> None:
         """Counts chunks that were evicted to make room for others."""
-        if chunks:
-            self._owner.counts.add("tier_evictions", self.tier, by=chunks)
+        self._owner.counts.add("tier_evictions", self.tier, by=chunks)
 
     def dropped(self, reason: str, chunks: int = 1) -> None:
         """Counts writes that did not happen."""
@@ -281,22 +281,19 @@ class CacheMetrics:
 
     def tokens(self, op: str, outcome: str, count: int) -> None:
         """Counts tokens; outcomes are `requested` and `hit`, `loaded` or `stored`."""
-        if count:
-            self.counts.add("tokens", op, outcome, by=count)
+        self.counts.add("tokens", op, outcome, by=count)
 
     def moved(self, op: str, nbytes: int, layers: str = "") -> None:
         """Counts payload bytes that arrived. `layers`: the group of layers (`Namespace.group`)."""
-        if nbytes:
-            self.counts.add("bytes", op, by=nbytes)
-            if layers:
-                self.counts.add("group_bytes", op, layers, by=nbytes)
+        self.counts.add("bytes", op, by=nbytes)
+        if layers:
+            self.counts.add("group_bytes", op, layers, by=nbytes)
 
     def request(self, report: RequestReport) -> None:
         """Counts what became of a prompt."""
         self.counts.add("requests", report.reason)
         for source in ("at_hand", "loaded", "computed"):
-            if count := getattr(report, source):
-                self.counts.add("prompt_tokens", source, by=count)
+            self.counts.add("prompt_tokens", source, by=getattr(report, source))
         self.counts.add("missed_tokens", report.reason, by=report.computed)
 
     def trouble(self, op: str, reason: str, chunks: int = 1, *, detail: str = "") -> None:
