@@ -5,7 +5,6 @@ may give others.
 
     pd-cache bench scale --trace FILE
     pd-cache bench scale --trace FILE --costs mine.yaml        costs of other machines: those that the file gives
-    pd-cache bench scale --trace FILE --within 30 0.1 --nodes 16      what is answered within limits, with and without hits in the pool
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from typing import Any
 import click
 import msgspec
 
-from bench.lib.arrivals import Part
-from bench.lib.report import Table, at_least, finish, option, output_options, progress
+from bench.lib.report import Table, finish, option, output_options, progress
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import UnitCosts, read_costs
 from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
@@ -33,9 +31,6 @@ _REQUESTS_PER_NODE, _LEAST_REQUESTS = 8, 300
 _WARM = 1000
 """How many requests of each copy of the trace the pool has seen before; less of a short trace, and of a share of a trace's users."""
 _DEPTH = 300
-_LIMITED_WARM, _LIMITED_S, _LIMITED_TOKENS = 3000, 600.0, 3_000_000
-"""With --within: requests that passed before; how long others come, at each rate as long, since a queue may grow to the limit until they
-end; tokens that each node gives to the pool, as in FAST'25."""
 _BUSY = 0.6
 """The share of the time for which engines are busy at the usual rate."""
 _TRIAL_NODES = 4
@@ -84,54 +79,6 @@ def grow(
     return row, asked
 
 
-def within(
-    trace: Sequence[Request], costs: UnitCosts, plan: ClusterPlan, rate: float, limits: tuple[float, float], reuse: bool
-) -> float:
-    """Returns the share of requests, at `rate` a second, that have their first token within `limits[0]` seconds, and the others within
-    `limits[1]` each on the average. Without `reuse` every prompt is new; it is handed over through the pool as ever."""
-    count = min(len(trace), max(_LEAST_REQUESTS, round(rate * _LIMITED_S)))
-    copied, size = CopiedTrace(trace, _LIMITED_WARM, count), costs.engine.chunk_tokens
-    arrivals = copied.arrivals(count, rate)
-    cluster = SimulatedCluster(plan, costs)
-    for request in copied.passed if reuse else ():
-        cluster.remember(names_of(copied.parts(request, 0), size))
-    if not reuse:
-        for number, arrival in enumerate(arrivals):
-            prompt = tuple(Part(hash((part.seed, number)), part.tokens) for part in arrival.prompt)
-            arrivals[number] = arrival._replace(prompt=prompt)
-    outcomes, _ = cluster.run([of_arrival(arrival, size) for arrival in arrivals])
-    firsts = [math.inf if outcome.error or outcome.first is None else outcome.first for outcome in outcomes]
-    met = [
-        first <= limits[0] and outcome.last - first <= limits[1] * (outcome.tokens - 1)
-        for first, outcome in zip(firsts, outcomes, strict=True)
-    ]
-    return sum(met) / len(met)
-
-
-def capacity(
-    trace: Sequence[Request], costs: UnitCosts, proxies: int, nodes: int, limits: tuple[float, float], reuse: bool
-) -> tuple[float, int]:
-    """Returns the most requests a second of which nine in ten are `within` limits, to a thirty-second, and the prefill nodes of the best
-    split: from half of the nodes, more and then fewer as long as that betters the rate. Raises UsageError if no rate is too high."""
-    best, split = 0.0, 0
-    for begin, step in ((nodes // 2, max(1, nodes // 16)), (nodes // 2 - 1, -max(1, nodes // 16))):
-        for prefill in range(max(1, begin), nodes if step > 0 else 0, step):
-            plan = ClusterPlan(prefill, nodes - prefill, proxies, nodes * _LIMITED_TOKENS // costs.engine.chunk_tokens)
-            low, high, rate = best, math.inf, best * 33 / 32 or nodes / 8
-            while low < 31 / 32 * high and rate > nodes / 1000:
-                enough = within(trace, costs, plan, rate, limits, reuse) >= 0.9
-                low, high = (rate, high) if enough else (low, rate)
-                if low > 1000 * len(trace):
-                    raise click.UsageError(
-                        f"--within: all {len(trace)} requests of the trace meet the limits at any rate"
-                    )
-                rate = low * (9 / 8 if best else 2) if high == math.inf else (low + high) / 2
-            if low <= best:
-                break
-            best, split = low, prefill
-    return best, split
-
-
 def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int) -> float:
     """Returns the requests a second and node that keep engines `_BUSY` of the time, those of the kind that has more to do."""
     guess = 1.0
@@ -172,30 +119,17 @@ def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
 @option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill nodes, and as many decode nodes or one more; may be given several times. By default ten numbers from 1 to 1000.")  # fmt: skip
 @option("--proxies", default=1, type=click.IntRange(1, 10_000))
 @option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip
-@option("--within", "times", nargs=2, type=click.FloatRange(0, min_open=True), help="Seconds to the first token, and to each other: at what rate do nine in ten requests meet both, with and without hits?")  # fmt: skip
 @output_options
 def main(
     trace: Path,
     counts: tuple[int, ...],
     proxies: int,
     file: Path | None,
-    times: tuple[float, float] | None,
     **output: Any,
 ) -> None:
     """A cluster of 1 to 1,000 nodes, in simulation."""
     requests = read_trace(trace)
     costs = UnitCosts() if file is None else read_costs(file)
-    if times is not None:
-        rows = []
-        for nodes in sorted(set(counts or (16,))):
-            row: dict[str, Any] = {"nodes": nodes, "ttft_s": times[0], "token_s": times[1]}
-            for name, reuse in (("rate", True), ("rate_without", False)):
-                row[name], row[f"{name}_prefill"] = capacity(requests, costs, proxies, nodes, times, reuse)
-            gain = row["rate"] / row["rate_without"] - 1 if row["rate_without"] else None
-            rows.append(row | {"gain": gain})
-        checks = [at_least(f"gain, {row['nodes']} nodes", row["gain"], 0.0) for row in rows if row["gain"] is not None]
-        finish({"results": rows}, checks, **output)
-        return
     per_node = usual_rate(requests, costs, proxies)
     with progress() as bar:
         sizes = bar.track(sorted(set(counts or _NODES)), description="nodes")

@@ -18,11 +18,10 @@ from bench.lib.simulation.costs import (  # fmt: skip
     read_costs,
 )
 from bench.lib.simulation.workload import SimulatedRequest, of_arrival
-from bench.lib.trace import BLOCK_TOKENS, Request
-from bench.suites.scale import capacity, full_at, within
+from bench.suites.scale import full_at
 from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
-from tests.support.cli import cli, cli_json
+from tests.support.cli import cli_json
 from tests.support.traces import conversations, write_trace
 
 _FREE, _NO_POOL = ServiceCosts(), PoolCosts()
@@ -111,27 +110,3 @@ def test_costs_that_are_none_are_refused(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"costs\.yaml"):
         read_costs(file)
-
-
-def test_limits_are_met_at_higher_rates_with_hits_than_without():
-    # one prompt of ten chunks, again and again: a second to compute, or a tenth for its last chunk
-    costs = msgspec.structs.replace(_COSTS, engine=EngineShape(chunk_tokens=BLOCK_TOKENS))
-    trace = [Request(number * 1000.0, 10 * BLOCK_TOKENS, list(range(10)), 2) for number in range(40)]
-    plan = ClusterPlan(1, 1, pool_chunks=1000)
-    assert within(trace, costs, plan, 0.02, (6.0, 1.0), reuse=False) > 0.9
-    assert within(trace, costs, plan, 0.02, (5.0, 1.0), reuse=False) == 0  # 5,120 tokens of a millisecond
-    assert within(trace, costs, plan, 0.02, (6.0, 0.09), reuse=False) == 0  # a tenth of a second a token
-    hits, without = (capacity(trace, costs, 1, 2, (6.0, 1.0), reuse)[0] for reuse in (True, False))
-    assert hits > 3 * without
-
-
-def test_limits_are_reported(tmp_path):
-    file = write_trace(tmp_path / "trace.jsonl", conversations(8, 4))
-    row, never = (
-        cli_json("bench", "scale", "--trace", file, "--within", seconds, 0.1, "--nodes", 2)["results"][0]
-        for seconds in (5, 1e-6)
-    )
-    assert row["rate"] >= row["rate_without"] > 0
-    assert never["gain"] is None
-    always = cli("bench", "scale", "--trace", file, "--within", 1000, 1000, "--nodes", 2, code=2)
-    assert "meet the limits at any rate" in always.output
