@@ -160,13 +160,15 @@ class SimulatedLru(Generic[B]):
     def __contains__(self, block: object) -> bool:
         return block in self._blocks
 
-    def touch(self, blocks: Iterable[B]) -> None:
-        """Counts as a use of those that are there."""
-        for block in blocks:
-            if block in self._blocks:
-                self._blocks.move_to_end(block)
+    def find(self, blocks: Sequence[B]) -> int:
+        """Returns how many blocks of a prompt, from the first, it holds. That counts as a use of these."""
+        found = leading(blocks, self._blocks)
+        for block in reversed(blocks[:found]):
+            self._blocks.move_to_end(block)
+        return found
 
     def use(self, blocks: Sequence[B]) -> int:
+        """Takes in a prompt. Returns how many of its blocks, from the first, it held before."""
         found = leading(blocks, self._blocks)
         for block in reversed(blocks):
             self._blocks[block] = None

@@ -11,14 +11,11 @@ other, at a steady rate of tokens that its cache lacks; its cache is an LRU. `be
 - `events`: `prefix_aware` with the nodes' KV events, which arrive 0.1 s after the prompt was computed.
 - `oracle`: the same cost, by a router that looks into every cache and queue at the moment of its choice.
 
-`--hints` compares hints in place of policies: the agents wait for tools of minutes in a tenth of their pauses, nodes have no caches of their
-own, and a pool of the same size behind them evicts by LRU, or keeps what the agents' hints say.
-
 `--pooled` compares nodes' own caches with one pool that has as much room as all of them together (docs/performance.md has what others published):
 `longest_prefix` takes the node whose cache holds most of the prompt, and of equal ones the first, `longest_prefix_idle` the one with the
 least to do. `--customers` is llm-d's prefix workload; `random` takes any node.
 
-    pd-cache bench routing [--hints | --pooled | --customers N] [--trace FILE] --json
+    pd-cache bench routing [--pooled | --customers N] [--trace FILE] --json
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -42,11 +39,8 @@ from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate, read_trace
 from launch.proxy.events import KnownCache
-from launch.proxy.keys import Client
-from launch.proxy.pins import Pin, Pins
-from launch.proxy.prefixes import NamedPrompt, RoutedPrompt, leading
+from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
 from launch.proxy.routing import NodePool, Policy, Target
-from pd_cache.cluster import HintsConfig
 from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
 
 Policies = Literal["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
@@ -64,10 +58,6 @@ _TURNS_MEDIAN, _TURNS_P90 = 30, 57
 _GROWTH_MEAN, _GROWTH_SIGMA = 2_242, 1.0
 _ANSWER_TOKENS = 522
 _PAUSE_S = (5.2, 81.4)
-_WAITS, _WAIT_S = 0.1, (120.0, 600.0)
-"""The share of pauses that are waits for a tool of minutes, and how long these are. Both are our assumption; an agent
-knows which of its tools take so long."""
-_TTL_S, _RENEW_S = 600.0, 3.0
 _LOAD = 8
 """Tokens that a node loads from the pool while it computes one: 12 GB/s, at 128 KiB a token."""
 _LONGEST = 200_000
@@ -84,61 +74,6 @@ _P90 = 1.2816
 """The 90th percentile of the normal distribution."""
 
 
-# --- a pool of agents' prompts ---------------------------------------------------------------------------------------
-
-
-class HintedPool:
-    """LRU, and in it what the agents' hints keep, by the proxy's own bookkeeping (`launch/proxy/pins.py`)."""
-
-    def __init__(self, requests: Sequence[Request], system_blocks: int, tokens: int, share: float) -> None:
-        """Holds `tokens` tokens, of which pins take at most `share`: agents say `kv.retain` before each wait, and `kv.release` with the next
-        call. Requests that agree in the first block after the system prompt are one session's."""
-        self._system = system_blocks
-        self._room = int(tokens // BLOCK_TOKENS * share)
-        self._lru = SimulatedLru[bytes](tokens // BLOCK_TOKENS)
-        self._pins = Pins(HintsConfig().max_pins)
-        self._renewed = 0.0
-        self._waits: set[tuple[int, float]] = set()
-        """The calls before a wait."""
-        self.waited: set[tuple[int, float]] = set()
-        """The calls after one."""
-        last: dict[int, float] = {}
-        for request in requests:
-            session, at = self.call(request)
-            if session in last and (at - last[session]) / 1000 >= _WAIT_S[0]:
-                self._waits.add((session, last[session]))
-                self.waited.add((session, at))
-            last[session] = at
-
-    def call(self, request: Request) -> tuple[int, float]:
-        return request.hash_ids[self._system], request.timestamp
-
-    def find(self, request: Request, now: float) -> int:
-        """Returns how many blocks of the prompt there are, from the first. They are in use from now on."""
-        names = _names(request)
-        self._pins.end_where(lambda key, pin: pin.until <= now)
-        if now >= self._renewed + _RENEW_S:
-            self._renewed = now
-            self._lru.touch(self._pins.chunks())
-        found = leading(names, self._lru)
-        self._lru.touch(reversed(names[:found]))
-        return found
-
-    def keep(self, request: Request, now: float) -> None:
-        """Takes in the blocks of a prompt that has been computed, and keeps them as the agent wants it."""
-        names = _names(request)
-        self._lru.use(names)
-        key = Client(), str(request.hash_ids[self._system])
-        if self.call(request) in self._waits:
-            self._pins.retain(key, Pin(names, names[-1], ("", ""), now + _TTL_S), self._room)
-        else:
-            self._pins.end_where(lambda other, pin: other == key)
-
-
-def _names(request: Request) -> list[bytes]:
-    return [block.to_bytes(8, "big") for block in request.whole_blocks]
-
-
 # --- nodes and a router ----------------------------------------------------------------------------------------------
 
 
@@ -148,8 +83,8 @@ class PolicyOutcome(NamedTuple):
     hit_rate: float
     queueing: list[float]
     """Seconds, one a request."""
-    waited: list[tuple[float, Request, int]]
-    """Seconds until the prompt was computed, the request, and how many of its tokens were found."""
+    computed: list[float]
+    """Seconds until the prompt was computed, one a request."""
 
 
 class _SimulatedNode:
@@ -166,7 +101,7 @@ def simulate(
     nodes: int,
     cache_tokens: int,
     rate: float = _RATE,
-    behind: HintedPool | None = None,
+    behind: SimulatedLru[int] | None = None,
 ) -> PolicyOutcome:
     """Lets `nodes` nodes of `rate` tokens/s each compute the trace, with the pool behind them, if there is one."""
     policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
@@ -183,7 +118,7 @@ def simulate(
             if router != "events":  # the router looks into the cache itself
                 cache.ranks[0]._sets["GPU"] = node.cache  # type: ignore[assignment]
         pool.know(known)
-    time, queueing, waited = SimulatedTime(), list[float](), list[tuple[float, Request, int]]()
+    time, queueing, computed = SimulatedTime(), list[float](), list[float]()
     hit = total = 0
 
     def compute(url: str) -> Process:
@@ -198,12 +133,12 @@ def simulate(
             came = [block for block in request.whole_blocks if block not in node.cache]
             own = found = node.cache.use(request.whole_blocks) * BLOCK_TOKENS
             if behind is not None:
-                found = max(own, behind.find(request, time.now) * BLOCK_TOKENS)
+                found = max(own, behind.find(request.whole_blocks) * BLOCK_TOKENS)
             hit, total = hit + found, total + request.input_length
             yield time.after((request.input_length - found + (found - own) / _LOAD) / rate)
-            waited.append((time.now - arrived, request, found))
+            computed.append(time.now - arrived)
             if behind is not None:
-                behind.keep(request, time.now)
+                behind.use(request.whole_blocks)
             if router == "events":
                 events: list[KvEvent] = []
                 if came:
@@ -234,7 +169,7 @@ def simulate(
         time.start(process)
     time.run()
     assert not any(pool.loads().values()), "work was not given back"
-    return PolicyOutcome(hit / total, queueing, waited)
+    return PolicyOutcome(hit / total, queueing, computed)
 
 
 # --- the comparisons: rows of the report, and targets ------------------------------------------------------------------------------
@@ -261,31 +196,11 @@ def compare_policies(name: str, requests: list[Request], nodes: int, cache_token
     ]
 
 
-def compare_hints(requests: list[Request], nodes: int, pool_tokens: int) -> Found:
-    """One row per share of the pool that agents' pins may take; with 0, it is an LRU."""
-    rows: list[dict[str, Any]] = []
-    for share in (0.0, 0.25, 0.5):
-        pool = HintedPool(requests, _SYSTEM_TOKENS // BLOCK_TOKENS, pool_tokens, share)
-        outcome = simulate(requests, "least_loaded", nodes, 0, behind=pool)
-        row: dict[str, Any] = {"pool_tokens": pool_tokens, "max_share": share}
-        after = [prompt for prompt in outcome.waited if pool.call(prompt[1]) in pool.waited]
-        for name, some in (("", outcome.waited), ("after_wait_", after)):
-            tokens = sum(request.input_length for _, request, _ in some)
-            row[f"{name}hit_rate"] = sum(found for _, _, found in some) / max(1, tokens)
-            row[f"{name}prompt_p99_s"] = quantile([seconds for seconds, _, _ in some], 0.99)
-        rows.append(row)
-    figure = "after_wait_hit_rate"
-    return rows, [
-        at_least(f"hits after a wait, {row['max_share']} at {pool_tokens}", row[figure], rows[0][figure])
-        for row in rows[1:]
-    ]
-
-
 def compare_pooled(
     name: str, requests: list[Request], routers: Iterable[Router], nodes: int, cache_tokens: int
 ) -> Found:
     """One row per router: nodes with caches of their own, and beside them the pool, whose hits no router changes."""
-    whole = HintedPool(requests, 0, nodes * cache_tokens, 0.0)  # without pins, an LRU
+    whole = SimulatedLru[int](nodes * cache_tokens // BLOCK_TOKENS)
     pooled = simulate(requests, "least_loaded", nodes, 0, behind=whole).hit_rate
     rows: list[dict[str, Any]] = []
     for router in routers:
@@ -303,7 +218,7 @@ def compare_customers(customers: int, nodes: int, cache_tokens: int, scale: floa
     routers: tuple[Router, ...] = ("random", "least_loaded", "guess", "guess_of_size", "events")
     for router in routers:
         outcome = simulate(requests, router, nodes, cache_tokens)
-        prompts = [seconds for seconds, _, _ in outcome.waited]
+        prompts = outcome.computed
         row = {"cache_tokens": cache_tokens, "policy": router, "hit_rate": outcome.hit_rate}
         row |= {"prompt_mean_s": statistics.fmean(prompts), "prompt_p90_s": quantile(prompts, 0.9)}
         rows.append(row)
@@ -337,7 +252,7 @@ def customer_trace(customers: int, scale: float = 1.0) -> list[Request]:
     return requests
 
 
-def agent_trace(sessions: int, seed: int = 0, waits: float = 0.0) -> list[Request]:
+def agent_trace(sessions: int) -> list[Request]:
     """Returns the requests of `sessions` agents, in the order of their times. The sessions begin within an hour.
 
     A synthetic trace of coding agents: many turns, one system prompt for all, and a tool's result in each turn.
@@ -352,9 +267,9 @@ def agent_trace(sessions: int, seed: int = 0, waits: float = 0.0) -> list[Reques
     - an answer: 17,239 / 33 = 522 tokens in the mean;
     - time from one call to the next: 5.2 to 81.4 s, here evenly on a logarithmic scale.
 
-    Turns and growth are log-normal. Sessions begin at random, evenly over the trace. A share of `waits` of the pauses are of minutes.
+    Turns and growth are log-normal. Sessions begin at random, evenly over the trace.
     """
-    rng, fresh = Random(seed), count(_SYSTEM_TOKENS // BLOCK_TOKENS)
+    rng, fresh = Random(0), count(_SYSTEM_TOKENS // BLOCK_TOKENS)
     system = list(range(_SYSTEM_TOKENS // BLOCK_TOKENS))
     sigma = math.log(_TURNS_P90 / _TURNS_MEDIAN) / _P90
     requests: list[Request] = []
@@ -370,14 +285,12 @@ def agent_trace(sessions: int, seed: int = 0, waits: float = 0.0) -> list[Reques
             tokens += _ANSWER_TOKENS // 2 + round(max(0.0, growth - _ANSWER_TOKENS // 2))
             if tokens > _LONGEST:
                 break
-            pause = _WAIT_S if waits and rng.random() < waits else _PAUSE_S
-            now += math.exp(rng.uniform(*map(math.log, pause)))
+            now += math.exp(rng.uniform(*map(math.log, _PAUSE_S)))
     return sorted(requests, key=lambda request: request.timestamp)
 
 
 _CACHES = (500_000, 1_000_000, 2_000_000, 8_000_000)
 _POOLED: tuple[Router, ...] = ("longest_prefix", "longest_prefix_idle", "round_robin", "events")
-_POOLS = (6_000_000, 8_000_000, 12_000_000)
 
 
 @click.command()
@@ -385,33 +298,27 @@ _POOLS = (6_000_000, 8_000_000, 12_000_000)
 @option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; with --pooled, for each node; 0 for none.")  # fmt: skip
 @option("--nodes", "fleets", multiple=True, default=(4,), type=click.IntRange(1), help="With --pooled: may be given several times.")  # fmt: skip
 @option("--cache", "caches", multiple=True, default=_CACHES, type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
-@option("--hints", is_flag=True, help="Compare agents' hints on pools, instead of policies.")
 @option("--pooled", is_flag=True, help="Compare nodes' own caches with a pool of all of them, instead of policies.")
 @option("--policy", "routers", multiple=True, default=_POOLED, type=click.Choice(get_args(Policies) + _POOLED[:2]), help="With --pooled: of the nodes that have their own caches; may be given several times.")  # fmt: skip
 @option("--customers", default=0, type=click.IntRange(0), help="llm-d's prefix workload of so many customers, instead of others.")  # fmt: skip
-@option("--seed", default=0, help="With --hints: another one makes other agents.")
 @output_options
 def main(
     trace: Path | None,
     agents: int,
     fleets: tuple[int, ...],
     caches: tuple[int, ...],
-    hints: bool,
     pooled: bool,
     routers: tuple[Router, ...],
     customers: int,
-    seed: int,
     **output: Any,
 ) -> None:
     """Policies on traces, in simulation."""
     nodes, *more = fleets
-    if sum(map(bool, (hints, pooled, customers))) > 1:
-        raise click.UsageError("--hints, --pooled and --customers are different comparisons: give one")
-    if trace is not None and (hints or customers):
-        raise click.UsageError("--hints and --customers make their own requests: leave out --trace")
+    if customers and (pooled or trace is not None):
+        raise click.UsageError("--customers makes its own requests: leave out --pooled and --trace")
     if more and not pooled:
         raise click.UsageError("several --nodes are for --pooled")
-    if not (agents or customers or (trace and not hints)):
+    if not (agents or customers or trace):
         raise click.UsageError("neither --trace nor --agents: nothing to route")
     recorded = {} if trace is None else {trace.name.split(".")[0].split("_")[0]: read_trace(trace)}
 
@@ -422,10 +329,6 @@ def main(
     about: dict[str, Any] = {}
     if customers:
         comparisons = [partial(compare_customers, customers, nodes, cache) for cache in caches]
-    elif hints:
-        requests = agent_trace(agents, seed, _WAITS)
-        about["requests"] = len(requests)
-        comparisons = [partial(compare_hints, requests, nodes, pool) for pool in _POOLS]
     elif pooled:
         for fleet in fleets:
             for name, requests in workloads(agents * fleet).items():

@@ -6,9 +6,7 @@ import pytest
 
 from bench.lib.trace import BLOCK_TOKENS, Request
 from bench.suites.routing import (
-    agent_trace,
     compare_customers,
-    compare_hints,
     compare_policies,
     compare_pooled,
     customer_trace,
@@ -40,21 +38,6 @@ def test_a_trace_is_reported_as_json(tmp_path):
         "round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle",
     ]  # fmt: skip
     assert report["requests"] == {"trace": 32}
-
-
-def test_hints_keep_what_waits_at_the_cost_of_what_does_not():
-    requests = agent_trace(20, waits=0.1)
-    (none, _, waits), _ = compare_hints(requests, 4, 400_000)
-    assert waits["after_wait_hit_rate"] > 1.25 * none["after_wait_hit_rate"]
-    assert waits["hit_rate"] < none["hit_rate"]
-    unbounded, _ = compare_hints(requests, 4, 100_000_000)
-    assert len({(row["hit_rate"], row["after_wait_hit_rate"]) for row in unbounded}) == 1
-
-
-def test_hints_are_reported_as_json():
-    assert len(cli_json("bench", "routing", "--hints", "--agents", 5)["results"]) == 9
-    for wrong in (("--agents", 0), ("--trace", __file__)):
-        cli("bench", "routing", "--hints", *wrong, code=2)
 
 
 def test_one_pool_has_what_the_nodes_caches_together_have_room_for():
