@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import platform
-import re
 import shlex
 import socket
 import sys
@@ -23,7 +22,7 @@ import msgspec
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table as RichTable
+from rich.table import Table
 from rich.text import Text
 
 import pd_cache
@@ -32,13 +31,6 @@ from transfer.settings import ByteSize, mooncake_version
 
 _WIDTH = 160
 """Columns of what is not a terminal."""
-_NAME = re.compile(r"\b[a-z]+\d*(_[a-z0-9]+)+\b")
-"""A figure as JSON names it."""
-_WORDS = {
-    "_per_s": " a second", "_gbps": ", GB/s", "_s": ", s", "_ms": ", ms", "_us": ", µs", "_bytes": ", bytes",
-    "_p50": ", median", "_p90": ", 90 % within", "_p99": ", 99 % within", "ttft": "first token", "tpot": "time a token",
-}  # fmt: skip
-_WORD = re.compile("|".join(f"{part}(?![a-z0-9])" for part in _WORDS))
 option = functools.partial(click.option, show_default=True)
 
 
@@ -84,24 +76,6 @@ def all_at_least(figures: Mapping[str, float], **limits: float) -> list[Check]:
 def all_at_most(figures: Mapping[str, float], **limits: float) -> list[Check]:
     """Returns targets for figures by their names."""
     return [at_most(name, figures[name], limit) for name, limit in limits.items()]
-
-
-class Table(NamedTuple):
-    """Rows under columns; None is an empty cell."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[object]]
-
-    @classmethod
-    def of(cls, title: str, rows: Sequence[Mapping[str, object]]) -> Table:
-        """Returns a table of rows that have their columns' names. A few long rows stand side by side: their names are the first column."""
-        names = list(rows[0])
-        if len(names) <= 4 * len(rows):
-            return cls(title, names, [list(row.values()) for row in rows])
-        first, *others = names
-        heads = [f"{first} {shown(row[first])}" for row in rows]
-        return cls(title, ["", *heads], [[name, *(row[name] for row in rows)] for name in others])
 
 
 # --- how it was measured ---------------------------------------------------------------------------------------------
@@ -158,54 +132,56 @@ def finish(
     *,
     as_json: bool,
     strict: bool,
-    tables: Sequence[Table] | None = None,
     config: ClusterConfig | None = None,
 ) -> None:
     """Prints the report of the click command that runs; with `strict`, exits with 1 if a check failed.
 
-    `results` are all figures, for JSON. `tables` show them to people; by default each list of rows is one, and all else another. `config`:
-    the cluster's file, if there was one.
+    `results` are all figures. For people, each list of rows is a table, and all else another. `config`: the cluster's file, if there was one.
     """
     facts, listed = about(config), list(checks)
     ok = all(check.ok for check in listed)
-    rows = [{"name": c.name, "value": round(c.value, 4), "limit": round(c.limit, 4), "ok": c.ok} for c in listed]
-    everything = {"about": facts, **results, "checks": rows, "ok": ok}
-    shown_tables = [_in_words(table) for table in (_tables(results) if tables is None else tables)]
-    targets = [Table("Targets", ("target", "value", "limit", ""), [_judged(check) for check in listed])][: len(listed)]
-    measured = Table("How it was measured", ("", ""), list(facts.items()))
     if as_json:
-        click.echo(json.dumps(everything))
+        rows = [{"name": c.name, "value": round(c.value, 4), "limit": round(c.limit, 4), "ok": c.ok} for c in listed]
+        click.echo(json.dumps({"about": facts, **results, "checks": rows, "ok": ok}))
     else:
-        _draw(Console(width=None if sys.stdout.isatty() else _WIDTH), [*shown_tables, *targets, measured])
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        for name, value in results.items():
+            if value and isinstance(value, list):
+                _draw(console, "" if name == "results" else name, *laid_out(value))
+        _draw(console, "", ("", "value"), [item for item in results.items() if not isinstance(item[1], list)])
+        _draw(console, "Targets", ("target", "value", "limit", ""), map(_judged, listed))
+        _draw(console, "How it was measured", ("", ""), facts.items())
     if strict and not ok:
         sys.exit(1)
 
 
-def _tables(results: Mapping[str, Any]) -> list[Table]:
-    lists = {name: value for name, value in results.items() if isinstance(value, list)}
-    others = [(name, value) for name, value in results.items() if name not in lists]
-    tables = [Table.of("" if name == "results" else in_words(name), rows) for name, rows in lists.items() if rows]
-    return [*tables, *[Table("", ("", "value"), others)][: len(others)]]
+Row = Sequence[object]
 
 
-def _judged(check: Check) -> Sequence[object]:
+def laid_out(rows: Sequence[Mapping[str, object]]) -> tuple[Sequence[str], Iterable[Row]]:
+    """Returns columns and cells of rows that have their columns' names. A few long rows stand side by side: their names are the first column."""
+    names = list(rows[0])
+    if len(names) <= 4 * len(rows):
+        return names, [list(row.values()) for row in rows]
+    first, *others = names
+    heads = [f"{first} {shown(row[first])}" for row in rows]
+    return ["", *heads], [[name, *(row[name] for row in rows)] for name in others]
+
+
+def _judged(check: Check) -> Row:
     limit = f"{'≥' if check.from_below else '≤'} {shown(check.limit)}"
-    return (in_words(check.name), check.value, limit, Text("met", "green") if check.ok else Text("missed", "red"))
+    return check.name, check.value, limit, Text("met", "green") if check.ok else Text("missed", "red")
 
 
-def _draw(console: Console, tables: Iterable[Table]) -> None:
-    for table in tables:
-        drawn = RichTable(title=Text(table.title), box=SIMPLE)
-        for name in table.columns:
-            drawn.add_column(Text(name), overflow="fold")
-        for row in table.rows:
-            drawn.add_row(*(value if isinstance(value, Text) else Text(shown(value)) for value in row))
-        console.print(drawn)
-
-
-def in_words(text: str) -> str:
-    """Returns a text in which the names of figures are words: `lookup_p50_ms` becomes `lookup, median, ms`."""
-    return _NAME.sub(lambda found: _WORD.sub(lambda part: _WORDS[part[0]], found[0]).replace("_", " "), text)
+def _draw(console: Console, title: str, columns: Iterable[str], rows: Iterable[Row]) -> None:
+    """Prints a table, unless it has no rows."""
+    table = Table(title=Text(title), box=SIMPLE)
+    for name in columns:
+        table.add_column(Text(name), overflow="fold")
+    for row in rows:
+        table.add_row(*(value if isinstance(value, Text) else Text(shown(value)) for value in row))
+    if table.rows:
+        console.print(table)
 
 
 def shown(value: object) -> str:
@@ -217,9 +193,3 @@ def shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3f}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)
-
-
-def _in_words(table: Table) -> Table:
-    """Names columns, and rows if their column has no name, in words."""
-    rows = table.rows if table.columns[0] else [[in_words(str(row[0])), *row[1:]] for row in table.rows]
-    return table._replace(columns=[in_words(name) for name in table.columns], rows=rows)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import click
-import pytest
 from click.testing import CliRunner
 
-from bench.lib.report import Table, about, at_least, finish, in_words, output_options
+from bench.lib.report import about, at_least, finish, laid_out, output_options
 from pd_cache.cluster import ClusterConfig, MasterNode
 from pd_cache.config import CacheConfig
 from transfer.settings import TransferSettings
@@ -19,8 +18,7 @@ NASTY = "a <b> & \"c\" [red]d[/] 'e' $f"
 @click.command()
 @output_options
 def bench(**options: object) -> None:
-    table = Table(NASTY, (NASTY, "n"), ((NASTY, 1.5), ("x", None)))
-    finish({"results": [{"a": NASTY}]}, [at_least(NASTY, 1.0, 2.0)], tables=[table], **options)  # type: ignore[arg-type]
+    finish({"results": [{"a": NASTY}]}, [at_least(NASTY, 1.0, 2.0)], **options)
 
 
 def test_the_terminal_shows_tables_and_targets_and_json_everything():
@@ -37,21 +35,8 @@ def test_the_terminal_shows_tables_and_targets_and_json_everything():
 
 def test_a_few_long_rows_stand_side_by_side():
     row = {"tokens": 512, "a": 1, "b": 2, "c": 3, "d": 4}
-    assert Table.of("", [row, row | {"tokens": 1024}]).columns == list(row)
-    assert Table.of("", [row]) == Table("", ["", "tokens 512"], [["a", 1], ["b", 2], ["c", 3], ["d", 4]])
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("lookup_p50_ms", "lookup, median, ms"),
-        ("answered_per_s", "answered a second"),
-        ("ttft_p99_ms: reuse / recompute", "first token, 99 % within, ms: reuse / recompute"),
-        ("hit_rate", "hit rate"),
-    ],
-)
-def test_figures_are_named_in_words(name, words):
-    assert in_words(name) == words
+    assert laid_out([row, row | {"tokens": 1024}])[0] == list(row)
+    assert laid_out([row]) == (["", "tokens 512"], [["a", 1], ["b", 2], ["c", 3], ["d", 4]])
 
 
 def test_what_is_said_about_a_run_names_the_settings_that_are_not_the_defaults():
