@@ -280,8 +280,8 @@ class RemoteCache(LooksUp):
         """Returns what a lookup of so many chunks has found, those at hand included. Counts it."""
         if not isinstance(answer, Found) or not at_hand <= answer.chunks <= answer.leading <= chunks:
             return Found(at_hand, at_hand, self._failed("lookup", 1, answer))
-        self.metrics.tokens("lookup", "requested", (chunks - at_hand) * self.chunk_size)
-        self.metrics.tokens("lookup", "hit", (answer.chunks - at_hand) * self.chunk_size)
+        self.metrics.counts.add("tokens", "lookup", "requested", by=(chunks - at_hand) * self.chunk_size)
+        self.metrics.counts.add("tokens", "lookup", "hit", by=(answer.chunks - at_hand) * self.chunk_size)
         return answer
 
     def _loaded(self, chunks: int, label: str | None, answer: Answer | str) -> Loaded:
@@ -352,16 +352,17 @@ class UnderWay(Generic[R]):
 
     def wait(self) -> R:
         """Waits until `query` returns True. Returns the result. If an exception ends the wait, the operation is given up."""
-        if self.result is None and self.future is not None:
-            try:
-                with self._cache.metrics.timed(self.op):
-                    self._cache.connection.link.wait(self.future)
-                    while not self.query():
-                        time.sleep(0.001)
-            except BaseException:  # the blocks are the engine's again when this returns
-                self.give_up()
-                raise
-        self.query()
+        begun = time.perf_counter()
+        try:
+            if self.result is None and self.future is not None:
+                self._cache.connection.link.wait(self.future)
+            while not self.query():
+                time.sleep(0.001)
+        except BaseException:  # the blocks are the engine's again when this returns
+            self.give_up()
+            raise
+        if self.future is not None:
+            self._cache.metrics.counts.took(self.op, time.perf_counter() - begun)
         assert self.result is not None
         return self.result
 

@@ -76,7 +76,7 @@ class _Wire:
         self._poll = select.poll()
         self._poll.register(socket.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
         self._poll.register(self._wakeup, select.POLLIN)
-        self._closed = False
+        self.closed = False
 
     def send(self, frames: list[bytes]) -> None:
         """Sends without waiting, unless the socket cannot take the message now. Call with the lock held."""
@@ -85,16 +85,10 @@ class _Wire:
 
     def receive(self) -> list[bytes] | None:
         """Returns the next message, or None if there is none now. Call with the lock held."""
-        if not self.readable():
-            return None
         try:
             return self.socket.recv_multipart(_NOW)
-        except zmq.ZMQError:
+        except zmq.ZMQError:  # there is none, or the socket is closed
             return None
-
-    def readable(self) -> bool:
-        """Returns whether there is a message. Call with the lock held."""
-        return not self._closed and bool(int(self.socket.getsockopt(_EVENTS)) & _READABLE)
 
     def wait(self, timeout: float, awake: float = 0.0) -> None:
         """Waits until a message may be there, until `wake`, or for `timeout` seconds. Only one thread may call it, without the lock.
@@ -116,8 +110,8 @@ class _Wire:
     def close(self) -> None:
         """Closes the socket. No thread may still be waiting."""
         with self.lock:
-            if not self._closed:
-                self._closed = True
+            if not self.closed:
+                self.closed = True
                 self.socket.close(0)
                 os.close(self._wakeup)
 
@@ -143,7 +137,8 @@ class Future:
 
     def outcome(self) -> Answer | str:
         """Waits for the answer, at most until the deadline. Returns it, or why there is none, in a word that names a counter."""
-        self._link.wait(self)
+        if self.answer is None:
+            self._link.wait(self)
         assert self.answer is not None
         return self.answer.reason if isinstance(self.answer, CacheServerError) else self.answer
 
@@ -350,7 +345,7 @@ class ClientLink:
             try:
                 number, answer = decode_answer(frames[-1])
             except FrameError as error:
-                number, answer = error.number or 0, ServerRefusedError(error.reason, str(error))
+                number, answer = error.number, error.refused
             if isinstance(answer, Refused):
                 answer = ServerRefusedError(answer.reason, answer.message)
                 if answer.reason == "unknown_client":
@@ -446,12 +441,17 @@ class ServerLink:
         self._receiver.start()
         self._acceptor.start()
 
-    def answer(self, incoming: Incoming, answer: Answer) -> None:
+    def answer(self, client: bytes, number: int, answer: Answer) -> None:
         """Answers a request. A client that is gone, or that does not read, gets no answer. Thread-safe."""
         if isinstance(answer, Refused) and answer.reason != "busy":
             self._metrics.trouble("server", f"refused_{answer.reason}", detail=answer.message)
-        if incoming.number:
-            self._send(incoming.client, incoming.number, answer)
+        if number:
+            frame, wire = encode(number, answer), self._wire
+            with wire.lock:
+                wire.send([client, frame])
+                # the send may have swallowed the edge of a request
+                if self._waiting and not wire.closed and int(wire.socket.getsockopt(_EVENTS)) & _READABLE:
+                    wire.wake()
 
     def stop(self, timeout: float) -> None:
         """Stops receiving, and waits up to `timeout` seconds for the requests that are being handled."""
@@ -484,32 +484,21 @@ class ServerLink:
             if frames is None:
                 self._wire.wait(_WAIT_SLICE_S)
                 continue
-            client = frames[0]
-            try:
-                incoming = Incoming(client, *decode_request(frames[-1]))
-            except FrameError as error:
-                self._metrics.trouble("server", f"{error.reason}_frame")
-                self._send(client, error.number or 0, Refused(error.reason, str(error)))
-            else:
-                self._serve(incoming)
+            self._serve(frames[0], frames[-1])
 
-    def _send(self, client: bytes, number: int, answer: Answer) -> None:
-        frame = encode(number, answer)
-        with self._wire.lock:
-            self._wire.send([client, frame])
-            if self._waiting and self._wire.readable():  # the send may have swallowed the edge of a request
-                self._wire.wake()
-
-    def _serve(self, incoming: Incoming) -> None:
+    def _serve(self, client: bytes, frame: bytes, descriptors: Sequence[int] | None = None) -> None:
+        """Handles a request, and answers it unless another thread will."""
+        number = 0
         try:
-            answer = self._handle(incoming)
+            number, request = decode_request(frame)
+            answer = self._handle(Incoming(client, number, request, descriptors))
         except RefusalError as refusal:
-            answer = refusal.refused
+            number, answer = number or refusal.number, refusal.refused
         except Exception as error:  # an error of one request must not stop the others
             log.exception("a request failed")
             answer = failed(error)
         if answer is not None:
-            self.answer(incoming, answer)
+            self.answer(client, number, answer)
 
     # --- the Unix socket -----------------------------------------------------------------------------------------
 
@@ -539,9 +528,7 @@ class ServerLink:
                 )
                 try:
                     if data:
-                        self._serve(Incoming(client, *decode_request(data), tuple(descriptors)))
-                except FrameError as error:
-                    self._metrics.trouble("server", f"{error.reason}_frame")
+                        self._serve(client, data, descriptors)
                 finally:
                     close_all(descriptors)
         except OSError:  # the connection has ended

@@ -91,14 +91,13 @@ class Sessions:
 
     def open(self, client: str, name: str, found: Sequence[FoundChunks], lifetime: float) -> None:
         """Pins what a lookup found. Ends the client's earlier session of this name."""
-        pins = {}
-        for one in found:
-            names = frozenset(one.names)
-            for rank, keys in enumerate(one.shards):
-                pinned = one.backend.pin(keys)
+        pins, size = {}, 0
+        for model, backend, names, shards in found:
+            for rank, keys in enumerate(shards):
+                pinned = backend.pin(keys)
                 leased = sorted(set(keys).difference(pinned))
-                pins[one.model, rank] = _Pins(one.backend, names, pinned, leased)
-        size = sum(len(keys) for one in found for keys in one.shards)
+                pins[model, rank] = _Pins(backend, frozenset(names), pinned, leased)
+                size += len(keys)
         session = Session(client, name, self._clock() + lifetime, pins, size)
         with self._lock:
             self._end(client, name)  # only now, when the new one already holds the same keys
@@ -174,23 +173,19 @@ class LookupJob(NamedTuple):
     client: str
     request: Lookup
 
-    def keys(self, model: Model) -> list[str]:
-        """Returns the keys to ask a model's backend for."""
-        first = self.request.at_hand
-        most = max(1, MOST_KEYS // self.prefix.groups.keys_per_chunk)
-        return model.database.keys(self.request.names[first : first + most], label=self.request.label)
-
-    def found(self, end: int) -> Iterator[FoundChunks]:
-        """Yields, for each group of layers, the chunks that a load up to `end` needs."""
+    def found(self, end: int) -> list[FoundChunks]:
+        """Returns, for each group of layers, the chunks that a load up to `end` needs."""
+        found = []
         for model, needed in zip(self.models, self.prefix.groups.needed(self.request.at_hand, end), strict=True):
             names = self.request.names[needed.start : needed.stop]
             database, shards = model.database, model.database.namespace.shards
             keys = database.keys(names, label=self.request.label)
             by_rank = [
-                [keys[chunk + shard] for chunk in range(0, len(keys), shards) for shard in model.shards_of(rank)]
+                [keys[chunk + shard] for chunk in range(0, len(keys), shards) for shard in model.shards[rank]]
                 for rank in range(model.group.world_size)
             ]
-            yield FoundChunks(model.group, model.mover.backend, names, by_rank)
+            found.append(FoundChunks(model.group, model.mover.backend, names, by_rank))
+        return found
 
 
 def answer_lookups(
@@ -200,45 +195,49 @@ def answer_lookups(
 
     What a job has found is pinned for its session, for `session_s` seconds.
     """
-    asked = [[(model.mover.backend, job.keys(model)) for model in job.models] for job in jobs]
+    asked: list[list[tuple[StorageBackend, int]]] = []
+    """For each job, the backends and how many keys each is asked for."""
     wanted: dict[StorageBackend, list[str]] = {}
-    for backend, keys in itertools.chain.from_iterable(asked):
-        wanted.setdefault(backend, []).extend(keys)
+    for job in jobs:
+        first, parts = job.request.at_hand, []
+        names = job.request.names[first : first + max(1, MOST_KEYS // job.prefix.groups.keys_per_chunk)]
+        for model in job.models:
+            keys = model.database.keys(names, label=job.request.label)
+            wanted.setdefault(model.mover.backend, []).extend(keys)
+            parts.append((model.mover.backend, len(keys)))
+        asked.append(parts)
     known: dict[StorageBackend, Iterator[Status] | Refused] = {}
-    with metrics.timed("lookup"):
-        for backend, keys in wanted.items():
-            found: list[Status] = []
-            try:
-                for start in range(0, len(keys), REQUEST_KEYS):
-                    found += backend.batched_contains(keys[start : start + REQUEST_KEYS])
-                known[backend] = iter(found)
-            except Exception as error:  # an error of one backend must not stop the others
-                log.exception("lookups failed")
-                known[backend] = failed(error)
+    begun = time.perf_counter()
+    for backend, keys in wanted.items():
+        found: list[Status] = []
+        try:
+            for start in range(0, len(keys), REQUEST_KEYS):
+                found += backend.batched_contains(keys[start : start + REQUEST_KEYS])
+            known[backend] = iter(found)
+        except Exception as error:  # an error of one backend must not stop the others
+            log.exception("lookups failed")
+            known[backend] = failed(error)
+    metrics.counts.took("lookup", time.perf_counter() - begun)
     answers = []
     for job, parts in zip(jobs, asked, strict=True):
         statuses: list[Status] = []
         answer: Answer | None = None
-        for backend, keys in parts:
+        for backend, count in parts:
             if isinstance(said := known[backend], Refused):
                 answer = said
             else:
-                statuses += itertools.islice(said, len(keys))
-        answers.append(answer or _judge(job, statuses, sessions, session_s))
+                statuses += itertools.islice(said, count)
+        client, request = job.client, job.request
+        try:
+            if answer is None:
+                answer = count_found(job.prefix, request.names, request.at_hand, statuses, request.label)
+                if request.session and answer.chunks > request.at_hand:
+                    sessions.open(client, request.session, job.found(answer.chunks), session_s)
+                    for model in job.models:
+                        if model.mover.closed:  # a backend was released meanwhile, together with its sessions
+                            sessions.end(client, request.session)
+        except Exception as error:  # an error of one lookup must not stop the others
+            log.exception("a lookup failed")
+            answer = failed(error)
+        answers.append(answer)
     return answers
-
-
-def _judge(job: LookupJob, statuses: list[Status], sessions: Sessions, session_s: float) -> Answer:
-    """Returns what a lookup found, and pins it for the lookup's session."""
-    try:
-        request, client = job.request, job.client
-        reach = count_found(job.prefix, request.names, request.at_hand, statuses, request.label)
-        if request.session and reach.chunks > request.at_hand:
-            sessions.open(client, request.session, list(job.found(reach.chunks)), session_s)
-            if any(model.mover.closed for model in job.models):
-                # a backend was released meanwhile, together with its sessions
-                sessions.end(client, request.session)
-        return reach
-    except Exception as error:  # an error of one lookup must not stop the others
-        log.exception("a lookup failed")
-        return failed(error)

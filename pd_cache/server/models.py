@@ -57,17 +57,13 @@ class Model:
         self.metadata = metadata
         named = replace(cache, chunk_size=group.chunk_size, hash_mode=group.hash_mode, hash_seed=group.hash_seed)
         self.database = ChunkedTokenDatabase(metadata.namespace(named))
-        ranks = [replace(metadata, rank=rank) for rank in range(group.world_size)]
-        self._shards = [one.shards for one in ranks]
+        self.shards = [replace(metadata, rank=rank).shards for rank in range(group.world_size)]
+        """The numbers of the shards that each rank holds."""
         self.workers: set[str] = set()
         """The clients that are registered."""
         self.mover = ChunkMover(backend, self.database, metrics)
         self.keeps_tail = group.layers is not None and group.layers.tail > 0
         """Whether a store may leave out blocks that no load needs."""
-
-    def shards_of(self, rank: int) -> range:
-        """Returns the numbers of the shards that a rank holds."""
-        return self._shards[rank]
 
 
 def memory_size(payload_bytes: int, object_sizes: Sequence[int]) -> int:
@@ -101,7 +97,8 @@ class ServedModels:
         self._opens = opens or (lambda node, size: open_backend(node, size, pin=host_pin(), metrics=metrics))
         self._released = released
         self._opening = threading.Lock()
-        self._models: dict[EngineGroup, Model] = {}
+        self.by_group: dict[EngineGroup, Model] = {}
+        """The model of each group of which a worker has registered."""
         self._backends: dict[int, StorageBackend] = {}
         """By payload size."""
         self._segment_of: int | None = None
@@ -129,10 +126,6 @@ class ServedModels:
             for one in layer_groups
         ]
 
-    def get(self, group: EngineGroup) -> Model | None:
-        """Returns the engine group's model, or None before the group's first worker has registered."""
-        return self._models.get(group)
-
     def serve(self, group: EngineGroup, layout: KVLayout, client: str, object_sizes: Sequence[int] = ()) -> Model:
         """Adds this client to the workers of the engine group's model, and returns the model. The first worker makes it.
 
@@ -154,7 +147,7 @@ class ServedModels:
             group=group.layers,
         )
         with self._opening:
-            model = self._models.get(group)
+            model = self.by_group.get(group)
             if model is None or model.metadata != metadata:
                 if model is not None and model.workers - {client}:
                     raise RefusalError(
@@ -167,12 +160,12 @@ class ServedModels:
                 backend = self._backend(memory_size(payload_bytes, object_sizes))
                 if model is not None:
                     model.mover.close(0.0)
-                model = self._models[group] = Model(group, metadata, cache, backend, self._metrics)
+                model = self.by_group[group] = Model(group, metadata, cache, backend, self._metrics)
             model.workers.add(client)
             return model
 
     def __iter__(self) -> Iterator[Model]:
-        return iter(list(self._models.values()))
+        return iter(list(self.by_group.values()))
 
     @property
     def backends(self) -> list[StorageBackend]:
@@ -220,8 +213,8 @@ class ServedModels:
         backend = self._backends.pop(size)
         if size == self._segment_of:
             self._segment_of = None
-        for group in [group for group, model in self._models.items() if model.mover.backend is backend]:
-            self._models.pop(group).mover.close(self._settings.transfer.timeouts.close_ms / 1000)
+        for group in [group for group, model in self.by_group.items() if model.mover.backend is backend]:
+            self.by_group.pop(group).mover.close(self._settings.transfer.timeouts.close_ms / 1000)
         self._released(backend)
         backend.close()
         log.info("no longer serving chunks of %d bytes, which no engine has any more", backend.payload_bytes)

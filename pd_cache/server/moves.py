@@ -177,7 +177,7 @@ class Worker(NamedTuple):
             chunks = plan_named(request.names, request.blocks, layout, database.chunk_size, may_leave_out=may_leave_out)
         except ValueError as error:
             raise RefusalError("invalid", str(error)) from None
-        shards = self.model.shards_of(self.rank)
+        shards = self.model.shards[self.rank]
         keys = database.keys(request.names, shards, request.label)
         # a stream for the move, whose turns change threads: what waits for the engine's event is this move's copies, and no other's
         pages = functools.partial(self.tensors.copiers, request, end, own_stream(self.tensors.device))
@@ -273,7 +273,7 @@ def turns(client: Client, request: Move, sessions: Sessions, end: float) -> Iter
         raise RefusalError("unknown_client", "register the KV tensors first")
     run, pages = worker.begin(request, end)
     model, count = worker.model, len(run.chunks)
-    most = max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards_of(worker.rank))))
+    most = max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards[worker.rank])))
     tiers, outcomes = TierChunks(), bytearray()
     for first in range(0, max(1, count), most):
         if time.monotonic() > end:

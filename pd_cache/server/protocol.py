@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -294,6 +294,8 @@ class Refused(Message, frozen=True, tag="refused"):
 class RefusalError(Exception):
     """Raised to refuse a request. `refused` is the answer to its sender."""
 
+    number = 0
+
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.refused = Refused(reason, message)
@@ -312,18 +314,12 @@ _read_answer = msgpack_decoder(Answer)
 _read_refusal = msgpack_decoder(Refused)
 
 
-class FrameError(Exception):
-    """A frame that cannot be read. `number` is that of the request, or None if the header could not be read either."""
+class FrameError(RefusalError):
+    """A frame that cannot be read. `number` is that of the request, or 0 if the header could not be read either."""
 
-    def __init__(self, reason: Literal["version", "malformed"], message: str, number: int | None) -> None:
-        super().__init__(message)
-        self.reason = reason
+    def __init__(self, reason: Literal["version", "malformed"], message: str, number: int = 0) -> None:
+        super().__init__(reason, message)
         self.number = number
-
-
-class _Header(NamedTuple):
-    version: int
-    number: int
 
 
 def encode(number: int, message: Message | Found | Loaded) -> bytes:
@@ -333,18 +329,18 @@ def encode(number: int, message: Message | Found | Loaded) -> bytes:
 
 def decode_request(frame: bytes) -> tuple[int, Request]:
     """Returns the number and the request in a frame. Raises FrameError if it cannot be read."""
-    header = _header(frame)
-    if header.version != PROTOCOL:
+    version, number = _header(frame)
+    if version != PROTOCOL:
         raise FrameError(
             "version",
-            f"this server speaks version {PROTOCOL} of the protocol, the client version {header.version}; run the same "
-            "release of pd-cache on both sides",
-            header.number,
+            f"this server speaks version {PROTOCOL} of the protocol, the client version {version}; run the same release "
+            "of pd-cache on both sides",
+            number,
         )
     try:
-        return header.number, _read_request(memoryview(frame)[_HEADER.size :])
+        return number, _read_request(memoryview(frame)[_HEADER.size :])
     except UndecodableError as error:
-        raise FrameError("malformed", f"not a request: {error}", header.number) from None
+        raise FrameError("malformed", f"not a request: {error}", number) from None
 
 
 def decode_answer(frame: bytes) -> tuple[int, Answer]:
@@ -352,18 +348,19 @@ def decode_answer(frame: bytes) -> tuple[int, Answer]:
 
     From a server of another version, it reads only `Refused`.
     """
-    header = _header(frame)
-    read = _read_answer if header.version == PROTOCOL else _read_refusal
+    version, number = _header(frame)
+    read = _read_answer if version == PROTOCOL else _read_refusal
     try:
-        return header.number, read(memoryview(frame)[_HEADER.size :])
+        return number, read(memoryview(frame)[_HEADER.size :])
     except UndecodableError as error:
-        raise FrameError("malformed", f"not an answer: {error}", header.number) from None
+        raise FrameError("malformed", f"not an answer: {error}", number) from None
 
 
-def _header(frame: bytes) -> _Header:
+def _header(frame: bytes) -> tuple[int, int]:
+    """Returns the version of the protocol, and the number of the request."""
     if len(frame) < _HEADER.size:
-        raise FrameError("malformed", f"a frame of {len(frame)} bytes is too short for a header", None)
+        raise FrameError("malformed", f"a frame of {len(frame)} bytes is too short for a header")
     magic, version, _, number = _HEADER.unpack_from(frame)
     if magic != _MAGIC:
-        raise FrameError("malformed", f"a frame that begins with {magic!r} is not one of ours", None)
-    return _Header(version, number)
+        raise FrameError("malformed", f"a frame that begins with {magic!r} is not one of ours")
+    return version, number

@@ -135,7 +135,8 @@ class WorkQueue(Generic[T]):
         The caller must pass each of them to `finished` in the end.
         """
         with self._something:
-            self._something.wait_for(lambda: self._waiting or self._closed)
+            while not self._waiting and not self._closed:
+                self._something.wait()
             if self._closed:
                 return []
             return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
@@ -143,14 +144,17 @@ class WorkQueue(Generic[T]):
     def finished(self, item: Item[T]) -> None:
         """Frees the place of an item that was taken."""
         with self._something:
-            self._release(item)
+            self.in_flight -= 1
+            self._held[item.client] -= 1
+            if not self._held[item.client]:
+                del self._held[item.client]
 
     def discard(self, client: Client) -> None:
         """Removes a client's waiting items."""
         with self._something:
             for item in [item for item in self._waiting if item.client is client]:
                 self._waiting.remove(item)
-                self._release(item)
+                self.finished(item)
 
     def close(self) -> list[Item[T]]:
         """Makes every `take` return nothing from now on. Returns the items that still waited."""
@@ -158,12 +162,6 @@ class WorkQueue(Generic[T]):
             self._closed = True
             self._something.notify_all()
             return list(self._waiting)
-
-    def _release(self, item: Item[T]) -> None:
-        self.in_flight -= 1
-        self._held[item.client] -= 1
-        if not self._held[item.client]:
-            del self._held[item.client]
 
 
 class CacheServer:
@@ -227,7 +225,7 @@ class CacheServer:
             self._closed = True
         self._stop.set()
         for incoming in [one.incoming for one in self._lookups.close()] + [one.incoming for one in self._moves.close()]:
-            self._link.answer(incoming, _CLOSING)
+            self._link.answer(incoming.client, incoming.number, _CLOSING)
         end = time.monotonic() + self.settings.transfer.timeouts.close_ms / 1000
         for model in self.models:
             model.mover.close(left(end))
@@ -254,7 +252,7 @@ class CacheServer:
         if client is None:
             raise RefusalError("unknown_client", "say hello first")
         if isinstance(request, Lookup):
-            models = [model for group in client.groups if (model := self.models.get(group)) is not None]
+            models = [model for group in client.groups if (model := self.models.by_group.get(group)) is not None]
             if len(models) < len(client.groups) or request.at_hand >= len(request.names):
                 at_hand = min(request.at_hand, len(request.names))
                 return Found(at_hand, at_hand, "none" if at_hand == len(request.names) else "not_asked")
@@ -317,7 +315,7 @@ class CacheServer:
             for item, answer in zip(wanted, answers, strict=True):
                 if item.client.gone:  # it went during the lookup: nothing else would end its session
                     self.sessions.end_client(item.client.hello.client)
-                self._link.answer(item.incoming, answer)
+                self._link.answer(item.incoming.client, item.incoming.number, answer)
             for item in items:
                 self._lookups.finished(item)
 
@@ -341,7 +339,7 @@ class CacheServer:
                 answer = failed(error)
             self._moves.finished(items[0])
             if answer is not None:
-                self._link.answer(incoming, answer)
+                self._link.answer(incoming.client, incoming.number, answer)
 
     # --- clients that go, and house keeping ----------------------------------------------------------------------
 

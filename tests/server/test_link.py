@@ -148,7 +148,7 @@ def test_an_answer_that_is_late_is_dropped(end, client):
     end.handle = handle
     late = client.request(EndSession("x"), 0.05)
     assert late.outcome() == "timeout"
-    end.link.answer(kept[0], Done())
+    end.link.answer(kept[0].client, kept[0].number, Done())
     assert client.request(EndSession("x"), LATE_S).outcome() == Done()
     assert late.outcome() == "timeout"
 

@@ -45,7 +45,7 @@ class Served:
         closed = [one.mover.backend.closed for one in models]  # type: ignore[attr-defined]
         assert closed == [one.mover.backend in self.released for one in models], "sessions end before a backend closes"
         assert closed == [one.mover.closed for one in models]
-        assert closed == [self.models.get(one.group) is not one for one in models]
+        assert closed == [self.models.by_group.get(one.group) is not one for one in models]
         return closed
 
 
