@@ -1,7 +1,5 @@
 """Fixtures that the whole suite shares: real servers for the session, and checks that nothing is left behind."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil
@@ -9,7 +7,6 @@ import signal
 import tempfile
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -118,17 +115,17 @@ def patient(monkeypatch):
         )  # a package may export what it is called
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Files with slow tests go first, those that take longest before all: at the end of a parallel run nobody waits for a worker
     that began a long one last, and what mostly waits does so beside what computes."""
-    seconds: dict[Path, float] = {}
+    seconds = {}
     for item in items:
         for mark in item.iter_markers("slow"):
             seconds[item.path] = max(seconds.get(item.path, 0), mark.kwargs.get("seconds", 60))
     items.sort(key=lambda item: -seconds.get(item.path, 0))  # stable: otherwise as collected
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     """One line says what was not run, and how to have it run."""
     why = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
     if why:

@@ -1,12 +1,9 @@
 """Which way imports point, and where each foreign package is at home."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,14 +81,14 @@ _ATTRIBUTES = frozenset(name.rpartition(".")[2] for name in _BY_ATTRIBUTE)
 
 
 @functools.cache
-def tree(file: Path) -> ast.Module:
+def tree(file):
     return ast.parse(file.read_text())
 
 
 @functools.cache
-def imported(file: Path) -> list[str]:
+def imported(file):
     """Dotted names that a file imports, also inside functions; some by attribute, too."""
-    names: list[str] = []
+    names = []
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
@@ -103,7 +100,7 @@ def imported(file: Path) -> list[str]:
     return names
 
 
-def layer_of(segments: Sequence[str]) -> int | None:
+def layer_of(segments):
     """The layer of a dotted name below pd_cache or launch: that of its module where this has one of its own, else its package's."""
     layers = {"pd_cache": ((), *LAYERS), "launch": LAUNCH_LAYERS}[segments[0]]
     for name in (".".join(segments[1:3]), segments[1]):
@@ -113,7 +110,7 @@ def layer_of(segments: Sequence[str]) -> int | None:
     return 0 if segments[0] == "pd_cache" else None
 
 
-def name_of(file: Path) -> str:
+def name_of(file):
     return str(file.relative_to(ROOT))
 
 

@@ -1,20 +1,16 @@
 """The examples, run as `examples/README.md` says, with the output that it shows; that of vLLM is in tests/vllm, and that of an engine of
 one's own in tests/launch/test_recipes.py."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import runpy
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 
 import pytest
 
 from tests.support.cli import cli, program
-from tests.support.hosts import Host, Network, why_not
+from tests.support.hosts import Network, why_not
 from tests.support.pool import Process
 from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
@@ -32,7 +28,7 @@ PATIENT = (
 SMALLER = ("segment_size: 512MiB", "segment_size: 64MiB"), ("\nengine:\n", "\nengine:\n  threads: 1\n")
 
 
-def output_of(example: str, *arguments: str) -> str:
+def output_of(example, *arguments):
     """What an example prints, run in this process, which has imported torch."""
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
@@ -56,22 +52,22 @@ def test_bytes_and_tensors_by_name_are_there_the_second_time(pool):
 class Machine(Process):
     """`pd-cache up` on a host."""
 
-    def __init__(self, host: Host, file: Path) -> None:
+    def __init__(self, host, file):
         super().__init__(f"up on {host.name}", host.inside(*program("up", "-c", file)))
 
     @property
-    def ready(self) -> dict[str, str]:
+    def ready(self):
         """The addresses of its nodes."""
         return dict(line.split()[1:] for line in self.lines if line.startswith("ready "))
 
-    def has(self, *names: str) -> bool:
+    def has(self, *names):
         """Whether exactly these nodes are ready. Raises AssertionError if the machine has ended instead."""
         assert self.process.poll() is None, "".join(self.errors)[-4000:]
         return set(names) == set(self.ready)
 
 
 @contextmanager
-def up(network: Network, folder: Path) -> Iterator[list[Machine]]:
+def up(network, folder):
     """Two machines, each with a copy of the same file."""
     text = cli("config", "example", "two-machines").output
     hosts = [network.host(name) for name in ("one", "two")]

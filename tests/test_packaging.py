@@ -1,16 +1,12 @@
 """The wheel: what is in it, what it says of itself, and that what it imports is declared."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from importlib.metadata import PackageMetadata, distributions, packages_distributions
-from pathlib import Path
+from importlib.metadata import distributions, packages_distributions
 
 import pytest
 from packaging.requirements import Requirement
@@ -65,9 +61,9 @@ def metadata(unpacked):
     return found.metadata
 
 
-def requirements(metadata: PackageMetadata) -> dict[str, set[str]]:
+def requirements(metadata):
     """Distribution names by extra; those of the empty extra are always installed."""
-    found: dict[str, set[str]] = {extra: set() for extra in ("", *metadata.get_all("Provides-Extra", []))}
+    found = {extra: set() for extra in ("", *metadata.get_all("Provides-Extra", []))}
     for requirement in map(Requirement, metadata.get_all("Requires-Dist", [])):
         marker = requirement.marker
         extras = [extra for extra in found if extra and marker.evaluate({"extra": extra})] if marker else [""]
@@ -76,7 +72,7 @@ def requirements(metadata: PackageMetadata) -> dict[str, set[str]]:
     return found
 
 
-def foreign_imports(package: str) -> Iterator[tuple[Path, str, bool]]:
+def foreign_imports(package):
     """Each file, the top-level module that it imports, and whether it does so as soon as it is imported itself."""
     ours = {*PACKAGES, *sys.stdlib_module_names}
     for file in sorted((ROOT / package).rglob("*.py")):
@@ -115,7 +111,7 @@ def test_the_wheel_says_what_it_is(metadata, unpacked):
 def test_what_is_imported_is_declared_and_what_is_required_is_imported(metadata):
     declared = requirements(metadata)
     distributions = packages_distributions()
-    used: set[str] = set()
+    used = set()
     for package in PACKAGES:
         for file, module, at_once in foreign_imports(package):
             if module in BROUGHT_ALONG:
@@ -131,7 +127,7 @@ def test_what_is_imported_is_declared_and_what_is_required_is_imported(metadata)
     assert declared[""] <= used
 
 
-def run(unpacked: Path, folder: Path, *command: str) -> str:
+def run(unpacked, folder, *command):
     """The output of a command in an empty folder, with the wheel's packages before those of the clone."""
     return printed(sys.executable, *command, cwd=folder, PYTHONPATH=str(unpacked))
 

@@ -1,7 +1,5 @@
 """README.md and the pages of docs/ that a newcomer reads: examples run, commands are there, links lead somewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -9,8 +7,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -41,12 +37,12 @@ _MODELS = {
 PAGES = sorted(chain(ROOT.glob("*.md"), ROOT.glob("docs/*.md"), ROOT.glob("examples/*.md")))
 
 
-def blocks(language: str, page: str) -> list[str]:
+def blocks(language, page):
     found = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     return [block for of, block in found if of == language]
 
 
-def example(using: str, replacements: dict[str, str]) -> str:
+def example(using, replacements):
     """The one block of Python that has `using` in it, with what this machine lacks replaced."""
     (code,) = [block for block in blocks("python", EMBED) if using in block]
     for written, wanted in replacements.items():
@@ -55,7 +51,7 @@ def example(using: str, replacements: dict[str, str]) -> str:
     return code
 
 
-def run(code: str, given: dict[str, Any]) -> dict[str, Any]:
+def run(code, given):
     names = dict(given)
     exec(compile(code, "docs/embed.md", "exec"), names)  # noqa: S102 - our own page
     return names
@@ -131,7 +127,7 @@ def test_the_second_of_two_requests_is_explained_as_it_says(tmp_path):
 
 def test_commands_are_there():
     for line in re.findall(r"^pd-cache (.*)$", "".join(blocks("sh", README + OPERATOR + RECIPES)), re.MULTILINE):
-        command: click.Command = main
+        command = main
         for word in line.split():
             if not isinstance(command, click.Group):
                 break
@@ -183,7 +179,7 @@ def test_the_plot_is_what_its_command_draws():
 
 def test_the_plot_has_the_figures_of_the_table():
     runs = [json.loads(line) for line in (ROOT / "docs" / "images" / "ttft.jsonl").read_text().splitlines()]
-    taken: dict[tuple[str, int, str], list[int]] = defaultdict(list)
+    taken = defaultdict(list)
     for run_ in runs:
         for row in run_["results"]:
             for figure in ("warm_ms", "ours_b_ms", "theirs_b_ms"):
@@ -195,7 +191,7 @@ def test_the_plot_has_the_figures_of_the_table():
         assert f"| {shown} |" in line
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(
         r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE

@@ -1,7 +1,5 @@
 """What every adapter does alike, the plain client included: under real pools, with real outages and real damage."""
 
-from __future__ import annotations
-
 import random
 import threading
 import uuid
@@ -11,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support.adapters import ALIKE, KINDS, PAGE, AdapterSubject, end_subject, impatient
-from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 
 Make = Callable[..., AdapterSubject]
@@ -58,7 +55,7 @@ PREFIX = {"of the test": ""}
 @pytest.fixture
 def make(lone_kind, namespace):
     """Makes adapters of one kind, in one namespace; all are closed after the test."""
-    subjects: list[AdapterSubject] = []
+    subjects = []
 
     def make_one(pool, *, patient=True, wait=True):
         settings = pool.settings()
@@ -74,15 +71,15 @@ def make(lone_kind, namespace):
             end_subject(subject)
 
 
-def value(n: object) -> bytes:
+def value(n):
     return random.Random(str(n)).randbytes(PAGE)
 
 
-def values(*numbers: int) -> dict[str, bytes]:
+def values(*numbers):
     return {f"{PREFIX['of the test']} value {n}": value(n) for n in numbers}
 
 
-def damage(pool: Pool, before: set[str], change: Callable[[bytes], bytes]) -> None:
+def damage(pool, before, change):
     """Damages every object that was stored since `before`."""
     with pool.bare_client() as client:
         changed = 0
@@ -93,7 +90,7 @@ def damage(pool: Pool, before: set[str], change: Callable[[bytes], bytes]) -> No
     assert changed, "something was stored"
 
 
-def flip(at: float) -> Callable[[bytes], bytes]:
+def flip(at):
     """One bit, at this part of the object."""
 
     def flipped(good):

@@ -6,14 +6,11 @@ import contextlib
 import itertools
 import random
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from pd_cache.cache import BlockCache, CacheEngine
+from pd_cache.cache import CacheEngine
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
@@ -21,10 +18,9 @@ from pd_cache.paged.base import Slots
 from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
 from pd_cache.server.client import RemoteCache
 from pd_cache.server.protocol import EngineIdentity
-from pd_cache.tiers import StorageBackend, open_backend
+from pd_cache.tiers import open_backend
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt
-from tests.support.pool import Pool
 from tests.support.server import LATE_S, PER_CHUNK, served
 
 LONG = 3 * CHUNK + 5
@@ -36,22 +32,22 @@ _prompts = itertools.count(1)
 class Side:
     """An engine with its cache, or one with its ranks, each of which has a part of every chunk."""
 
-    def __init__(self, ranks: Sequence[BlockCache], tensors: list[list[torch.Tensor]], pool: StorageBackend) -> None:
+    def __init__(self, ranks, tensors, pool):
         self.ranks = ranks
         self.tensors = tensors
         self.layouts = [KVLayout.from_tensors(one) for one in tensors]
         self.pool = pool
         self.database: ChunkedTokenDatabase
 
-    def names(self, tokens: Sequence[int]) -> list[bytes]:
+    def names(self, tokens):
         return self.ranks[0].name_chunks(tokens)
 
-    def compute(self, tokens: list[int], blocks: Sequence[int] = WHOLE) -> None:
+    def compute(self, tokens, blocks=WHOLE):
         slots = [block * BLOCK + offset for block in blocks for offset in range(BLOCK)][: len(tokens)]
         for tensors, layout in zip(self.tensors, self.layouts, strict=True):
             write_prompt(tensors, layout, tokens[: len(slots)], slots)
 
-    def holds(self, tokens: list[int], block: int, index: int) -> bool:
+    def holds(self, tokens, block, index):
         """Whether a block has the KV of the prompt's block `index`."""
         return all(
             holds_token(tensors, layout, tokens[: index * BLOCK + offset + 1], block * BLOCK + offset)
@@ -59,37 +55,37 @@ class Side:
             for offset in range(BLOCK)
         )
 
-    def find(self, names: Sequence[bytes], **options: Any) -> Found:
+    def find(self, names, **options):
         (answer,) = {rank.find(names, **options) for rank in self.ranks}
         return answer
 
-    def store(self, names: Sequence[bytes], blocks: Any = WHOLE, **options: Any) -> list[StoreOutcome]:
+    def store(self, names, blocks=WHOLE, **options):
         parts = [rank.store(names, blocks, **options) for rank in self.ranks]
         return [StoreOutcome.together(chunk) for chunk in zip(*parts, strict=True)]
 
-    def load(self, names: Sequence[bytes], blocks: Any = WHOLE, **options: Any) -> Loaded:
+    def load(self, names, blocks=WHOLE, **options):
         return min((rank.load(names, blocks, **options) for rank in self.ranks), key=lambda one: one.chunks)
 
-    def changed(self, act: Callable[[], object]) -> list[int]:
+    def changed(self, act):
         """The blocks that differ after `act`."""
         before = [[tensor.clone() for tensor in tensors] for tensors in self.tensors]
         act()
-        different: set[int] = set()
+        different = set()
         for now, was in zip(itertools.chain(*self.tensors), itertools.chain(*before), strict=True):
             same = (now.view(torch.int16) == was.view(torch.int16)).flatten(1).all(dim=1)
             different.update(block for block, equal in enumerate(same.tolist()) if not equal)
         return sorted(different)
 
-    def evict(self, names: Sequence[bytes]) -> None:
+    def evict(self, names):
         self.pool.store.remove(self.database.keys(names), timeout=60, force=True)
 
 
-def _tensors(ranks: int) -> list[list[torch.Tensor]]:
+def _tensors(ranks):
     return [make_cache(heads=4 // ranks, blocks=BLOCKS, block_size=BLOCK) for _ in range(ranks)]
 
 
 @contextlib.contextmanager
-def in_this_process(pool: Pool, folder: Path, ranks: int, **settings: Any) -> Iterator[Side]:
+def in_this_process(pool, folder, ranks, **settings):
     """The caches of this process, over backends of their own."""
     with contextlib.ExitStack() as stack:
         model, engines, tensors = uuid.uuid4().hex, [], _tensors(ranks)
@@ -108,7 +104,7 @@ def in_this_process(pool: Pool, folder: Path, ranks: int, **settings: Any) -> It
 
 
 @contextlib.contextmanager
-def over_a_server(pool: Pool, folder: Path, ranks: int) -> Iterator[Side]:
+def over_a_server(pool, folder, ranks):
     """The clients of a cache server."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(served(pool, folder))

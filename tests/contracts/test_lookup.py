@@ -1,26 +1,21 @@
 """Every lookup client agrees with the engine on every input."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import tempfile
 import uuid
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pd_cache.config import CacheConfig
-from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
+from pd_cache.lookup import BypassLookupClient, MooncakeLookupClient
 from pd_cache.server.client import RemoteCache, ServerLookupClient
 from pd_cache.server.protocol import EngineIdentity
 from tests.support.backends import count
-from tests.support.engines import BLOCK, BLOCKS, CHUNK, Host, host, random_slots
+from tests.support.engines import BLOCK, BLOCKS, CHUNK, host, random_slots
 from tests.support.kv import make_cache
-from tests.support.pool import Pool
 from tests.support.server import LATE_S, served
 from tests.support.waiting import wait_for
 
@@ -28,14 +23,14 @@ CLIENTS = ("bypass", "mooncake", "server")
 
 
 @contextmanager
-def client_of(kind: str, node: Host, pool: Pool) -> Iterator[LookupClient]:
+def client_of(kind, node, pool):
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(contextlib.closing(_open(kind, node, pool, stack)))
         yield client
         client.close()  # and once more, by the stack
 
 
-def _open(kind: str, node: Host, pool: Pool, stack: contextlib.ExitStack) -> LookupClient:
+def _open(kind, node, pool, stack):
     config, metadata = node.engine.settings, node.engine.metadata
     if kind == "bypass":
         return BypassLookupClient(config, metadata, node.engine)
@@ -95,14 +90,14 @@ def test_block_hashes_are_taken_in_hash_mode(clients, pool):
 
     hashes = [bytes([index]) * 32 for index in range(4)]
     with host(pool, cache=CacheConfig(chunk_size=CHUNK, hash_mode="blocks")) as node, clients(node) as client:
-        moved: dict[str, Any] = {"hashes": hashes[:2], "kv_caches": node.cache, "slot_mapping": torch.arange(8)}
+        moved = {"hashes": hashes[:2], "kv_caches": node.cache, "slot_mapping": torch.arange(8)}
         assert node.prompts.store(**moved) == 8
         assert node.prompts.retrieve(**moved).all()
         assert client.lookup(block_hashes=hashes) == 8
         assert client.lookup([1] * 16) == 0, "tokens cannot be named in hash mode: an error, and errors are 0"
 
 
-MISTAKES: tuple[dict[str, Any], ...] = (
+MISTAKES = (
     {"token_ids": None},
     {"token_ids": [1.5] * 8},
     {"token_ids": ["x"] * 8},

@@ -8,7 +8,6 @@ import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -62,7 +61,7 @@ def key():
     return lambda name: f"pdc1/{prefix}/{name}"
 
 
-def value(seed: object) -> bytes:
+def value(seed):
     return random.Random(str(seed)).randbytes(PAYLOAD)
 
 
@@ -131,7 +130,7 @@ def test_a_reader_that_stops_early_leaves_nothing_held(subject, key):
     subject.check_integrity()
 
 
-def promoted(subject: Subject) -> int:
+def promoted(subject):
     """Slots that the local tier keeps objects in."""
     return len(local.index) if isinstance(local := subject.bases.get("local"), LocalBackend) else 0
 
@@ -154,17 +153,17 @@ def test_odd_keys_are_keys_like_any_other(subject):
 # --- bad data --------------------------------------------------------------------------------------------------------
 
 
-def flipped_bit(raw: bytes) -> bytes:
+def flipped_bit(raw):
     return bytes([raw[0] ^ 1]) + raw[1:]
 
 
-def somebody_elses(raw: bytes) -> bytes:
+def somebody_elses(raw):
     buffer = memoryview(bytearray(raw))
     seal("another key", buffer, len(raw) - TRAILER_BYTES)
     return bytes(buffer)
 
 
-DAMAGES: dict[Callable[[bytes], bytes], str] = {
+DAMAGES = {
     flipped_bit: "corrupt",
     somebody_elses: "foreign",
     lambda raw: raw[:-100]: "truncated",
@@ -286,7 +285,7 @@ def test_what_a_reader_holds_is_never_evicted(make, kind, key):
 @pytest.fixture
 def make_own(make, pool, tmp_path):
     """As `make`, with a pool client of its own, which closes with its subject."""
-    opened: list[MooncakeBackend] = []
+    opened = []
 
     def make_one(kind):
         if "mooncake" not in kind:
@@ -336,8 +335,8 @@ def test_after_close_every_call_answers_at_once_and_finds_nothing(make_own, kind
 @pytest.mark.parametrize("kind", CLOSABLE)
 def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key):
     subject = make_own(kind)
-    statuses: list[Status] = []
-    read: list[tuple[int, bytes | str]] = []
+    statuses = []
+    read = []
     stop = threading.Event()
     working = threading.Barrier(5)
 
@@ -376,7 +375,7 @@ def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key)
 
 def test_one_key_put_read_and_removed_by_many_at_once_is_whole_or_not_there(subject, key):
     name, content = key("one"), value("one")
-    allowed: dict[str, tuple[Callable[[], list[Any]], set[Any]]] = {
+    allowed = {
         "put": (lambda: subject.put({name: content}), {Status.OK, Status.BUSY}),
         "get": (lambda: subject.get([name]), MISSES | {content}),
         "remove": (lambda: subject.backend.batched_remove([name]), {Status.OK, Status.MISSING, Status.BUSY}),
@@ -403,29 +402,29 @@ class Model(RuleBasedStateMachine):
     """Whether the backend's budget holds all keys; otherwise any of them may be gone."""
 
     @initialize()
-    def start(self) -> None:
+    def start(self):
         self.subject = type(self).new()
         self.prefix = uuid.uuid4().hex
-        self.model: dict[str, bytes] = {}
+        self.model = {}
 
-    def name(self, n: int) -> str:
+    def name(self, n):
         return f"{self.prefix}/{n}"
 
     @rule(chosen=st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True))
-    def put(self, chosen: list[int]) -> None:
+    def put(self, chosen):
         values = {self.name(n): value(n) for n in chosen}
         assert self.subject.put(values) == [Status.OK] * len(chosen)
         self.model.update(values)
 
     @rule(chosen=st.lists(st.integers(0, 11), max_size=8, unique=True))
-    def get(self, chosen: list[int]) -> None:
+    def get(self, chosen):
         names = [self.name(n) for n in chosen]
         for name, outcome in zip(names, self.subject.get(names), strict=True):
             expected = self.model.get(name, "missing")
             assert outcome == expected or (not self.whole and outcome == "missing")
 
     @rule(chosen=st.lists(st.integers(0, 11), max_size=12), wants=st.booleans())
-    def contains(self, chosen: list[int], wants: bool) -> None:
+    def contains(self, chosen, wants):
         names, backend = [self.name(n) for n in chosen], self.subject.backend
         statuses = backend.batched_wants(names) if wants else backend.batched_contains(names)
         for name, status in zip(names, statuses, strict=True):
@@ -433,7 +432,7 @@ class Model(RuleBasedStateMachine):
             assert status is expected or (not self.whole and status is Status.MISSING)
 
     @rule(chosen=st.lists(st.integers(0, 11), max_size=2, unique=True))
-    def remove(self, chosen: list[int]) -> None:
+    def remove(self, chosen):
         names = [self.name(n) for n in chosen]
         for name, status in zip(names, self.subject.backend.batched_remove(names), strict=True):
             if status is Status.BUSY:
@@ -446,12 +445,12 @@ class Model(RuleBasedStateMachine):
             self.model.pop(name, None)
 
     @rule()
-    def check(self) -> None:
+    def check(self):
         self.subject.check_integrity()
         pool, held = self.subject.backend.memory.pool, promoted(self.subject)
         wait_for(lambda: pool.in_use == held, what="what was in flight coming back")
 
-    def teardown(self) -> None:
+    def teardown(self):
         if hasattr(self, "subject"):
             self.subject.backend.close()
 

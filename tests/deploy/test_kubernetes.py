@@ -13,7 +13,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from tests.test_architecture import ROOT
 
 CHART = ROOT / "deploy" / "helm" / "pd-cache"
 VERSIONS = ("1.29", "1.33", "1.37")
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "defaults": {},
     "everything": {
         "cacheServer": {"enabled": True, "tolerations": [{"operator": "Exists"}]},
@@ -56,11 +55,11 @@ OPERATORS = ("ServiceMonitor", "PrometheusRule")
 """Kinds of the Prometheus Operator, which Kubernetes' own schemas do not know."""
 
 
-def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+def helm(*arguments):
     return subprocess.run([needed("helm"), *arguments], capture_output=True, text=True, check=False)
 
 
-def rendered(folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
+def rendered(folder, values):
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(values))
     done = helm("template", "try", str(CHART), "--namespace", "n", "--values", str(file))
@@ -68,18 +67,18 @@ def rendered(folder: Path, values: dict[str, Any]) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
-def of_kind(documents: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
+def of_kind(documents, *kinds):
     return [document for document in documents if document["kind"] in kinds]
 
 
-def policy_of(documents: list[dict[str, Any]], name: str = "try-pd-cache") -> dict[str, Any]:
+def policy_of(documents, name="try-pd-cache"):
     """The only rule for what may come in, of a NetworkPolicy."""
     (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"] == name]
     (rule,) = policy["spec"]["ingress"]
     return dict(rule)
 
 
-def files(documents: list[dict[str, Any]]) -> dict[str, str]:
+def files(documents):
     """The file of each role."""
     (config,) = of_kind(documents, "ConfigMap")
     return {name.removesuffix(".yaml"): text for name, text in config["data"].items()}
@@ -128,7 +127,7 @@ def test_each_role_has_a_workload_a_file_that_can_be_read_and_probes(tmp_path, v
         for probe in ("startupProbe", "readinessProbe"):
             asked = container[probe]["httpGet"]
             assert asked["path"] == "/health"
-            node: Any = config.nodes[0]
+            node = config.nodes[0]
             assert ports[asked["port"]] == (getattr(node, "metrics_port", None) or node.port)
         assert "livenessProbe" in container
         assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
@@ -307,7 +306,7 @@ class Pod(NamedTuple):
     container: dict[str, Any]
     process: psutil.Process
 
-    def probed(self, probe: str) -> int:
+    def probed(self, probe):
         """The status of the answer to a probe; 0 if there is none."""
         asked = self.container[probe]["httpGet"]
         (port,) = [one["containerPort"] for one in self.container["ports"] if one["name"] == asked["port"]]
@@ -318,11 +317,11 @@ class Pod(NamedTuple):
 
 
 @contextlib.contextmanager
-def pods(folder: Path, documents: list[dict[str, Any]]) -> Iterator[list[Pod]]:
+def pods(folder, documents):
     """A process for each replica, with the command, the variables and the files that its pod would have."""
     written = folder / "etc"
     written.mkdir()
-    running: list[Pod] = []
+    running = []
 
     def moved(text, own):
         """The paths of a pod as paths of this machine; the cache server's socket is on the node, which all share."""

@@ -6,8 +6,7 @@ import contextlib
 import json
 import re
 import subprocess
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -21,12 +20,12 @@ from tests.test_architecture import ROOT
 
 pytestmark = pytest.mark.slow(seconds=60)
 
-DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy" / "grafana" / "pd-cache.json").read_text())
+DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "pd-cache.json").read_text())
 RULES = [rule for group in yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"] for rule in group["rules"]]
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
 
 
-def panel_queries() -> Iterator[tuple[str, str]]:
+def panel_queries():
     """Title and query of everything that the dashboard asks, as Grafana asks it with `All` chosen."""
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", ()):
@@ -35,7 +34,7 @@ def panel_queries() -> Iterator[tuple[str, str]]:
         yield annotation["name"], annotation["expr"].replace('alertstate="firing"', 'alertstate=~"pending|firing"')
 
 
-def filled_in(query: str) -> str:
+def filled_in(query):
     for name, value in (("job", ".+"), ("instance", ".+"), ("__rate_interval", "10m")):
         query = query.replace(f"${name}", value)
     assert "$" not in query, "a variable that the dashboard does not define"
@@ -74,7 +73,7 @@ def watched(tmp_path_factory):
                     kill(cluster, name)
 
 
-def _use(cluster: LocalCluster, prometheus: Prometheus) -> None:
+def _use(cluster, prometheus):
     url = cluster.urls["proxy"]
     prompt = iter(range(10_000))
 

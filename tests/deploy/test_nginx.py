@@ -1,22 +1,18 @@
 """The nginx configuration of docs/operations.md, in front of a proxy."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shutil
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import aiohttp
 import pytest
 
 from tests.support.etcd import make_certificates
 from tests.support.pool import ROOT, free_port
-from tests.support.proxy import Cluster, OneByOne, answers, cluster, scenario, waits_for
+from tests.support.proxy import OneByOne, answers, cluster, scenario, waits_for
 
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
 
@@ -24,15 +20,15 @@ pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is 
 class Front:
     """nginx in front of a cluster's proxy."""
 
-    def __init__(self, c: Cluster, port: int, session: aiohttp.ClientSession) -> None:
+    def __init__(self, c, port, session):
         self.cluster, self.port, self.url, self.session = c, port, f"https://127.0.0.1:{port}", session
 
-    def post(self, body: object, **options: object) -> aiohttp.client._RequestContextManager:
+    def post(self, body, **options):
         return self.session.post(f"{self.url}/v1/completions", json=body, **options)  # type: ignore[arg-type]
 
 
 @asynccontextmanager
-async def front(folder: Path, **changes: str) -> AsyncIterator[Front]:
+async def front(folder, **changes):
     """`changes`: values of directives that differ from the documentation's."""
     pairs, port = make_certificates(folder), free_port()
     async with cluster(0, 1) as c:

@@ -1,7 +1,5 @@
 """The units of deploy/systemd, judged by systemd itself, and what they run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
@@ -18,7 +16,7 @@ FOLDER = ROOT / "deploy" / "systemd"
 INSTALLED = "/usr/local/bin/pd-cache"
 
 
-def entries(unit: str) -> dict[str, str]:
+def entries(unit):
     return dict(re.findall(r"^(\w+)=(.*)$", (FOLDER / unit).read_text(), re.MULTILINE))
 
 

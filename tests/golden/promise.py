@@ -3,15 +3,12 @@
 A line that goes from a golden file is something taken from users: CHANGELOG.md says under *Removed* what to use instead.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect
 import json
 import types
 import typing
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -21,14 +18,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 
-def yaml_keys() -> Iterator[str]:
+def yaml_keys():
     """Yields each key of the cluster's file with its default."""
     from pd_cache.cluster import ClusterConfig
 
     return _keys(ClusterConfig, "")
 
 
-def _keys(kind: object, path: str) -> Iterator[str]:
+def _keys(kind, path):
     for one in _parts(kind):
         if not (isinstance(one, type) and issubclass(one, msgspec.Struct)):
             continue
@@ -46,7 +43,7 @@ def _keys(kind: object, path: str) -> Iterator[str]:
                 yield f"{where}.{field.encode_name} = {default}"
 
 
-def _parts(kind: object) -> Iterator[object]:
+def _parts(kind):
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Annotated:
         yield from _parts(arguments[0])
@@ -57,14 +54,14 @@ def _parts(kind: object) -> Iterator[object]:
         yield kind
 
 
-def command_line() -> Iterator[str]:
+def command_line():
     """Yields each command of the CLI with its options and arguments."""
     from launch.cli import main
 
     return _commands(main, "pd-cache")
 
 
-def _commands(command: click.Command, path: str) -> Iterator[str]:
+def _commands(command, path):
     for one in command.params:
         yield f"{path} {' / '.join([*one.opts, *one.secondary_opts]) if isinstance(one, click.Option) else one.name.upper()}"
     if isinstance(command, click.Group):
@@ -79,7 +76,7 @@ def _commands(command: click.Command, path: str) -> Iterator[str]:
 _FAMILIES = ("Counter", "Gauge", "Histogram", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily")
 
 
-def metric_names() -> Iterator[str]:
+def metric_names():
     """Yields the metrics of all our processes with their labels."""
     from pd_cache.metrics import COUNTERS, HISTOGRAMS
 
@@ -105,7 +102,7 @@ def metric_names() -> Iterator[str]:
                 yield spelled + (f"{{{','.join(labels[0])}}}" if labels else "")
 
 
-def public_api() -> Iterator[str]:
+def public_api():
     """Yields the names that `pd_cache` and `transfer` export, with the signatures of their methods."""
     import pd_cache
     import transfer
@@ -123,7 +120,7 @@ def public_api() -> Iterator[str]:
             yield f"{module.__name__}.{name}.{method}{shown}"
 
 
-def _signature(value: Callable[..., object]) -> str:
+def _signature(value):
     """Returns the names of the parameters, and which have a default."""
     try:
         parameters = inspect.signature(value).parameters.values()
@@ -139,7 +136,7 @@ def _signature(value: Callable[..., object]) -> str:
     return f"({', '.join(shown)})"
 
 
-def names_and_objects() -> Iterator[str]:
+def names_and_objects():
     """Yields the names, keys, namespaces and objects of some prompts, as JSON."""
     from pd_cache import CacheConfig, CacheMetadata
     from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, LayerGroup, describe_hashes, fold_names, salt_keys
@@ -154,7 +151,7 @@ def names_and_objects() -> Iterator[str]:
     group = LayerGroup(layers="0-2", keeps="the last 256 tokens", tail=1, ahead=1)
     window = CacheMetadata(model="model@1f", layers=3, group=group, **half)
     tokens = [(7 * index) % 32000 for index in range(1000)]
-    found: dict[str, object] = {}
+    found = {}
     for label, metadata in (("plain", plain), ("ranks", ranks), ("window", window)):
         database = ChunkedTokenDatabase(metadata.namespace(CacheConfig(chunk_size=256)))
         for isolation in ((), salt_keys("tenant"), ("a", b"b", 3)):
@@ -180,7 +177,7 @@ def names_and_objects() -> Iterator[str]:
     yield json.dumps(found, indent=1)
 
 
-PROMISE: dict[str, Callable[[], Iterator[str]]] = {
+PROMISE = {
     "yaml_keys.txt": yaml_keys,
     "command_line.txt": command_line,
     "metric_names.txt": metric_names,
@@ -189,7 +186,7 @@ PROMISE: dict[str, Callable[[], Iterator[str]]] = {
 }
 
 
-def promised(file: str) -> str:
+def promised(file):
     return "".join(f"{line}\n" for line in sorted(set(PROMISE[file]())))
 
 

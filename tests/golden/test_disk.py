@@ -1,11 +1,7 @@
 """The folder of a disk tier that an earlier version wrote is read, and what is written today is the same, byte for byte."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 from tests.golden.promise import HERE
 from tests.support.backends import Subject, make_disk, make_memory
@@ -16,13 +12,13 @@ VALUES = {f"pdc1/0123456789abcdef/0/{n:032x}": bytes((n + i) % 251 for i in rang
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Subject]:
+def opened(path):
     with closing(make_disk(make_memory(PAYLOAD, 8), path, 8, threads=1)) as disk:
         disk.wait_available(10)
         yield Subject(disk, {"disk": disk}, None)  # type: ignore[arg-type]
 
 
-def objects(path: Path) -> dict[str, bytes]:
+def objects(path):
     """The bytes of each file that is an object, by folder and digest."""
     return {str(file.relative_to(path)).partition("-")[0]: file.read_bytes() for file in path.glob("*/0/??/*")}
 

@@ -1,7 +1,5 @@
 """Names, keys, objects, YAML keys, commands, metrics and the public API are what they were."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.golden.promise import HERE, PROMISE, promised

@@ -4,15 +4,12 @@ then the answer. Each has a line with its headers, and its body.
 `python -m tests.golden.test_proxy_answers` writes the file anew.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -22,7 +19,6 @@ from launch.discovery import View
 from pd_cache.reasons import RequestReport
 from tests.support.proxy import (
     EVENTS,
-    Cluster,
     answers,
     bearer,
     cluster,
@@ -50,7 +46,7 @@ REPORT = RequestReport.of(600, 256, found=512, loaded=512, reason="evicted")
 class Recorder:
     """Asks a cluster, and notes what it answers in words that do not change from run to run."""
 
-    def __init__(self, cluster: Cluster, found: list[str]) -> None:
+    def __init__(self, cluster, found):
         self._cluster = cluster
         self._found = found
         self._words = {
@@ -59,7 +55,7 @@ class Recorder:
             for number, node in enumerate(nodes)
         }
 
-    async def ask(self, name: str, method: str, path: str, body: object = None, **options: Any) -> None:
+    async def ask(self, name, method, path, body=None, **options):
         """Notes the answer under `name`, and what nodes were asked for it."""
         nodes = (*self._cluster.prefill, *self._cluster.decode)
         asked = {node.url: len(node.bodies) for node in nodes}
@@ -79,7 +75,7 @@ class Recorder:
                 self._note(node.url + there, headers, json.dumps(sent))
         self._note(str(response.status), response.headers, text)
 
-    async def announce(self, name: str, size: int) -> None:
+    async def announce(self, name, size):
         """Notes the answer to the head of a request whose body of `size` bytes never comes."""
         host, _, port = self._cluster.url.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -91,7 +87,7 @@ class Recorder:
         self._found.append(f"=== {name}")
         self._note(head[0].split()[1], headers, body)
 
-    def _note(self, first: str, headers: Any, text: str) -> None:
+    def _note(self, first, headers, text):
         kept = sorted((key.title(), value) for key, value in headers.items() if key.title() not in _LEFT_OUT)
         with contextlib.suppress(ValueError):
             text = json.dumps(json.loads(text), sort_keys=True, ensure_ascii=False)
@@ -103,13 +99,13 @@ class Recorder:
         self._found.append(re.sub(r"within [0-9.]+ s", "within SOME s", text))
 
 
-def key(value: str) -> dict[str, dict[str, str]]:
+def key(value):
     return {"headers": bearer(value)}
 
 
-async def record() -> str:
+async def record():
     """Returns all cases."""
-    found: list[str] = []
+    found = []
     await _record_good_ones(found)
     await _record_refusals(found)
     await _record_failures(found)
@@ -118,7 +114,7 @@ async def record() -> str:
     return "\n".join(found) + "\n"
 
 
-async def _record_good_ones(found: list[str]) -> None:
+async def _record_good_ones(found):
     async with cluster() as c:
         to = Recorder(c, found)
         ids = {"headers": {"X-Request-Id": "a-request:1", "Authorization": "Bearer x", "Cookie": "a=b"}}
@@ -143,7 +139,7 @@ async def _record_good_ones(found: list[str]) -> None:
         await to.ask("completion without prefill nodes", "POST", "/v1/completions", PROMPT)
 
 
-async def _record_refusals(found: list[str]) -> None:
+async def _record_refusals(found):
     async def slow():
         yield b'{"prompt": '
         await asyncio.Event().wait()
@@ -184,7 +180,7 @@ async def _record_refusals(found: list[str]) -> None:
         await Recorder(c, found).ask("too many requests", "POST", "/v1/completions", PROMPT)
 
 
-async def _record_failures(found: list[str]) -> None:
+async def _record_failures(found):
     boom = {"error": {"message": "boom", "type": "server_error", "param": None, "code": None}}
     for name, prefill, decode, stream in (
         ("prefill node refuses", answers(422, boom, Retry_After="3"), None, False),
@@ -208,7 +204,7 @@ async def _record_failures(found: list[str]) -> None:
         await Recorder(c, found).ask("two decode nodes disconnect", "POST", "/v1/completions", PROMPT)
 
 
-async def _record_keys(found: list[str], folder: Path) -> None:
+async def _record_keys(found, folder):
     files = files_of(folder, api_keys=f"alice {KEY}\nbob {OTHER_KEY}\n", node_key="the-nodes-own-key\n")
     async with cluster(**files, max_requests_per_key=1) as c:
         to = Recorder(c, found)

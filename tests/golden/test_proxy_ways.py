@@ -3,14 +3,10 @@
 `python -m tests.golden.test_proxy_ways` writes the file anew.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +14,6 @@ from tests.support.pool import free_port
 from tests.support.proxy import (
     EVENTS,
     PARAMS,
-    Behaviour,
     answers,
     cluster,
     decodes,
@@ -35,7 +30,7 @@ from tests.support.proxy import (
 
 GOLDEN = Path(__file__).with_name("proxy_ways.json")
 GONE = "gone"
-_FAILS: dict[str, Behaviour] = {
+_FAILS = {
     "refuses": answers(400, {"error": {"message": "no"}}),
     "fails": answers(500, {"error": {"message": "boom"}}),
     "is full": answers(503, {"error": {"message": "full"}}, Retry_After="7"),
@@ -56,9 +51,9 @@ PREFILL = {
 DECODE = {"answers": decodes, **_FAILS}
 
 
-def ways() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+def ways():
     """Returns what the prefill nodes and the decode nodes do, in each case."""
-    found: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
+    found = []
     kinds = [*PREFILL, GONE]
     found += [((first, second), ("answers",)) for first in kinds for second in ("answers", first)]
     found += [(("answers",), pair) for pair in itertools.product((*DECODE, GONE), repeat=2) if pair[0] != "hangs"]
@@ -67,18 +62,18 @@ def ways() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     return found
 
 
-def named(way: tuple[tuple[str, ...], tuple[str, ...]]) -> str:
+def named(way):
     return f"{', '.join(way[0]) or 'none'} | {', '.join(way[1]) or 'none'}"
 
 
-async def walk(prefill: Sequence[str], decode: Sequence[str]) -> dict[str, Any]:
+async def walk(prefill, decode):
     """Sends one request, and the same as a stream, to nodes that do this, in this order."""
     whole, streamed = await _walk(prefill, decode, stream=False), await _walk(prefill, decode, stream=True)
     assert whole == streamed
     return whole
 
 
-async def _walk(prefill: Sequence[str], decode: Sequence[str], *, stream: bool) -> dict[str, Any]:
+async def _walk(prefill, decode, *, stream):
     urls = [
         [f"http://127.0.0.1:{free_port()}" if kind == GONE else "" for kind in kinds] for kinds in (prefill, decode)
     ]
@@ -108,7 +103,7 @@ async def _walk(prefill: Sequence[str], decode: Sequence[str], *, stream: bool) 
         }
 
 
-def _said(text: str) -> str:
+def _said(text):
     if text in ("".join(event.decode() for event in EVENTS), '{"id": "d", "choices": [{"text": "hello"}]}'):
         return "an answer"
     error = json.loads(text)["error"]

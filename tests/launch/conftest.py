@@ -1,11 +1,8 @@
 """Servers that nodes' addresses lead to, one that answers and one that hangs; and an engine by itself."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -17,11 +14,11 @@ from tests.support.cluster import ENGINE
 
 
 @contextmanager
-def serving(page: Callable[[str], bytes | None]) -> Iterator[int]:
+def serving(page):
     """The port of a server that answers each path with a page, or with 404 where there is none."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             found = page(self.path)
             self.send_response(404 if found is None else 200)
@@ -31,7 +28,7 @@ def serving(page: Callable[[str], bytes | None]) -> Iterator[int]:
 
         do_POST = do_GET
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:

@@ -1,19 +1,14 @@
 """The walk of docs/operations.md, "Change the master without a cold cache", with real nodes; and beside it the same without the second pool."""
 
-from __future__ import annotations
-
 import contextlib
 import random
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 
 from tests.support.cluster import CHUNK, cluster_file, complete, fetched, free_node
-from tests.support.pool import Node, Pool, free_port
+from tests.support.pool import Node, free_port
 from tests.support.waiting import wait_for
 
 ROLES = ("prefill", "decode", "proxy")
@@ -21,9 +16,9 @@ PROMPTS = 20
 
 
 @contextmanager
-def serving(folder: Path, pool: Pool, second: Pool | None = None) -> Iterator[str]:
+def serving(folder, pool, second=None):
     """A prefill node, a decode node and a proxy over a pool that is there, as they are after a restart; yields the proxy's address."""
-    tiers: list[dict[str, Any]] = [{"kind": "mooncake"}]
+    tiers = [{"kind": "mooncake"}]
     if second is not None:
         tiers.append({"kind": "mooncake", "master": second.address})
     nodes = [pool.master, *(free_node(role, port=free_port()) for role in ROLES)]
@@ -35,11 +30,11 @@ def serving(folder: Path, pool: Pool, second: Pool | None = None) -> Iterator[st
         yield running["proxy"].address
 
 
-def _reaches_second(address: str) -> bool:
+def _reaches_second(address):
     return 'pd_cache_tier_off{tier="mooncake-1"} 0.0' in fetched(f"{address}/metrics").body
 
 
-def rates(proxy: str) -> list[float]:
+def rates(proxy):
     """Returns the hit rates of two rounds, each of which asks for every prompt once."""
     found = []
     for _ in range(2):

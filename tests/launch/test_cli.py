@@ -1,13 +1,10 @@
 """The command line: what it does, and how it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
 import subprocess
 import sys
-from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +19,7 @@ from tests.support.waiting import wait_for
 pytestmark = pytest.mark.slow
 
 
-def refused(*arguments: object) -> str:
+def refused(*arguments):
     """Run a command that must exit with 2 and one line on stderr; returns that line."""
     result = cli(*arguments, code=2)
     assert result.stdout == ""
@@ -146,7 +143,7 @@ def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_st
 
 
 def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path):
-    outcome: dict[str, Any] = json.loads(run_program("demo", "--json", "-c", cluster_file(tmp_path)).stdout)
+    outcome = json.loads(run_program("demo", "--json", "-c", cluster_file(tmp_path)).stdout)
     assert set(outcome) == {"all_equal", "requests"}
     assert outcome["all_equal"] is True
     first, second, third, whole, short = outcome["requests"]

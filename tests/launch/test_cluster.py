@@ -1,7 +1,5 @@
 """The main job, end to end: real Mooncake, real processes, a real model, and their deaths."""
 
-from __future__ import annotations
-
 import json
 import random
 import time
@@ -11,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from launch.operate.watched import cluster_status
-from launch.run.up import LocalCluster
 from tests.support.cli import cli, cli_json
-from tests.support.cluster import CHUNK, OUTAGES, Answer, complete, kill, nodes_of_every_role, started
+from tests.support.cluster import CHUNK, OUTAGES, complete, kill, nodes_of_every_role, started
 from tests.support.waiting import PATIENCE_S, wait_for
 from transfer.settings import mooncake_version
 
@@ -62,7 +59,7 @@ def test_each_node_takes_from_the_pool_what_others_stored_and_computes_the_rest(
 def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_the_rest(cluster, alone, file, prompt):
     """The longest prompt takes the prefill node 15 steps. On a busy machine the decode node may be too late for all of them."""
 
-    answers: list[Answer] = []
+    answers = []
 
     def streamed():
         tokens = prompt(960)
@@ -195,12 +192,12 @@ def test_a_prompt_is_explained_by_what_each_node_would_find(cluster, file, promp
 class Mended:
     """What ends a supervisor's watch: the cluster works again, its dead nodes started anew."""
 
-    def __init__(self, cluster: LocalCluster, tokens: Tokens) -> None:
+    def __init__(self, cluster, tokens):
         self._cluster = cluster
         self._tokens = tokens
         self._end = time.monotonic() + 2 * PATIENCE_S
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout=None):
         assert time.monotonic() < self._end, "the cluster does not come back"
         time.sleep(timeout or 0)
         answer = complete(self._cluster.urls["proxy"], self._tokens)

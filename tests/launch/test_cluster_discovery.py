@@ -1,14 +1,10 @@
 """A cluster whose nodes find one another in etcd: they join, leave, die and differ; etcd itself goes and comes."""
 
-from __future__ import annotations
-
 import random
 import re
 import signal
 import sys
 from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,12 +12,11 @@ import pytest
 from launch.discovery import Member, find_master
 from launch.discovery.etcd import prefix_of
 from launch.doctor import DoctorReport, Verdict
-from launch.run.up import LocalCluster
 from pd_cache.cluster import ClusterConfig, MasterNode, MastersConfig, StoreNode
 from pd_cache.cluster.checks import consistency_problems
 from pd_cache.errors import ConfigError
 from tests.support.cli import cli, cli_json
-from tests.support.cluster import CHUNK, Answer, cluster_file, complete, fetched, free_node, metric_at, started
+from tests.support.cluster import CHUNK, cluster_file, complete, fetched, free_node, metric_at, started
 from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
 from tests.support.pool import Node
@@ -42,7 +37,7 @@ def own_etcd(tmp_path_factory):
         etcd.stop()
 
 
-def discovery(etcd: Etcd) -> dict[str, Any]:
+def discovery(etcd):
     return {"kind": "etcd", "endpoints": [etcd.endpoint], "ttl_s": TTL_S}
 
 
@@ -55,28 +50,28 @@ def cluster(own_etcd, tmp_path_factory):
         yield running
 
 
-def joined(etcd: Etcd, folder: Path, name: str, **changes: Any) -> Node:
+def joined(etcd, folder, name, **changes):
     """One more prefill node, of a file that knows nobody else."""
     options = {"discovery": discovery(etcd), "nodes": [free_node(name)], **changes}
     return Node("prefill", name, cluster_file(folder, **options))
 
 
-def health(cluster: LocalCluster) -> dict[str, Any]:
+def health(cluster):
     return dict(fetched(f"{cluster.urls['proxy']}/health").body)
 
 
-def elsewhere(etcd: Etcd, folder: Path) -> Path:
+def elsewhere(etcd, folder):
     """The file of a machine that names nobody of the cluster."""
     (folder / "elsewhere").mkdir(exist_ok=True)
     nodes = [{"name": "here", "role": "store", "segment_size": "16MiB"}]
     return cluster_file(folder / "elsewhere", discovery=discovery(etcd), nodes=nodes)
 
 
-def handoffs(cluster: LocalCluster, result: str) -> float:
+def handoffs(cluster, result):
     return metric_at(cluster.urls["proxy"], "pd_cache_proxy_handoffs_total", result=result)
 
 
-def ask(cluster: LocalCluster, length: int = 3 * CHUNK + 5, seed: int | None = None) -> Answer:
+def ask(cluster, length=3 * CHUNK + 5, seed=None):
     rng = random.Random(seed)
     return complete(cluster.urls["proxy"], [rng.randrange(512) for _ in range(length)])
 
@@ -225,7 +220,7 @@ def test_what_a_request_stored_is_found_by_queries_for_every_node_that_could_loa
 def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster):
     first = ask(cluster, seed=1)
     before = handoffs(cluster, "in_pool")
-    again: list[Answer] = []
+    again = []
     # the proxy's own client may have to find the pool first
     wait_for(lambda: again.append(ask(cluster, seed=1)) or handoffs(cluster, "in_pool") > before, 20, "a hit")
     assert again[-1].tokens == first.tokens
@@ -278,7 +273,7 @@ def test_what_elected_masters_promise_is_found_where_the_file_names_none(make_et
     assert not list(consistency_problems(msgspec.structs.replace(found, transfer=QUICK)))
 
 
-def _registered(etcd: Etcd) -> list[str]:
+def _registered(etcd):
     prefix = prefix_of("test")
     with closing(etcd.client()) as client:
         return sorted(kv.key.decode().removeprefix(prefix) for kv in client.get_prefix_response(prefix).kvs)

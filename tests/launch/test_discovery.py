@@ -1,16 +1,12 @@
 """Discovery's pure parts: records, what differs between namespaces, and views through outages."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.discovery import View
 from launch.discovery.directory import describe_node
 from launch.discovery.membership import Membership
-from pd_cache.chunks import Namespace
 from pd_cache.cluster import (
     About,
     CacheServerNode,
@@ -30,7 +26,7 @@ from tests.support.proxy import NAMESPACE
 from transfer.settings import ByteSize
 
 
-def node(name: str, namespace: Namespace | None = None) -> NodeRecord:
+def node(name, namespace=None):
     told = namespace.described() if namespace else {}
     return NodeRecord(name=name, role="prefill", address="http://10.0.0.2:8100", **told)
 
@@ -38,7 +34,7 @@ def node(name: str, namespace: Namespace | None = None) -> NodeRecord:
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
-def engine_record(name: str, *namespaces: Namespace) -> NodeRecord:
+def engine_record(name, *namespaces):
     config = ClusterConfig(nodes=(PrefillNode(name=name),))
     about = About(**namespaces[0].described(namespaces[1:]))
     return describe_node(config, config.nodes[0], "http://h:1").telling(about)
@@ -184,7 +180,7 @@ def test_a_node_whose_master_has_moved_is_told_to_be_started_again():
 # --- views -----------------------------------------------------------------------------------------------------------
 
 
-def names(view: View) -> list[str]:
+def names(view):
     return [record.name for record in view.nodes]
 
 
@@ -218,7 +214,7 @@ def test_the_view_after_each_event(events):
         assert shown(members.view()) == expected, f"after {what} {nodes} at {now}"
 
 
-def happen(members: Membership, what: str, nodes: str, now: float) -> None:
+def happen(members, what, nodes, now):
     if what == "outage":
         members.outage(now)
     elif what == "sync":
@@ -231,7 +227,7 @@ def happen(members: Membership, what: str, nodes: str, now: float) -> None:
         members.expire(now)
 
 
-def shown(view: View) -> str:
+def shown(view):
     text = "".join(f"{name}{'?' if name in view.doubted else ''}" for name in names(view))
     return text + ("" if view.stale_since is None else "!")
 

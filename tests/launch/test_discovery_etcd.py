@@ -1,18 +1,14 @@
 """Registration and watching against a real etcd that is stopped, killed, wiped and compacted."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
 import psutil
 import pytest
 
-from launch.discovery import View
 from launch.discovery.etcd import EtcdRegistration, EtcdWatch, load_etcd3, prefix_of
 from pd_cache.cluster import EtcdDiscovery, NodeRecord, TlsConfig
 from pd_cache.errors import ConfigError
@@ -32,23 +28,23 @@ def no_file_left_open():
     wait_for(lambda: psutil.Process().num_fds() <= before, 5, "files closed")
 
 
-def record(name: str, instance: str = "1") -> NodeRecord:
+def record(name, instance="1"):
     return NodeRecord(name=name, role="prefill", address="http://10.0.0.2:8100", instance=instance)
 
 
 @contextmanager
-def registered(settings: EtcdDiscovery, name: str, instance: str = "1") -> Iterator[EtcdRegistration]:
+def registered(settings, name, instance="1"):
     with closing(EtcdRegistration(settings, CLUSTER)) as registration, EtcdWatch(settings, CLUSTER) as watch:
         registration.announce(one := record(name, instance))
         wait_for(lambda: one in watch.view().nodes, 10, f"{name} registered")
         yield registration
 
 
-def names(view: View) -> list[str]:
+def names(view):
     return [node.name for node in view.nodes]
 
 
-def sees(watch: EtcdWatch, *expected: str) -> Callable[[], bool]:
+def sees(watch, *expected):
     return lambda: names(watch.view()) == list(expected)
 
 
@@ -65,7 +61,7 @@ def test_a_node_is_seen_once_it_registers_and_gone_once_it_leaves(etcd):
 
 
 def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away(etcd):
-    seen: list[list[str]] = []  # it may be gone for a moment only
+    seen = []  # it may be gone for a moment only
     with (
         registered(etcd.settings(), "a") as registration,
         EtcdWatch(etcd.settings(), CLUSTER, on_change=lambda view: seen.append(names(view))) as watch,
@@ -96,7 +92,7 @@ def test_a_name_that_is_used_twice_is_told_and_not_fought_over(etcd, caplog):
 @pytest.mark.parametrize("wiped", [True, False], ids=["killed and wiped", "stopped for longer than the lease"])
 def test_an_outage_changes_nothing_but_the_mark_and_is_repaired(wiped, make_etcd):
     etcd = make_etcd().start()
-    views: list[View] = []
+    views = []
     with (
         registered(etcd.settings(), "a"),
         registered(etcd.settings(), "b") as leaves,

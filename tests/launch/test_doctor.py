@@ -1,7 +1,5 @@
 """`pd-cache doctor` on real clusters: healthy ones, and each with one thing broken."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 
@@ -9,13 +7,13 @@ import msgspec
 import pytest
 import yaml
 
-from launch.doctor import DoctorReport, Finding, Verdict
+from launch.doctor import DoctorReport, Verdict
 from launch.doctor.probe import PREFIX, probe_findings
 from launch.masters import Segment, segments_at
 from pd_cache.cluster import load_config
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import broken, examined, nodes_of_every_role, started
-from tests.support.pool import Pool, free_port
+from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S
 from transfer import MooncakeStore
 from transfer.store import Pending, load_mooncake
@@ -23,16 +21,16 @@ from transfer.store import Pending, load_mooncake
 pytestmark = pytest.mark.slow(seconds=70)
 
 
-def doctor(*arguments: object, code: int | None = 1) -> DoctorReport:
+def doctor(*arguments, code=1):
     return msgspec.convert(cli_json("doctor", *arguments, code=code), DoctorReport)
 
 
-def of(report: DoctorReport, check: str) -> dict[str, Finding]:
+def of(report, check):
     """The findings of one check, by what they are about."""
     return {finding.about: finding for finding in report.findings if finding.check == check}
 
 
-def keys_of_doctors(pool: Pool) -> list[str]:
+def keys_of_doctors(pool):
     return [key for key in pool.ask("/get_all_keys").split() if key.startswith(PREFIX)]
 
 
@@ -44,7 +42,7 @@ def file(tmp_path_factory):
         yield folder / "cluster.yaml"
 
 
-def changed(file: Path, folder: Path, section: str, **keys: object) -> Path:
+def changed(file, folder, section, **keys):
     """A file of the same cluster with other keys in a section."""
     tree = yaml.safe_load(file.read_text())
     tree[section] |= keys
@@ -129,7 +127,7 @@ def test_a_full_segment_is_a_warning_and_nobodys_chunks_are_evicted_for_it(make_
     assert set(pool.ask("/get_all_keys").split()) == set(stored)
 
 
-def _probe(pool: Pool, segments: list[Segment] | None = None) -> list[Finding]:
+def _probe(pool, segments=None):
     segments = segments or segments_at(pool.metrics)
     return list(probe_findings(load_config(pool.file), segments, pool.address, pool.metrics, "127.0.0.1"))
 

@@ -1,17 +1,12 @@
 """What the doctor makes of a machine: fabricated `/sys`, `/proc` and `/dev` trees, one thing wrong in each."""
 
-from __future__ import annotations
-
 import socket
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 import pd_cache
-from launch.doctor import Finding, Verdict
+from launch.doctor import Verdict
 from launch.doctor.checks import library_findings, memory_finding, rdma_findings
 from launch.doctor.probe import advertised_findings, cluster_findings, metadata_finding
 from launch.masters import LEADER, Segment
@@ -26,13 +21,13 @@ LINK_LOCAL = "fe80:0000:0000:0000:0202:c9ff:fe00:0001"
 NOTHING = "fe80:0000:0000:0000:0000:0000:0000:0000"
 
 
-def write(root: Path, path: str, text: str) -> None:
+def write(root, path, text):
     file = root / path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text + "\n")
 
 
-def device(root: Path, name: str = "mlx5_0", *, state: str = "4: ACTIVE", layer: str = "Ethernet", gids: dict[str, str]) -> None:  # fmt: skip
+def device(root, name='mlx5_0', *, state='4: ACTIVE', layer='Ethernet', gids):  # fmt: skip
     """An RDMA device with one port. `gids`: kind by GID, in their order."""
     port = f"sys/class/infiniband/{name}/ports/1"
     for key, value in {"state": state, "phys_state": "5: LinkUp", "link_layer": layer, "rate": "100 Gb/sec"}.items():
@@ -43,7 +38,7 @@ def device(root: Path, name: str = "mlx5_0", *, state: str = "4: ACTIVE", layer:
     write(root, "dev/infiniband/uverbs0", "")
 
 
-def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
+def by_check(findings):
     """The worst of each check."""
     order = list(Verdict)
     return {
@@ -52,7 +47,7 @@ def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
     }
 
 
-def node(name: str, role: str = "prefill", state: str = "up", why: str = "", difference: str = "", **fields: Any) -> NodeStatus:  # fmt: skip
+def node(name, role='prefill', state='up', why='', difference='', **fields):  # fmt: skip
     record = NodeRecord(name=name, role=role, **{"address": "http://10.0.0.1:8100", **fields})
     return NodeStatus(record=record, state=state, why=why, difference=difference)
 
@@ -110,18 +105,18 @@ def test_what_is_wrong_with_a_port_is_broken_with_rdma_and_a_warning_with_tcp(tm
 GIB = 1 << 30
 
 
-def machine(root: Path) -> Path:
+def machine(root):
     sizes = {"MemTotal": 64 * GIB >> 10, "MemAvailable": 32 * GIB >> 10, "Hugepagesize": 2048}
     write(root, "proc/meminfo", "\n".join(f"{name}: {size} kB" for name, size in sizes.items()))
     return root
 
 
-def stores(size: str) -> ClusterConfig:
+def stores(size):
     nodes = [{"name": "m", "role": "master"}, {"name": "s0", "role": "store", "segment_size": size}]
     return msgspec.convert({"nodes": nodes}, ClusterConfig, dec_hook=decode_custom)
 
 
-def free(cluster: ClusterConfig, root: Path, running: Iterable[str] = ()) -> Finding:
+def free(cluster, root, running=()):
     return memory_finding(cluster, cluster.nodes, set(running), root)
 
 
@@ -166,7 +161,7 @@ def test_a_server_of_metadata_that_cannot_be_reached_is_broken():
 # --- cluster ---------------------------------------------------------------------------------------------------------
 
 
-def of_cluster(check: str, rows: list[NodeStatus], **more: Any) -> list[Finding]:
+def of_cluster(check, rows, **more):
     status = ClusterStatus("static", True, rows, **more)
     return [one for one in cluster_findings(status) if one.check == f"cluster.{check}"]
 

@@ -1,25 +1,21 @@
 """`pd-cache drain` on real pools: what moves, what is found and loaded meanwhile, and what is refused. With elected masters: `test_elected_masters`."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import psutil
 import pytest
 
-from launch.masters import Segment, begin_drain, drain_job, keys_in, segments_at
+from launch.masters import begin_drain, drain_job, keys_in, segments_at
 from launch.operate import drain as drained_by
-from launch.operate.drain import Drain, drain, drain_local
+from launch.operate.drain import drain, drain_local
 from launch.operate.watched import cluster_status
 from launch.run.supervise import StopFlag
 from pd_cache.cluster import load_config
 from pd_cache.errors import PdCacheError
 from tests.support.cli import cli, run_program
-from tests.support.engines import Host, host
+from tests.support.engines import host
 from tests.support.pool import Pool, suspend
 from tests.support.waiting import wait_for
 from transfer.store import load_mooncake
@@ -31,11 +27,11 @@ PROMPTS = [[100 * number + token for token in SLOTS] for number in range(16)]
 OBJECTS = 5 * len(PROMPTS)
 
 
-def segment(pool: Pool, store: int) -> Segment:
+def segment(pool, store):
     return next(one for one in segments_at(pool.metrics) if one.segment_name == pool.segment(store))
 
 
-def loads(node: Host, prompt: list[int]) -> bool:
+def loads(node, prompt):
     """Whether the whole prompt is found and loaded; AssertionError for a wrong byte."""
     node.compute([-1 - token for token in SLOTS], SLOTS)
     if node.lookup(prompt) != 40 or not all(node.retrieve(prompt, SLOTS)):
@@ -44,27 +40,21 @@ def loads(node: Host, prompt: list[int]) -> bool:
     return True
 
 
-def put(pool: Pool, store: int, count: int, size: int) -> None:
+def put(pool, store, count, size):
     config = load_mooncake().ReplicateConfig()
     config.preferred_segment = pool.segment(store)
     with pool.bare_client() as client:
         assert [client.put(f"{store}/{number}", bytes(size), config) for number in range(count)] == [0] * count
 
 
-def half_full(make_pool: Callable[..., Pool], objects: int = 100, **options: Any) -> Pool:
+def half_full(make_pool, objects=100, **options):
     """A pool of two stores, of which the first holds so many objects."""
     pool = make_pool(**options).start("master", "store-0", "store-1")
     put(pool, 0, objects, 4096)
     return pool
 
 
-def drained(
-    pool: Pool,
-    told: Callable[[Drain], None] = lambda _: None,
-    *,
-    stop: StopFlag | None = None,
-    timeout_s: float = 600.0,
-) -> Drain:
+def drained(pool, told=lambda _: None, *, stop=None, timeout_s=600.0):
     return drain(load_config(pool.file), "store-0", timeout_s=timeout_s, report=told, stop=stop or StopFlag())
 
 

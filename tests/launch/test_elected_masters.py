@@ -3,16 +3,13 @@
 One cluster for all tests: it takes a minute to start and to stop.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest
 
 from launch.operate.watched import cluster_status
-from launch.run.up import LocalCluster
 from tests.support.cli import run_program
-from tests.support.cluster import CHUNK, OUTAGES, Answer, broken, complete, examined, fetched, free_node, kill, started
+from tests.support.cluster import CHUNK, OUTAGES, broken, complete, examined, fetched, free_node, kill, started
 from tests.support.etcd import Etcd
 from tests.support.leaks import no_leaks
 from tests.support.needs import needs_etcd
@@ -28,7 +25,7 @@ PROMPT = random.Random(1).choices(range(512), k=CHUNKS * CHUNK + 3)
 MASTERS = ("master-0", "master-1")
 
 
-def role(cluster: LocalCluster, name: str) -> str:
+def role(cluster, name):
     port = getattr(cluster.config.node(name), "metrics_port", 0)
     try:
         health = fetched(f"http://127.0.0.1:{port}/health", timeout=2).body
@@ -37,11 +34,11 @@ def role(cluster: LocalCluster, name: str) -> str:
     return "leader" if health.get("service_ready") else str(health.get("role"))
 
 
-def ask(cluster: LocalCluster) -> Answer:
+def ask(cluster):
     return complete(cluster.urls["proxy"], PROMPT)
 
 
-def hit(cluster: LocalCluster) -> bool:
+def hit(cluster):
     answer = ask(cluster)
     return answer.status == 200 and answer.cached == (CHUNKS * CHUNK, CHUNKS * CHUNK)
 

@@ -1,13 +1,10 @@
 """When a master is started anew because it and etcd differ on who leads. With a real etcd, and a clock that is ours."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest
 
 from launch.discovery.etcd import DISAGREES_S, ElectionWatch
-from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
 from tests.support.waiting import Clock
 
@@ -15,7 +12,7 @@ pytestmark = needs_etcd
 KEY, OURS = "mooncake-store/elected/master_view", "10.0.0.1:50051"
 
 
-def name(etcd: Etcd, leader: str | None) -> None:
+def name(etcd, leader):
     """What an election leaves in etcd."""
     with closing(etcd.client()) as client:
         client.delete(KEY) if leader is None else client.put(KEY, leader)

@@ -1,10 +1,8 @@
 """`pd-cache explain`: of nodes that only the pool can be asked about, and of wrong input. Of running clusters: test_cluster.py."""
 
-from __future__ import annotations
-
 import json
 import uuid
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 
 import msgspec
 import pytest
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.slow
 # --- nodes that do not say themselves what they would find -----------------------------------------------------------
 
 
-def telling(pages: dict[str, object]) -> AbstractContextManager[int]:
+def telling(pages):
     """The port of a node that answers with these objects, by path."""
     return serving(lambda path: json.dumps(pages[path]).encode() if path in pages else None)
 

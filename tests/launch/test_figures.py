@@ -1,13 +1,11 @@
 """What the text of metrics says, and rates, shares and quantiles from it; the clock is the reading's own."""
 
-from __future__ import annotations
-
 import math
 import time
 
 import pytest
 
-from launch.operate.figures import NodeHistory, Rates, merged_sources, quantile, read_node, read_samples
+from launch.operate.figures import NodeHistory, merged_sources, quantile, read_node, read_samples
 
 RECORDED = """
 # TYPE pd_cache_bytes_total counter
@@ -35,18 +33,18 @@ NOTHING = dict.fromkeys(
 )
 
 
-def text(**counted: float) -> str:
+def text(**counted):
     return RECORDED % {**NOTHING, "started": 1000, **counted}
 
 
-def history(*readings: tuple[float, str]) -> NodeHistory:
+def history(*readings):
     found = NodeHistory()
     for at, shown in readings:
         found.add(read_node(read_samples(shown), at))
     return found
 
 
-def rates(*readings: tuple[float, str]) -> Rates:
+def rates(*readings):
     return history(*readings).rates(readings[-1][0])
 
 

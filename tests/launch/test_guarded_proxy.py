@@ -15,7 +15,6 @@ from bench.lib.arrivals import Arrival, Part
 from bench.lib.load import generate
 from bench.suites.serve import clusters_proxy
 from launch.http import NOBODY, BadStatus, client_key, fetch, proxy_access, proxy_certificate, trusting
-from launch.operate.state import NodeStatus
 from launch.operate.watched import cluster_status
 from pd_cache.cluster import ClusterConfig, read_config
 from tests.support.etcd import make_certificates
@@ -44,7 +43,7 @@ def guarded(tmp_path_factory):
         yield Guarded(read_config(folder / "cluster.yaml")[0], url, folder)
 
 
-def proxy_row(guarded: Guarded) -> NodeStatus:
+def proxy_row(guarded):
     (row,) = [row for row in cluster_status(guarded.config).nodes if row.record.role == "proxy"]
     return row
 

@@ -1,10 +1,7 @@
 """`/health` and `/metrics` of store nodes and cache servers."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -17,7 +14,7 @@ from tests.support.waiting import PATIENCE_S, wait_for
 
 
 @contextmanager
-def server(*told: bool | None) -> Iterator[str]:
+def server(*told):
     registry = CollectorRegistry()
     Gauge("answer", "", registry=registry).set(42)
     answers = list(told)

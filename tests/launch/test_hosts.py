@@ -3,23 +3,18 @@
 One cluster serves all scenarios, one after the other: that each begins with a cluster that works is the recovery of the one before.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import subprocess
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from launch.doctor import DoctorReport, Verdict
-from tests.support.cluster import CHUNK, OUTAGES, Answer, broken, cluster_file, complete, examined, fetched, metric_at
+from launch.doctor import Verdict
+from tests.support.cluster import CHUNK, OUTAGES, broken, cluster_file, complete, examined, fetched, metric_at
 from tests.support.etcd import Etcd
-from tests.support.hosts import Host, Network, why_not
+from tests.support.hosts import Network, why_not
 from tests.support.leaks import no_leaks
 from tests.support.needs import needs_etcd
 from tests.support.pool import Node
@@ -38,13 +33,13 @@ class Hosts:
     All of the pool's memory is that of prefill-1, so that what the others store and load crosses links.
     """
 
-    def __init__(self, network: Network, folder: Path) -> None:
+    def __init__(self, network, folder):
         names = ("etcd", "master", "prefill-0", "prefill-1", "decode-0", "decode-1", "proxy")
-        self.hosts: dict[str, Host] = {name: network.host(name) for name in names}
+        self.hosts = {name: network.host(name) for name in names}
         self.etcd = Etcd(folder, host=self.hosts["etcd"]).start()
-        self.nodes: dict[str, Node] = {}
+        self.nodes = {}
         roles = ("prefill", "decode")
-        nodes: list[dict[str, Any]] = [
+        nodes = [
             {"name": "master", "role": "master", "port": 50051, "metrics_port": 9003, "client_ttl_s": 2},
             *(
                 {"name": name, "role": role, "port": 8100, "segment_size": "64MiB" if name == "prefill-1" else 0}
@@ -66,7 +61,7 @@ class Hosts:
             nodes=[{**node, "host": self.hosts[str(node["name"])].address} for node in nodes],
         )
 
-    def start(self, *names: str) -> None:
+    def start(self, *names):
         """Start these nodes at the same time, and wait until each is ready."""
         for name in names:
             self.nodes[name] = Node(name.split("-")[0], name, self.file, wait=False, host=self.hosts[name])
@@ -74,20 +69,20 @@ class Hosts:
             self.nodes[name].wait_ready()
 
     @property
-    def url(self) -> str:
+    def url(self):
         return self.nodes["proxy"].address
 
-    def well(self) -> bool:
+    def well(self):
         """Whether the proxy knows all prefill and decode nodes, and would send requests to each."""
         told = fetched(f"{self.url}/health").body
         nodes = {**told["prefill"], **told["decode"]}
         return nodes == {f"http://{self.hosts[name].address}:8100": True for name in EVERYBODY}
 
-    def stored(self, name: str) -> float:
+    def stored(self, name):
         """Tokens that a node has put into the pool so far."""
         return metric_at(self.nodes[name].address, "pd_cache_tokens_total", op="store", outcome="stored")
 
-    def stop(self) -> None:
+    def stop(self):
         # the master last, also where it was started again: the others say goodbye to it
         for name in sorted(self.nodes, key=lambda name: (name == "master", name)):
             self.nodes.pop(name).stop()
@@ -125,10 +120,10 @@ def works_before(hosts, alone):
     wait_until_whole(hosts, alone)
 
 
-def wait_until_whole(hosts: Hosts, alone: Any) -> None:
+def wait_until_whole(hosts, alone):
     wait_for(hosts.well, 20, "all nodes well")
     rng = random.Random()
-    met: set[str] = set()
+    met = set()
 
     def all_met():
         """Each prefill node stores and each decode node finds: seen on whole hits of prompts that went over all of them."""
@@ -147,7 +142,7 @@ def wait_until_whole(hosts: Hosts, alone: Any) -> None:
     wait_for(all_met, 40, "both prefill nodes hand over through the pool")
 
 
-def ask(hosts: Hosts, prompt: Tokens) -> Answer:
+def ask(hosts, prompt):
     """Ask the proxy; it must answer within its deadline, and a second for the way."""
     return complete(hosts.url, prompt, timeout=DEADLINE_S + 1)
 
@@ -155,16 +150,16 @@ def ask(hosts: Hosts, prompt: Tokens) -> Answer:
 _seeds = itertools.count(1)
 
 
-def prompts(count: int) -> list[Tokens]:
+def prompts(count):
     """Prompts that nobody has seen before."""
     rng = random.Random(next(_seeds))
     return [[rng.randrange(512) for _ in range(PROMPT)] for _ in range(count)]
 
 
 @contextmanager
-def asking(hosts: Hosts, alone: Any, todo: list[Tokens]) -> Iterator[list[Answer]]:
+def asking(hosts, alone, todo):
     """Ask all of `todo` while the block runs; at its end every answer must be there, and right."""
-    answers: list[Answer] = []
+    answers = []
 
     def one_of(prompt):
         answer = ask(hosts, prompt)
@@ -180,7 +175,7 @@ def asking(hosts: Hosts, alone: Any, todo: list[Tokens]) -> Iterator[list[Answer
             assert answer.tokens == alone(prompt)
 
 
-def cut_in_the_middle(hosts: Hosts, alone: Any, todo: list[Tokens], victim: Host, moved: Callable[[], int]) -> None:
+def cut_in_the_middle(hosts, alone, todo, victim, moved):
     """The victim's link, a slow one, is cut when `moved()` says that a transfer is under way."""
     victim.limit("8mbit")
     try:
@@ -206,7 +201,7 @@ def test_the_link_of_the_host_with_the_memory_is_cut_in_the_middle_of_a_load(hos
     cut_in_the_middle(hosts, alone, todo * 2, victim, victim.sent)
 
 
-def examine(hosts: Hosts, folder: Path, *inside: str) -> DoctorReport:
+def examine(hosts, folder, *inside):
     """What `pd-cache doctor` says, by default from outside of all hosts, which reaches each. `inside`: a host, as in `examined`."""
     file = folder / "doctor.yaml"
     file.write_text(hosts.file.read_text())

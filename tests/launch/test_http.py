@@ -1,12 +1,10 @@
 """Asking a node for its report: bounded however it answers, and asked of that node alone."""
 
-from __future__ import annotations
-
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -18,13 +16,13 @@ Serve = Callable[[socket.socket, threading.Event], None]
 
 
 @contextmanager
-def answering(serve: Serve) -> Iterator[tuple[str, list[bytes]]]:
+def answering(serve):
     """A server on loopback; its URL, and the heads of the requests that came."""
-    heads: list[bytes] = []
+    heads = []
     over = threading.Event()
 
     class Handler(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
+        def handle(self):
             with suppress(OSError):
                 heads.append(self.request.recv(65536))
                 serve(self.request, over)
@@ -37,7 +35,7 @@ def answering(serve: Serve) -> Iterator[tuple[str, list[bytes]]]:
             server.shutdown()
 
 
-def drop_by_drop(data: bytes) -> Serve:
+def drop_by_drop(data):
     def serve(connection, over):
         for index in range(len(data)):
             if over.wait(0.02):
@@ -47,11 +45,11 @@ def drop_by_drop(data: bytes) -> Serve:
     return serve
 
 
-def whole(data: bytes) -> Serve:
+def whole(data):
     return lambda connection, _: connection.sendall(data)
 
 
-def all_lines(url: str, timeout: float) -> list[bytes]:
+def all_lines(url, timeout):
     return list(fetch_lines(url, timeout))
 
 

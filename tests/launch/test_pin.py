@@ -1,11 +1,8 @@
 """Pins in a real pool, and `pd-cache pin`, `prefetch` and `release`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import msgspec
 import pytest
@@ -50,7 +47,7 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
             loop = asyncio.get_running_loop()
             for key in (*keys(pinned)[:4], *keys(unpinned)):
                 assert client.put(key, payload) == 0
-            told: dict[str, Any] = {}
+            told = {}
             while told.get("status") != "accepted":  # the client of the pool begins to connect
                 told = await c.hint("kv.retain", {"tokens": pinned, "ttl_s": 600})
                 assert told["status"] == "accepted" or told["reason"] == "the pool does not answer", told
@@ -98,7 +95,7 @@ def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path):
         file, decode = tmp_path / "cluster.yaml", running.urls["decode-0"]
         (tmp_path / "tokens.json").write_text(json.dumps(prompt))
         tokens = ("-c", file, "--tokens", tmp_path / "tokens.json")
-        told: dict[str, Any] = {}
+        told = {}
         while told.get("status") != "accepted":  # the proxy learns what it needs from the nodes
             told = cli_json("pin", *tokens, "--ttl", "60", "--id", "p", code=None)
         assert (told["tokens"], told["in_pool"], told["ttl_s"]) == (5 * SMALL, 0, 60)

@@ -1,21 +1,16 @@
 """`pd-cache pool`: what is held of a million keys, what is asked of a serving master, and the commands on a real pool. `rm --old`:
 test_cluster.py."""
 
-from __future__ import annotations
-
 import http.server
 import itertools
 import json
 import re
 import secrets
 import urllib.parse
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from click.testing import Result
 
 from launch.masters import Segment, copies_at, keys_at
 from launch.operate import pool as pooled
@@ -23,7 +18,6 @@ from launch.operate.pool import OTHERS, SAMPLES, PoolReport, Space, Tally, by_mo
 from pd_cache.chunks import ChunkedTokenDatabase, Namespace
 from pd_cache.errors import PdCacheError
 from tests.support.cli import cli, drawn
-from tests.support.pool import Pool
 from tests.support.waiting import beside
 
 SPACE = Namespace(
@@ -35,7 +29,7 @@ VALUES = "22dae4edae526bb1"
 NAME = "0" * 32
 
 
-def chunk_keys(count: int, version: str = "") -> list[str]:
+def chunk_keys(count, version=""):
     return ChunkedTokenDatabase(SPACE).keys([secrets.token_bytes(16) for _ in range(count)], label=version)
 
 
@@ -43,11 +37,11 @@ def chunk_keys(count: int, version: str = "") -> list[str]:
 
 
 @contextmanager
-def master(keys: Callable[[], Iterator[bytes]], asked: list[list[str]]) -> Iterator[str]:
+def master(keys, asked):
     """A master that lists keys as they are made, and says that an object has 10 bytes, in two copies."""
 
     class Pages(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.send_response(200)
             self.end_headers()
             if self.path == "/get_all_keys":
@@ -59,7 +53,7 @@ def master(keys: Callable[[], Iterator[bytes]], asked: list[list[str]]) -> Itera
             body = {key: {"values": copies} if key[-1] != "9" else {"values": None} for key in asked[-1]}
             self.wfile.write(json.dumps({"data": body}).encode())
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             return
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server, beside(server.serve_forever):
@@ -69,7 +63,7 @@ def master(keys: Callable[[], Iterator[bytes]], asked: list[list[str]]) -> Itera
             server.shutdown()
 
 
-def million() -> Iterator[bytes]:
+def million():
     """57 MB of keys: of four versions of a namespace with two shards, and of another program."""
     for start in range(0, 1_000_000, 1000):
         names = range(start, start + 1000, 10)
@@ -108,7 +102,7 @@ def test_of_a_million_keys_only_counts_and_a_few_are_held():
 
 def test_sizes_are_asked_in_short_requests_of_all_namespaces_alike():
     samples = [[f"{space}-{number}" for number in range(50)] for space in range(5)]
-    asked: list[list[str]] = []
+    asked = []
     with master(lambda: iter(()), asked) as url:
         sizes = pooled._sizes(url, samples)
     assert [len(keys) for keys in asked] == [64, 64, 64, 58]
@@ -118,7 +112,7 @@ def test_sizes_are_asked_in_short_requests_of_all_namespaces_alike():
 
 
 def test_a_master_that_is_slow_is_asked_for_sizes_no_longer_than_the_deadline(monkeypatch):
-    asked: list[list[str]] = []
+    asked = []
     now = iter(range(100))
     # a request takes two seconds
     monkeypatch.setattr(pooled, "time", SimpleNamespace(monotonic=lambda: 2.0 * next(now)))
@@ -131,7 +125,7 @@ def test_a_master_that_is_slow_is_asked_for_sizes_no_longer_than_the_deadline(mo
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def space(name: str, **fields: Any) -> Space:
+def space(name, **fields):
     usual = {"kind": "chunks", "model": "", "nodes": [], "current": None, "shards": 1, "objects": 10, "bytes": 1 << 30}
     return Space(**({"name": name, "sampled": 10, "namespace": None} | usual | fields))
 
@@ -197,7 +191,7 @@ def filled(make_pool):
     return pool
 
 
-def run(pool: Pool, *arguments: str, code: int = 0, typed: str = "") -> Result:
+def run(pool, *arguments, code=0, typed=""):
     return cli("pool", *arguments, "-c", pool.file, code=code, input=typed)
 
 

@@ -1,12 +1,9 @@
 """The files of docs/recipes.md: each starts as far as CPUs go, its nodes find one another, and a prompt that comes again is a hit."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import yaml
@@ -27,16 +24,16 @@ _GPUS = ("args", "env", "events_port", "lease_ttl_ms")
 """What only vLLM takes, and a lease for reads that are shorter than those of a busy machine."""
 
 
-def on_this_machine(node: dict[str, Any]) -> dict[str, Any]:
+def on_this_machine(node):
     """The node of a file here, on free ports and with little memory."""
     free = {key: 0 for key in ("port", "metrics_port") if key in node}
     small = {"segment_size": "64MiB"} if "segment_size" in node else {}
     return {key: value for key, value in node.items() if key not in _GPUS} | {"host": "127.0.0.1"} | free | small
 
 
-def recipe(name: str) -> dict[str, Any]:
+def recipe(name):
     """A file of configs/; `one-gpu` is `cluster` with what docs/recipes.md puts in place of its sections."""
-    tree: dict[str, Any] = yaml.safe_load(example_file("cluster" if name == "one-gpu" else name).read_text())
+    tree = yaml.safe_load(example_file("cluster" if name == "one-gpu" else name).read_text())
     if name == "one-gpu":
         page = (ROOT / "docs" / "recipes.md").read_text()
         (sections,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)

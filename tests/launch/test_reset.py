@@ -1,21 +1,15 @@
 """`pd-cache reset` names the weights of the engines that are out, and says what every engine has in the end. Small servers play the nodes."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Barrier, Thread
-from typing import Any
 
 import msgspec
 import pytest
-from click.testing import Result
 
-from launch.operate.reset import Reset, reset_engines
+from launch.operate.reset import reset_engines
 from pd_cache.cluster import load_config
 from pd_cache.decoding import decode_json
 from pd_cache.versions import Naming, WeightsVersion
@@ -28,31 +22,31 @@ from tests.support.waiting import together
 class Node:
     """A node with engines, over HTTP. Tests replace what it does before and after it names their weights."""
 
-    def __init__(self, engines: int = 1) -> None:
+    def __init__(self, engines=1):
         self.engines = [WeightsVersion() for _ in range(engines)]
-        self.before: Callable[[], object] = lambda: None
-        self.after: Callable[[], object] = lambda: None
+        self.before = lambda: None
+        self.after = lambda: None
         node = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+            def do_GET(self):
                 self.say({"weights": [one.state for one in node.engines]} if self.path == "/health" else {})
 
-            def do_POST(self) -> None:
+            def do_POST(self):
                 naming = decode_json(self.rfile.read(int(self.headers["content-length"])), Naming)
                 node.before()
                 answer = [one.name(naming) for one in node.engines]
                 node.after()
                 self.say(answer)
 
-            def say(self, what: object) -> None:
+            def say(self, what):
                 body = msgspec.json.encode(what)
                 self.send_response(200)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, *_: object) -> None:
+            def log_message(self, *_):
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -61,22 +55,22 @@ class Node:
         self.thread.start()
 
     @property
-    def labels(self) -> list[str | None]:
+    def labels(self):
         return [one.label for one in self.engines]
 
-    def change(self) -> None:
+    def change(self):
         """Its engines hear that their weights have changed."""
         for one in self.engines:
             one.reset()
 
-    def close(self) -> None:
+    def close(self):
         self.server.shutdown()
         self.server.server_close()
         self.thread.join()
 
 
 class Cluster:
-    def __init__(self, folder: Path, **sections: Any) -> None:
+    def __init__(self, folder, **sections):
         self.a, self.b = Node(), Node(engines=2)
         nodes = [
             free_node("master", port=free_port(), metrics_port=free_port()),
@@ -85,14 +79,14 @@ class Cluster:
         ]
         self.file = cluster_file(folder, nodes=nodes, **sections)
 
-    def close(self) -> None:
+    def close(self):
         self.a.close()
         self.b.close()
 
-    def reset(self, version: str | None = None, *, everywhere: bool = False) -> Reset:
+    def reset(self, version=None, *, everywhere=False):
         return reset_engines(load_config(self.file), version, everywhere=everywhere)
 
-    def run(self, *arguments: str, code: int = 0) -> Result:
+    def run(self, *arguments, code=0):
         return cli("reset", "-c", self.file, *arguments, code=code)
 
 
@@ -205,7 +199,7 @@ def test_a_command_that_comes_late_names_no_later_change(c):
 
 def test_of_two_commands_at_once_at_least_one_says_that_not_all_is_as_it_was_told(c):
     """Both have asked every engine for its state before one of them names any."""
-    done: dict[str, Reset] = {}
+    done = {}
 
     def run(label, everywhere):
         done[label] = c.reset(label, everywhere=everywhere)

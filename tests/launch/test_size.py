@@ -1,10 +1,6 @@
 """`pd-cache size`: what it counts of a model, and which files it refuses. tests/vllm/test_size.py compares it with vLLM."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -23,13 +19,13 @@ GEMMA = LLAMA | {"model_type": "gemma3_text", "sliding_window": 1024}
 DEEPSEEK = LLAMA | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
-def run(config: dict[str, Any], folder: Path, *more: str, code: int = 0) -> str:
+def run(config, folder, *more, code=0):
     file = folder / "config.json"
     file.write_text(json.dumps(config))
     return cli("size", "--model", file, "--tokens", "1000000", *more, code=code).output
 
 
-def sized(config: dict[str, Any], folder: Path, *more: str) -> Size:
+def sized(config, folder, *more):
     return msgspec.json.decode(run(config, folder, "--json", *more), type=Size)
 
 

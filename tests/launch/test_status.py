@@ -1,9 +1,6 @@
 """What `pd-cache status` says of masters that do not lead, or lead without the others. Of running clusters: test_cluster.py."""
 
-from __future__ import annotations
-
 import time
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,12 +16,12 @@ from tests.support.cli import drawn
 GIB = 1 << 30
 
 
-def master(name: str, leads: str) -> NodeStatus:
+def master(name, leads):
     record = NodeRecord(name=name, role="master", address="10.0.0.1:1", metrics="http://10.0.0.1:2")
     return NodeStatus(record=record, leads=leads)
 
 
-def store(size: int, state: str = "not asked", why: str = "") -> NodeStatus:
+def store(size, state="not asked", why=""):
     record = NodeRecord(name="s", role="store", address="10.0.0.1:3", capacity=Capacity(segment_bytes=size))
     return NodeStatus(record=record, state=state, why=why)
 
@@ -95,7 +92,7 @@ def test_nodes_of_one_model_whose_longest_prompts_differ_are_one_line_of_the_tab
         assert (line in shown, "max-model-len" in shown) == (several is nodes,) * 2
 
 
-def engine(reading: NodeReading | None = None, **fields: Any) -> NodeStatus:
+def engine(reading=None, **fields):
     watched = WatchedNodes(since_start=True)
     record = NodeRecord(**{"name": "e", "role": "decode", "address": "http://10.0.0.1:4", **fields})
     watched.update(View((record,)))

@@ -1,19 +1,16 @@
 """The supervisor: replayed histories on a fake clock first, then real processes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import psutil
 import pytest
 
-from launch.run.supervise import OnLine, Program, StopFlag, Supervisor, SupervisorError, stop_on_signals
+from launch.run.supervise import Program, StopFlag, Supervisor, SupervisorError, stop_on_signals
 from pd_cache.cluster import SupervisorConfig
 from tests.support.leaks import alive
 from tests.support.pool import ROOT, Process
@@ -36,13 +33,13 @@ Event = tuple[float, str | int]
 class FakeProcess:
     """`events` are (seconds after the start, what happens): a line of output, or an exit status."""
 
-    def __init__(self, world: World, pid: int, name: str, on_line: OnLine, events: list[Event]) -> None:
+    def __init__(self, world, pid, name, on_line, events):
         self.world, self.pid, self.name, self.on_line = world, pid, name, on_line
         self.events = [(world.now + delay, what) for delay, what in events]
-        self.status: int | None = None
+        self.status = None
         self.stubborn = False
 
-    def run(self) -> None:
+    def run(self):
         while self.status is None and self.events and self.events[0][0] <= self.world.now:
             _, what = self.events.pop(0)
             if isinstance(what, int):
@@ -50,15 +47,15 @@ class FakeProcess:
             else:
                 self.on_line("stdout", what)
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.status
 
-    def terminate(self) -> None:
+    def terminate(self):
         self.world.log.append(f"TERM {self.name}")
         if not self.stubborn:
             self.status = -signal.SIGTERM
 
-    def kill(self) -> None:
+    def kill(self):
         self.world.log.append(f"KILL {self.name}")
         self.status = -signal.SIGKILL
 
@@ -66,20 +63,20 @@ class FakeProcess:
 class World:
     """Time, and the processes that live in it."""
 
-    def __init__(self, **histories: list[list[Event]]) -> None:
+    def __init__(self, **histories):
         self.now = 100.0
         self.histories = histories
-        self.log: list[str] = []
-        self.starts: list[tuple[str, float]] = []
-        self.processes: dict[str, FakeProcess] = {}
-        self.stubborn: set[str] = set()
+        self.log = []
+        self.starts = []
+        self.processes = {}
+        self.stubborn = set()
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
         for process in list(self.processes.values()):
             process.run()
 
-    def spawn(self, program: Program, on_line: OnLine) -> FakeProcess:
+    def spawn(self, program, on_line):
         self.starts.append((program.name, round(self.now - 100, 1)))
         self.log.append(f"start {program.name}")
         history = self.histories[program.name]
@@ -89,28 +86,28 @@ class World:
         self.processes[program.name] = process
         return process
 
-    def supervisor(self, ready_timeout_s: float = 10.0, stop_grace_s: float = 3.0) -> Supervisor:
+    def supervisor(self, ready_timeout_s=10.0, stop_grace_s=3.0):
         settings = SupervisorConfig(ready_timeout_s=ready_timeout_s, stop_grace_s=stop_grace_s)
         clock = {"clock": lambda: self.now, "sleep": self.sleep}
         return Supervisor(settings, sink=lambda line: None, spawn=self.spawn, **clock)
 
-    def stop_after(self, seconds: float) -> FakeStop:
+    def stop_after(self, seconds):
         return FakeStop(self, self.now + seconds)
 
 
 class FakeStop(StopFlag):
-    def __init__(self, world: World, at: float) -> None:
+    def __init__(self, world, at):
         self.world, self.at = world, at
 
-    def is_set(self) -> bool:
+    def is_set(self):
         return self.world.now >= self.at
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout=None):
         self.world.sleep(timeout)
         return self.is_set()
 
 
-def fake(name: str) -> Program:
+def fake(name):
     return Program(name, ("unused",))
 
 
@@ -126,7 +123,7 @@ def test_a_group_starts_together_once_all_of_the_group_before_are_ready():
 
 def test_each_start_each_ready_program_and_each_group_that_stops_is_a_line(caplog):
     world = World(a=[[(1, "ready a http://a:1"), (5, 1)], [(1, "ready a http://a:2")]], b=[[(2, "ready b")]])
-    said: list[str] = []
+    said = []
     caplog.set_level("INFO", "launch.run.supervise")
     with Supervisor(
         SupervisorConfig(), sink=said.append, spawn=world.spawn, clock=lambda: world.now, sleep=world.sleep
@@ -152,7 +149,7 @@ def test_stop_runs_through_the_groups_in_reverse_once_and_kills_who_ignores_it_a
     assert supervisor.pids == {}
 
 
-LINES: list[Event] = [(1, f"line {n}") for n in range(30)]
+LINES = [(1, f"line {n}") for n in range(30)]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +177,7 @@ def test_start_gives_up_when_told_to_stop():
 
 
 def test_restarts_back_off_up_to_30_s_and_begin_anew_after_a_steady_minute():
-    crash: list[Event] = [(0, "ready a"), (0.1, 1)]
+    crash = [(0, "ready a"), (0.1, 1)]
     world = World(a=[*[crash] * 7, [(0, "ready a"), (61, 1)], [(0, "ready a http://a:2")]], b=[[(0, "ready b")]])
     with world.supervisor() as supervisor:
         supervisor.start([[fake("a"), fake("b")]])
@@ -206,11 +203,11 @@ def test_a_restart_that_is_not_ready_in_time_is_killed_and_tried_again():
 NORMAL = "import signal\nprint('ready {name} http://127.0.0.1:1', flush=True)\nsignal.pause()"
 
 
-def program(name: str, code: str, **env: str) -> Program:
+def program(name, code, **env):
     return Program(name, (sys.executable, "-I", "-S", "-c", code.replace("{name}", name)), env or None)
 
 
-def supervising(sink: Callable[[str], None]) -> Supervisor:
+def supervising(sink):
     return Supervisor(SupervisorConfig(ready_timeout_s=PATIENCE_S, stop_grace_s=20.0), sink=sink)
 
 
@@ -224,7 +221,7 @@ def test_stdout_and_stderr_are_passed_on_line_by_line_with_the_name():
         "print(os.environ['PDC_TEST'], os.environ.get('PATH') is not None)\n"
         "print('ready a', flush=True); sys.stdin.read(); print('no end of line', end='', flush=True); import signal; signal.pause()"
     )
-    lines: list[str] = []
+    lines = []
     with supervising(lines.append) as supervisor:
         supervisor.start([program("a", code, PDC_TEST="from env")])
         wait_for(lambda: "a | from env True" in lines, what="output")
@@ -237,7 +234,7 @@ def test_stdout_and_stderr_are_passed_on_line_by_line_with_the_name():
 
 
 def test_what_mooncake_prints_at_every_start_is_left_out_and_its_other_errors_are_not():
-    said: list[str] = []
+    said = []
     lines = (
         "WARNING: Logging before InitGoogleLogging() is written to STDERR",
         "W1 x.cpp:3] segment_name=127.0.0.1:1, warn=segment_already_exists",
@@ -265,7 +262,7 @@ def test_a_sink_that_fails_does_not_block_the_program():
 
 
 def test_a_killed_program_is_started_again_and_what_it_leaves_behind_in_its_group_is_killed():
-    lines: list[str] = []
+    lines = []
     code = "import subprocess\nprint('pid', subprocess.Popen(['sleep', '600']).pid)\n"
     with supervising(lines.append) as supervisor:
         supervisor.start([program("a", code + NORMAL)])
@@ -284,7 +281,7 @@ def test_a_killed_program_is_started_again_and_what_it_leaves_behind_in_its_grou
 
 
 def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop():
-    lines: list[str] = []
+    lines = []
     code = "import subprocess\nprint('pid', subprocess.Popen(['sleep', '600'], start_new_session=True).pid)\n"
     with supervising(lines.append) as supervisor:
         supervisor.start([program("a", code + NORMAL)])
@@ -324,21 +321,21 @@ with stop_on_signals() as stop:
 class Up(Process):
     """`UP` as a process. What its programs print comes on stderr."""
 
-    def __init__(self, programs: dict[str, str]) -> None:
+    def __init__(self, programs):
         argv = [part for name, code in programs.items() for part in (name, code.replace("{name}", name))]
         super().__init__("up", [sys.executable, "-c", UP, *argv])
 
-    def __enter__(self) -> Up:
+    def __enter__(self):
         self.said.wait(PATIENCE_S)
         assert self.lines[0].startswith("up "), self.errors
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.kill()
         for pid in self.pids():
             wait_for(lambda pid=pid: not alive(pid), what=f"{pid} gone")
 
-    def pids(self) -> list[int]:
+    def pids(self):
         """Children and grandchildren."""
         told = [line.split("| pid ")[1] for line in self.errors if "| pid " in line]
         up = [line.split()[1:] for line in self.lines if line.startswith("up ")]

@@ -1,7 +1,5 @@
 """`pd-cache top`: its screen at any size, keys as terminals send them, and the command in terminals, pipes and without either."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty
@@ -9,9 +7,6 @@ import select
 import signal
 import termios
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -31,7 +26,7 @@ from tests.support.waiting import PATIENCE_S
 ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
 
 
-def cluster(count: int = 12, long: bool = False, *later: NodeStatus) -> Screen:
+def cluster(count=12, long=False, *later):
     """A cluster with something in every column, and a node that is down."""
     watched = WatchedNodes()
     tail = "-with-a-name-that-is-longer-than-any-column" * long
@@ -68,18 +63,18 @@ def cluster(count: int = 12, long: bool = False, *later: NodeStatus) -> Screen:
     return Screen(watched.status(5.0))
 
 
-def known(name: str, at: float, **fields: Any) -> NodeStatus:
+def known(name, at, **fields):
     return NodeStatus(record=NodeRecord(name=name, role="decode", address="http://h:1"), at=at, **fields)
 
 
-def shown(screen: Screen, width: int, height: int) -> list[str]:
+def shown(screen, width, height):
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
     with console.capture() as captured:
         console.print(draw(screen, width, height, "name"))
     return captured.get().rstrip("\n").split("\n")
 
 
-def names(screen: Screen) -> list[str]:
+def names(screen):
     return [node.name for node in screen.nodes()]
 
 
@@ -221,7 +216,7 @@ def test_an_interval_that_shows_no_rates_of_a_minute_is_refused(file, seconds):
 class Terminal:
     """The command in a terminal of its own."""
 
-    def __init__(self, file: Path, **environment: str) -> None:
+    def __init__(self, file, **environment):
         self.ours, theirs = pty.openpty()
         self.mode = termios.tcgetattr(theirs)
         self.process = spawn_child(
@@ -231,10 +226,10 @@ class Terminal:
         self.theirs = theirs
         self.shown = b""
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self):
         return self
 
-    def until(self, over: Callable[[], bool]) -> None:
+    def until(self, over):
         """Reads what is shown until something is so, and then the rest."""
         deadline = time.monotonic() + PATIENCE_S
         while select.select([self.ours], [], [], 0.1)[0] or not over():
@@ -242,7 +237,7 @@ class Terminal:
             if select.select([self.ours], [], [], 0.1)[0]:
                 self.shown += os.read(self.ours, 65536)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         end([self.process], 5.0)
         os.close(self.ours)
         os.close(self.theirs)

@@ -9,7 +9,7 @@ import pytest
 
 from launch.run.up import LocalCluster
 from tests.support.cluster import CHUNK, complete, kill, started
-from tests.support.collector import Collector, ReceivedSpan, collecting
+from tests.support.collector import Collector, collecting
 from tests.support.waiting import wait_for
 
 pytest.importorskip("opentelemetry.sdk", reason="no OpenTelemetry; `make install` installs pd-cache's extra otel")
@@ -19,21 +19,21 @@ class Traced(NamedTuple):
     cluster: LocalCluster
     collector: Collector
 
-    def ask(self, prompt: list[int], *, sampled: bool = True) -> tuple[str, str]:
+    def ask(self, prompt, *, sampled=True):
         """Sends a prompt under a new trace context. Returns its trace and the client's span."""
         trace, span = os.urandom(16).hex(), os.urandom(8).hex()
         headers = {"traceparent": f"00-{trace}-{span}-{'01' if sampled else '00'}"}
         assert complete(self.cluster.urls["proxy"], prompt, headers=headers).status == 200
         return trace, span
 
-    def received(self, trace: str, *names: str) -> dict[str, list[ReceivedSpan]]:
+    def received(self, trace, *names):
         """Waits for these spans of a trace. Returns all of the trace, by `service: name`. Only what a node does in parts is there several times."""
         wait_for(lambda: self.collector.of(trace).keys() >= set(names), what=f"{names} of {trace}")
         found = self.collector.of(trace)
         assert all(len(spans) == 1 for name, spans in found.items() if name.split(".")[-1] not in IN_PARTS), found
         return found
 
-    def summed(self, trace: str, name: str, attribute: str) -> int:
+    def summed(self, trace, name, attribute):
         """The sum over all spans of this name so far."""
         return sum(int(span.attributes[f"pd_cache.{attribute}"]) for span in self.collector.of(trace).get(name, ()))
 

@@ -1,7 +1,5 @@
 """Which nodes run here, on which ports, and how they start."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -29,7 +27,7 @@ ENGINE = ReferenceEngineConfig(model=ModelConfig(name="m", random=RandomModel())
 ELSEWHERE = "192.0.2.1"  # reserved for documentation: never an address of this machine
 
 
-def cluster(*nodes: object, **sections: object) -> ClusterConfig:
+def cluster(*nodes, **sections):
     return ClusterConfig(nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections)
 
 

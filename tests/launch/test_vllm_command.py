@@ -1,19 +1,15 @@
 """How `vllm serve` is called for a node of the file. vLLM itself: tests/vllm."""
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from launch.discovery import file_records
 from launch.engines.vllm_command import vllm_program
-from launch.run.supervise import Child, Program, RoleError
+from launch.run.supervise import Child, RoleError
 from pd_cache.cluster import (
-    Argument,
     ClusterConfig,
     DecodeNode,
     MasterNode,
@@ -33,7 +29,7 @@ def executable(tmp_path):
     return str(file)
 
 
-def program(engine: VllmEngineConfig, node: PrefillNode | DecodeNode, folder: Path, **sections: Any) -> Program:
+def program(engine, node, folder, **sections):
     config = ClusterConfig(nodes=(MasterNode(name="m"), node), engine=engine, **sections)
     return vllm_program(config, node, folder / "c.yaml", folder / "n")
 
@@ -96,10 +92,10 @@ echo "token $HF_TOKEN"
 
 def test_keys_are_in_the_environment_of_the_child_and_in_nobodys_command_line(executable, tmp_path):
     Path(executable).write_text(SHOW)
-    args: dict[str, Argument] = {"api_key": "over-ridden", "hf-token": "hf-secret", "max-model-len": 64}
+    args = {"api_key": "over-ridden", "hf-token": "hf-secret", "max-model-len": 64}
     engine = VllmEngineConfig(model="m", executable=executable, args=args)
     node = DecodeNode(name="a", args={"api-key": ["node-secret"]})
-    lines: list[str] = []
+    lines = []
     vllm = program(engine, node, tmp_path)
     child = Child(vllm, lambda _, line: lines.append(line))
     wait_for(lambda: child.poll() is not None, 20, "the child's end")

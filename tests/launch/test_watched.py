@@ -1,11 +1,8 @@
 """Nodes that are watched: real servers are asked, one that answers, one that hangs, one that is not there; and what their answers make of them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import closing
-from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +24,7 @@ STORE = NodeRecord(name="store-0", role="store", address="10.0.0.3:50052")
 MASTER = NodeRecord(name="master", role="master", address="10.0.0.1:50051", metrics="http://10.0.0.1:9003")
 
 
-def answer(record: NodeRecord, at: float, load: float = 0.0, **fields: Any) -> NodeStatus:
+def answer(record, at, load=0.0, **fields):
     return NodeStatus(record=record, at=at, reading=NodeReading(at=at, counts={("bytes", "retrieve"): load}, **fields))
 
 
@@ -40,7 +37,7 @@ def watched():
     return found
 
 
-def nodes(watched: WatchedNodes, now: float) -> list[NodeStatus]:
+def nodes(watched, now):
     return watched.status(now).nodes
 
 
@@ -102,7 +99,7 @@ def test_the_clusters_hit_rate_is_that_of_prefill_nodes_as_long_as_these_have_pr
 # --- asking ---
 
 
-def record(name: str, port: int) -> NodeRecord:
+def record(name, port):
     return NodeRecord(name=name, role="decode", address=f"http://127.0.0.1:{port}")
 
 
@@ -159,7 +156,7 @@ def test_a_cache_server_whose_port_launch_has_chosen_is_not_asked_and_counts_as_
 def test_many_nodes_that_hang_delay_none_that_answers(well, mute, monkeypatch):
     monkeypatch.setattr("launch.operate.watched.TIMEOUT_S", 0.2)
     records = [record("well", well), *(record(f"mute{number}", mute) for number in range(40))]
-    answers: list[NodeStatus] = []
+    answers = []
     with closing(Asker(NOBODY, 0.05)) as asker:
 
         def enough():
@@ -173,7 +170,7 @@ def test_many_nodes_that_hang_delay_none_that_answers(well, mute, monkeypatch):
 
 @pytest.mark.parametrize(("later", "times"), [(51.9, 1), (52.0, 2)])
 def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_then_after_an_interval(monkeypatch, later, times):
-    asked: list[str] = []
+    asked = []
     let = threading.Event()
 
     def ask(record, _):

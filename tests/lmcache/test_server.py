@@ -1,7 +1,5 @@
 """A real `lmcache server` with our plugin below it and vLLM's own connector above it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ from bench.lib.model import VOCABULARY, write_model
 from launch.run.supervise import end, spawn_child
 from tests.support.pool import Pool, free_port
 from tests.support.waiting import wait_for
-from tests.vllm.servers import Server, by_hand, connector
+from tests.vllm.servers import by_hand, connector
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +27,7 @@ PROMPT = 500
 class LMCacheServer:
     """`lmcache server` over the pool, with an L1 of its own."""
 
-    def __init__(self, pool: Pool, log: Path) -> None:
+    def __init__(self, pool, log):
         self.port, self.http_port = free_port(), free_port()
         plugin = {
             "type": "plugin",
@@ -64,27 +61,27 @@ class LMCacheServer:
             self.close()
             raise
 
-    def _is_healthy(self) -> bool:
+    def _is_healthy(self):
         assert self.process.poll() is None, Path(self._log.name).read_text()[-4000:]
         with contextlib.suppress(OSError):
             return self.ask("/healthcheck") is not None
         return False
 
-    def ask(self, path: str, method: str = "GET") -> Any:
+    def ask(self, path, method="GET"):
         request = urllib.request.Request(f"http://127.0.0.1:{self.http_port}{path}", method=method)
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
-    def forget(self) -> None:
+    def forget(self):
         """Empties its own memory; what is below stays."""
         self.ask("/cache/clear", "POST")
 
-    def connector(self) -> str:
+    def connector(self):
         """vLLM's flag."""
         at = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.port, "lmcache.mp.mq_timeout": 60}
         return connector("LMCacheMPConnector", "kv_both", at)
 
-    def close(self) -> None:
+    def close(self):
         end([self.process], 60)
         self._log.close()
 
@@ -94,12 +91,12 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models") / "llama")
 
 
-def prompt(seed: int) -> list[int]:
+def prompt(seed):
     rng = random.Random(f"lmcache {seed}")
     return [rng.randrange(10, VOCABULARY) for _ in range(PROMPT)]
 
 
-def forgotten(server: LMCacheServer, vllm: Server) -> None:
+def forgotten(server, vllm):
     """Leaves only what is in the pool."""
     vllm.forget_prefixes()
     server.forget()

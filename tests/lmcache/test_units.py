@@ -1,7 +1,5 @@
 """What LMCache counts as stored, and its lookup client, in a real pool."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

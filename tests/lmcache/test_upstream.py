@@ -1,7 +1,5 @@
 """LMCache's own tests of adapters, from its source distribution, against ours."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

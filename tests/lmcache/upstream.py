@@ -3,27 +3,23 @@
 `PD_CACHE_MASTER` names the master of a pool.
 """
 
-from __future__ import annotations
-
 import os
 import uuid
-from typing import Any
 
 import lmcache.v1.distributed.l2_adapters.fs_l2_adapter as fs
 import lmcache.v1.distributed.l2_adapters.mock_l2_adapter as mock
 
 from pd_cache.adapters.lmcache import PdCacheL2Adapter
-from pd_cache.config import NodeSettings
 from pd_cache.metrics import CacheMetrics
 from pd_cache.objects.cache import ObjectCache
 from pd_cache.objects.values import OVERHEAD
 from tests.support.backends import SharedPoolBackend
 
 PART = 64 << 10
-_backends: list[SharedPoolBackend] = []
+_backends = []
 
 
-def _shared(settings: NodeSettings, namespace: str, **options: Any) -> ObjectCache:
+def _shared(settings, namespace, **options):
     """Opens one client of the pool for all tests: opening and closing one takes a second."""
     if not _backends:
         _backends.append(SharedPoolBackend(settings, PART + OVERHEAD, slots=1))
@@ -33,14 +29,14 @@ def _shared(settings: NodeSettings, namespace: str, **options: Any) -> ObjectCac
 class _Config:
     """Takes whatever the replaced adapter's configuration takes."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         self.capacity = int(options.get("max_size_gb", 0) * (1 << 30))
 
 
 class Ours(PdCacheL2Adapter):
     """Our adapter, made as LMCache's tests make theirs, with a namespace of its own."""
 
-    def __init__(self, config: _Config) -> None:
+    def __init__(self, config):
         super().__init__(
             {
                 "master": os.environ["PD_CACHE_MASTER"],
@@ -56,7 +52,7 @@ mock.MockL2Adapter, mock.MockL2AdapterConfig = Ours, _Config
 fs.FSL2Adapter, fs.FSL2AdapterConfig = Ours, _Config
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure():
     """Closes the client of the pool."""
     while _backends:
         _backends.pop().really_close()

@@ -1,7 +1,5 @@
 """Layouts, slot plans and the CPU copier, against an oracle that moves one slot at a time."""
 
-from __future__ import annotations
-
 import random
 import sys
 
@@ -19,7 +17,7 @@ from tests.support.kv import KINDS_WITH_TOKENS, make_cache, token_view
 CHUNK = 8
 
 
-def canonical(cache: list[torch.Tensor], layout: KVLayout, slots: list[int]) -> torch.Tensor:
+def canonical(cache, layout, slots):
     """The chunk object of `slots`, whole blocks, in the documented order: plane, block, then what a page holds."""
     blocks = torch.tensor(slots[:: layout.block_size]) // layout.block_size
     image = [layer.index_select(1 if layout.kind is PageKind.KV_OUTER else 0, blocks) for layer in cache]

@@ -12,12 +12,10 @@ import importlib.util
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,12 +65,12 @@ class Case:
     dtype: torch.dtype
     placement: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.kind.value}-{self.block_size}x{self.heads}x{self.dim}-{dtype}-{self.placement}"
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self):
         return {
             PageKind.HEADS_FIRST: (BLOCKS, self.heads, self.block_size, self.dim),
             PageKind.KV_OUTER: (2, BLOCKS, self.block_size, self.heads, self.dim),
@@ -99,14 +97,14 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 class Cache:
     """The tensors of a case, and the allocations that they lie in: comparing those also finds bytes written astray."""
 
-    def __init__(self, case: Case, allocations: list[torch.Tensor]) -> None:
+    def __init__(self, case, allocations):
         self.case = case
         self.allocations = allocations
         self.layers = [self._layer(index) for index in range(LAYERS)]
         self.layout = KVLayout.from_tensors(self.layers, case.kind)
 
     @classmethod
-    def random(cls, case: Case) -> Cache:
+    def random(cls, case):
         generator = torch.Generator().manual_seed(7)
         count = LAYERS if case.placement == "separate" else 1
         elements = 64 + (math.prod(case.shape) + 2 * BLOCKS) * LAYERS // count
@@ -115,14 +113,14 @@ class Cache:
             case, [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator) for _ in range(count)]
         )
 
-    def copy(self, device: str = "cpu") -> Cache:
+    def copy(self, device="cpu"):
         return Cache(self.case, [allocation.to(device, copy=True) for allocation in self.allocations])
 
-    def assert_same(self, other: Cache) -> None:
+    def assert_same(self, other):
         for mine, theirs in zip(self.allocations, other.allocations, strict=True):
             assert torch.equal(mine.cpu(), theirs.cpu())
 
-    def _layer(self, index: int) -> torch.Tensor:
+    def _layer(self, index):
         shape, scattered = self.case.shape, self.case.placement == "scattered"
         outer = self.case.kind is PageKind.KV_OUTER
         strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
@@ -138,28 +136,28 @@ class Cache:
         return allocation.view(self.case.dtype).as_strided(shape, strides, offset)
 
 
-def chunk_of(*, seed: int = 3) -> torch.Tensor:
+def chunk_of(*, seed=3):
     """`CHUNK_BLOCKS` blocks in no order."""
     return torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(seed))[:CHUNK_BLOCKS]
 
 
-def empty_payload(layout: KVLayout, *, pinned: bool = False) -> torch.Tensor:
+def empty_payload(layout, *, pinned=False):
     nbytes = CHUNK_BLOCKS * layout.block_bytes
     return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
 
-def random_payload(layout: KVLayout, *, pinned: bool = False) -> torch.Tensor:
+def random_payload(layout, *, pinned=False):
     payload = empty_payload(layout, pinned=pinned)
     return payload.copy_(torch.randint(0, 256, payload.shape, dtype=torch.uint8))
 
 
-def gathered_on_cpu(cache: Cache, chunk: torch.Tensor) -> torch.Tensor:
+def gathered_on_cpu(cache, chunk):
     out = empty_payload(cache.layout)
     CpuPagedCopier(cache.copy().layers, cache.layout).gather(chunk, out).wait()
     return out
 
 
-def scattered_on_cpu(cache: Cache, chunk: torch.Tensor, payload: torch.Tensor) -> Cache:
+def scattered_on_cpu(cache, chunk, payload):
     result = cache.copy()
     CpuPagedCopier(result.layers, result.layout).scatter(chunk, payload).wait()
     return result
@@ -168,7 +166,7 @@ def scattered_on_cpu(cache: Cache, chunk: torch.Tensor, payload: torch.Tensor) -
 # --- the kernel, interpreted -------------------------------------------------------------------------------------------
 
 
-def in_the_interpreter(module: ModuleType) -> ModuleType:
+def in_the_interpreter(module):
     spec = importlib.util.spec_from_file_location(f"interpreted_{module.__name__}", module.__spec__.origin)
     private = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
@@ -221,7 +219,7 @@ SIZES = [248, 256, 1016, 1024, 1032, 1088, 2048, 2056, 64 * 1024, 64 * 1024 + 8,
 """Bytes: around a block, a stripe, and as many blocks as the kernels take together."""
 
 
-def hashed(hasher: xxh3.Xxh3, payload: torch.Tensor) -> int:
+def hashed(hasher, payload):
     return hasher.merge(hasher.mix(hasher.add_up(payload)).cpu())
 
 
@@ -290,28 +288,28 @@ def test_pinning_without_a_device_says_so():
 class Stream:
     """Notes behind which work it is: steps of the model, and kernels."""
 
-    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
+    def __init__(self, device=torch.device("cpu")):  # noqa: B008
         self.device = device
-        self.behind: set[str] = set()
+        self.behind = set()
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other):
         self.behind |= other.behind
 
     wait_event = wait_stream
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         pass
 
 
 class Event(Stream):
-    def __init__(self, blocking: bool = False) -> None:
+    def __init__(self, blocking=False):
         super().__init__()
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream):
         self.behind = set(stream.behind)
 
     @classmethod
-    def from_ipc_handle(cls, device: torch.device, handle: bytes) -> Event:
+    def from_ipc_handle(cls, device, handle):
         event = cls()
         event.behind = {handle.decode()}
         return event
@@ -320,7 +318,7 @@ class Event(Stream):
 class Streams:
     """In place of torch's: `default` is current on a thread until it takes another."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch):
         self.default = Stream()
         self._current = threading.local()
         for name, what in (
@@ -333,14 +331,14 @@ class Streams:
             patch.setattr(torch.cuda, name, what)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
-    def current(self, device: object = None) -> Stream:
+    def current(self, device=None):
         return getattr(self._current, "stream", self.default)
 
-    def set(self, stream: Stream) -> None:
+    def set(self, stream):
         self._current.stream = stream
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream):
         before = self.current()
         self.set(stream)
         yield
@@ -350,18 +348,16 @@ class Streams:
 class Copying:
     """A cache whose copies begin when the gate is open."""
 
-    def __init__(self, copier: cuda.CudaPagedCopier, mark: Callable[[], Callable[[], None]]) -> None:
+    def __init__(self, copier, mark):
         self.metrics, self.gate, self.mark = CacheMetrics(), threading.Event(), mark
         self._copier = copier
 
-    def load(self, names: list[bytes], blocks: list[int], **_: object) -> Loaded:
+    def load(self, names, blocks, **_):
         assert self.gate.wait(PATIENCE_S)
         self._copier.scatter(torch.tensor(blocks), random_payload(self._copier.layout)).wait()
         return Loaded(len(names))
 
-    def store(
-        self, names: list[bytes], blocks: list[int], *, after: Callable[[], None], label: str
-    ) -> list[StoreOutcome]:
+    def store(self, names, blocks, *, after, label):
         assert self.gate.wait(PATIENCE_S)
         after()
         self._copier.gather(torch.tensor(blocks), empty_payload(self._copier.layout)).wait()
@@ -426,7 +422,7 @@ def test_a_servers_store_is_behind_its_engines_event_on_any_thread_and_no_other_
             tensors.device = torch.device("cuda", 0)
             tensors._copiers = [interpreted.CudaPagedCopier(cache.layers, cache.layout)]
             database = SimpleNamespace(chunk_size=CHUNK_BLOCKS, keys=lambda *_: ["key"])
-            model: Any = SimpleNamespace(database=database, keeps_tail=False, shards_of=lambda rank: [0])
+            model = SimpleNamespace(database=database, keeps_tail=False, shards_of=lambda rank: [0])
             slot, ticket = fence.admit(loads=kind is Retrieve) or (0, 0)
             request = kind("", (bytes(16),), tuple(range(CHUNK_BLOCKS)), slot, ticket, 1, event)
             payload = memoryview(bytearray(random_payload(cache.layout).numpy().tobytes()))
@@ -468,7 +464,7 @@ def test_memory_is_page_locked_and_unlocked_in_the_device_of_the_thread_that_cho
 # --- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
+def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)(test))
 
 
@@ -643,7 +639,7 @@ def test_gpu_threads_gather_and_scatter_side_by_side(wide):
     """One thread a block, some in inference mode: each overwrites its block over and over and reads it back."""
     cache, _, copier = wide
     nbytes = cache.layout.block_bytes
-    wrong: list[int] = []
+    wrong = []
 
     def work(block):
         chunk = torch.tensor([block])

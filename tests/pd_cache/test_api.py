@@ -1,7 +1,5 @@
 """`import pd_cache`: the names that people import, at run time and as type checkers see them."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import subprocess

@@ -1,13 +1,10 @@
 """Names of chunks and their keys: what must agree does, and what must differ does. Vectors lie in tests/golden."""
 
-from __future__ import annotations
-
 import array
 import ctypes
 import hashlib
 import struct
 from collections import UserList
-from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +57,7 @@ def test_every_form_of_the_same_tokens_has_the_same_names(tokens, data):
     order = data.draw(st.sampled_from("<>"))
     values = np.array(tokens, dtype=np.dtype(numpy_type).newbyteorder(order))
     tensor = torch.from_numpy(np.array(tokens, dtype=numpy_type))
-    forms: list[Any] = [
+    forms = [
         tuple(tokens),
         OtherSequence(tokens),
         array.array("i", tokens),
@@ -84,7 +81,7 @@ def test_every_form_of_the_same_tokens_has_the_same_names(tokens, data):
         assert database().name_chunks(form) == names
 
 
-def fits(numpy_type: str, low: int, high: int) -> bool:
+def fits(numpy_type, low, high):
     return bool(np.iinfo(numpy_type).min <= low and high <= np.iinfo(numpy_type).max)
 
 
@@ -130,7 +127,7 @@ RUN = 8 * CHUNK
 """What a namer remembers together, in tokens."""
 
 
-def prompt(runs: list[int], tail: int = 0) -> list[int]:
+def prompt(runs, tail=0):
     return [token for run in runs for token in [run] * RUN] + [7] * tail
 
 

@@ -1,7 +1,5 @@
 """Decoding what others wrote, on many threads."""
 
-from __future__ import annotations
-
 import sys
 
 from tests.support.cli import printed

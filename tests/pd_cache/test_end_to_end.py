@@ -3,22 +3,16 @@
 A transfer that was given up may write to staging memory for as long as its peer is stopped. Here, something writes at every step.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import uuid
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
-import torch
 
 from pd_cache.layout import Digest
-from pd_cache.paged.base import PendingCopy
 from pd_cache.paged.cpu import CpuPagedCopier
-from tests.support.engines import BLOCK, CHUNK, Host, host
+from tests.support.engines import BLOCK, CHUNK, host
 
 PLANES = 2
 PER_CHUNK = CHUNK // BLOCK
@@ -31,15 +25,15 @@ _prompts = itertools.count()
 class Vandal:
     """Overwrites one byte of a chunk in staging memory, just before one of the steps of its copy or just after the last."""
 
-    def __init__(self, byte: int, copied_by: int, step: int) -> None:
+    def __init__(self, byte, copied_by, step):
         """`copied_by`: the step that copies this byte."""
         self._byte, self._step = byte, step
         self.comes_before, self.comes_just_before = step <= copied_by, step == copied_by
         self._struck = False
-        self._payload: torch.Tensor | None = None
+        self._payload = None
 
     @contextmanager
-    def at_work(self, monkeypatch: pytest.MonkeyPatch, copy: str, *, large_page: int = 0, mends: bool = False):
+    def at_work(self, monkeypatch, copy, *, large_page=0, mends=False):
         """Strikes during the block. Pages of `large_page` bytes are hashed where they lie. With `mends`, the right byte comes back before the
         next bytes are hashed."""
         vandal, moved, steps = self, getattr(CpuPagedCopier, copy), CpuPagedCopier._steps
@@ -50,16 +44,16 @@ class Vandal:
                 yield step
 
         def with_copy(copier, chunk, payload):
-            copied: PendingCopy = moved(copier, chunk, payload)
+            copied = moved(copier, chunk, payload)
             self._strike(STEPS, payload)
             return copied
 
         class Late:
-            def __init__(self) -> None:
+            def __init__(self):
                 self._digest = Digest()
                 self.intdigest = self._digest.intdigest
 
-            def update(self, data: memoryview) -> None:
+            def update(self, data):
                 vandal._mend()
                 self._digest.update(data)
 
@@ -73,18 +67,18 @@ class Vandal:
             yield
         assert self._struck
 
-    def _strike(self, step: int, payload: torch.Tensor) -> None:
+    def _strike(self, step, payload):
         if step == self._step and not self._struck:
             payload[self._byte] ^= 0x5A
             self._struck, self._payload = True, payload
 
-    def _mend(self) -> None:
+    def _mend(self):
         if self._payload is not None:
             self._payload[self._byte] ^= 0x5A
             self._payload = None
 
 
-def vandals(node: Host, steps: int = STEPS + 1) -> Iterator[Vandal]:
+def vandals(node, steps=STEPS + 1):
     """Of the first and the last byte of each step's page, before each of so many steps."""
     page = node.layout.page_bytes
     assert node.layout.planes == PLANES
@@ -105,7 +99,7 @@ def writer(reader, pool):
         yield node
 
 
-def stored(writer: Host) -> list[int]:
+def stored(writer):
     """Stores a prompt of one chunk, which no other test uses, and returns it."""
     first = 1000 * next(_prompts)
     tokens = list(range(first, first + CHUNK))
@@ -156,14 +150,14 @@ def test_bytes_that_are_wrong_only_while_they_are_copied_are_not_loaded(writer, 
         assert reader.holds(tokens, ELSEWHERE) or not any(mask)
 
 
-def blank(node: Host) -> None:
+def blank(node):
     for tensor in node.cache:
         tensor.zero_()
 
 
 def test_memory_that_changes_between_the_seal_and_the_transfer_is_damage(writer, reader, monkeypatch):
-    backend: Any = writer.engine.backend
-    put: Callable[..., Any] = backend.batched_put
+    backend = writer.engine.backend
+    put = backend.batched_put
 
     def overwritten(keys, staged, **options):
         for one in staged:

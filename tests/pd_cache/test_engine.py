@@ -1,7 +1,5 @@
 """CacheEngine over a real pool: its contract, its callers' mistakes, and objects that are not what they should be."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

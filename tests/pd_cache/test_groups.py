@@ -1,7 +1,5 @@
 """How long a prefix is, of models whose layers do not all keep the KV of every token."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

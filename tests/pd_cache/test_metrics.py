@@ -1,7 +1,5 @@
 """What is counted: one place for Prometheus and for vLLM's statistics."""
 
-from __future__ import annotations
-
 from pd_cache.metrics import CacheMetrics
 
 

@@ -1,14 +1,10 @@
 """ChunkMover: chunks that are there together, and damaged ones, which are read again."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
-from collections.abc import Callable, Generator
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase
 from pd_cache.config import CacheConfig
@@ -16,7 +12,7 @@ from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover, ChunkRun
 from pd_cache.paged import open_copier
-from pd_cache.paged.base import CopyDone, PendingCopy, plan
+from pd_cache.paged.base import CopyDone, plan
 from pd_cache.paged.cpu import CpuPagedCopier
 from pd_cache.reasons import StoreOutcome
 from pd_cache.server.fence import AbandonedError
@@ -66,25 +62,25 @@ def test_a_chunk_that_was_damaged_on_the_way_ends_the_load_and_is_stored_again(t
 class Later(CpuPagedCopier):
     """Copies that end when they are waited for, as those of a GPU may."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(make_cache(block_size=BLOCK), LAYOUT)
-        self.events: list[str] = []
+        self.events = []
         self.fails_at = ""
 
-    def scatter(self, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
+    def scatter(self, blocks, source):
         return self._begin("scatter", int(blocks[0]), lambda: super(Later, self).scatter(blocks, source).wait())
 
-    def gather(self, blocks: torch.Tensor, out: torch.Tensor) -> PendingCopy:
+    def gather(self, blocks, out):
         return self._begin("gather", int(blocks[0]), lambda: super(Later, self).gather(blocks, out).wait())
 
-    def _begin(self, what: str, block: int, wait: Callable[[], int]) -> PendingCopy:
+    def _begin(self, what, block, wait):
         if self.fails_at == f"{what} {block}":
             raise RuntimeError("no such kernel")
         self.events.append(f"{what} {block}")
         return SimpleNamespace(wait=lambda: (self.events.append(f"waited {block}"), wait())[1])
 
 
-def without_the_second(fetches: Generator[list[Fetched], None, None]) -> Generator[list[Fetched], None, None]:
+def without_the_second(fetches):
     first, second = next(fetches)
     second.release()
     yield [first, Fetched(None)]

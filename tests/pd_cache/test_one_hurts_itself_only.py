@@ -1,12 +1,9 @@
 """One peer, one object, one call: what its failure costs, and whom."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -15,7 +12,6 @@ import pytest
 from pd_cache.config import CacheConfig, MooncakeTier
 from pd_cache.tiers.mooncake import MooncakeBackend
 from tests.support.engines import CHUNK, host
-from tests.support.pool import Pool
 from tests.support.waiting import beside, wait_for
 from transfer.errors import Status
 from transfer.settings import ByteSize
@@ -27,7 +23,7 @@ PATIENT = {"exist_ms": 60_000, "get_ms": 60_000, "put_ms": 60_000, "close_ms": 6
 
 
 @contextmanager
-def backend(pool: Pool, segment: str = "any", **timeouts: int) -> Iterator[MooncakeBackend]:
+def backend(pool, segment="any", **timeouts):
     """A backend of 32 slots, whose objects go to `segment`."""
     settings = pool.settings(
         CacheConfig(tiers=(MooncakeTier(preferred_segment=segment),)), transfer={"timeouts": {**PATIENT, **timeouts}}
@@ -42,11 +38,11 @@ def backend(pool: Pool, segment: str = "any", **timeouts: int) -> Iterator[Moonc
         opened.memory.pool.check_integrity()
 
 
-def fresh(count: int) -> list[str]:
+def fresh(count):
     return [uuid.uuid4().hex for _ in range(count)]
 
 
-def put(backend: MooncakeBackend, keys: list[str]) -> list[Status]:
+def put(backend, keys):
     """Each with its own byte, one after the other."""
     statuses = []
     for key in keys:
@@ -58,7 +54,7 @@ def put(backend: MooncakeBackend, keys: list[str]) -> list[Status]:
     return statuses
 
 
-def get(backend: MooncakeBackend, keys: list[str], timeout: float | None = None) -> list[str]:
+def get(backend, keys, timeout=None):
     """The reasons of the misses; empty for a hit."""
     reasons = []
     for fetched in backend.batched_get(keys, timeout=timeout):
@@ -209,7 +205,7 @@ def test_removing_damage_takes_no_longer_than_the_reader_has(pool, monkeypatch):
         keys = fresh(1)
         assert put(node, keys) == [Status.OK]
         pool.damage(*keys)
-        given: list[float] = []
+        given = []
 
         def never_answers(keys, *, timeout, force=False):
             given.append(timeout)
@@ -253,7 +249,7 @@ def test_an_engine_is_closed_in_a_forked_child_and_goes_on_in_its_parent(pool):
 
 
 def test_nothing_but_close_ends_the_thread_that_keeps_the_store(pool, monkeypatch):
-    troubles: list[BaseException] = [OSError("out of threads"), RuntimeError("odd"), MemoryError()]
+    troubles = [OSError("out of threads"), RuntimeError("odd"), MemoryError()]
 
     def breaks(size, probe):
         if troubles:

@@ -1,13 +1,9 @@
 """The pool fails in every way that a test can cause; engines and lookup clients go on."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
-from tests.support.engines import CHUNK, FAST, Host, host
+from tests.support.engines import CHUNK, FAST, host
 from tests.support.waiting import wait_for
 from transfer.errors import PoolUnavailableError
 from transfer.settings import ByteSize
@@ -16,7 +12,7 @@ TOKENS = list(range(40))
 SLOTS = list(range(40))
 
 
-def storing(node: Host) -> Callable[[], bool]:
+def storing(node):
     """Each call stores what is missing; True once all of it was newly stored: a pool that comes back takes a part first."""
     stored = 0
 

@@ -1,15 +1,12 @@
 """Why chunks were not there: the few reasons, the history that tells evicted chunks from those that were never stored, and the reports."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.groups import LayerGroups
 from pd_cache.lookup import PrefixLookup, count_found
 from pd_cache.metrics import CacheMetrics
@@ -32,13 +29,13 @@ OK, MISSING, DOWN = Status.OK, Status.MISSING, Status.POOL_DOWN
 NAMES = [bytes([number]) * 16 for number in range(1, 5)]
 
 
-def over(*groups: ChunkedTokenDatabase, history: ChunkHistory | None = None) -> PrefixLookup:
+def over(*groups, history=None):
     """Looks up in nothing: the tests say what was answered."""
-    nothing: Any = SimpleNamespace(near=None)
+    nothing = SimpleNamespace(near=None)
     return PrefixLookup(LayerGroups(groups), nothing, WeightsVersion(), CacheMetrics(), history)
 
 
-def find(lookup: PrefixLookup, statuses: list[Status], at_hand: int = 0) -> Found:
+def find(lookup, statuses, at_hand=0):
     return count_found(lookup, NAMES, at_hand, statuses, FIRST)
 
 

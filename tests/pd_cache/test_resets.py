@@ -1,7 +1,5 @@
 """Weights change while engines run: what the old ones computed is loaded by no engine that has new ones, on a real pool."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import uuid
@@ -11,7 +9,7 @@ import pytest
 
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier
 from pd_cache.versions import Naming, WeightsVersion
-from tests.support.engines import BLOCK, CHUNK, Host, host
+from tests.support.engines import BLOCK, CHUNK, host
 from tests.support.server import Engine, served
 from tests.support.waiting import beside, together, wait_for
 from transfer.settings import ByteSize
@@ -26,14 +24,14 @@ def model():
     return uuid.uuid4().hex
 
 
-def stored(node: Host) -> None:
+def stored(node):
     node.compute(TOKENS, SLOTS)
     wait_for(
         lambda: node.store(TOKENS, SLOTS) >= 0 and node.lookup(TOKENS) == len(TOKENS), what="a store going through"
     )
 
 
-def named(node: Host, label: str, state: str = "") -> None:
+def named(node, label, state=""):
     """A command gives a label to the state of an engine's weights, by default to the present one."""
     version = node.engine.version
     version.name(Naming(label=label, ids=(state or version.state.id,)))
@@ -121,8 +119,8 @@ def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(pool, 
 def test_while_all_threads_load_and_store_two_commands_at_once_bring_no_engine_kv_of_old_weights(pool, model):
     """Each slot of a paged buffer says with which weights it was computed. Late commands of each change come after the next one."""
     weights, over = 0, threading.Event()
-    wrong: list[str] = []
-    brought: list[str] = []
+    wrong = []
+    brought = []
 
     def work(node, place):
         engine, blocks = node.engine, list(range(place * 4, place * 4 + 4))
@@ -151,7 +149,7 @@ def test_while_all_threads_load_and_store_two_commands_at_once_bring_no_engine_k
         nodes = [stack.enter_context(host(pool, model=model)) for _ in range(2)]
         stack.enter_context(beside(*(partial(work, nodes[n % 2], n // 2) for n in range(8))))
         stack.callback(over.set)
-        late: list[tuple[str, str]] = []
+        late = []
         for number in range(1, 9):
             seen = len(brought)
             wait_for(lambda seen=seen: len(brought) > seen + 20, what="loads on all threads")

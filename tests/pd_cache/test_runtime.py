@@ -1,7 +1,5 @@
 """Runtime files are believed only where no other user could have put them, and only while their writer lives."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

@@ -1,15 +1,11 @@
 """A second pool behind the first: what only it has is found, loaded and put into the first; whatever it does, the first pool serves."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +14,7 @@ from pd_cache import ObjectCache
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
 from pd_cache.lookup import MooncakeLookupClient
 from tests.support.backends import count
-from tests.support.engines import CHUNK, FAST, Host, host
+from tests.support.engines import CHUNK, FAST, host
 from tests.support.pool import Pool, suspend
 from tests.support.waiting import beside, wait_for
 from transfer.errors import Status
@@ -44,11 +40,11 @@ def blue(make_pool):
     return make_pool().start()
 
 
-def both(address: str, *before: LocalTier) -> CacheConfig:
+def both(address, *before):
     return CacheConfig(chunk_size=CHUNK, tiers=(*before, MooncakeTier(), MooncakeTier(master=address)))
 
 
-def fill(pool: Pool, model: str, *prompts: list[int]) -> None:
+def fill(pool, model, *prompts):
     """Have a node of that pool alone store prompts."""
     with host(pool, model=model) as node:
         for tokens in prompts:
@@ -56,22 +52,22 @@ def fill(pool: Pool, model: str, *prompts: list[int]) -> None:
             assert node.store(tokens, SLOTS) == len(tokens)
 
 
-def second(node: Host) -> Any:
+def second(node):
     return node.engine.backend.tiers[-1].backend
 
 
 @contextlib.contextmanager
-def between(green: Pool, blue: Pool, model: str, *before: LocalTier, **transfer: Any) -> Iterator[Host]:
+def between(green, blue, model, *before, **transfer):
     with host(green, model=model, cache=both(blue.address, *before), **transfer) as node:
         second(node).wait_available(60)
         yield node
 
 
-def hits(node: Host, tier: str) -> float:
+def hits(node, tier):
     return count(node.engine.metrics, "pd_cache_tier_hits_total", tier=tier)
 
 
-def off(node: Host) -> bool:
+def off(node):
     return bool(count(node.engine.metrics, "pd_cache_tier_off", tier="mooncake-1"))
 
 
@@ -112,7 +108,7 @@ def test_a_prefix_may_lie_in_both_pools_and_the_second_is_asked_only_for_what_th
         with contextlib.closing(client):
             for store in (client.store, client.second):
                 store.wait_open(60)
-            asked: list[list[str]] = []
+            asked = []
             real = client.second.batch_exist
             monkeypatch.setattr(
                 client.second, "batch_exist", lambda keys, **how: asked.append(list(keys)) or real(keys, **how)
@@ -127,13 +123,13 @@ def test_a_prefix_may_lie_in_both_pools_and_the_second_is_asked_only_for_what_th
             assert asked in ([], [[]])
 
 
-def _stop_master(blue: Pool) -> None:
+def _stop_master(blue):
     node = blue.nodes["master"]
     for process in (psutil.Process(node.process.pid), *psutil.Process(node.process.pid).children()):
         suspend(process)
 
 
-OUTAGES: dict[str, Callable[[Pool], object]] = {
+OUTAGES = {
     "master killed": lambda blue: blue.kill("master"),
     "all killed": lambda blue: blue.end(),
     "master stopped": _stop_master,

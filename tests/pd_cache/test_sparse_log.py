@@ -1,7 +1,5 @@
 """How often a line that repeats itself is written."""
 
-from __future__ import annotations
-
 from pd_cache.sparse_log import SparseLog
 
 

@@ -1,7 +1,5 @@
 """Spans of one process, and what becomes of them where no collector takes them."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import sys

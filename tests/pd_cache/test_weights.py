@@ -1,11 +1,8 @@
 """The digest that keeps two models apart which agree in name, shape and size."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +14,7 @@ TENSOR = 300_000
 """Bytes: far more than what is sampled of it."""
 
 
-def write_model(folder: Path, tensors: list[bytes], config: str = "{}", name: str = "model.safetensors") -> Path:
+def write_model(folder, tensors, config="{}", name="model.safetensors"):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(config)
     header, start = {}, 0

@@ -1,7 +1,5 @@
 """An address is one server's alone, and nothing of it is left when the server has stopped."""
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack
 

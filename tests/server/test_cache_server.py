@@ -1,14 +1,10 @@
 """Engines over a cache server and a real pool: what the adapters promise, and that what one engine asks keeps no other waiting."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import msgspec
 import pytest
@@ -26,7 +22,6 @@ from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapte
 from pd_cache.server.client import RemoteCache
 from pd_cache.server.connection import server_welcome
 from pd_cache.server.protocol import EngineIdentity, FurtherLayers, Retrieve, Store
-from pd_cache.server.server import CacheServer
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, troubles
 from tests.support.engines import host as in_process
 from tests.support.kv import make_cache, same_tensors
@@ -174,7 +169,7 @@ def test_each_request_of_a_batch_ends_by_itself_with_its_own_bad_blocks(engine, 
     engine.finish_store(good)
     ops = [engine.op(prompt, block) for prompt, block in zip(prompts, (20, 30, 40), strict=True)]
     engine.worker.batched_submit_retrieve_requests(names, ops)
-    done: set[str] = set()
+    done = set()
     wait_for(lambda: done.update(engine.worker.get_finished(set())[1] or ()) or done == {good, bad, half})
     assert engine.worker.get_block_ids_with_load_errors() == {30, 31, 44, 45}
     assert engine.holds(tokens[: 2 * CHUNK], 20)
@@ -198,9 +193,7 @@ def test_a_request_is_told_once_when_its_last_store_has_ended(engine, tokens, na
 
 
 @contextlib.contextmanager
-def caches(
-    server: CacheServer, *identities: EngineIdentity, asking: EngineIdentity | None = None
-) -> Iterator[list[RemoteCache]]:
+def caches(server, *identities, asking=None):
     """Workers of these engines, with tensors of their own, whose chunks the pool takes; before them a scheduler, if one is `asking`."""
     with contextlib.ExitStack() as stack:
         found = []
@@ -391,7 +384,7 @@ def test_engines_of_different_tensor_parallel_size_share_chunks(server, tokens, 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def adapter(kind: type, **options: Any) -> Callable[[str, str], Any]:
+def adapter(kind, **options):
     return lambda url, model: kind(url, None, EngineIdentity(model=model, **options)).shutdown()
 
 

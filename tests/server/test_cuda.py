@@ -1,7 +1,5 @@
 """Engines whose KV lies on a GPU, over a cache server in a process of its own, which maps it by CUDA IPC."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest
@@ -29,13 +27,13 @@ def url(pool, tmp_path_factory):
         yield f"ipc://{folder}/cache.sock"
 
 
-def gpu_engine(url: str, model: str) -> Engine:
+def gpu_engine(url, model):
     """Its layers share one allocation, which is not the whole of what torch took from the device."""
     torch.zeros(1 << 20, device="cuda")
     return Engine(url, model, cache=list(torch.stack(make_cache(block_size=BLOCK)).to("cuda").unbind()))
 
 
-def store(engine: Engine, first_block: int = 0) -> None:
+def store(engine, first_block=0):
     """Stores the blocks as they are when the calling stream is done with them, again until they are there: the server's store opens in the
     background."""
 
@@ -50,7 +48,7 @@ def store(engine: Engine, first_block: int = 0) -> None:
     wait_for(there, what="the prompt being stored")
 
 
-def pages(engine: Engine, first_block: int) -> torch.Tensor:
+def pages(engine, first_block):
     return torch.stack([layer[first_block : first_block + BLOCKS].view(torch.int16) for layer in engine.cache]).cpu()
 
 

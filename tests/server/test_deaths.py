@@ -1,7 +1,5 @@
 """Engines and servers are killed, stopped and started again, in the middle of things."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -9,14 +7,13 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pd_cache.server.connection import ServerConnection
-from pd_cache.server.protocol import Answer, Done, EngineIdentity, Hello, Welcome
+from pd_cache.server.protocol import Done, EngineIdentity, Hello, Welcome
 from tests.server.test_link import End
 from tests.support.engines import CHUNK, troubles
 from tests.support.kv import make_cache, same_tensors
@@ -42,7 +39,7 @@ time.sleep(600)
 
 
 @contextlib.contextmanager
-def victim(url: str, model: str) -> Iterator[Process]:
+def victim(url, model):
     """An engine in a process of its own: registered, with a session, and with stores under way."""
     with Process("victim", [sys.executable, "-c", VICTIM, url, model, str(len(TOKENS))]) as process:
         process.said.wait()
@@ -50,12 +47,12 @@ def victim(url: str, model: str) -> Iterator[Process]:
         yield process
 
 
-def shared_maps() -> int:
+def shared_maps():
     """Mappings of engines' tensors in this process."""
     return sum("memfd:pd-cache-tensors" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def shared_files() -> int:
+def shared_files():
     """Open files of shared memory, fences included: Mooncake's connections come and go as they like."""
     return open_files("/memfd:pd-cache")
 
@@ -139,7 +136,7 @@ def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again
             server.send(signal.SIGSTOP)
             for index in range(4):
                 engine.worker.submit_retrieve_request(f"{round_}-{index}", engine.op(TOKENS, 20 + 8 * index))
-            done: set[str] = set()
+            done = set()
             wait_for(lambda done=done: done.update(engine.worker.get_finished(set())[1] or ()) or len(done) == 4)  # type: ignore[misc]
             assert engine.worker.get_block_ids_with_load_errors() == set(range(20, 52))
             before = [tensor.clone() for tensor in engine.cache]
@@ -177,7 +174,7 @@ def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool, tm
 
 def test_a_server_that_dies_while_it_maps_memory_is_noticed_at_once(tmp_path):
     maps = threading.Event()
-    answers: list[Answer | None] = [None, Done()]
+    answers = [None, Done()]
 
     def handle(incoming):
         if isinstance(incoming.request, Hello):

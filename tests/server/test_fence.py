@@ -1,7 +1,5 @@
 """The fence between an engine and a server that is late."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -27,18 +25,18 @@ def view(fence):
         yield other
 
 
-def admit(fence: Fence, *, loads: bool = True) -> tuple[int, int]:
+def admit(fence, *, loads=True):
     return fence.admit(loads=loads)
 
 
-def use_again(fence: Fence, slot: int) -> tuple[int, int]:
+def use_again(fence, slot):
     """Admits moves until one has this slot."""
     while (place := admit(fence))[0] != slot:
         fence.revoke(*place)
     return place
 
 
-def refused(view: FenceView, place: tuple[int, int]) -> bool:
+def refused(view, place):
     """Whether the server may neither write nor read."""
     for passing in (view.writing, view.reading):
         with pytest.raises(AbandonedError), passing(*place):

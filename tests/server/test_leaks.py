@@ -1,7 +1,5 @@
 """Five thousand requests leave nothing behind in the server."""
 
-from __future__ import annotations
-
 import gc
 import time
 
@@ -14,13 +12,13 @@ TOKENS = list(range(2 * CHUNK))
 AT_ONCE = 100
 
 
-def own_memory(process: psutil.Process) -> int:
+def own_memory(process):
     """Bytes that are a process's alone: what engines lend it does not count."""
     memory = process.memory_info()
     return int(memory.rss - memory.shared)
 
 
-def serve(engine: Engine, requests: int) -> None:
+def serve(engine, requests):
     """Lookups with sessions, a hundred at a time; every tenth with a retrieve and a store, and its session is left to the retrieve."""
     for first in range(0, requests, AT_ONCE):
         names = [f"request-{first + index}" for index in range(AT_ONCE)]
@@ -36,7 +34,7 @@ def serve(engine: Engine, requests: int) -> None:
         for index, name in enumerate(moved):
             engine.worker.submit_retrieve_request(name, engine.op(TOKENS, 20 + index * len(TOKENS) // BLOCK))
             engine.worker.submit_store_request(name, engine.op(TOKENS))
-        ended: list[str] = []
+        ended = []
         while len(ended) < 2 * len(moved):
             for some in engine.worker.get_finished(set(moved)):
                 ended += some or ()

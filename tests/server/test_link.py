@@ -1,14 +1,11 @@
 """The two ends of a link: requests and answers over ZMQ, descriptors and the end of a client over a Unix socket."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -35,22 +32,22 @@ Handle = Callable[[Incoming], Answer | None]
 class End:
     """A server's end whose handler each test chooses."""
 
-    def __init__(self, folder: Path) -> None:
-        self.handle: Handle = lambda incoming: Done()
-        self.gone: list[bytes] = []
+    def __init__(self, folder):
+        self.handle = lambda incoming: Done()
+        self.gone = []
         self.closed = False
         url = f"ipc://{folder}/s"
         self.link = ServerLink(url, lambda incoming: self.handle(incoming), self.gone.append, CacheMetrics())
         self.link.start()
 
-    def close(self) -> None:
+    def close(self):
         if not self.closed:
             self.closed = True
             self.link.stop(10)
             self.link.close()
 
     @contextlib.contextmanager
-    def connected(self, name: bytes = b"", *, attached: bool = True) -> Iterator[ClientLink]:
+    def connected(self, name=b"", *, attached=True):
         own = name.decode() or uuid.uuid4().hex
         with contextlib.closing(ClientLink(self.link.url, None, own, lambda: None)) as client:
             assert not attached or client.attach()
@@ -71,7 +68,7 @@ def client(end):
 
 
 def test_descriptors_come_with_their_request_and_are_closed_when_its_handler_returns(end, client):
-    received: list[bytes] = []
+    received = []
 
     def handle(incoming):
         received.extend(os.read(descriptor, 10) for descriptor in incoming.descriptors or ())
@@ -139,7 +136,7 @@ def test_a_handler_that_takes_long_for_one_clients_memory_holds_up_that_client_o
 
 
 def test_an_answer_that_is_late_is_dropped(end, client):
-    kept: list[Incoming] = []
+    kept = []
 
     def handle(incoming):
         kept.append(incoming)
@@ -174,7 +171,7 @@ def test_many_threads_get_their_own_answers(end, client):
         return None
 
     end.handle = handle
-    outcomes: list[bool] = []
+    outcomes = []
 
     def ask(thread):
         for number in range(200):

@@ -1,14 +1,11 @@
 """KV tensors in memory that two processes map, and what is refused in its place."""
 
-from __future__ import annotations
-
 import errno
 import math
 import mmap
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +20,7 @@ from pd_cache.server.memory import (
     share_tensors,
 )
 from pd_cache.server.moves import MappedTensors
-from pd_cache.server.protocol import CpuStorage, CudaStorage, Move, Register, Retrieve, Store, decode_request, encode
+from pd_cache.server.protocol import CpuStorage, CudaStorage, Register, Retrieve, Store, decode_request, encode
 from tests.support.kv import KINDS_WITH_TOKENS, make_cache, same_tensors
 from tests.support.made import made
 
@@ -92,7 +89,7 @@ def map_them(fence):
     yield from made(do, unmap)
 
 
-def admitted(fence: Fence, kind: type[Move]) -> Move:
+def admitted(fence, kind):
     """A move whose ticket is in the fence."""
     place = fence.admit(loads=kind is Retrieve)
     return kind(session="", names=(), blocks=(), slot=place[0], ticket=place[1], patience_ms=1)
@@ -171,19 +168,19 @@ class OnAGpu:
     shape = torch.Size((8, 2, 4, 16))
     _cdata = 7
 
-    def untyped_storage(self) -> OnAGpu:
+    def untyped_storage(self):
         return self
 
-    def storage_offset(self) -> int:
+    def storage_offset(self):
         return 64
 
-    def stride(self) -> tuple[int, ...]:
+    def stride(self):
         return (128, 64, 16, 1)
 
-    def _share_cuda_(self) -> tuple[Any, ...]:
+    def _share_cuda_(self):
         return 1, b"handle", 4096, 512, b"counter", 3, b"event", True
 
-    def ipc_handle(self) -> bytes:
+    def ipc_handle(self):
         return b"recorded"
 
 
@@ -208,7 +205,7 @@ def test_a_server_finds_an_engine_s_gpu_among_its_own_whatever_its_number_there(
     monkeypatch.setattr(memory, "gpus", lambda: ["uuid-0", "uuid-1"])
     shared = share_tensors([OnAGpu()])  # type: ignore[list-item]
     monkeypatch.setattr(memory, "gpus", lambda: ["uuid-1", "uuid-0"])
-    asked: list[Any] = []
+    asked = []
 
     def refuse(*what):
         asked.extend(what)

@@ -1,10 +1,7 @@
 """Frames: what is sent is what is read, and nothing that can be sent harms the reader."""
 
-from __future__ import annotations
-
 import struct
 import uuid
-from typing import Any
 
 import msgspec
 import pytest
@@ -28,15 +25,15 @@ from tests.support.server import StrangePeer, served
 TOKEN = uuid.uuid4().hex
 
 
-def of_version(version: int) -> bytes:
+def of_version(version):
     return struct.pack("<4sHHQ", b"PDCM", version, 0, 7) + encode(1, EndSession("x"))[16:]
 
 
-def nonsense(body: bytes) -> bytes:
+def nonsense(body):
     return encode(9, EndSession("x"))[:16] + body
 
 
-def hello(**engine: Any) -> bytes:
+def hello(**engine):
     """The frame of a scheduler that says this about its engine."""
     return nonsense(msgspec.msgpack.encode(["hello", TOKEN, "scheduler", {"model": "m", "block_size": 4, **engine}]))
 

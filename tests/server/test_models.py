@@ -1,9 +1,5 @@
 """Which models a server serves, and the backend for each size of chunk. The backends here only say whether they are closed."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,37 +7,37 @@ from hypothesis import strategies as st
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.models import Model, ServedModels, memory_size
+from pd_cache.server.models import ServedModels, memory_size
 from pd_cache.server.protocol import EngineIdentity, RefusalError
 from tests.support.engines import BLOCK, CHUNK
 from tests.support.kv import make_cache
 
 
 class FakeBackend:
-    def __init__(self, settings: NodeSettings, payload_bytes: int) -> None:
+    def __init__(self, settings, payload_bytes):
         self.payload_bytes = payload_bytes
         self.segment_size = settings.segment_size
         self.closed = False
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 
 class Served:
     """The models of a server, and what closes."""
 
-    def __init__(self, segment_size: int = 16 << 20) -> None:
+    def __init__(self, segment_size=16 << 20):
         settings = NodeSettings(master="", segment_size=segment_size, cache=CacheConfig(chunk_size=CHUNK))
-        self.released: list[Any] = []
+        self.released = []
         self.models = ServedModels(settings, CacheMetrics(), self.released.append, FakeBackend)  # type: ignore[arg-type]
 
-    def come(self, heads: int, client: str = "a") -> Model:
+    def come(self, heads, client="a"):
         """An engine registers whose chunks are as large as it has heads."""
         engine = EngineIdentity(model=f"model of {heads}", block_size=BLOCK)
         layout = KVLayout.from_tensors(make_cache(heads=heads, block_size=BLOCK))
         return self.models.serve(self.models.groups(engine)[0], layout, client)
 
-    def closed(self, *models: Model) -> list[bool]:
+    def closed(self, *models):
         closed = [one.mover.backend.closed for one in models]  # type: ignore[attr-defined]
         assert closed == [one.mover.backend in self.released for one in models], "sessions end before a backend closes"
         assert closed == [one.mover.closed for one in models]

@@ -1,10 +1,7 @@
 """The server's queue: a pure matter."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import closing
-from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -16,23 +13,23 @@ LIMIT = 8
 CLIENTS = st.sampled_from("abc")
 
 
-def queued(client: Any, work: int) -> Item[int]:
-    nothing: Any = None
+def queued(client, work):
+    nothing = None
     return Item(nothing, client, work)
 
 
 class QueueModel(RuleBasedStateMachine):
     """Random histories against a list of what waits and a list of what runs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.queue: WorkQueue[int] = WorkQueue(LIMIT)
-        self.waiting: list[Item[int]] = []
-        self.running: list[Item[int]] = []
+        self.queue = WorkQueue(LIMIT)
+        self.waiting = []
+        self.running = []
         self.next = 0
 
     @rule(client=CLIENTS)
-    def put(self, client: str) -> None:
+    def put(self, client):
         held = Counter(item.client for item in self.waiting + self.running)
         has_room = held[client] < LIMIT - held.total()  # type: ignore[index]
         item = queued(client, self.next)
@@ -43,14 +40,14 @@ class QueueModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting)
     @rule(most=st.integers(1, 4))
-    def take(self, most: int) -> None:
+    def take(self, most):
         taken, self.waiting = self.waiting[:most], self.waiting[most:]
         assert self.queue.take(most) == taken, "first come, first served"
         self.running += taken
 
     @precondition(lambda self: self.running)
     @rule(goes_on=st.booleans())
-    def end_turn(self, goes_on: bool) -> None:
+    def end_turn(self, goes_on):
         item = self.running.pop(0)
         if goes_on:
             assert self.queue.put_back(item)
@@ -59,15 +56,15 @@ class QueueModel(RuleBasedStateMachine):
             self.queue.finished(item)
 
     @rule(client=CLIENTS)
-    def discard(self, client: Any) -> None:
+    def discard(self, client):
         self.queue.discard(client)
         self.waiting = [item for item in self.waiting if item.client != client]
 
     @invariant()
-    def counts_what_waits_and_what_runs(self) -> None:
+    def counts_what_waits_and_what_runs(self):
         assert self.queue.in_flight == len(self.waiting) + len(self.running)
 
-    def teardown(self) -> None:
+    def teardown(self):
         assert self.queue.close() == self.waiting
         assert self.queue.take() == []
         assert not self.queue.put(queued("a", 0))
@@ -79,8 +76,8 @@ TestQueueModel = QueueModel.TestCase
 
 
 def test_many_threads_take_everything_that_is_put_and_end_when_the_queue_is_closed():
-    queue: WorkQueue[int] = WorkQueue(10_000)
-    taken: list[int] = []
+    queue = WorkQueue(10_000)
+    taken = []
 
     def take():
         while items := queue.take(3):

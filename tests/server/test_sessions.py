@@ -1,10 +1,6 @@
 """Pins: counted, and never left behind. The backend here only counts."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,59 +16,59 @@ NAMES = [bytes([index]) * 16 for index in range(4)]
 class CountingTier:
     """Pins the keys that it has; `have` is what a local tier would hold."""
 
-    def __init__(self, have: Sequence[str]) -> None:
+    def __init__(self, have):
         self.have = set(have)
-        self.pins: Counter[str] = Counter()
+        self.pins = Counter()
 
-    def pin(self, keys: Sequence[str]) -> Sequence[str]:
+    def pin(self, keys):
         found = [key for key in keys if key in self.have]
         self.pins.update(found)
         return found
 
-    def unpin(self, keys: Sequence[str]) -> None:
+    def unpin(self, keys):
         self.pins.subtract(keys)
         assert min(self.pins.values(), default=0) >= 0, "unpinned more often than pinned"
 
 
-def shards(names: Sequence[bytes], ranks: int) -> list[list[str]]:
+def shards(names, ranks):
     return [[f"{rank}/{name.hex()}" for name in names] for rank in range(ranks)]
 
 
 class SessionsModel(RuleBasedStateMachine):
     """Whatever clients do, a key is pinned exactly as often as sessions hold it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.clock = Clock()
         self.sessions = Sessions(self.clock, most_keys=30)
         have = [key for keys in shards(NAMES, 2) for key in keys]
-        self.tier: Any = CountingTier(have[::2])
+        self.tier = CountingTier(have[::2])
 
     @rule(client=st.sampled_from("xy"), name=st.sampled_from("abc"), count=st.integers(1, 4))
-    def look_up(self, client: str, name: str, count: int) -> None:
+    def look_up(self, client, name, count):
         names = NAMES[:count]
         found = [FoundChunks(model, self.tier, names[at:], shards(names[at:], 2)) for at, model in enumerate(MODELS)]
         self.sessions.open(client, name, found, 10)
 
     @rule(name=st.sampled_from("abc"), model=st.sampled_from(MODELS), rank=st.integers(0, 1), count=st.integers(1, 4))
-    def load(self, name: str, model: str, rank: int, count: int) -> None:
+    def load(self, name, model, rank, count):
         self.sessions.loaded(name, model, rank, NAMES[MODELS.index(model) : count])
 
     @rule(client=st.sampled_from("xy"), name=st.sampled_from("abc"))
-    def end(self, client: str, name: str) -> None:
+    def end(self, client, name):
         self.sessions.end(client, name)
 
     @rule(client=st.sampled_from("xy"))
-    def die(self, client: str) -> None:
+    def die(self, client):
         self.sessions.end_client(client)
 
     @rule(seconds=st.integers(1, 6))
-    def wait(self, seconds: int) -> None:
+    def wait(self, seconds):
         self.clock.now += seconds
         self.sessions.expire()
 
     @invariant()
-    def pins_are_what_sessions_hold(self) -> None:
+    def pins_are_what_sessions_hold(self):
         sessions = self.sessions._sessions.values()
         held = Counter(
             key for session in sessions for pins in session.pins.values() for key in (*pins.pinned, *pins.leased)

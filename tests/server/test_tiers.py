@@ -1,7 +1,5 @@
 """A cache server with memory of its own: what engines of one host get from each other."""
 
-from __future__ import annotations
-
 import contextlib
 import uuid
 
@@ -22,7 +20,7 @@ from transfer.settings import ByteSize
 TOKENS = list(range(4 * CHUNK))
 
 
-def with_memory(chunks: int = 64) -> CacheConfig:
+def with_memory(chunks=64):
     """A local tier for about so many chunks (a page each) before the pool."""
     tiers = (LocalTier(capacity=ByteSize(4096 * chunks)), MooncakeTier())
     return CacheConfig(chunk_size=CHUNK, tiers=tiers)

@@ -1,7 +1,5 @@
 """pd-cache under SGLang's HiCache: its own factory, host pools, page hashes and storage threads, on a CPU."""
 
-from __future__ import annotations
-
 import threading
 import time
 import uuid
@@ -51,7 +49,7 @@ def opened(pool, salt):
     yield from made(open_one, close_twice)
 
 
-def filled(host: Any, seed: int) -> Any:
+def filled(host, seed):
     """The same host pool, with random bytes in all of its pages."""
     torch.manual_seed(seed)
     raw = host.kv_buffer.view(torch.uint8)
@@ -59,22 +57,22 @@ def filled(host: Any, seed: int) -> Any:
     return host
 
 
-def raw(host: Any) -> bytes:
+def raw(host):
     """All bytes of a host pool: random numbers may be none, and those equal nothing."""
     return host.kv_buffer.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def at(*pages: int) -> torch.Tensor:
+def at(*pages):
     """The indices of these pages."""
     return torch.cat([torch.arange(page * TOKENS, (page + 1) * TOKENS) for page in pages])
 
 
-def page(host: Any, number: int) -> bytes:
+def page(host, number):
     """A page's bytes, as SGLang itself reads them."""
     return host.get_data_page(number * TOKENS, flat=True).contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def hashes(tokens: list[int], **namespace: Any) -> list[str]:
+def hashes(tokens, **namespace):
     """The hashes by which SGLang itself names a prompt's pages."""
     from array import array
 
@@ -172,7 +170,7 @@ def test_ranks_share_latents_and_nothing_else(opened):
     assert ranks[1].batch_get_v2([draft]) == {"draft": [False]}
 
 
-def transfer(name: str, keys: list[str], indices: Any = None, policy: str = "all_pages") -> Any:
+def transfer(name, keys, indices=None, policy="all_pages"):
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
     return PoolTransfer(name=PoolName(name), keys=keys, host_indices=indices, hit_policy=PoolHitPolicy(policy))
@@ -254,7 +252,7 @@ def test_all_pools_of_one_call_have_one_deadline(opened, monkeypatch):
     backend = opened(host)
     backend.register_mem_host_pool_v2(host, "swa")
     backend.register_mem_host_pool_v2(host, "indexer")
-    given: list[float] = []
+    given = []
 
     def late(names, *_, timeout):
         given.append(timeout)
@@ -358,7 +356,7 @@ SIZES = ("tp_size", "pp_size", "attn_tp_size", "attn_dcp_size")
 class Controller:
     """SGLang's own controller of a host pool with its storage threads, and the part of its scheduler that hands pages to them."""
 
-    def __init__(self, host: Any, extra: dict[str, Any]) -> None:
+    def __init__(self, host, extra):
         from sglang.srt.managers.cache_controller import HiCacheController
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
         from sglang.srt.runtime_context import get_parallel
@@ -382,14 +380,14 @@ class Controller:
             self.its.attach_storage_backend("dynamic", model_name="model", storage_backend_extra_config=extra)
         self.its.storage_backend.cache.wait_available(60)
 
-    def back_up(self, tokens: list[int], pages: int) -> int:
+    def back_up(self, tokens, pages):
         """Hands a prompt's pages to the backup thread. Returns how many tokens it stored."""
         indices = self.host.alloc(pages * TOKENS)
         self.its.write_storage(indices, tokens, hash_value=hashes(tokens))
         done = self.its.ack_backup_queue.get(timeout=60)
         return int(done.completed_tokens)
 
-    def prefetch(self, tokens: list[int]) -> tuple[int, torch.Tensor]:
+    def prefetch(self, tokens):
         """Has the prefetch threads look a prompt up and load it. Returns how many tokens were loaded, and where."""
         from array import array
 
@@ -406,7 +404,7 @@ class Controller:
             if ack.completed_req:
                 return loaded, operation.host_indices
 
-    def close(self) -> None:
+    def close(self):
         self.its.detach_storage_backend()
 
 

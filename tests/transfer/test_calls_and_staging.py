@@ -1,7 +1,5 @@
 """Deadlines, quarantine, codes and sizes, without any pool."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -13,42 +11,42 @@ from hypothesis import strategies as st
 
 from tests.support.made import made
 from tests.support.waiting import wait_for
-from transfer.calls import Call, CallThreads
+from transfer.calls import CallThreads
 from transfer.errors import Status, TransferError, status_of
 from transfer.settings import ByteSize, TransferSettings
-from transfer.staging import Quota, Slot, StagingPool, mapping_at, prefault_segment
+from transfer.staging import Quota, StagingPool, mapping_at, prefault_segment
 
 PAGE = 4096
 Make = Callable[..., Any]
 
 
-def soon(seconds: float = 60.0) -> float:
+def soon(seconds=60.0):
     return time.monotonic() + seconds
 
 
 class Held:
     """Threads whose calls `hold` until they are told to go on, and what calls have let go of, in order."""
 
-    def __init__(self, count: int = 1, **options: int) -> None:
+    def __init__(self, count=1, **options):
         self.threads = CallThreads("test", count, **options)
         self.go_on = threading.Event()
-        self.ended: list[str] = []
+        self.ended = []
 
-    def submit(self, name: str, deadline: float, *, hold: bool = False) -> Any:
+    def submit(self, name, deadline, *, hold=False):
         """Submits a call that returns its name."""
         return self.threads.submit(self._run, deadline, lambda: self.ended.append(name), name, hold)
 
-    def held(self, name: str, deadline: float) -> Call[str]:
+    def held(self, name, deadline):
         """Submits a call that holds a thread, which has begun it."""
         call = self.submit(name, deadline, hold=True)
         wait_for(lambda: call.started)
         return call
 
-    def close(self) -> None:
+    def close(self):
         self.go_on.set()
         assert self.threads.close(60)
 
-    def _run(self, name: str, hold: bool) -> str:
+    def _run(self, name, hold):
         if hold:
             self.go_on.wait(60)
         return name
@@ -164,15 +162,15 @@ def make_staging():
     yield from made(lambda slots, **options: StagingPool(slots * PAGE, PAGE, prefaulted=False, **options), end)
 
 
-def lease(staging: StagingPool, quota: Quota | None = None) -> Slot:
+def lease(staging, quota=None):
     slot = staging.lease(soon(), quota)
     assert slot is not None
     return slot
 
 
-def all_free(staging: StagingPool, quota: Quota | None = None) -> list[Slot]:
+def all_free(staging, quota=None):
     """Leases what can be had without waiting."""
-    slots: list[Slot] = []
+    slots = []
     while (slot := staging.lease(0.0, quota)) is not None:
         slots.append(slot)
     return slots
@@ -222,7 +220,7 @@ def test_a_waiting_lease_gets_what_another_gives_back_in_its_quota(make_staging,
     staging = make_staging(3 if how == "settle" else 2)
     quotas = [Quota(1), Quota(1)]
     first = [lease(staging, quota) for quota in quotas]
-    got: list[str] = []
+    got = []
 
     def wait(name, quota):
         got.append(name if staging.lease(soon(), quota) is not None else "nothing")
@@ -242,11 +240,11 @@ def test_a_waiting_lease_gets_what_another_gives_back_in_its_quota(make_staging,
 class Registry:
     """What a client was asked to register; negative ints are codes."""
 
-    def __init__(self, code: int = 0) -> None:
+    def __init__(self, code=0):
         self.code = code
-        self.registered: list[int] = []
+        self.registered = []
 
-    def register_buffer(self, address: int, size: int) -> int:
+    def register_buffer(self, address, size):
         self.registered.append(size)
         return self.code
 
@@ -305,7 +303,7 @@ def test_memory_that_took_the_place_of_other_memory_is_known_to_every_client_tha
 
 
 def test_pinned_memory_is_unpinned_on_close_and_never_given_back_to_the_kernel():
-    events: list[str] = []
+    events = []
 
     def pin(address, nbytes):
         events.append(f"pin {nbytes}")

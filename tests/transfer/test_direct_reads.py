@@ -1,7 +1,5 @@
 """Reads that do not go through Mooncake's client: on an engine that answers as told, and on a real pool."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace
@@ -22,37 +20,35 @@ FAILED = -800
 class Engine:
     """A transfer engine that notes what it was asked to read."""
 
-    def __init__(self) -> None:
-        self.begun: list[str] = []
-        self.states: dict[int, list[int]] = {}
+    def __init__(self):
+        self.begun = []
+        self.states = {}
         """For each transfer, what is answered when its state is asked, the last answer for good. Without an entry it has ended well."""
-        self.unreachable: set[str] = set()
+        self.unreachable = set()
         self.hangs = threading.Event()
         self.hangs.set()
 
-    def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
+    def initialize(self, host, metadata, protocol, devices):
         return 0
 
-    def batch_transfer_async_read(
-        self, peer: str, addresses: list[int], peer_addresses: list[int], sizes: list[int]
-    ) -> int:
+    def batch_transfer_async_read(self, peer, addresses, peer_addresses, sizes):
         self.hangs.wait(60)
         self.begun.append(peer)
         return 0 if peer in self.unreachable else len(self.begun)
 
-    def transfer_check_status(self, transfer: int) -> int:
+    def transfer_check_status(self, transfer):
         states = self.states.get(transfer, [1])
         return states.pop(0) if len(states) > 1 else states[0]
 
 
-def met(*peers: str) -> tuple[Engine, DirectReads]:
+def met(*peers):
     """Direct reads through an engine, of peers that have delivered to Mooncake's client."""
     direct = DirectReads(engine := Engine())
     direct.meet(set(peers))
     return engine, direct
 
 
-def reads(*peers: str) -> list[Read]:
+def reads(*peers):
     return [Read(peer, 4096 * index, 8192 * index, 100 + index) for index, peer in enumerate(peers)]
 
 
@@ -86,7 +82,7 @@ def test_while_the_engine_looks_for_a_way_to_a_peer_others_are_left_to_mooncakes
     engine, direct = met("well", "new")
     assert direct.read(reads("well"), soon()) == [100]
     engine.hangs.clear()
-    found: list[list[int] | None] = []
+    found = []
     with beside(lambda: found.append(direct.read(reads("new"), soon()))):
         wait_for(direct._opening.locked)
         assert direct.read(reads("well"), soon()) is None
@@ -118,7 +114,7 @@ def test_a_master_that_did_not_say_where_objects_lie_is_not_asked_a_second_time(
 @pytest.fixture
 def ways(monkeypatch):
     """How each read of the test went: `client` if it was left to Mooncake's, or else `direct`."""
-    taken: list[str] = []
+    taken = []
     read = DirectReads.read
 
     def noted(self, some, end):

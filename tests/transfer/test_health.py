@@ -1,7 +1,5 @@
 """When a pool counts as down, and when a silent peer is asked again, with the clock in hand."""
 
-from __future__ import annotations
-
 from transfer.health import FORGOTTEN_S, TRIAL_S, CircuitBreaker, Peers
 from transfer.settings import BreakerSettings, TransferSettings
 

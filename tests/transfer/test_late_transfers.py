@@ -1,7 +1,5 @@
 """What Mooncake writes into memory after a transfer was given up: a real store node stands still for more than a minute."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -10,7 +8,7 @@ import psutil
 import pytest
 
 from launch.run.supervise import spawn_child
-from tests.support.pool import ROOT, Pool, suspend
+from tests.support.pool import ROOT, suspend
 from tests.support.waiting import wait_for
 
 READER = """
@@ -61,7 +59,7 @@ with MooncakeStore(settings, master=sys.argv[1]) as store:
 """
 
 
-def reader_of(pool: Pool, which: str) -> subprocess.Popen[bytes]:
+def reader_of(pool, which):
     # a time-out of TCP's own that lets the other be met first, as it may be met wherever this process stands still
     return spawn_child(
         (

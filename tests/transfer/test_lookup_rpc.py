@@ -1,7 +1,5 @@
 """LookupRpc, against a real master and against masters that speak otherwise."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import socket
@@ -9,10 +7,8 @@ import socketserver
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import psutil
 import pytest
@@ -24,16 +20,15 @@ from tests.support.waiting import beside, together, wait_for
 from tests.transfer.test_store import fresh, opened, put
 from transfer.errors import Status
 from transfer.lookup_rpc import LookupRpc, lookup_rpc, why_silent
-from transfer.store import MooncakeStore
 
 PATIENCE = 60.0
 
 
-def later() -> float:
+def later():
     return time.monotonic() + PATIENCE
 
 
-def asks_directly(store: MooncakeStore) -> bool:
+def asks_directly(store):
     """Whether the store has a connection that it may use now; if not, it has been given a reason to make one."""
     return store.batch_exist(["k"], timeout=20) == [Status.MISSING] and bool(store._lookup_rpc._idle)
 
@@ -65,7 +60,7 @@ def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_ove
         keys = fresh(3)
         put(store, staging, keys[:2])
         expected = [Status.OK, Status.OK, Status.MISSING]
-        wrong: list[object] = []
+        wrong = []
 
         def work():
             for _ in range(200):
@@ -115,10 +110,10 @@ def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_s
         codes = [1, 0, -900, -901]
 
         class Cut:
-            def __getattr__(self, name: str) -> Any:
+            def __getattr__(self, name):
                 return getattr(client, name)
 
-            def batch_is_exist(self, keys: list[str]) -> list[int]:
+            def batch_is_exist(self, keys):
                 return codes
 
         client, store._client = store._client, Cut()
@@ -158,23 +153,23 @@ HEAD = struct.Struct("<4B3I")
 TYPES = bytes.fromhex("5d8c5f2a 04 84870b0100")
 
 
-def answer(number: int, body: bytes, *, error: int = 0, length: int | None = None) -> bytes:
+def answer(number, body, *, error=0, length=None):
     return HEAD.pack(21, 0, error, 0, number, len(body) if length is None else length, 0) + body
 
 
-def verdicts(*keys: int) -> bytes:
+def verdicts(*keys):
     return TYPES + bytes([len(keys)]) + b"".join(b"\x01" + bytes([key]) for key in keys)
 
 
 class Master(socketserver.ThreadingTCPServer):
     """Answers the first request of each connection with no keys, as a connection's trial has it, and further ones by `script`."""
 
-    def __init__(self, script: Callable[[int], Iterator[bytes]], trial: Callable[[int], bytes] | None) -> None:
+    def __init__(self, script, trial):
         super().__init__(("127.0.0.1", 0), Connection)
         self.script, self.trial = script, trial or (lambda number: answer(number, verdicts()))
         self.accepted = 0
 
-    def verify_request(self, *_: object) -> bool:
+    def verify_request(self, *_):
         self.accepted += 1
         return True
 
@@ -182,7 +177,7 @@ class Master(socketserver.ThreadingTCPServer):
 class Connection(socketserver.BaseRequestHandler):
     """Ends with its client's, or where the script has an empty part."""
 
-    def handle(self) -> None:
+    def handle(self):
         with contextlib.suppress(OSError):
             for request in itertools.count():
                 head = self.request.recv(20, socket.MSG_WAITALL)
@@ -197,7 +192,7 @@ class Connection(socketserver.BaseRequestHandler):
 
 
 @contextmanager
-def asking(script, *, trial=None, clock=time.monotonic) -> Iterator[tuple[LookupRpc, Master]]:
+def asking(script, *, trial=None, clock=time.monotonic):
     """A client with a connection to a master that speaks so, and this master."""
     with Master(script, trial) as master, beside(partial(master.serve_forever, 0.01)):
         rpc = LookupRpc("127.0.0.1", master.server_address[1], clock=clock)

@@ -1,7 +1,5 @@
 """The other kinds of metadata service: served by the master over HTTP, and a real etcd."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.needs import needs_etcd

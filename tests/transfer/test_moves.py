@@ -1,11 +1,7 @@
 """Reads and writes in steps, and what is done when Mooncake may have given one up: on a client that answers as told."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -15,7 +11,7 @@ from transfer.errors import Status, status_of
 from transfer.health import CircuitBreaker
 from transfer.moves import LATE, Batch, Moves, Watch, keys_per_step
 from transfer.settings import BreakerSettings, Timeouts, TransferSettings, stall_seconds
-from transfer.staging import Quota, Slot, StagingPool
+from transfer.staging import Quota, StagingPool
 
 FAILED = -800
 EXISTS = -705
@@ -24,67 +20,65 @@ EXISTS = -705
 class Replica:
     """A replica in a peer's memory, as Mooncake describes one."""
 
-    def __init__(self, peer: str) -> None:
+    def __init__(self, peer):
         self.transport_endpoint, self.buffer_address, self.size = peer, 0, 4096
         self.buffer_descriptor = self
 
-    def is_memory_replica(self) -> bool:
+    def is_memory_replica(self):
         return True
 
-    def get_memory_descriptor(self) -> Replica:
+    def get_memory_descriptor(self):
         return self
 
 
 class Client:
     """A client whose objects lie at peers, some of which are dead; it notes what it was asked to move."""
 
-    def __init__(self) -> None:
-        self.peer_of: dict[str, str] = {}
+    def __init__(self):
+        self.peer_of = {}
         """Where each object is read from."""
-        self.dead: set[str] = set()
-        self.begun_by_others: set[str] = set()
-        self.full: set[str] = set()
-        self.gets: list[list[str]] = []
-        self.revoked: list[str] = []
+        self.dead = set()
+        self.begun_by_others = set()
+        self.full = set()
+        self.gets = []
+        self.revoked = []
         self.located = 0
 
-    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+    def batch_get_into(self, keys, addresses, sizes):
         self.gets.append(keys)
         return [FAILED if self.peer_of[key] in self.dead else size for key, size in zip(keys, sizes, strict=True)]
 
-    def batch_get_replica_desc(self, keys: list[str]) -> dict[str, list[Any]]:
+    def batch_get_replica_desc(self, keys):
         self.located += 1
         return {key: [Replica(self.peer_of[key])] for key in keys}
 
-    def batch_is_exist(self, keys: list[str]) -> list[int]:
+    def batch_is_exist(self, keys):
         return [int(key in self.peer_of) for key in keys]
 
-    def batch_put_session_start(self, keys: list[str], sizes: list[int], config: Any) -> list[int]:
+    def batch_put_session_start(self, keys, sizes, config):
         taken = self.begun_by_others | self.peer_of.keys()
         return [-200 if key in self.full else EXISTS if key in taken else 0 for key in keys]
 
-    def batch_put_from_multi_buffer_ranges(
-        self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]], offsets: list[list[int]]
-    ) -> list[int]:
+    def batch_put_from_multi_buffer_ranges(self, keys, addresses, sizes, offsets):
         return [FAILED if "dead" in key else sum(some) for key, some in zip(keys, sizes, strict=True)]
 
-    def batch_put_session_end(self, keys: list[str]) -> list[int]:
+    def batch_put_session_end(self, keys):
         self.peer_of.update(dict.fromkeys(keys, "a"))
         return [0] * len(keys)
 
-    def batch_put_session_revoke(self, keys: list[str]) -> list[int]:
+    def batch_put_session_revoke(self, keys):
         self.revoked += keys
         self.full.clear()
         return [0] * len(keys)
 
-    def register_buffer(self, address: int, size: int) -> int:
+    def register_buffer(self, address, size):
         return 0
 
 
 class Hours(Watch):
     """A watch after which Mooncake may have given up everything."""
 
-    def may_have_given_up(self) -> bool:
+    def may_have_given_up(self):
         return True
 
 
@@ -108,22 +102,20 @@ def no_variables(monkeypatch):
     monkeypatch.delenv("MC_TCP_LANES_PER_PEER", raising=False)
 
 
-def moves_of(
-    client: Client, given: TransferSettings | None = None, memory: Sequence[StagingPool] = (), **how: Any
-) -> Moves:
+def moves_of(client, given=None, memory=(), **how):
     given = given or settings()
     return Moves(client, given, CircuitBreaker("a pool", given), memory, **how)
 
 
-def whole(keys: list[str], slots: list[Slot]) -> Batch:
+def whole(keys, slots):
     return Batch(keys, slots, [slot.size for slot in slots])
 
 
-def soon() -> float:
+def soon():
     return time.monotonic() + 60
 
 
-def settings(**timeouts: int) -> TransferSettings:
+def settings(**timeouts):
     return TransferSettings(timeouts=Timeouts(**timeouts))
 
 

@@ -1,19 +1,17 @@
 """Where objects go and how long they stay, on real pools: each option has its effect."""
 
-from __future__ import annotations
-
 import time
 
 from tests.support.waiting import wait_for
 from tests.transfer.test_store import SLOT, fresh, leased, opened, put
 from transfer.errors import Status
 from transfer.settings import Placement
-from transfer.store import GetResult, MooncakeStore
+from transfer.store import GetResult
 
 MIB = 1 << 20
 
 
-def readable(store: MooncakeStore, staging: object, keys: list[str], fill: bytes) -> bool:
+def readable(store, staging, keys, fill):
     slots = leased(staging, len(keys))  # type: ignore[arg-type]
     try:
         results = store.start_get(keys, slots, timeout=20).results()

@@ -1,37 +1,24 @@
 """MooncakeStore against a real master and a real store node; what holds for both ways to be a client, with both."""
 
-from __future__ import annotations
-
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 import pytest
 
-from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from transfer.errors import MissingLibraryError, Status, TransferError
 from transfer.settings import ByteSize, Placement, TransferSettings
-from transfer.staging import Slot, StagingPool
+from transfer.staging import StagingPool
 from transfer.store import GetResult, MooncakeStore
 
 SLOT = 4096
 
 
 @contextmanager
-def opened(
-    pool: Pool,
-    *,
-    slots: int = 8,
-    slot: int = SLOT,
-    segment_size: int = 0,
-    placement: Placement | None = None,
-    **transfer: Any,
-) -> Iterator[Any]:
+def opened(pool, *, slots=8, slot=SLOT, segment_size=0, placement=None, **transfer):
     settings = pool.settings(transfer=transfer).transfer
     settings = msgspec.structs.replace(settings, staging_size=ByteSize(slots * (-(-slot // 4096) * 4096)))
     with MooncakeStore(settings, master=pool.address, segment_size=segment_size, placement=placement) as store:
@@ -42,7 +29,7 @@ def opened(
     staging.close()
 
 
-def leased(staging: StagingPool, count: int, fill: bytes | None = None) -> list[Slot]:
+def leased(staging, count, fill=None):
     slots = [staging.lease(time.monotonic() + 1) for _ in range(count)]
     for index, slot in enumerate(slots):
         assert slot is not None
@@ -51,13 +38,11 @@ def leased(staging: StagingPool, count: int, fill: bytes | None = None) -> list[
     return slots  # type: ignore[return-value]
 
 
-def fresh(count: int) -> list[str]:
+def fresh(count):
     return [f"test/{uuid.uuid4().hex}" for _ in range(count)]
 
 
-def put(
-    store: MooncakeStore, staging: StagingPool, keys: list[str], fill: bytes = b"a", **placement: Any
-) -> list[Status]:
+def put(store, staging, keys, fill=b"a", **placement):
     """Puts whole slots. With a `placement` of their own, if one is given."""
     slots, there = leased(staging, len(keys), fill), Placement(**placement) if placement else None
     try:

@@ -1,7 +1,5 @@
 """A real vLLM, in processes of its own: `make test-vllm`. Without vLLM in this environment nothing here is collected."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

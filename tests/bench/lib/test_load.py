@@ -1,11 +1,8 @@
 """The load generator, against servers that misbehave in every known way, and the prompts that it makes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 from bench.lib.arrivals import Arrival, Part, from_trace, ideal_hit_rate, prompt_ids, synthetic
 from bench.lib.load import Destination, RequestOutcome, generate, summarize
 from bench.lib.trace import SimulatedLru, hit_rate
-from tests.support.proxy import Behaviour, Node, answers, hangs, stream
+from tests.support.proxy import Node, answers, hangs, stream
 from tests.support.traces import conversations
 
 TOKEN = b'data: {"choices": [{"text": "x", "token_ids": [5]}]}\n\n'
@@ -22,7 +19,7 @@ USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 2, "prompt_tokens
 DONE = b"data: [DONE]\n\n"
 
 
-def load_on(node: Node, count: int = 1, *, late: float = 0.0, **changes: Any) -> list[RequestOutcome]:
+def load_on(node, count=1, *, late=0.0, **changes):
     """What the generator sees of a server; the load began `late` seconds ago."""
 
     async def run():
@@ -34,7 +31,7 @@ def load_on(node: Node, count: int = 1, *, late: float = 0.0, **changes: Any) ->
     return asyncio.run(asyncio.wait_for(run(), 120))
 
 
-def says(*parts: bytes) -> Behaviour:
+def says(*parts):
     """A server that streams just this."""
     return lambda request: stream(request, [*parts])
 
@@ -75,7 +72,7 @@ def test_times_count_from_when_a_request_was_due():
     ],
 )
 def test_errors_are_told_apart(handler, kind):
-    changes: dict[str, dict[str, Any]] = {"deadline": {"deadline_s": 0.5}, "no connection": {"url": "http://127.0.0.1:1"}}  # fmt: skip
+    changes = {"deadline": {"deadline_s": 0.5}, "no connection": {"url": "http://127.0.0.1:1"}}  # fmt: skip
     outcomes = load_on(Node(handler), 2, **changes.get(kind, {}))
     assert [one.error for one in outcomes] == [kind, kind]
     assert summarize(outcomes)["errors"] == {kind: 2}

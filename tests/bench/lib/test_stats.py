@@ -1,7 +1,5 @@
 """Quantiles."""
 
-from __future__ import annotations
-
 import math
 
 from bench.lib.stats import quantile

@@ -1,7 +1,5 @@
 """Traces: how they are read, what is refused, and what a cache finds of them in simulation."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """What `bench engine` measures the copier with is what its check of bytes compares afterwards."""
 
-from __future__ import annotations
-
 import torch
 
 from bench.lib.kv import PagedPrompt, Shape

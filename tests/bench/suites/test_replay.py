@@ -1,10 +1,6 @@
 """`bench replay`: shrunken chunks, what a pool has room for, and small traces on real pools."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,7 @@ CHUNK_BYTES = 65536
 """So large that Mooncake's least segment has room for some hundred chunks only."""
 
 
-def rows_of(trace: Path, *arguments: object) -> list[dict[str, Any]]:
+def rows_of(trace, *arguments):
     """The rows of a report, all of whose targets are met."""
     asked = ("--trace", trace, "--chunk-bytes", CHUNK_BYTES, "--json", "--check", *arguments)
     return list(json.loads(cli("bench", "replay", *asked).stdout.splitlines()[-1])["results"])

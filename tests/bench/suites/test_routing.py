@@ -1,7 +1,5 @@
 """The simulation of the proxy's policies, on traces small enough to know the answer."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.lib.trace import BLOCK_TOKENS, Request

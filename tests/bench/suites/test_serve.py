@@ -1,9 +1,6 @@
 """`bench serve` against a small cluster, and what it can do without one."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -13,7 +10,7 @@ from tests.support.cli import cli
 pytestmark = pytest.mark.slow
 
 
-def report(*arguments: object) -> dict[str, dict[str, Any]]:
+def report(*arguments):
     """The figures of each pass."""
     shown = cli("bench", "serve", "--json", *arguments).stdout.splitlines()[-1]
     return {row["pass"]: row for row in json.loads(shown)["results"]}

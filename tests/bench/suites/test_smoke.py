@@ -1,7 +1,5 @@
 """Each bench of one machine runs, at sizes that say nothing, and has the figures that others read from its JSON."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.suites.bandwidth import checks_of

@@ -1,7 +1,5 @@
 """`bench ttft` by device: what runs with vLLM is in tests/vllm."""
 
-from __future__ import annotations
-
 from bench.suites.ttft import arguments
 from bench.suites.ttft_pd import linked
 

@@ -1,21 +1,17 @@
 """Benches across two machines, each a network namespace with a 1 Gbit/s link."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
 
 import pytest
 
 from bench.lib.two_machines import Crew, Location, PeerError, Site
 from tests.support.cluster import cluster_file
-from tests.support.hosts import Host, Network, why_not
+from tests.support.hosts import Network, why_not
 from tests.support.pool import ROOT, Node
 
 GBPS = 1 / 8
@@ -31,7 +27,7 @@ def hosts():
 
 
 @contextmanager
-def started(host: Host, bench: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(host, bench, *arguments):
     command = host.inside(sys.executable, "-m", "launch", "bench", bench, *arguments)
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -40,13 +36,12 @@ def started(host: Host, bench: str, *arguments: str) -> Iterator[subprocess.Pope
             process.kill()
 
 
-def report(host: Host, bench: str, *arguments: str) -> dict[str, Any]:
+def report(host, bench, *arguments):
     """What a bench on this host prints."""
     with started(host, bench, "--json", *arguments) as leading:
         out, errors = leading.communicate(timeout=300)
     assert leading.returncode == 0, errors
-    found: dict[str, Any] = json.loads(out)
-    return found
+    return json.loads(out)
 
 
 @pytest.mark.slow(seconds=90)
@@ -70,7 +65,7 @@ ROLES = (("master", "a"), ("prefill", "a"), ("decode", "b"), ("proxy", "b"))
 
 
 def test_a_cluster_of_two_hosts_is_put_under_load(hosts, tmp_path):
-    more: dict[str, dict[str, Any]] = {
+    more = {
         "master": {"port": 50051, "metrics_port": 9003},
         "prefill": {"port": 8100, "segment_size": "64MiB"},
         "decode": {"port": 8100},
@@ -107,18 +102,18 @@ def test_a_machine_that_ends_in_the_middle_or_never_came_is_an_error_that_names_
 class Adding(Site):
     """Adds up what comes."""
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location):
         super().__init__(location)
         self._sum = 0
 
-    def add(self, job: int) -> int:
+    def add(self, job):
         """Fails for numbers below 0."""
         if job < 0:
             raise ValueError("below 0")
         self._sum += job
         return self._sum
 
-    def sleep(self, job: None) -> None:
+    def sleep(self, job):
         """Longer than a test waits."""
         time.sleep(5.0)
 

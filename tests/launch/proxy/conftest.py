@@ -1,7 +1,5 @@
 """What every test of the proxy is checked for."""
 
-from __future__ import annotations
-
 import psutil
 import pytest
 

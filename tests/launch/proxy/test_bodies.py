@@ -1,19 +1,15 @@
 """Bodies of requests: what nodes are sent of them, and the memory that they take."""
 
-from __future__ import annotations
-
 import asyncio
 import codecs
 import gc
 import io
 import json
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,7 +112,7 @@ def test_what_has_no_images_is_sent_as_it_came(content):
     assert Completion(body.encode(), prompt="messages").for_decode(None) == body.encode()
 
 
-def fields(count: int) -> bytes:
+def fields(count):
     return b",".join(b'"%x":1' % number for number in range(count))
 
 
@@ -202,7 +198,7 @@ async def test_the_body_of_a_failed_request_is_freed_without_the_garbage_collect
             gc.enable()
 
 
-BODIES: dict[str, Callable[[int], bytes]] = {
+BODIES = {
     "many keys": lambda size: b'{"prompt": "x", ' + fields(size // 11) + b"}",
     "a long text": lambda size: b'{"prompt": "' + b"x" * size + b'"}',
     "many token ids": lambda size: b'{"prompt": [' + b"7," * (size // 2) + b"7]}",
@@ -214,7 +210,7 @@ BODIES: dict[str, Callable[[int], bytes]] = {
 class Discarding(Node):
     """Keeps and decodes no body, so that checks of its health are answered while gigabytes come, however slow the machine is."""
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request):
         async for _ in request.content.iter_any():
             pass
         return await self.default(request)

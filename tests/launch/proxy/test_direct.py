@@ -1,10 +1,7 @@
 """Conditional disaggregation: which prompts go past the prefill nodes."""
 
-from __future__ import annotations
-
 import re
 import threading
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +13,7 @@ from launch.proxy.nodes import NodePools
 from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, ChunkNamer, describe_hashes, salt_keys, stride_hashes
 from pd_cache.cluster import About, NodeRecord, ProxyConfig
 from pd_cache.lookup import LookupClient
-from pd_cache.reasons import Found, MissReason
+from pd_cache.reasons import Found
 from pd_cache.versions import Weights
 from tests.support.proxy import NAMESPACE, answers, cluster, hangs, says, scenario, until
 
@@ -24,30 +21,30 @@ from tests.support.proxy import NAMESPACE, answers, cluster, hangs, says, scenar
 class Lookups(LookupClient):
     """Answers `found`, after `gate` was opened."""
 
-    def __init__(self, found: int) -> None:
+    def __init__(self, found):
         super().__init__(ChunkedTokenDatabase(NAMESPACE))
         self.found = found
-        self.reason: MissReason = "missing"
+        self.reason = "missing"
         self.gate = threading.Event()
         self.gate.set()
-        self.asked: list[list[bytes]] = []
+        self.asked = []
         self.closed = False
-        self.label: str | None = ""
+        self.label = ""
 
     @property
-    def available(self) -> bool:
+    def available(self):
         return True
 
-    def find(self, names: Any, lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
+    def find(self, names, lookup_id=None, *, at_hand=0):
         self.asked.append(names)
         self.gate.wait(60)
         chunks = self.found // NAMESPACE.chunk_size
         return Found(chunks, chunks, "none" if chunks >= len(names) else self.reason)
 
-    def reset(self, version: str | None = None) -> None:
+    def reset(self, version=None):
         self.label = version
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 
@@ -58,7 +55,7 @@ CHAT = [{"role": "user", "content": TEXT}]
 PICTURE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
 
 
-def rule(client: LookupClient | None, tokens: int = 256, pool: Pool = POOL, **options: float) -> DirectRule:
+def rule(client, tokens=256, pool=POOL, **options):
     def opens(pool):
         if client is None:
             raise OSError("no Mooncake here")
@@ -70,7 +67,7 @@ def rule(client: LookupClient | None, tokens: int = 256, pool: Pool = POOL, **op
     return direct
 
 
-async def tokenizes(request: web.Request) -> web.StreamResponse:
+async def tokenizes(request):
     if isinstance((await request.json()).get("prompt"), list):
         return await answers(400)(request)
     return web.json_response({"count": 1000, "max_model_len": 8192, "tokens": IDS})
@@ -221,7 +218,7 @@ async def test_a_text_that_cannot_be_tokenized_does_not_end_lookups_for_others(s
 
 
 def test_a_pool_that_comes_back_is_asked_by_the_client_that_was_there():
-    opened: list[Lookups] = []
+    opened = []
     direct = DirectRule(256, lambda pool: opened.append(Lookups(0)) or opened[-1])
     for known in (POOL, "no decode node reports its namespace", POOL):
         direct.use(known)
@@ -232,7 +229,7 @@ def test_a_pool_that_comes_back_is_asked_by_the_client_that_was_there():
 
 
 def test_a_master_whose_record_is_gone_for_a_while_is_asked_by_the_client_that_was_there():
-    opened: list[Pool] = []
+    opened = []
     direct = DirectRule(256, lambda pool: opened.append(pool) or Lookups(0))
     pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
     decode = NodeRecord(name="d", role="decode", address="http://127.0.0.1:2", **NAMESPACE.described())
@@ -249,7 +246,7 @@ def test_a_master_whose_record_is_gone_for_a_while_is_asked_by_the_client_that_w
 
 
 def test_prompts_are_looked_up_in_the_version_that_most_decode_nodes_say_by_the_same_client():
-    opened: list[Lookups] = []
+    opened = []
     direct = DirectRule(256, lambda pool: opened.append(Lookups(0)) or opened[-1])
     pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
     urls = [f"http://127.0.0.1:{port}" for port in (2, 3, 4)]
@@ -267,7 +264,7 @@ def test_prompts_are_looked_up_in_the_version_that_most_decode_nodes_say_by_the_
 
 
 def test_nodes_of_two_versions_that_come_and_go_change_the_pool_once():
-    opened: list[Pool] = []
+    opened = []
     direct = DirectRule(256, lambda pool: opened.append(pool) or Lookups(0))
     pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
     old, new = NAMESPACE, msgspec.structs.replace(NAMESPACE, model="tiny@2")

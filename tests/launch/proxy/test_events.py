@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, closing
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -26,7 +24,6 @@ from pd_cache.events import (
     EventBatch,
     EventEndpoints,
     Forget,
-    KvEvent,
     RemovedEvent,
     StoredEvent,
 )
@@ -42,11 +39,11 @@ TOKENS = list(range(1000))
 HASHES = BlockHasher(16, SPACE.hash_seed).hashes(TOKENS)
 
 
-def prompt(blocks: list[int], pool_tokens: int = 0) -> NamedPrompt:
+def prompt(blocks, pool_tokens=0):
     return NamedPrompt(FINGERPRINT, 16 * len(blocks) + 5, blocks, 16, 64, pool_tokens)
 
 
-def cache(*events: KvEvent) -> KnownCache:
+def cache(*events):
     made = KnownCache(lambda: 1000)
     made.fingerprint = FINGERPRINT
     made.ranks[0].apply([EventBatch(1.0, list(events))])
@@ -88,7 +85,7 @@ def test_after_any_events_a_cache_knows_what_they_say(happened, blocks):
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=12), max_size=12), st.integers(0, 20))
 def test_no_history_takes_more_than_the_room_that_all_share(stored, most):
-    caches: list[KnownCache] = []
+    caches = []
     caches += [KnownCache(lambda: most - sum(map(len, caches))) for _ in range(3)]
     for number, hashes in enumerate(stored):
         caches[number % 3].ranks[0].apply([EventBatch(1.0, [StoredEvent(hashes)])])
@@ -129,11 +126,11 @@ def test_layers_with_a_window_say_nothing_of_prefixes():
 # --- cost ------------------------------------------------------------------------------------------------------------
 
 
-def routed(*blocks: int, pool_tokens: int = 0) -> RoutedPrompt:
+def routed(*blocks, pool_tokens=0):
     return RoutedPrompt(16 * len(blocks) + 5, [], 64, prompt(list(blocks), pool_tokens))
 
 
-def pool(**caches: KnownCache) -> NodePool:
+def pool(**caches):
     made = NodePool("prefill", "prefix_aware")
     made.update(Target(url) for url in ("a", "b"))
     made.know(caches)
@@ -188,15 +185,15 @@ class Publishing(NamedTuple):
     nodes: list[EventPublisher]
     pool: Lookups
 
-    async def query(self, status: int = 200, **body: Any) -> Any:
+    async def query(self, status=200, **body):
         async with self.c.session.post(self.c.url + "/query", json={"token_ids": TOKENS, **body}) as response:
             assert response.status == status, await response.text()
             return await response.json()
 
-    async def hits(self, **body: Any) -> dict[str, dict[str, Any]]:
+    async def hits(self, **body):
         return (await self.query(**body))["default"]  # type: ignore[no-any-return]
 
-    async def knows(self, blocks: int) -> None:
+    async def knows(self, blocks):
         """Waits until the proxy knows so many blocks."""
         known = -1
         while known != blocks:
@@ -204,7 +201,7 @@ class Publishing(NamedTuple):
 
 
 @asynccontextmanager
-async def publishing(folder: Path, found: int = 0) -> AsyncIterator[Publishing]:
+async def publishing(folder, found=0):
     lookups = Lookups(found)
     direct = DirectRule(256, lambda pool: lookups, timeout_s=60.0)
     with ExitStack() as stack:
@@ -225,7 +222,7 @@ async def publishing(folder: Path, found: int = 0) -> AsyncIterator[Publishing]:
             yield Publishing(c, made, lookups)
 
 
-def gpu(blocks: int) -> list[KvEvent]:
+def gpu(blocks):
     return [StoredEvent(list(HASHES[:blocks]), block_size=16, medium="GPU", group_idx=0)]
 
 

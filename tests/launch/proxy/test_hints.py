@@ -1,17 +1,13 @@
 """Hints: what is pinned until when, and what wrong hints are answered. In a real pool: tests/launch/test_pin.py."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
 import math
 import threading
-from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -33,7 +29,6 @@ from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Looku
 from tests.launch.proxy.test_streams import STREAM
 from tests.support.proxy import (
     NAMESPACE,
-    Cluster,
     answers,
     bearer,
     cluster,
@@ -50,7 +45,7 @@ from tests.support.proxy import (
 CHUNK = NAMESPACE.chunk_size
 
 
-def pin(*names: bytes, until: float = 100.0) -> Pin:
+def pin(*names, until=100.0):
     return Pin(names, names[-1], (NAMESPACE.fingerprint(), ""), until)
 
 
@@ -95,11 +90,11 @@ def test_no_client_takes_all_that_pins_may():
 class Renewing(Lookups):
     """A pool that has the first chunks of each prompt."""
 
-    def __init__(self, found: int = 512) -> None:
+    def __init__(self, found=512):
         super().__init__(found)
-        self.renewed: list[Sequence[bytes]] = []
+        self.renewed = []
 
-    def renew(self, names: Sequence[bytes]) -> tuple[str, int] | None:
+    def renew(self, names):
         if self.label is None:
             return None
         self.renewed += [names] if names else []
@@ -109,34 +104,34 @@ class Renewing(Lookups):
 class Kept:
     """Hints of a proxy whose pins may have `room` chunks, with a clock."""
 
-    def __init__(self, room: int = 100, proxies: int = 1, **config: Any) -> None:
+    def __init__(self, room=100, proxies=1, **config):
         self.client = Renewing()
         self.direct = rule(self.client)
         self.metrics = ProxyMetrics()
         self.now, self.room = 0.0, room
         # rounding: a chunk more or less
         size = lambda view: round(self.room * 4 * proxies * self.direct.chunk_bytes) + 1  # noqa: E731
-        hops: Any = SimpleNamespace(judge=self._judge)
+        hops = SimpleNamespace(judge=self._judge)
         keys = Keys(ProxyConfig(), WatchedFiles())
         self.hints = Hints(HintsConfig(**config), self.direct, keys, hops, self.metrics, size, lambda: self.now)
         records = [NodeRecord(name="m", role="master", address="127.0.0.1:1", lease_ttl_ms=6000)]
         records += [NodeRecord(name=f"p{n}", role="proxy", address=f"http://127.0.0.1:{n + 1}") for n in range(proxies)]
         self.hints.update(View(tuple(records)))
 
-    async def ask(self, kind: str, named: str = "a", client: str = "", /, **payload: Any) -> dict[str, Any]:
-        asking: Any = SimpleNamespace(client=Client(client), known=None)
+    async def ask(self, kind, named="a", client="", /, **payload):
+        asking = SimpleNamespace(client=Client(client), known=None)
         answer = await self.hints.take(message(kind, payload, named), asking)
         (one,) = answer.actions
         return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
 
-    async def _judge(self, exchange: Any, completion: Any, prompt: Any, *, name: bool) -> tuple[None, NamedPrompt]:
+    async def _judge(self, exchange, completion, prompt, *, name):
         return None, await self.named(completion.token_ids(), completion.cache_salt())
 
-    async def named(self, tokens: Sequence[int], salt: str | None = None) -> NamedPrompt:
+    async def named(self, tokens, salt=None):
         """A prompt with its names, looked up as that of a request is."""
         return await self.direct.look_up(tokens, salt, "r")
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name, **labels):
         return self.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
 
 
@@ -306,7 +301,7 @@ async def test_a_completion_may_bring_as_much_as_a_message_of_its_own():
 
 
 @asynccontextmanager
-async def pinning(decode: int = 1, pool: Pool = POOL, **config: Any) -> AsyncIterator[Cluster]:
+async def pinning(decode=1, pool=POOL, **config):
     """A cluster whose pool has room for 1000 pinned chunks."""
     async with cluster(1, decode, direct=rule(Renewing(), pool=pool), **config) as c:
         c.proxy._hints._pool_bytes = lambda view: 4000 * NAMESPACE.chunk_bytes + 1

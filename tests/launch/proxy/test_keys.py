@@ -1,13 +1,10 @@
 """Keys of clients and of those who watch, the proxy's certificate, and files of them that change."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
 import ssl
 import threading
-from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
@@ -42,12 +39,12 @@ Certificates = dict[str, tuple[str, str]]
 class KeysFile:
     """A file of clients' keys, and those in force."""
 
-    def __init__(self, folder: Path, text: str = f"alice {KEY}") -> None:
+    def __init__(self, folder, text=f"alice {KEY}"):
         self.path, self.files = folder / "keys", WatchedFiles()
         self.path.write_text(text)
         self.keys = Keys(ProxyConfig(api_keys_file=str(self.path)), self.files)
 
-    def client(self, key: str) -> str:
+    def client(self, key):
         return self.keys.client(f"Bearer {key}").name
 
 
@@ -106,18 +103,18 @@ def test_a_proxy_that_lets_everybody_in_is_given_no_key_of_the_nodes():
 # --- files that change -----------------------------------------------------------------------------------------------
 
 
-def rewrite(file: Path, text: str) -> None:
+def rewrite(file, text):
     file.write_text(text)
 
 
-def rewrite_with_equal_size_and_times(file: Path, text: str) -> None:
+def rewrite_with_equal_size_and_times(file, text):
     before = file.stat()
     assert len(text) == before.st_size
     file.write_text(text)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def swap_a_link(file: Path, text: str) -> None:
+def swap_a_link(file, text):
     """As secrets are mounted."""
     (file.parent / "two").write_text(text)
     (file.parent / "next").symlink_to("two")
@@ -192,7 +189,7 @@ async def test_a_running_proxy_notices_new_keys_and_sends_nodes_theirs(tmp_path)
 
 def test_a_file_that_hangs_when_it_is_looked_at_does_not_keep_the_proxy_from_ending(tmp_path):
     (keys := tmp_path / "keys").write_text(f"alice {KEY}")
-    held: list[int] = []
+    held = []
 
     def looks():
         with suppress(OSError):  # until it opens the file
@@ -212,7 +209,7 @@ def test_a_file_that_hangs_when_it_is_looked_at_does_not_keep_the_proxy_from_end
 
 
 @asynccontextmanager
-async def listening(certificates: Certificates, folder: Path) -> AsyncIterator[tuple[str, WatchedFiles]]:
+async def listening(certificates, folder):
     """The URL of a proxy with the server's certificate, in the files `cert.pem` and `key.pem` of a folder."""
     give(certificates, folder, "server")
     settings = ServerTlsConfig(cert_file=str(folder / "cert.pem"), key_file=str(folder / "key.pem"))
@@ -227,7 +224,7 @@ async def listening(certificates: Certificates, folder: Path) -> AsyncIterator[t
             await proxy.close()
 
 
-def give(certificates: Certificates, folder: Path, name: str, *, key: bool = True) -> None:
+def give(certificates, folder, name, *, key=True):
     """Writes the certificate of that name into the folder, and its key."""
     for file, source in zip(("cert.pem", "key.pem")[: 2 if key else 1], certificates[name], strict=False):
         (folder / file).write_text(Path(source).read_text())

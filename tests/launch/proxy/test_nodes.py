@@ -1,7 +1,5 @@
 """Which nodes are asked: by policy, by health; and the end of the proxy itself."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -17,7 +15,6 @@ from launch.discovery import View
 from launch.proxy import nodes
 from tests.support.proxy import (
     EVENTS,
-    Behaviour,
     Node,
     answers,
     begin,
@@ -35,7 +32,7 @@ from tests.support.proxy import (
 )
 
 
-def pauses(go: asyncio.Event) -> Behaviour:
+def pauses(go):
     """Streams one event, and another one when told to."""
 
     async def behaviour(request):

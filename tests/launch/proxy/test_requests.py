@@ -3,8 +3,6 @@
 `tests/golden/test_proxy_answers.py` has what clients get in each case, and `test_proxy_ways.py` which nodes are asked if some fail.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io
@@ -14,7 +12,6 @@ import re
 import resource
 import socket
 import time
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -433,7 +430,7 @@ async def test_a_request_id_that_is_missing_or_strange_is_replaced():
 # --- what it remembers -----------------------------------------------------------------------------------------------------
 
 
-def told(report: RequestReport) -> dict[str, Any]:
+def told(report):
     return {"pd_cache": {"report": msgspec.to_builtins(report), "prefill": None}}
 
 

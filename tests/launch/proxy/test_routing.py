@@ -1,7 +1,5 @@
 """Which node is next, and whose fault a failure is: the pure parts of routing, under any history of nodes and requests."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 from unittest.mock import patch
@@ -16,7 +14,7 @@ from launch.proxy import routing
 from launch.proxy.direct import DirectRule
 from launch.proxy.nodes import NodePools
 from launch.proxy.prefixes import PrefixIndex, RoutedPrompt, read_prompt
-from launch.proxy.routing import Attempts, Hop, NodeBreaker, NodePool, Policy, Reason, RetryBudget, Target, Trial
+from launch.proxy.routing import Attempts, NodeBreaker, NodePool, RetryBudget, Target, Trial
 from pd_cache.cluster import About, NodeRecord, ProxyConfig
 from tests.support.proxy import InOrder
 
@@ -24,9 +22,7 @@ TIMES = st.integers(0, 24).map(lambda eighths: eighths / 8)
 """Seconds between events, such that their sums are exact."""
 
 
-def pool_of(
-    *urls: str, hop: Hop = "prefill", policy: Policy = "round_robin", failures: int = 5, rng: Random | None = None
-) -> NodePool:
+def pool_of(*urls, hop="prefill", policy="round_robin", failures=5, rng=None):
     with patch.object(routing, "BREAKER_FAILURES", failures):
         pool = NodePool(hop, policy, rng=rng)
     pool.update(Target(url) for url in urls)
@@ -36,7 +32,7 @@ def pool_of(
 # --- any history -----------------------------------------------------------------------------------------------------
 
 NODES = "abcd"
-MODES: dict[str, Reason | None] = {
+MODES = {
     "answers": None, "fails": "error", "dies": "disconnected", "answers nonsense": "garbage", "hangs": "timeout", "is full": "busy",
     "is gone": "unreachable",
 }  # fmt: skip
@@ -48,7 +44,7 @@ SENT = ("error", "disconnected", "garbage", "timeout")
 class Routing(RuleBasedStateMachine):
     """Nodes answer, die, hang, leave and come back, while some clients send requests that every node fails."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.now = 0.0
         self.pool = pool_of(*NODES, policy="prefix_aware", failures=2, rng=InOrder())
@@ -57,25 +53,25 @@ class Routing(RuleBasedStateMachine):
         self.always_well = set(NODES)
 
     @rule(node=st.sampled_from(NODES), mode=st.sampled_from(list(MODES)))
-    def change(self, node: str, mode: str) -> None:
+    def change(self, node, mode):
         self.modes[node] = mode
         if mode not in ("answers", "is full"):
             self.always_well.discard(node)
 
     @rule(passed=TIMES)
-    def wait(self, passed: float) -> None:
+    def wait(self, passed):
         self.now += passed
 
     @rule(node=st.sampled_from(NODES))
-    def check(self, node: str) -> None:
+    def check(self, node):
         self.pool.checked(node, alive=MODES[self.modes[node]] not in AT_FAULT)
 
     @rule(left=st.sets(st.sampled_from(NODES), max_size=3))
-    def leave(self, left: set[str]) -> None:
+    def leave(self, left):
         self.pool.update(Target(node) for node in NODES if node not in left)
 
     @rule(poison=st.sampled_from([None, None, *SENT[:3]]), block=st.integers(0, 3))
-    def request(self, poison: Reason | None, block: int) -> None:
+    def request(self, poison, block):
         well = {node for node, up in self.pool.health(self.now).items() if up}
         prompt = RoutedPrompt(100, [block])
         attempts = Attempts(self.pool, Trial(self.budget), prompt)
@@ -97,12 +93,12 @@ class Routing(RuleBasedStateMachine):
             assert answered or well <= failed.keys()
 
     @invariant()
-    def no_node_is_blamed_for_a_bad_request(self) -> None:
+    def no_node_is_blamed_for_a_bad_request(self):
         health = self.pool.health(self.now)
         assert all(health.get(node, True) for node in self.always_well)
 
     @invariant()
-    def all_work_is_given_back(self) -> None:
+    def all_work_is_given_back(self):
         assert set(self.pool.loads().values()) <= {0.0}
 
 
@@ -113,7 +109,7 @@ TestRouting.settings = settings(stateful_step_count=40)
 # --- whose fault a failure is ----------------------------------------------------------------------------------------
 
 
-def request_of(pool: NodePool, fails: dict[str, Reason], budget: RetryBudget | None = None) -> str:
+def request_of(pool, fails, budget=None):
     """The node that answered a request that some nodes fail; empty if none did."""
     attempts = Attempts(pool, Trial(budget or RetryBudget(1000)))
     while (node := attempts.next(0.0)) is not None:
@@ -124,7 +120,7 @@ def request_of(pool: NodePool, fails: dict[str, Reason], budget: RetryBudget | N
     return ""
 
 
-def decode_nodes(*urls: str, failures: int = 5) -> NodePool:
+def decode_nodes(*urls, failures=5):
     return pool_of(*urls, hop="decode", failures=failures, rng=InOrder())
 
 
@@ -217,7 +213,7 @@ def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_
 # --- prompts and prefixes --------------------------------------------------------------------------------------------
 
 
-def ids(*counts: int, first: int = 10_000) -> bytes:
+def ids(*counts, first=10000):
     """The JSON of a prompt: so many token ids from each of several ranges."""
     return json.dumps(
         [first + 1000 * part + n % 1000 for part, count in enumerate(counts) for n in range(count)]

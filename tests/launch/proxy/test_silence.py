@@ -1,7 +1,5 @@
 """Nodes whose host falls silent under a request: no reset, no end of the stream, nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,20 +1,14 @@
 """Prompts that a decode node loads while a prefill node computes them: which, at which node, and until when."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
-from contextlib import AbstractAsyncContextManager
-from typing import Any
 
 import pytest
 
 from launch.proxy.direct import DirectRule
 from tests.support.proxy import (
     PARAMS,
-    Cluster,
-    Node,
     answers,
     cluster,
     decodes,
@@ -31,11 +25,11 @@ BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "stream": True}
 STREAM = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": 0, "namespace": "", "prefill": None, "stream": True}}
 
 
-def streaming(decode: int = 1, tokens: int | None = 50, streams: bool = True) -> AbstractAsyncContextManager[Cluster]:
+def streaming(decode=1, tokens=50, streams=True):
     return cluster(1, decode, streams=streams, direct=DirectRule(0, stream_tokens=tokens))
 
 
-def params_of(node: Node) -> list[Any]:
+def params_of(node):
     return [body.get("kv_transfer_params") for body in node.bodies]
 
 
@@ -108,11 +102,11 @@ async def test_a_stream_that_fails_or_is_answered_counts_for_nothing(fails):
         assert running.metric("hop_failures_total", hop="decode", reason="error") == 0
 
 
-def gone(running: Cluster, asking: asyncio.Task[Any]) -> None:
+def gone(running, asking):
     asking.cancel()
 
 
-def late(running: Cluster, asking: asyncio.Task[Any]) -> None:
+def late(running, asking):
     for task in list(running.proxy.requests.running):
         task.cancel()
 

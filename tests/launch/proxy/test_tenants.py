@@ -1,10 +1,6 @@
 """Tenants: in whose name a request is, what keeps their hits apart, and what bounds them."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,12 +21,12 @@ CHUNK = NAMESPACE.chunk_bytes
 FILE = f"tenants: {{a: {{pins: {2 * CHUNK}, max_requests: 1}}, b: {{}}}}"
 
 
-def files(folder: Path, text: str = FILE) -> dict[str, str]:
+def files(folder, text=FILE):
     keys = f"ann {OF_A} a\nben {OF_B} b\npat {PLAIN}\ngate {GATE} @X-Tenant\n"
     return files_of(folder, api_keys=keys, tenants=text)
 
 
-def body(**fields: Any) -> dict[str, Any]:
+def body(**fields):
     return {"model": "tiny", "prompt": IDS, "max_tokens": 5, **fields}
 
 

@@ -1,9 +1,5 @@
 """What a peer hands over is checked at the edge."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from pd_cache.adapters.options import AdapterOptions, LMCacheOptions, read_options, settings_of
@@ -11,7 +7,7 @@ from pd_cache.config import LocalTier, MooncakeTier
 from pd_cache.errors import ConfigError
 
 
-def read(**given: Any) -> LMCacheOptions:
+def read(**given):
     return read_options(given, LMCacheOptions, "adapter_params")
 
 

@@ -1,18 +1,14 @@
 """Jobs on rows of a memory, and versions of names: what the adapters of vLLM's tiering and SGLang stand on."""
 
-from __future__ import annotations
-
 import threading
 import uuid
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
-from pd_cache.adapters.tasks import RowJobs, RowResult
+from pd_cache.adapters.tasks import RowJobs
 from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.config import CacheConfig, LocalTier, NodeSettings
-from pd_cache.objects.cache import Deadline, ObjectCache
+from pd_cache.objects.cache import ObjectCache
 from tests.support.waiting import wait_for
 from transfer.settings import ByteSize
 
@@ -22,21 +18,21 @@ ROW = 100
 class Names:
     """Values by name in this process, and a gate that transfers wait for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.label = ""
-        self.values: dict[bytes, bytes] = {}
-        self.labels: list[str | None] = []
+        self.values = {}
+        self.labels = []
         self.open = threading.Event()
         self.open.set()
         self.under_way = threading.Semaphore(0)
 
-    def put(self, names: Sequence[bytes], values: Any, *, label: str | None, timeout: Deadline) -> list[bool]:
+    def put(self, names, values, *, label, timeout):
         self._wait(timeout)
         self.labels.append(label)
         self.values.update(zip(names, map(bytes, values), strict=True))
         return [True] * len(names)
 
-    def read_into(self, names: Sequence[bytes], buffers: Any, *, timeout: Deadline) -> list[str]:
+    def read_into(self, names, buffers, *, timeout):
         self._wait(timeout)
         if b"bad" in names:
             raise RuntimeError("what nobody foresaw")
@@ -45,20 +41,20 @@ class Names:
                 buffer[:] = self.values[name]
         return ["" if name in self.values else "missing" for name in names]
 
-    def _wait(self, timeout: Deadline) -> None:
+    def _wait(self, timeout):
         assert not timeout.passed
         self.under_way.release()
         assert self.open.wait(60)
 
 
 class Jobs:
-    def __init__(self) -> None:
+    def __init__(self):
         self.names, self.memory = Names(), bytearray(8 * ROW)
         memory, names = memoryview(self.memory), self.names
         self.its = RowJobs(names, memory, ROW, seconds=60, most_waiting=4, threads=1)  # type: ignore[arg-type]
 
-    def ended(self, count: int) -> list[RowResult]:
-        results: list[RowResult] = []
+    def ended(self, count):
+        results = []
         wait_for(lambda: results.extend(self.its.finished()) or len(results) >= count, what="the end of jobs")
         return sorted(results)
 

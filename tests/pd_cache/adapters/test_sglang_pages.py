@@ -1,9 +1,6 @@
 """What two SGLang engines must have in common to share pages, and where a page lies in a host pool."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from pd_cache.objects.values import memory_of
 SERVER = {"model_path": "org/llama", "revision": "main", "kv_cache_dtype": "fp8_e4m3", "quantization": None}
 
 
-def named(server: dict[str, Any] | None = None, **changes: Any) -> str:
+def named(server=None, **changes):
     given = {"revision": "1", "salts": ("", ""), **changes}
     return namespace_of(SimpleNamespace(model_name="org/llama"), SERVER if server is None else server, **given)
 
@@ -67,11 +64,11 @@ class Host:
 
     layout, page_size, size = "page_first", 2, 8
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kv_buffer = [torch.arange(80, dtype=torch.uint8).reshape(8, 10), torch.arange(80, dtype=torch.uint8)]
         self.off = 0
 
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+    def get_page_buffer_meta(self, indices):
         places = [int(index) * 10 + self.off for index in indices[::2]]
         return [buffer.data_ptr() + place for place in places for buffer in self.kv_buffer], [20] * 2 * len(places)
 

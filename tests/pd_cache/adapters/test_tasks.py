@@ -1,7 +1,5 @@
 """Tasks of a peer: every one ends, is announced, and is reported once."""
 
-from __future__ import annotations
-
 import os
 import select
 import threading
@@ -14,19 +12,19 @@ from tests.support.waiting import wait_for
 
 @pytest.fixture
 def lane():
-    lane: TaskLane[str] = TaskLane("a-lane", 1)
+    lane = TaskLane("a-lane", 1)
     yield lane
     assert lane.close(60)
     assert lane.close(60)
 
 
-def results(lane: TaskLane[str], count: int) -> dict[int, str]:
-    found: dict[int, str] = {}
+def results(lane, count):
+    found = {}
     wait_for(lambda: found.update(lane.take_all()) or len(found) == count, what="every task has a result")
     return found
 
 
-def is_announced(lane: TaskLane[str]) -> bool:
+def is_announced(lane):
     return bool(select.select([lane.event], [], [], 60)[0])
 
 

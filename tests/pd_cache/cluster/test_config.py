@@ -1,11 +1,8 @@
 """The cluster's file: every mistake is one message with file, line, key path, value and what is allowed."""
 
-from __future__ import annotations
-
 import random
 import re
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -38,11 +35,11 @@ nodes:
 CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
 
 
-def load(text: str) -> ClusterConfig:
+def load(text):
     return parse_config(text, "c.yaml")[0]
 
 
-def refused(text: str, message: str) -> None:
+def refused(text, message):
     with pytest.raises(ConfigError) as caught:
         load(text)
     assert message in str(caught.value)
@@ -93,7 +90,7 @@ def test_the_files_that_ship_are_good(file):
     assert load_config(file).nodes
 
 
-def keys_of(kind: object) -> Iterator[str]:
+def keys_of(kind):
     """Every key that the schema knows."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = typing.get_type_hints(kind, include_extras=True)

@@ -1,7 +1,5 @@
 """Whether a machine can carry its nodes: what `config check`, `launch`, `up` and `doctor` all ask."""
 
-from __future__ import annotations
-
 import resource
 import socket
 import sys
@@ -37,16 +35,16 @@ ENGINE = ReferenceEngineConfig(model=ModelConfig(name="m", random=RandomModel())
 ELSEWHERE = "192.0.2.1"  # reserved for documentation: never an address of this machine
 
 
-def cluster(*nodes: object, **sections: object) -> ClusterConfig:
+def cluster(*nodes, **sections):
     return ClusterConfig(nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections)  # type: ignore[arg-type]
 
 
-def messages(config: ClusterConfig, root: Path = Path("/")) -> list[str]:
+def messages(config, root=Path("/")):
     source = Source(Path("c.yaml"), msgspec.to_builtins(config, enc_hook=str), {})
     return [str(source.error(problem)) for problem in machine.machine_problems(config, local_nodes(config), root)]
 
 
-def write(root: Path, path: str, text: str) -> None:
+def write(root, path, text):
     file = root / path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text + "\n")
@@ -109,7 +107,7 @@ def test_files_of_keys_and_certificates_that_are_not_here_are_named(tmp_path):
     assert messages(elsewhere) == [], "they are needed where the nodes are"
 
 
-def vllm(*nodes: object, model: Path | str = "m", **engine: object) -> ClusterConfig:
+def vllm(*nodes, model="m", **engine):
     given = {"executable": sys.executable, "model": str(model), **engine}
     master = MasterNode(name="master", port=0, metrics_port=0)
     return ClusterConfig(nodes=(master, *nodes), engine=VllmEngineConfig(**given))  # type: ignore[arg-type]

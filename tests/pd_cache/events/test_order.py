@@ -1,7 +1,5 @@
 """KV events: their form, and the order in which they are believed."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -13,34 +11,33 @@ from pd_cache.events import (
     EventBatch,
     Forget,
     RemovedEvent,
-    Step,
     StoredEvent,
     read_batch,
 )
 from pd_cache.events.subscriber import StreamOrder
 
 
-def batch(ts: float, *hashes: int) -> EventBatch:
+def batch(ts, *hashes):
     return EventBatch(ts, [StoredEvent(list(hashes))])
 
 
-def numbers(steps: list[Step]) -> list[float | str]:
+def numbers(steps):
     return ["forget" if isinstance(step, Forget) else step.ts for step in steps]
 
 
 class Publisher:
     """Numbers batches, and keeps the last few."""
 
-    def __init__(self, keeps: int) -> None:
-        self.sent: list[EventBatch] = []
+    def __init__(self, keeps):
+        self.sent = []
         self._keeps = keeps
 
-    def publish(self) -> tuple[int, EventBatch]:
+    def publish(self):
         number = len(self.sent)
         self.sent.append(batch(number, number))
         return number, self.sent[-1]
 
-    def heal(self, order: StreamOrder, lacks: range = range(0)) -> list[Step]:
+    def heal(self, order, lacks=range(0)):
         """Answers a replay, but for some of its batches; without the last one, there is no end."""
         kept = [(number, one) for number, one in enumerate(self.sent) if number >= len(self.sent) - self._keeps]
         answers = [one for one in kept if one[0] >= order.ask_from]
@@ -57,7 +54,7 @@ def test_a_batch_reads_as_it_was_written():
 
 
 def test_an_event_that_cannot_be_read_is_skipped_unless_it_may_say_that_blocks_are_gone():
-    unknown: dict[str, object] = {
+    unknown = {
         "type": "BlockStored",
         "block_hashes": [],
         "token_ids": [],
@@ -123,7 +120,7 @@ def test_what_waits_for_a_replay_is_bounded():
 def test_after_any_history_a_healed_subscriber_knows_what_the_publisher_has_said(keeps, actions):
     """The model: everything since the last `Forget.ALL` is a run of consecutive batches, up to the last one."""
     publisher, order = Publisher(keeps), StreamOrder()
-    known: list[float | str] = []
+    known = []
 
     def apply(steps):
         for one in numbers(steps):

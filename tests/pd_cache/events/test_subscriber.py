@@ -1,11 +1,7 @@
 """KV events over real sockets: what a subscriber knows after whatever happened to it or to the publisher."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,7 +12,6 @@ from pd_cache.events import (
     EventSubscriber,
     Forget,
     RemovedEvent,
-    Step,
     StoredEvent,
 )
 from pd_cache.events import subscriber as subscriber_module
@@ -24,7 +19,7 @@ from tests.support.events import EventPublisher
 from tests.support.waiting import wait_for
 
 
-def endpoints_in(folder: Path, name: str = "") -> EventEndpoints:
+def endpoints_in(folder, name=""):
     return EventEndpoints(f"ipc://{folder}/{name}stream", f"ipc://{folder}/{name}replay")
 
 
@@ -41,11 +36,11 @@ def quick(monkeypatch):
 class Contents:
     """What a receiver makes of events."""
 
-    def __init__(self) -> None:
-        self.blocks: set[int] = set()
+    def __init__(self):
+        self.blocks = set()
         self.forgotten = 0
 
-    def apply(self, steps: Sequence[Step]) -> None:
+    def apply(self, steps):
         for step in steps:
             for event in [ClearedEvent()] if isinstance(step, Forget) else step.events:
                 if isinstance(event, StoredEvent):
@@ -56,7 +51,7 @@ class Contents:
                     self.blocks = set()
             self.forgotten += isinstance(step, Forget)
 
-    def wait_for(self, *blocks: int) -> None:
+    def wait_for(self, *blocks):
         wait_for(lambda: self.blocks == set(blocks), what=f"it knows {blocks}")
 
 

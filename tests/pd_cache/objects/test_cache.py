@@ -1,7 +1,5 @@
 """ObjectCache by itself: sizes, tensors, parts, tiers. What all adapters do alike is in tests/contracts/test_adapters.py."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -55,7 +53,7 @@ def make(pool):
     yield from made(make_one, ObjectCache.close)
 
 
-def some(count: int) -> bytes:
+def some(count):
     return random.Random(count).randbytes(count)
 
 
@@ -337,12 +335,12 @@ def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(make, na
     class Slow:
         available = True
 
-        def get_many(self, names: list[str], timeout: Deadline) -> list[ObjectOutcome]:
+        def get_many(self, names, timeout):
             busy.set()
             go.wait(60)
             return cache.get_many(names, timeout=timeout)
 
-        def close(self) -> None:
+        def close(self):
             cache.close()
 
     async def use():

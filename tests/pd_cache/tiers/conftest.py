@@ -1,7 +1,5 @@
 """Disk tiers, file systems of their own for them, and errors and delays of a disk on demand."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading
@@ -19,7 +17,7 @@ from tests.support.waiting import wait_for
 @pytest.fixture
 def open_disk(tmp_path):
     """Opens disk tiers over one path, for 8 objects if not told otherwise."""
-    subjects: list[Subject] = []
+    subjects = []
 
     def make(path=tmp_path / "cache", objects=8, *, wait=True, **options):
         metrics = CacheMetrics()
@@ -40,13 +38,13 @@ def open_disk(tmp_path):
 class Faults:
     """What a folder's operations do, by name: `errors` are raised, and while `go_on` is not set, every operation hangs."""
 
-    def __init__(self) -> None:
-        self.errors: dict[str, Exception] = {}
+    def __init__(self):
+        self.errors = {}
         self.go_on = threading.Event()
         self.go_on.set()
-        self.begun: list[str] = []
+        self.begun = []
 
-    def fail(self, number: int, *operations: str) -> None:
+    def fail(self, number, *operations):
         """Has operations fail with this number, or all succeed if none is given."""
         self.errors = dict.fromkeys(operations, OSError(number, os.strerror(number)))
 

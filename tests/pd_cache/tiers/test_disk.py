@@ -1,21 +1,17 @@
 """The disk tier: what survives a restart, what a full, failing or hanging disk does, and that it comes back."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os
 import shutil
 import subprocess
 import threading
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from pd_cache.tiers.base import PutOutcome
 from pd_cache.tiers.disk import ObjectFolder, digest_of
-from tests.support.backends import TIMEOUTS, Subject
+from tests.support.backends import TIMEOUTS
 from tests.support.disks import OBJECT, disk_of, file_of, files, value
 from tests.support.waiting import beside, together, wait_for
 from transfer.errors import Status
@@ -24,29 +20,29 @@ KEYS = [f"k{n}" for n in range(8)]
 IMPATIENT = msgspec.structs.replace(TIMEOUTS, put_ms=300, get_ms=300)
 
 
-def all_values() -> dict[str, bytes]:
+def all_values():
     return {key: value(key) for key in KEYS}
 
 
-def expected(**otherwise: str) -> list[bytes | str]:
+def expected(**otherwise):
     return [otherwise.get(key, value(key)) for key in KEYS]
 
 
-def put_one(subject: Subject, key: str, timeout: float | None = None) -> PutOutcome:
+def put_one(subject, key, timeout=None):
     staged = subject.backend.stage(timeout=60)
     assert staged is not None
     staged.payload[:] = value(key)
     return subject.backend.batched_put([key], [staged], timeout=timeout)
 
 
-def put_with_ages(subject: Subject, count: int) -> None:
+def put_with_ages(subject, count):
     """Puts objects whose files are as old as their order says."""
     for n in range(count):
         subject.put({f"k{n}": value(f"k{n}")})
         os.utime(file_of(subject, f"k{n}"), ns=(n, n))
 
 
-def temporaries(subject: Subject) -> list[Path]:
+def temporaries(subject):
     return list((disk_of(subject).folder.root / "tmp").iterdir())
 
 
@@ -200,7 +196,7 @@ def test_close_flushes_the_writes_that_were_accepted(open_disk):
 # --- a file system without room --------------------------------------------------------------------------------------
 
 
-def leave_room_for(objects: int, folder: Path) -> Path:
+def leave_room_for(objects, folder):
     """Fills a file system up to so many objects, and half a one, with a file of somebody else."""
     status = os.statvfs(folder)
     ballast = folder / "somebody-elses"
@@ -408,7 +404,7 @@ def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_
         fetched.release()
     faults.go_on.clear()
     memory = subject.backend.memory
-    outcomes: list[list[bytes | str]] = []
+    outcomes = []
     with beside(*[lambda: outcomes.append(subject.get(KEYS))] * 6):
         wait_for(lambda: memory.pool.in_use == 6, what="a quarter taken")
         other = memory.stage(1.0)

@@ -1,12 +1,9 @@
 """A disk tier beside a dictionary, while things turn up in its folder, files get lost, and it is opened again and again."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -19,7 +16,7 @@ from tests.support.backends import Subject, make_disk, make_memory
 from tests.support.disks import OBJECT, PAYLOAD, disk_of, file_of, value
 from transfer.errors import Status
 
-ODDITIES: dict[str, Callable[[Path], object]] = {
+ODDITIES = {
     "nothing": lambda path: None,
     "an empty file": Path.touch,
     "zeros": lambda path: path.write_bytes(bytes(102_400)),
@@ -34,31 +31,31 @@ class DiskModel(RuleBasedStateMachine):
     """`spoiled` are keys of the model whose file was replaced and not read since."""
 
     @initialize(direct=st.booleans())
-    def start(self, direct: bool) -> None:
+    def start(self, direct):
         self.path = Path(tempfile.mkdtemp())
         self.direct = direct
-        self.model: set[str] = set()
-        self.spoiled: set[str] = set()
+        self.model = set()
+        self.spoiled = set()
         self.open()
 
-    def open(self) -> None:
+    def open(self):
         metrics = CacheMetrics()
         disk = make_disk(make_memory(PAYLOAD, 24), self.path, 16, metrics=metrics, direct=self.direct)
         disk.wait_available(10)
         self.subject = Subject(disk, {"disk": disk}, metrics)
 
     @rule()
-    def open_again(self) -> None:
+    def open_again(self):
         self.subject.backend.close()
         self.open()
 
     @rule(keys=some_keys)
-    def put(self, keys: list[str]) -> None:
+    def put(self, keys):
         assert self.subject.put({key: value(key) for key in keys}) == [Status.OK] * len(keys)
         self.model.update(keys)
 
     @rule(keys=some_keys)
-    def get(self, keys: list[str]) -> None:
+    def get(self, keys):
         for key, outcome in zip(keys, self.subject.get(keys), strict=True):
             if key in self.spoiled and outcome in REASONS:
                 self.model.discard(key)
@@ -67,14 +64,14 @@ class DiskModel(RuleBasedStateMachine):
                 assert outcome == (value(key) if key in self.model else "missing")
 
     @rule(keys=some_keys)
-    def remove(self, keys: list[str]) -> None:
+    def remove(self, keys):
         for key, status in zip(keys, self.subject.backend.batched_remove(keys), strict=True):
             assert key in self.spoiled or (status is Status.OK) == (key in self.model)
             self.model.discard(key)
             self.spoiled.discard(key)
 
     @rule(key=st.sampled_from(KEYS), oddity=st.sampled_from(sorted(ODDITIES)))
-    def spoil(self, key: str, oddity: str) -> None:
+    def spoil(self, key, oddity):
         if key in self.model and key not in self.spoiled:
             path = file_of(self.subject, key)
             path.unlink()
@@ -82,13 +79,13 @@ class DiskModel(RuleBasedStateMachine):
             self.spoiled.add(key)
 
     @rule(name=st.sampled_from(["tmp/1", "tmp/ff", "zz", "note-1", "readme", "stray-1", "00/\udcff", "00/x-1"]))
-    def litter(self, name: str) -> None:
+    def litter(self, name):
         path = disk_of(self.subject).folder.root / name
         if path.parent.is_dir() and not os.path.lexists(path):
             path.write_text("not ours")
 
     @invariant()
-    def well(self) -> None:
+    def well(self):
         if not hasattr(self, "subject"):
             return
         self.subject.check_integrity()
@@ -102,7 +99,7 @@ class DiskModel(RuleBasedStateMachine):
         for key, there in zip(KEYS, held, strict=True):
             assert key in self.spoiled or there == (key in self.model)
 
-    def teardown(self) -> None:
+    def teardown(self):
         if hasattr(self, "subject"):
             self.subject.backend.close()
             ours = [path for path in self.path.glob("*/0/??/*") if stat.S_ISREG(path.lstat().st_mode)]

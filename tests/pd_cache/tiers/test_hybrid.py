@@ -1,17 +1,13 @@
 """Several tiers as one: who is asked, what is promoted, who is waited for; and the engine over such tiers."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading
 import uuid
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings, StorageTier
+from pd_cache.config import CacheConfig, DiskTier, LocalTier, MooncakeTier, NodeSettings
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import TierChunks
 from pd_cache.tiers import open_backend
@@ -20,9 +16,8 @@ from pd_cache.tiers.hybrid import HybridBackend, Tier
 from pd_cache.tiers.local import LocalBackend
 from pd_cache.tiers.mooncake import MooncakeBackend
 from tests.support.backends import Subject, count, make_disk, make_local, make_memory, making
-from tests.support.engines import CHUNK, Host, host, random_slots
+from tests.support.engines import CHUNK, host, random_slots
 from tests.support.kv import holds_token
-from tests.support.pool import Pool
 from tests.support.waiting import together, wait_for
 from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
@@ -30,7 +25,7 @@ from transfer.settings import ByteSize, TransferSettings
 PAYLOAD = 5000
 
 
-def value(n: object) -> bytes:
+def value(n):
     return random.Random(str(n)).randbytes(PAYLOAD)
 
 
@@ -40,17 +35,17 @@ def make(tmp_path):
         yield lambda **options: make_one("hybrid(local+disk)", **options)
 
 
-def holds(subject: Subject, tier: str, key: str) -> bool:
+def holds(subject, tier, key):
     return subject.bases[tier].batched_contains([key]) == [Status.OK]
 
 
-def switch_off_disk(subject: Subject) -> None:
+def switch_off_disk(subject):
     disk = subject.bases["disk"]
     assert isinstance(disk, LocalDiskBackend)
     disk.state = Status.TIER_OFF  # the keeper does not hear of it
 
 
-def only_on_disk(subject: Subject, *keys: str) -> None:
+def only_on_disk(subject, *keys):
     subject.put({key: value(key) for key in keys})
     assert subject.bases["local"].batched_remove(list(keys)) == [Status.OK] * len(keys)
 
@@ -102,12 +97,12 @@ def test_a_promotion_makes_room_but_never_from_what_is_being_read(make):
 class Asked:
     """What a backend was asked, by method."""
 
-    def __init__(self, backend: Any, monkeypatch: pytest.MonkeyPatch, *methods: str) -> None:
-        self.calls: list[tuple[str, list[str]]] = []
+    def __init__(self, backend, monkeypatch, *methods):
+        self.calls = []
         for name in methods:
             monkeypatch.setattr(backend, name, self._spy(name, getattr(backend, name)))
 
-    def _spy(self, name: str, real: Any) -> Any:
+    def _spy(self, name, real):
         def call(keys, *arguments, **options):
             self.calls.append((name, list(keys)))
             return real(keys, *arguments, **options)
@@ -171,12 +166,12 @@ def test_alternating_tiers_and_little_memory_never_wait_for_one_another(make):
         subject.put({key: value(key)})
     subject.bases["local"].batched_remove(keys[1::2])
     expected = [value(key) for key in keys]
-    outcomes: list[Any] = []
+    outcomes = []
     together(*[lambda: outcomes.append(subject.get(keys))] * 4)
     assert outcomes == [expected] * 4
 
 
-def named(calls: list[tuple[str, list[str]]], method: str) -> list[list[str]]:
+def named(calls, method):
     return [keys for name, keys in calls if name == method]
 
 
@@ -205,7 +200,7 @@ def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(mak
 # --- writing behind --------------------------------------------------------------------------------------------------
 
 
-def make_behind(tmp_path: Path, backlog: int) -> Subject:
+def make_behind(tmp_path, backlog):
     """Memory that is waited for, and a disk that is not."""
     metrics, memory = CacheMetrics(), make_memory(PAYLOAD, 40)
     local, disk = make_local(memory, 16, metrics=metrics), make_disk(memory, tmp_path, 16, metrics=metrics)
@@ -258,7 +253,7 @@ def test_a_put_does_not_wait_for_a_tier_that_writes_behind_and_what_exceeds_the_
 # --- composed from the settings --------------------------------------------------------------------------------------
 
 
-def tiered(pool: Pool, tiers: tuple[StorageTier, ...], **options: Any) -> Any:
+def tiered(pool, tiers, **options):
     return host(pool, cache=CacheConfig(chunk_size=CHUNK, tiers=tiers), **options)
 
 
@@ -315,7 +310,7 @@ def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path):
         open_backend(NodeSettings(master="nobody:1", cache=config, transfer=small), PAYLOAD)
 
 
-def loaded(node: Host, tokens: list[int], slots: list[int]) -> bool:
+def loaded(node, tokens, slots):
     return all(holds_token(node.cache, node.layout, tokens[: n + 1], slot) for n, slot in enumerate(slots))
 
 
@@ -351,7 +346,7 @@ def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool, tmp_pa
 # --- the engine over tiers -------------------------------------------------------------------------------------------
 
 
-def levels(metrics: CacheMetrics) -> dict[str, float]:
+def levels(metrics):
     names = ("staging_bytes", "staging_used_bytes", "pool_up")
     values = {name: metrics.registry.get_sample_value(f"pd_cache_{name}") for name in names}
     return {name: value for name, value in values.items() if value is not None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,22 +10,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pd_cache.config import EvictionName
-from pd_cache.tiers.index import S3FIFO, Counting, Entry, EvictingIndex, make_policy
+from pd_cache.tiers.index import S3FIFO, EvictingIndex, make_policy
 from transfer.errors import Status
 
-POLICIES: tuple[EvictionName, ...] = ("lru", "lfu", "s3fifo")
+POLICIES = ("lru", "lfu", "s3fifo")
 
 
-def nobody(key: str) -> bool:
+def nobody(key):
     return False
 
 
-def fill(policy: Counting | S3FIFO, keys: str) -> None:
+def fill(policy, keys):
     for key in keys:
         policy.added(key)
 
 
-def drain(policy: Counting | S3FIFO) -> str:
+def drain(policy):
     return "".join(policy.evict(nobody) for _ in range(len(policy)))
 
 
@@ -87,7 +86,7 @@ def test_s3fifo_gives_the_main_queue_a_second_round_for_each_use():
 def test_a_victim_is_never_pinned_and_everyone_goes_once(name, data):
     capacity = data.draw(st.integers(1, 30))
     policy = make_policy(name, capacity)
-    held: set[str] = set()
+    held = set()
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     for step in range(300):
         if len(held) == capacity or (held and rng.random() < 0.3):
@@ -125,15 +124,15 @@ class IndexModel(RuleBasedStateMachine):
     policy: EvictionName = "lru"
 
     @initialize(capacity=st.integers(0, 6))
-    def start(self, capacity: int) -> None:
-        self.index: EvictingIndex[int] = EvictingIndex(capacity, self.policy)
-        self.model: dict[str, int] = {}
-        self.pins: list[Entry[int]] = []
-        self.reserved: list[str] = []
-        self.dropped: list[int] = []
+    def start(self, capacity):
+        self.index = EvictingIndex(capacity, self.policy)
+        self.model = {}
+        self.pins = []
+        self.reserved = []
+        self.dropped = []
         self.made = 0
 
-    def forget(self, resources: list[int]) -> None:
+    def forget(self, resources):
         for resource in resources:
             (key,) = [key for key, value in self.model.items() if value == resource]
             assert all(pin.resource != resource for pin in self.pins), "a pinned entry was evicted"
@@ -141,7 +140,7 @@ class IndexModel(RuleBasedStateMachine):
         self.dropped += resources
 
     @rule(key=st.sampled_from("abcdefghij"))
-    def reserve(self, key: str) -> None:
+    def reserve(self, key):
         refusal, evicted = self.index.reserve(key)
         assert (refusal is Status.OK) == (key in self.model)
         self.forget(evicted)
@@ -153,7 +152,7 @@ class IndexModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.reserved)
     @rule(fill=st.booleans())
-    def settle(self, fill: bool) -> None:
+    def settle(self, fill):
         key = self.reserved.pop(0)
         if not fill:
             self.index.unreserve()
@@ -163,7 +162,7 @@ class IndexModel(RuleBasedStateMachine):
         self.model.setdefault(key, self.made)
 
     @rule(key=st.sampled_from("abcdefghij"))
-    def pin(self, key: str) -> None:
+    def pin(self, key):
         pin = self.index.pin(key)
         assert (pin.resource if pin else None) == self.model.get(key)
         if pin is not None:
@@ -171,21 +170,21 @@ class IndexModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pins)
     @rule(which=st.integers(0, 100))
-    def unpin(self, which: int) -> None:
+    def unpin(self, which):
         entry = self.pins.pop(which % len(self.pins))
         gone = self.model.get(entry.key) != entry.resource
         assert self.index.unpin(entry) == (gone and all(other is not entry for other in self.pins))
 
     @precondition(lambda self: self.pins)
     @rule(which=st.integers(0, 100))
-    def discard(self, which: int) -> None:
+    def discard(self, which):
         entry = self.pins[which % len(self.pins)]
         self.index.discard(entry)
         if self.model.get(entry.key) == entry.resource:
             del self.model[entry.key]
 
     @rule(key=st.sampled_from("abcdefghij"))
-    def remove(self, key: str) -> None:
+    def remove(self, key):
         removed = self.index.remove(key)
         if isinstance(removed, int):
             assert removed == self.model.pop(key)
@@ -196,12 +195,12 @@ class IndexModel(RuleBasedStateMachine):
             assert any(pin.key == key and pin.resource == self.model[key] for pin in self.pins)
 
     @rule()
-    def clear(self) -> None:
+    def clear(self):
         self.index.clear()
         self.model.clear()
 
     @invariant()
-    def whole(self) -> None:
+    def whole(self):
         if hasattr(self, "index"):
             self.index.check_integrity()
             assert self.index.contains(list("abcdefghij")) == [key in self.model for key in "abcdefghij"]
@@ -212,12 +211,12 @@ class IndexModel(RuleBasedStateMachine):
 def test_the_index_agrees_with_a_dictionary(name):
     from hypothesis.stateful import run_state_machine_as_test
 
-    machine: Any = type("Machine", (IndexModel,), {"policy": name})
+    machine = type("Machine", (IndexModel,), {"policy": name})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
 def test_a_closed_index_takes_nothing_and_leaves_what_is_read_to_its_readers():
-    index: EvictingIndex[str] = EvictingIndex(4, "lru")
+    index = EvictingIndex(4, "lru")
     for key in "ab":
         assert index.reserve(key).refusal is None
         assert index.fill(key, key.upper())

@@ -1,7 +1,5 @@
 """The read-ahead wrapper: bounded, on a thread of its own, and nothing is lost on the way."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -20,12 +18,12 @@ KEYS = [f"k{n}" for n in range(12)]
 class Watched:
     """A local tier whose fetches are noted, and can be held back or fail."""
 
-    def __init__(self, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fetched: list[tuple[str, str]] = []
-        self.timeouts: list[float | None] = []
+    def __init__(self, backend, monkeypatch):
+        self.fetched = []
+        self.timeouts = []
         self.closed = threading.Event()
         self.gate = threading.Semaphore(1000)
-        self.fail_at: str | None = None
+        self.fail_at = None
         real = backend.batched_fetch
 
         def watched(keys, *, payload_bytes=None, timeout=None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -13,8 +13,8 @@ from pd_cache.cluster import ConnectorConfig
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Found, Loaded, MissReason, RequestReport, StoreOutcome, TierChunks
-from pd_cache.tracing import UNTRACED, Tracing
+from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
+from pd_cache.tracing import UNTRACED
 from pd_cache.versions import WeightsVersion
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapters
@@ -60,52 +60,43 @@ class Request:
     shared_prefix_boundary: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.all_token_ids)
 
     @property
-    def num_tokens(self) -> int:
+    def num_tokens(self):
         return len(self.all_token_ids)
 
 
 class Pool:
     """vLLM's pool of blocks, with a count of references for each."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0, block_hash=None) for number in range(64)]
         self.null_block = self.blocks[0]
         self.num_gpu_blocks = len(self.blocks)
-        self.evicted: set[int] = set()
-        self.freed: list[int] = []
+        self.evicted = set()
+        self.freed = []
 
-    def touch(self, blocks: Any) -> None:
+    def touch(self, blocks):
         for block in blocks:
             block.ref_cnt += 1
 
-    def free_blocks(self, blocks: Any) -> None:
+    def free_blocks(self, blocks):
         for block in blocks:
             assert block.ref_cnt > 0, f"block {block.block_id} was given back twice"
             block.ref_cnt -= 1
             self.freed.append(block.block_id)
 
-    def get_num_free_blocks(self) -> int:
+    def get_num_free_blocks(self):
         return sum(not block.ref_cnt for block in self.blocks)
 
-    def evict_blocks(self, ids: set[int]) -> None:
+    def evict_blocks(self, ids):
         self.evicted |= ids
         for number in ids:
             self.blocks[number].block_hash = None
 
-    def cache_full_blocks(
-        self,
-        *,
-        request: Any,
-        blocks: Any,
-        num_cached_blocks: int,
-        num_full_blocks: int,
-        block_size: int,
-        kv_cache_group_id: int,
-    ) -> None:
+    def cache_full_blocks(self, *, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id):
         assert (block_size, kv_cache_group_id) == (BLOCK, 0)
         assert num_full_blocks * BLOCK <= request.num_tokens
         for block in blocks[num_cached_blocks:num_full_blocks]:
@@ -113,80 +104,80 @@ class Pool:
             block.block_hash = request.request_id
 
     @property
-    def cached(self) -> list[int]:
+    def cached(self):
         """The blocks in vLLM's own prefix cache."""
         return [block.block_id for block in self.blocks if block.block_hash is not None]
 
     @property
-    def used(self) -> set[int]:
+    def used(self):
         return {block.block_id for block in self.blocks if block.ref_cnt}
 
 
 class Manager:
     """vLLM's manager of requests' blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.block_pool = Pool()
         self.enable_caching = True
         self.coordinator = SimpleNamespace(cache_blocks=self._cache_blocks)
-        self.cached_tokens: dict[str, int] = {}
+        self.cached_tokens = {}
         """For each request, how many of its tokens vLLM was told to put into its own cache."""
-        self.put_into_cache: list[str] = []
+        self.put_into_cache = []
         """The requests whose blocks vLLM has put into its own cache, once for each time."""
-        self._of: dict[str, tuple[list[int], ...]] = {}
+        self._of = {}
 
-    def _cache_blocks(self, request: Request, tokens: int) -> None:
+    def _cache_blocks(self, request, tokens):
         self.put_into_cache.append(request.request_id)
         self.cached_tokens[request.request_id] = tokens
 
-    def cache_blocks(self, request: Request, tokens: int) -> None:
+    def cache_blocks(self, request, tokens):
         self.coordinator.cache_blocks(request, tokens)
 
-    def allocate(self, request: Request, *groups: list[int]) -> Any:
+    def allocate(self, request, *groups):
         """Gives a request these blocks, a list for each of vLLM's groups; 0 where vLLM has given one back. Returns them as vLLM does."""
         self._of[request.request_id] = groups
         self.block_pool.touch(self.block_pool.blocks[block] for group in groups for block in group if block)
         return SimpleNamespace(get_block_ids=lambda: groups)
 
-    def free(self, request: Request) -> None:
+    def free(self, request):
         """The request has finished or was preempted."""
         groups = self._of.pop(request.request_id)
         self.block_pool.free_blocks(self.block_pool.blocks[block] for group in groups for block in group if block)
 
-    def get_blocks(self, request_id: str) -> Any:
+    def get_blocks(self, request_id):
         groups = ([self.block_pool.blocks[block] for block in group] for group in self.get_block_ids(request_id))
         return SimpleNamespace(blocks=tuple(groups))
 
-    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+    def get_block_ids(self, request_id):
         return self._of.get(request_id, ([],))
 
 
 class Lookups(LookupClient):
     """A lookup client over a set of names."""
 
-    def __init__(self, metrics: CacheMetrics, database: ChunkedTokenDatabase | None = None) -> None:
+    def __init__(self, metrics, database=None):
         database = database or ChunkedTokenDatabase(METADATA.namespace(CacheConfig(chunk_size=CHUNK)))
-        cache: Any = SimpleNamespace(find=self._answer)
+        cache = SimpleNamespace(find=self._answer)
         super().__init__(database, metrics, cache=cache)
-        self.there: set[bytes] = set()
+        self.there = set()
         self.leading = 0
         """How many chunks are there of the layers that need all of them, if more than can be loaded."""
-        self.asked: list[int] = []
+        self.asked = []
         """Of each lookup, how many chunks were at hand."""
-        self.ended: list[str] = []
-        self.noted: set[bytes] = set()
+        self.ended = []
+        self.noted = set()
         """The chunks that the engine said it has stored."""
-        self.reason: MissReason = "never_stored"
+        self.reason = "never_stored"
         self.here = True
         self.ahead = 0
         """1 if the last of the chunks that are there has no KV of the draft model yet."""
         self.near = TierChunks()
 
     @property
-    def available(self) -> bool:
+    def available(self):
         return self.here
 
-    def _answer(self, names: Any, *, at_hand: int, session: str, timeout: float | None) -> Found:
+    def _answer(self, names, *, at_hand, session, timeout):
         self.asked.append(at_hand)
         if not self.here:
             raise ConnectionError("the server is lost")
@@ -196,13 +187,13 @@ class Lookups(LookupClient):
         found = max(at_hand, found - self.ahead)
         return Found(found, max(found, self.leading), "none" if found == len(names) else self.reason, self.near)
 
-    def stored(self, names: Any) -> None:
+    def stored(self, names):
         self.noted |= set(names)
 
-    def end(self, lookup_id: str) -> None:
+    def end(self, lookup_id):
         self.ended.append(lookup_id)
 
-    def close(self) -> None:
+    def close(self):
         self.here = False
 
 
@@ -211,16 +202,16 @@ class Scene:
 
     def __init__(
         self,
-        *layers: KeptLayers,
-        ranks: int = 1,
-        stores: bool = True,
-        dense: bool = False,
-        drafted_up_to: int | None = None,
-        hash_mode: Literal["tokens", "blocks"] = "tokens",
-        tracing: Tracing = UNTRACED,
-        hashes_media: bool = True,
-        **connector: Any,
-    ) -> None:
+        *layers,
+        ranks=1,
+        stores=True,
+        dense=False,
+        drafted_up_to=None,
+        hash_mode="tokens",
+        tracing=UNTRACED,
+        hashes_media=True,
+        **connector,
+    ):
         """One layer group of full attention, unless `layers` says otherwise. A hand-off is waited for 2 s."""
         layers = layers or (PLAIN,)
         self.clock = Clock(100.0)
@@ -231,7 +222,7 @@ class Scene:
         node = NodeSettings(master="127.0.0.1:1", cache=CacheConfig(chunk_size=CHUNK, hash_mode=hash_mode))
         settings = Settings(node=node, connector=ConnectorConfig(**connector), handoff_wait_s=2.0, shards=0)
         self.adapters = Adapters()
-        self.reports: list[RequestReport] = []
+        self.reports = []
         side = SchedulerSide(
             ChunkPlan(settings, layers, BLOCK, stores, ranks, dense, drafted_up_to, hashes_media),
             self.adapters,
@@ -243,23 +234,22 @@ class Scene:
         )
         self.lookups.ahead = max(one.ahead for one in layers)
         side.open([METADATA_OF_DRAFTER if one.drafts else METADATA for one in layers], self.lookups)
-        self.side: Any = side  # our requests and managers only look like vLLM's
+        self.side = side  # our requests and managers only look like vLLM's
         self.side.bind(self.manager)
 
-    def names(self, request: Request) -> list[bytes]:
+    def names(self, request):
         """Of all of its whole chunks."""
         return self.lookups._database.name_chunks(request.all_token_ids)
 
-    def has(self, request: Request, chunks: int = 99) -> None:
+    def has(self, request, chunks=99):
         """The pool holds the first chunks of this prompt, and nothing else."""
         self.lookups.there = set(self.names(request)[:chunks])
 
-    def ask(self, request: Request, computed: int = 0) -> tuple[int | None, bool]:
+    def ask(self, request, computed=0):
         """vLLM asks what can be loaded. `computed` tokens are in its own cache."""
-        answer: tuple[int | None, bool] = self.side.matched_tokens(request, computed)
-        return answer
+        return self.side.matched_tokens(request, computed)
 
-    def load(self, request: Request, computed: int = 0, *groups: list[int], taken: int | None = None) -> Any:
+    def load(self, request, computed=0, *groups, taken=None):
         """vLLM asks, and allocates blocks for what can be loaded: these, or those from 10 on. Returns what it was answered."""
         external, later = self.ask(request, computed)
         if external:
@@ -267,14 +257,14 @@ class Scene:
             self.side.allocated(request, blocks, external if taken is None else taken)
         return external, later
 
-    def begin(self, request: Request, *groups: list[int]) -> None:
+    def begin(self, request, *groups):
         """vLLM takes in a request for which nothing is loaded, and allocates these blocks, or those from 10 on."""
         self.side.track(request)
         self.manager.allocate(request, *(groups or (blocks_of(request),)))
 
-    def step(self, states: dict[str, list[tuple[int, int, int]]] | None = None, **scheduled: int) -> Any:
+    def step(self, states=None, **scheduled):
         """One step, in which each of these requests has so many tokens computed. vLLM hands over `states` with it."""
-        output: Any = SimpleNamespace(
+        output = SimpleNamespace(
             total_num_scheduled_tokens=sum(scheduled.values()),
             num_scheduled_tokens=dict(scheduled),
             kv_connector_block_state=SimpleNamespace(boundary_state_offloads=states or {}),
@@ -283,26 +273,26 @@ class Scene:
         self.side.plan_stores(step, output)
         return step
 
-    def stored(self, store: Any, *outcomes: StoreOutcome) -> None:
+    def stored(self, store, *outcomes):
         """A rank reports the end of a store; by default all of its chunks are new."""
         told = list(outcomes) or [StoreOutcome.NEW] * len(store.chunks.names)
         self.side.take_report(StepReport({store.job: (1, told)}))
 
-    def loaded(self, loaded: Loaded, request_id: str = "a") -> None:
+    def loaded(self, loaded, request_id="a"):
         """The workers report the end of a load."""
         self.side.take_report(StepReport(loads={request_id: loaded}))
 
-    def finish(self, request: Request) -> Any:
+    def finish(self, request):
         """The request ends. Returns the `kv_transfer_params` of its answer."""
         return self.side.finished(request)
 
-    def troubles(self, op: str, reason: str) -> float:
+    def troubles(self, op, reason):
         return self.metrics.totals().get(("troubles", op, reason), 0)
 
 
-def blocks_of(request: Request, first: int = 10) -> list[int]:
+def blocks_of(request, first=10):
     return list(range(first, first - (-request.num_tokens // BLOCK)))
 
 
-def announced(tokens: int, namespace: str = "", **more: Any) -> dict[str, Any]:
+def announced(tokens, namespace="", **more):
     return {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": tokens, "namespace": namespace, **more}}

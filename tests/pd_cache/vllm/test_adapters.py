@@ -1,16 +1,12 @@
 """Which adapters can be told from others, by real files in real folders."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from pd_cache.vllm.lora import Adapter, Adapters
+from pd_cache.vllm.lora import Adapters
 from tests.pd_cache.vllm.histories import CHUNK, PROMPT, Request, Scene
 from tests.support.waiting import wait_for
 
@@ -21,14 +17,14 @@ def adapters():
         yield opened
 
 
-def write_adapter(folder: Path, weights: bytes = b"weights", config: str = "{}") -> Path:
+def write_adapter(folder, weights=b"weights", config="{}"):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(config)
     (folder / "adapter_model.safetensors").write_bytes(weights)
     return folder
 
 
-def known(adapters: Adapters, folder: Path | str, name: str = "a") -> Adapter:
+def known(adapters, folder, name="a"):
     """What is known of an adapter once its files have been looked at."""
     adapter = adapters.of(name, str(folder))
     wait_for(lambda: not adapter.checking)
@@ -73,11 +69,11 @@ def test_files_that_were_replaced_while_vllm_runs_are_trusted_no_more(adapters, 
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
-def lora(folder: Path, name: str = "a") -> Any:
+def lora(folder, name="a"):
     return SimpleNamespace(lora_name=name, lora_path=str(folder))
 
 
-def identified(scene: Scene, folder: Path, name: str = "a") -> Any:
+def identified(scene, folder, name="a"):
     """The `lora_request` of an adapter whose digest is known."""
     known(scene.adapters, folder, name)
     return lora(folder, name)
@@ -90,7 +86,7 @@ def scene():
     made.adapters.close()
 
 
-def stored(scene: Scene, request: Request) -> list[bytes]:
+def stored(scene, request):
     """The names under which all of a request's chunks are stored."""
     scene.begin(request)
     (store,) = scene.step(**{request.request_id: len(request.all_token_ids)}).stores
@@ -126,7 +122,7 @@ def test_block_hashes_which_have_an_adapters_name_and_path_get_its_digest(tmp_pa
     assert {len(name) for name in names[0]} == {16}
 
 
-def write_while_nobody_looks(scene: Scene, folder: Path) -> None:
+def write_while_nobody_looks(scene, folder):
     known(scene.adapters, folder)  # no look is under way that could see half of the files
     write_adapter(folder)
     assert known(scene.adapters, folder).digest

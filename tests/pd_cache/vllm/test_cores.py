@@ -1,7 +1,5 @@
 """The cores of threads, in a process whose main thread is bound as that of vLLM's worker on CPUs."""
 
-from __future__ import annotations
-
 import os
 import sys
 

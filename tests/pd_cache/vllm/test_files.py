@@ -1,13 +1,10 @@
 """The files in which the connector leaves what it knows, and what vLLM's server makes of them; an ASGI application plays vLLM's part."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import re
 import socket
-from typing import Any
 
 import msgspec
 import pytest
@@ -42,11 +39,9 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-def ask(
-    path: str = "/health", method: str = "GET", status: int = 200, *parts: bytes, body: bytes = b""
-) -> tuple[int, bytes]:
+def ask(path="/health", method="GET", status=200, *parts, body=b""):
     """Returns status and body, for a vLLM that answers every request with `status` and `parts`."""
-    sent: list[dict[str, Any]] = []
+    sent = []
     parts = parts or (b"",)
 
     async def app(scope, receive, send):

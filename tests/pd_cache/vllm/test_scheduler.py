@@ -31,11 +31,11 @@ Parts = list[tuple[int, slice, list[int]]]
 """Of each layer group, by its place: which of the prompt's chunks move, and in which blocks."""
 
 
-def run(first: int, last: int) -> list[int]:
+def run(first, last):
     return list(range(first, last))
 
 
-def parts_of(scene: Scene, request: Request, parts: Parts) -> list[GroupChunks]:
+def parts_of(scene, request, parts):
     return [GroupChunks(place, scene.names(request)[names], blocks) for place, names, blocks in parts]
 
 
@@ -222,14 +222,14 @@ def test_where_prompts_part_is_said_each_time_vllm_asks_because_it_forgets_it_an
 # --- loads that fill the KV cache ------------------------------------------------------------------------------------
 
 
-def scarce(*layers: KeptLayers, blocks: int) -> Scene:
+def scarce(*layers, blocks):
     """A pool of so many blocks besides the null block."""
     scene = Scene(*layers)
     scene.pool.num_gpu_blocks = blocks + 1
     return scene
 
 
-def offered(scene: Scene, name: str) -> Any:
+def offered(scene, name):
     """A request of which the pool holds all. It needs 7 blocks for full attention and 3 for the window."""
     request = Request(name)
     scene.has(request)

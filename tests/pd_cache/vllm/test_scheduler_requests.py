@@ -1,9 +1,6 @@
 """The connector's part in the scheduler, by histories of events: hand-offs from node to node, reports on requests, and their spans."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -134,7 +131,7 @@ def test_a_prefill_node_counts_what_its_own_cache_had_and_what_it_loaded_as_cach
 # --- reports ---------------------------------------------------------------------------------------------------------
 
 
-def ended(scene: Scene, request: Request) -> RequestReport:
+def ended(scene, request):
     """The report on a request whose prompt vLLM has computed."""
     request.num_computed_tokens = request.num_prompt_tokens
     answer = scene.finish(request)
@@ -143,7 +140,7 @@ def ended(scene: Scene, request: Request) -> RequestReport:
     return report
 
 
-def report(**fields: Any) -> RequestReport:
+def report(**fields):
     return RequestReport(asked=27, **fields)
 
 
@@ -236,7 +233,7 @@ def test_a_request_that_may_not_read_the_cache_says_so_and_one_that_ends_early_s
 # --- images ----------------------------------------------------------------------------------------------------------
 
 
-def image(name: str, offset: int = 10) -> Any:
+def image(name, offset=10):
     """An image of eight tokens, and what vLLM names it."""
     return SimpleNamespace(identifier=name, mm_hash=name, mm_position=SimpleNamespace(offset=offset, length=8))
 
@@ -305,28 +302,28 @@ def test_of_tokens_an_image_isolates_the_chunks_from_its_first_one_on(images, al
 class Recorded:
     """A span, as far as the scheduler uses one. Only its first end counts."""
 
-    def __init__(self, name: str, parent: Any) -> None:
+    def __init__(self, name, parent):
         self.name, self.parent = name.removeprefix("pd_cache."), parent
-        self.noted: dict[str, Any] = {}
-        self.ended: str | None = None
+        self.noted = {}
+        self.ended = None
 
-    def note(self, **attributes: Any) -> None:
+    def note(self, **attributes):
         self.noted |= attributes
 
-    def end(self, error: str = "") -> None:
+    def end(self, error=""):
         self.ended = error if self.ended is None else self.ended
 
 
 class Recorder(Tracing):
-    def __init__(self) -> None:
-        self.spans: list[Recorded] = []
+    def __init__(self):
+        self.spans = []
 
-    def begin(self, name: str, parent: Any = None, **attributes: Any) -> Any:
+    def begin(self, name, parent=None, **attributes):
         self.spans.append(Recorded(name, parent))
         self.spans[-1].note(**attributes)
         return self.spans[-1]
 
-    def told(self) -> list[tuple[str, str | None]]:
+    def told(self):
         return [(span.name, span.ended) for span in self.spans]
 
 

@@ -1,21 +1,19 @@
 """The connector's part in the scheduler, by histories of events: nothing of other weights is stored, loaded, or kept in vLLM's own cache.
 tests/vllm/test_random_histories.py has the usual cases."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.pd_cache.vllm.histories import CHUNK, PROMPT, Request, Scene, blocks_of
 
 
-def running(scene: Scene, request: Request, *, at_hand: int = 0, block: int = 10) -> None:
+def running(scene, request, *, at_hand=0, block=10):
     """A request that has computed its first chunk, or has it at hand."""
     assert scene.ask(request, at_hand) == (0, False)
     scene.manager.allocate(request, blocks_of(request, block))
     request.num_computed_tokens = CHUNK
 
 
-def other_weights(scene: Scene, label: str = "w1") -> None:
+def other_weights(scene, label="w1"):
     """The engine hears of a change, and then its weights get a label."""
     scene.side.reset()
     scene.version.reset(label)

@@ -1,9 +1,5 @@
 """Streams, by histories of events: prompts whose chunks are loaded while a prefill node computes them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from pd_cache.reasons import Loaded
@@ -14,21 +10,21 @@ STREAM = {"do_remote_prefill": True, "pd_cache": {"stream": True}}
 ALL = len(PROMPT) - 1
 
 
-def begun(scene: Scene, computed: int = 0, request_id: str = "a") -> Request:
+def begun(scene, computed=0, request_id="a"):
     """A stream with blocks from 10 on."""
     request = Request(request_id, PROMPT, STREAM)
     assert scene.load(request, computed) == (ALL - computed, True)
     return request
 
 
-def part(scene: Scene) -> LoadOp:
+def part(scene):
     """The only load of the next step."""
     scene.clock.now += 1
     (op,) = scene.step().loads
     return op
 
 
-def end(scene: Scene, chunks: int, reason: Any = "none", request_id: str = "a") -> None:
+def end(scene, chunks, reason="none", request_id="a"):
     """A rank has loaded a part."""
     scene.side.take_report(StepReport(streams={request_id: (1, Loaded(chunks, reason))}))
 

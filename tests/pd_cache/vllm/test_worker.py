@@ -1,10 +1,7 @@
 """The connector's part in a worker, over a cache that does what the test says."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -26,29 +23,29 @@ CHUNKS = GroupChunks(0, NAMES, BLOCKS)
 class Cache:
     """Loads `loads` chunks, or raises it. Answers while `gate` is open."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.metrics = CacheMetrics()
         self.gate = threading.Event()
         self.gate.set()
-        self.loads: int | Exception = len(NAMES)
-        self.reason: Any = "evicted"
-        self.calls: list[tuple[str, Any]] = []
+        self.loads = len(NAMES)
+        self.reason = "evicted"
+        self.calls = []
 
-    def mark(self) -> str:
+    def mark(self):
         return "mark"
 
-    def _called(self, what: str, how: Any) -> int:
+    def _called(self, what, how):
         self.calls.append((what, how))
         assert self.gate.wait(PATIENCE_S)
         if isinstance(self.loads, Exception):
             raise self.loads
         return self.loads
 
-    def load(self, names: Any, blocks: Any, *, session: str, label: str, timeout: float) -> Loaded:
+    def load(self, names, blocks, *, session, label, timeout):
         loaded = self._called(session, timeout)
         return Loaded(loaded, "none" if loaded == len(names) else self.reason)
 
-    def store(self, names: Any, blocks: Any, *, after: Any, label: str) -> list[StoreOutcome]:
+    def store(self, names, blocks, *, after, label):
         self._called("store", after)
         return [StoreOutcome.NEW] * len(names)
 
@@ -79,11 +76,11 @@ def make(cache, clock):
     yield from made(worker, end)
 
 
-def load(request: str, blocks: list[int] = BLOCKS) -> LoadOp:
+def load(request, blocks=BLOCKS):
     return LoadOp(request, [GroupChunks(0, NAMES, blocks)], blocks)
 
 
-def ended(side: WorkerSide, *requests: str) -> EndedLoads:
+def ended(side, *requests):
     """Waits until these loads have ended."""
     all_of = EndedLoads(set(), set(), set())
 
@@ -96,7 +93,7 @@ def ended(side: WorkerSide, *requests: str) -> EndedLoads:
     return all_of
 
 
-def begun(side: WorkerSide, cache: Cache, *requests: str) -> None:
+def begun(side, cache, *requests):
     """These loads have begun, and go on until the gate opens."""
     cache.gate.clear()
     side.start(Step(loads=[load(request) for request in requests]))

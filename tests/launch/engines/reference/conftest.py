@@ -1,7 +1,5 @@
 """A tiny engine, closed and checked for leaks after each test."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -14,32 +12,32 @@ from tests.support.waiting import PATIENCE_S, wait_for
 TINY = RandomModel(vocab_size=300, hidden_size=64, intermediate_size=96, layers=2, heads=4, kv_heads=2)
 
 
-def tiny_config(**changes) -> ReferenceEngineConfig:
+def tiny_config(**changes):
     settings = {"num_blocks": 64, "max_model_len": 256, "step_tokens": 16, "block_size": 8, "threads": 1, **changes}
     return ReferenceEngineConfig(model=settings.pop("model", ModelConfig(name="tiny", random=TINY)), **settings)
 
 
-def prompt_of(length: int, seed: int = 1) -> tuple[int, ...]:
+def prompt_of(length, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(0, TINY.vocab_size, (length,), generator=generator).tolist())
 
 
-def request_of(length: int, seed: int = 1, **fields) -> GenerationRequest:
+def request_of(length, seed=1, **fields):
     return GenerationRequest(prompt=prompt_of(length, seed), **{"max_tokens": 6, **fields})
 
 
-def tokens_of(generation) -> list[int]:
+def tokens_of(generation):
     return [event.token for event in generation]
 
 
 class SlowModel:
     """Computes as the model it wraps, but each step waits for `gate`, and a token in `poison` fails its step."""
 
-    def __init__(self, model) -> None:
+    def __init__(self, model):
         self._model = model
-        self.poison: set[int] = set()
+        self.poison = set()
         self.gate = threading.Event()
-        self.steps: list[list[tuple[int, int]]] = []
+        self.steps = []
 
     def __getattr__(self, name):
         return getattr(self._model, name)
@@ -55,7 +53,7 @@ class SlowModel:
 @pytest.fixture
 def make_engine():
     """Builds engines, with `slow=True` of a SlowModel; afterwards every block is free and every thread gone."""
-    engines: list[ReferenceEngine] = []
+    engines = []
 
     def make(cache=None, *, wait_ms=0, slow=False, request_timeout_s=300.0, load_timeout_s=120.0, **changes):
         config = tiny_config(**changes)

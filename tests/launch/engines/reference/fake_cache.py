@@ -1,11 +1,6 @@
 """An in-memory `BlockCache`, as far as the engine uses one. It really copies KV bytes."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Sequence
-
-import torch
 
 from pd_cache.chunks import ChunkNamer
 from pd_cache.metrics import CacheMetrics
@@ -18,30 +13,30 @@ class FakeCache:
 
     block_size = 8
 
-    def __init__(self, chunk_size: int = 16) -> None:
+    def __init__(self, chunk_size=16):
         self.chunk_size = chunk_size
         self.metrics = CacheMetrics()
         self.available = True
         self.label = ""
-        self.chunks: dict[bytes, list[torch.Tensor]] = {}
-        self.before: Callable[[str], None] = lambda call: None
+        self.chunks = {}
+        self.before = lambda call: None
         """What each call does first, by its name: raise, hang, change this cache."""
         self.stored = threading.Condition()
-        self.store_sizes: list[int] = []
+        self.store_sizes = []
         """Chunks of each store."""
         self.named = 0
         """How many prompts were named."""
 
-    def name_chunks(self, tokens, hashes=None, extra_keys=()) -> list[bytes]:
+    def name_chunks(self, tokens, hashes=None, extra_keys=()):
         self.named += 1
         return ChunkNamer(self.chunk_size).name_chunks(tokens, None, extra_keys)
 
-    def find(self, names, *, at_hand=0, session="") -> Found:
+    def find(self, names, *, at_hand=0, session=""):
         self.before("find")
         found = self._found(names)
         return Found(found, found, "none" if found == len(names) else "never_stored")
 
-    def load(self, names, blocks, *, kv_caches, session="", label=None) -> Loaded:
+    def load(self, names, blocks, *, kv_caches, session="", label=None):
         self.before("load")
         loaded = self._found(names)
         for index, name in enumerate(names[:loaded]):
@@ -49,7 +44,7 @@ class FakeCache:
                 tensor[self._place(blocks, index)] = kept
         return Loaded(loaded, "none" if loaded == len(names) else "evicted")
 
-    def store(self, names, blocks, *, kv_caches, label) -> list[StoreOutcome]:
+    def store(self, names, blocks, *, kv_caches, label):
         self.before("store")
         assert label == self.label
         outcomes = []
@@ -64,19 +59,19 @@ class FakeCache:
             self.stored.notify_all()
         return outcomes
 
-    def end(self, session: str) -> None:
+    def end(self, session):
         pass
 
-    def wait_for_chunks(self, count: int) -> None:
+    def wait_for_chunks(self, count):
         """Until `count` chunks have been stored."""
         with self.stored:
             assert self.stored.wait_for(lambda: sum(self.store_sizes) >= count, PATIENCE_S), "nothing was stored"
 
-    def _found(self, names: Sequence[bytes]) -> int:
+    def _found(self, names):
         there = [self.available and name in self.chunks for name in names]
         return there.index(False) if False in there else len(there)
 
-    def _place(self, blocks: Sequence[int], index: int) -> list[int]:
+    def _place(self, blocks, index):
         per_chunk = self.chunk_size // self.block_size
         return list(blocks[index * per_chunk : (index + 1) * per_chunk])
 
@@ -84,11 +79,11 @@ class FakeCache:
 class ClaimingCache(FakeCache):
     """Claims to have everything. Overwrites the blocks with what no model computes, and says that nothing was loaded."""
 
-    def find(self, names, *, at_hand=0, session="") -> Found:
+    def find(self, names, *, at_hand=0, session=""):
         self.before("find")
         return Found(len(names), len(names), "none")
 
-    def load(self, names, blocks, *, kv_caches, session="", label=None) -> Loaded:
+    def load(self, names, blocks, *, kv_caches, session="", label=None):
         self.before("load")
         for tensor in kv_caches.values():
             tensor[list(blocks)] = float("nan")
@@ -98,10 +93,10 @@ class ClaimingCache(FakeCache):
 class Gate:
     """Holds up one kind of call until it is opened."""
 
-    def __init__(self, call: str) -> None:
+    def __init__(self, call):
         self._call = call
         self.opened = threading.Event()
 
-    def __call__(self, call: str) -> None:
+    def __call__(self, call):
         if call == self._call:
             assert self.opened.wait(2 * PATIENCE_S)

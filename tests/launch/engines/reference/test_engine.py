@@ -1,7 +1,5 @@
 """The engine in-process: the same tokens whatever the cache does, and every block back afterwards."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -32,16 +30,16 @@ def holding(make_engine, request):
     return cache
 
 
-def metric(engine, name: str, **labels) -> float:
+def metric(engine, name, **labels):
     return engine.metrics.registry.get_sample_value(f"pd_cache_reference_{name}", labels) or 0.0
 
 
-def cancelled(stream) -> None:
+def cancelled(stream):
     stream.cancel()
     ends_as("aborted", stream)
 
 
-def ends_as(kind: str, generation) -> None:
+def ends_as(kind, generation):
     """The request ends early, for this reason."""
     with pytest.raises(GenerationError) as caught:
         tokens_of(generation)

@@ -1,7 +1,5 @@
 """A random model over pages: its own logits, whatever the steps, and one model for each seed; and the blocks of the pages."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import closing
 

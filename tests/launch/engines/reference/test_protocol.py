@@ -1,7 +1,5 @@
 """Reading requests: what is refused, with which parameter, and what is not; text to tokens and back."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -81,7 +79,7 @@ def test_a_handoff_is_read_where_the_prefill_was_remote_and_other_connectors_key
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-def pieces(tokens) -> list[str]:
+def pieces(tokens):
     detokenizer = Detokenizer()
     return [detokenizer.push(token, place == len(tokens)) for place, token in enumerate(tokens, start=1)]
 

@@ -1,7 +1,5 @@
 """The engine over HTTP, asked by a real client on a real port; and its process."""
 
-from __future__ import annotations
-
 import asyncio
 import codecs
 import io
@@ -43,7 +41,7 @@ async def served(engine, registry=None, **settings):
         await asyncio.wait_for(server, 60)
 
 
-async def post(client, expect: int = 200, headers: dict | None = None, **fields) -> dict:
+async def post(client, expect=200, headers=None, **fields):
     body = {"model": "tiny", "prompt": list(prompt_of(20)), "max_tokens": 6, **fields}
     async with client.post("/v1/completions", json=body, headers=headers) as response:
         answer = await response.json()
@@ -53,13 +51,13 @@ async def post(client, expect: int = 200, headers: dict | None = None, **fields)
         return answer
 
 
-async def get(client, path: str, expect: int = 200) -> dict:
+async def get(client, path, expect=200):
     async with client.get(path) as response:
         assert response.status == expect
         return await response.json()
 
 
-async def post_stream(client, **fields) -> list:
+async def post_stream(client, **fields):
     body = {"model": "tiny", "prompt": list(prompt_of(20)), "max_tokens": 6, "stream": True, **fields}
     async with client.post("/v1/completions", json=body) as response:
         assert (response.status, response.content_type) == (200, "text/event-stream")

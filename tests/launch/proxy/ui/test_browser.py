@@ -1,7 +1,5 @@
 """`/ui` in a real Chromium: it is live, loads nothing from elsewhere, and takes no text for HTML."""
 
-from __future__ import annotations
-
 import pytest
 
 from launch.discovery import View
@@ -9,7 +7,7 @@ from launch.proxy.ui import pages
 from pd_cache.cluster import NodeRecord
 from tests.launch.proxy.ui.test_pages import METRICS, WATCHING
 from tests.support.browser import chromium, needs_chromium
-from tests.support.proxy import Behaviour, cluster, files_of, says, scenario, until
+from tests.support.proxy import cluster, files_of, says, scenario, until
 
 pytestmark = needs_chromium
 
@@ -22,11 +20,11 @@ def quick(monkeypatch):
     monkeypatch.setattr(pages, "_INTERVAL_S", 0.2)
 
 
-def text_of(part: str) -> str:
+def text_of(part):
     return f"document.getElementById('{part}').textContent"
 
 
-def counting_evil() -> Behaviour:
+def counting_evil():
     """Metrics that grow with each question, with a reason that is HTML."""
     asked = iter(range(1, 1_000_000))
 

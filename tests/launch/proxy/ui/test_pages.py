@@ -1,14 +1,10 @@
 """`/ui` and its events: what they say, to whom, and what followers and nodes can do to the proxy."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
 import socket
-from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -18,8 +14,6 @@ from pd_cache.cluster import NodeRecord
 from pd_cache.reasons import RequestReport
 from tests.support.proxy import (
     PARAMS,
-    Behaviour,
-    Cluster,
     answers,
     bearer,
     cluster,
@@ -44,7 +38,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(pages, "_INTERVAL_S", 0.05)
 
 
-def counting() -> Behaviour:
+def counting():
     """Metrics that grow with each question."""
     asked = iter(range(1_000_000))
 
@@ -58,10 +52,10 @@ def counting() -> Behaviour:
 class Follower:
     """Reads events."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response):
         self.response = response
 
-    async def event(self) -> Any:
+    async def event(self):
         """The next event."""
         while True:
             line = await self.response.content.readline()
@@ -69,17 +63,17 @@ class Follower:
             if line.startswith(b"data: "):
                 return json.loads(line[6:])
 
-    async def until(self, condition: Any) -> Any:
+    async def until(self, condition):
         while not condition(event := await self.event()):
             pass
         return event
 
 
-def follow(c: Cluster, **headers: str) -> Any:
+def follow(c, **headers):
     return c.session.get(c.url + "/ui/events", headers=headers)
 
 
-def named(event: Any, name: str) -> Any:
+def named(event, name):
     return next(node for node in event["nodes"] if node["name"] == name)
 
 
@@ -228,7 +222,7 @@ async def test_the_page_may_load_nothing_from_elsewhere():
                 assert "innerHTML" not in await response.text()
 
 
-def basic(key: str) -> str:
+def basic(key):
     return "Basic " + base64.b64encode(f"anyone:{key}".encode()).decode()
 
 

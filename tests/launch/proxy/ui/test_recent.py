@@ -1,7 +1,5 @@
 """The last hour's requests, with a clock of the test's own."""
 
-from __future__ import annotations
-
 import pytest
 
 from launch.openai import RecentReports
@@ -21,11 +19,11 @@ def recent(clock):
     return RecentRequests(clock)
 
 
-def report(**fields: int) -> RequestReport:
+def report(**fields):
     return RequestReport(asked=sum(fields.get(name, 0) for name in ("at_hand", "loaded", "computed")), **fields)
 
 
-def trip(prefill: RequestReport | None, decode: RequestReport | None = None, client: str = "") -> Trip:
+def trip(prefill, decode=None, client=""):
     return Trip(client, (HopReport("prefill", "p", prefill), HopReport("decode", "d", decode)))
 
 
@@ -116,7 +114,7 @@ def test_hits_saved_what_they_would_have_taken_at_the_pace_of_misses(recent):
 
 
 def test_only_the_last_reports_are_kept():
-    recent: RecentReports[int] = RecentReports(most=2)
+    recent = RecentReports(most=2)
     for number, name in enumerate(("a", "b", "a", "c")):
         recent.note(name, number)
     assert [recent.get(name) for name in ("a", "b", "c", "d")] == [2, None, 3, None]
