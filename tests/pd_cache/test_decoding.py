@@ -9,7 +9,6 @@ import sys, threading
 from pd_cache.decoding import decode_json
 sys.setswitchinterval(1e-6)
 SOURCE = '''
-from __future__ import annotations
 from typing import Annotated
 import msgspec
 class Part(msgspec.Struct, frozen=True):

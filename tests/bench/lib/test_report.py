@@ -1,7 +1,5 @@
 """What benches report: in a terminal, as JSON."""
 
-from __future__ import annotations
-
 import json
 
 import click
@@ -17,7 +15,7 @@ NASTY = "a <b> & \"c\" [red]d[/] 'e' $f"
 
 @click.command()
 @output_options
-def bench(**options: object) -> None:
+def bench(**options):
     finish({"results": [{"a": NASTY}]}, [at_least(NASTY, 1.0, 2.0)], **options)
 
 
