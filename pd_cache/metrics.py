@@ -51,6 +51,12 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
         ("reason",),
         "Tokens of prompts that were computed, by why the first of their chunks was not there",
     ),
+    "loads_declined_tokens": (
+        (),
+        "Tokens that were found and not loaded, because to compute them takes less time (`not_worth`)",
+    ),
+    "measured_tokens": (("op",), "Tokens of the loads and steps whose time was measured: `load`, `compute`"),
+    "measured_seconds": (("op",), "Their time"),
     "tier_hits": (("tier",), "Chunks read, by tier"),
     "tier_misses": (("tier", "reason"), "Chunks that a tier turned out not to have, by reason"),
     "tier_evictions": (("tier",), "Chunks evicted"),

@@ -40,6 +40,7 @@ MissReason = Literal[
     "no_blocks",
     "media_unidentified",
     "limited",
+    "not_worth",
     "not_asked",
     "error",
 ]
@@ -67,7 +68,8 @@ MEANINGS: dict[MissReason, str] = {
     "no_blocks": "the engine had too few free blocks for the load",
     "media_unidentified": "what names the prompt's images, audio or video may not come from their content: see `connector.trust_media_ids`",
     "limited": "the request's `max_load_tokens` allows no more",
-    "not_asked": "the cache was not asked: the request excludes it, its prompt cannot be named, or an earlier load of it failed",
+    "not_worth": "to load the chunk would have taken longer than to compute it",
+    "not_asked": "the cache was not asked: the request or `connector.load` excludes it, its prompt cannot be named, or an earlier load failed",
     "error": "an error that has no reason of its own; the node's log has it",
 }
 
@@ -251,6 +253,8 @@ class RequestReport(Struct, frozen=True, kw_only=True):
     computed: Tokens = 0
     reason: MissReason = "none"
     """Why the first chunk that was not loaded was not there."""
+    detail: Annotated[str, msgspec.Meta(max_length=200)] | msgspec.UnsetType = msgspec.UNSET
+    """The figures behind the reason, if it has any."""
 
     def text(self) -> str:
         """Returns the report for people, as indented lines."""
@@ -261,7 +265,7 @@ class RequestReport(Struct, frozen=True, kw_only=True):
         lines = [
             f"  {self.asked} tokens: {self.at_hand} in the engine's own cache, {loaded}, {self.computed} computed",
             *([f"  {self.streamed} of these came while the prefill node computed others"] if self.streamed else ()),
-            f"  {reason_text(self.reason)}",
+            f"  {reason_text(self.reason, self.detail or '')}",
         ]
         return "\n".join(lines)
 
@@ -277,6 +281,7 @@ class RequestReport(Struct, frozen=True, kw_only=True):
         tiers: TierChunks = TierChunks(),  # noqa: B008 - immutable
         reason: MissReason = "none",
         streamed: int = 0,
+        detail: str = "",
     ) -> RequestReport:
         """Returns the report on a prompt of `asked` tokens. `tiers` are chunks, all else is tokens.
 
@@ -296,6 +301,7 @@ class RequestReport(Struct, frozen=True, kw_only=True):
             computed=asked - at_hand - loaded,
             streamed=min(streamed, at_hand + loaded),
             reason="too_short" if asked < chunk_size else reason,
+            detail=detail or msgspec.UNSET,
         )
 
     def line(self) -> str:
@@ -303,4 +309,5 @@ class RequestReport(Struct, frozen=True, kw_only=True):
         return (
             f"asked={self.asked} at_hand={self.at_hand} found={self.found} loaded={self.loaded} (memory={self.memory} "
             f"disk={self.disk} pool={self.pool}) streamed={self.streamed} computed={self.computed} reason={self.reason}"
+            + (f" ({self.detail})" if self.detail else "")
         )

@@ -103,7 +103,7 @@ def starting_ours(model: Path, flags: dict[str, Any], master: MasterNode, folder
         transfer=TransferSettings(staging_size=512 << 20),
         cache=CacheConfig(),
         engine=VllmEngineConfig(model=str(model), name="bench", args=flags, env=ENV),
-        connector=ConnectorConfig(),
+        connector=ConnectorConfig(load="always"),
         nodes=(
             master,
             PrefillNode(name="a", segment_size=0),

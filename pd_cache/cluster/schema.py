@@ -167,6 +167,9 @@ EngineConfig = ReferenceEngineConfig | VllmEngineConfig
 class ConnectorConfig(Section, frozen=True, kw_only=True):
     """The `connector` section: pd-cache inside vLLM."""
 
+    load: Literal["auto", "always", "never"] = "auto"
+    """Which prefixes to load. `auto`: those that are probably loaded before vLLM could compute them, as far as earlier loads and steps say, and
+    all that a prefill node hands over."""
     lookup_timeout_ms: Annotated[int, Meta(ge=1, le=10_000)] = 50
     """How long a lookup may hold up the scheduler."""
     recompute: Literal["token", "block"] = "token"

@@ -325,7 +325,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Returns this worker's report for the scheduler: the loads and stores that have ended."""
-        return None if self._worker is None else self._worker.take_report()
+        return None if self._worker is None else self._worker.take_report(self._step())
 
     # --- scheduler: before the first request ---------------------------------------------------------------------
 
@@ -418,13 +418,9 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Returns how many of the tokens to load lie where, to a chunk. The pool is `external_unspecified`, as other remote stores are in vLLM."""
-        memory, disk = self._scheduling().track(request).near(num_external_tokens)
-        split = {
-            CacheHitSource.HOST: memory,
-            CacheHitSource.DISK: disk,
-            CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens - memory - disk,
-        }
-        return {source: tokens for source, tokens in split.items() if tokens}
+        sources = (CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED)
+        split = self._scheduling().track(request).by_tier(num_external_tokens)
+        return {source: tokens for source, tokens in zip(sources, split, strict=True) if tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Returns the workers' loads and stores of this step."""

@@ -10,19 +10,21 @@ hundreds of times a second. So a request is looked up once, and everything else 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, Namespace
 from pd_cache.handoff import Announcement, PrefillWork, write_params
 from pd_cache.lookup import LookupClient
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import KEY, RequestReport, StoreOutcome
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.versions import WeightsVersion
+from pd_cache.vllm.costs import PROBE_TOKENS, Costs, StepWork
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import OutdatedRequests
 from pd_cache.vllm.plan import ChunkPlan
@@ -48,8 +50,10 @@ class SchedulerSide:
     _manager: KVCacheManager
     _lookup: LookupClient
     _database: ChunkedTokenDatabase
+    _spaces: Sequence[Namespace]
+    """The namespaces of all layer groups. The first group names the chunks."""
     _namespaces: tuple[str, ...]
-    """Fingerprints of the namespaces of all layer groups. The first group names the chunks."""
+    """Their fingerprints."""
 
     def __init__(
         self,
@@ -71,6 +75,7 @@ class SchedulerSide:
         self._tracing = tracing
         self._version = version or WeightsVersion()
         self._clock = clock
+        self._costs = Costs()
         self._requests: dict[str, TrackedRequest] = {}
         self._next = Step()
         """What is known of the next step."""
@@ -91,6 +96,7 @@ class SchedulerSide:
         each pipeline stage."""
         spaces = [group.namespace(self._plan.settings.node.cache) for group in metadata]
         self._database = ChunkedTokenDatabase(spaces[0])
+        self._spaces = spaces
         self._namespaces = tuple(space.fingerprint() for space in spaces)
         self._lookup = lookup
 
@@ -143,7 +149,31 @@ class SchedulerSide:
         tokens = tracked.propose()
         if not tokens or self.streams.block_loads:
             return 0
-        return tokens if self._fits(tracked) else tracked.wait_for_room(now)
+        if not tracked.judged:
+            tokens = self._judge(tracked, tokens, now)
+        return tokens if not tokens or self._fits(tracked) else tracked.wait_for_room(now)
+
+    def _judge(self, tracked: TrackedRequest, tokens: int, now: float) -> int:
+        """Returns how many of the proposed tokens are worth loading, in the time that computing them takes."""
+        tracked.judged = True
+        running = [other.request for other in self._requests.values() if other.outcome.over]
+        done = [(request, request.num_computed_tokens - request.num_in_flight_tokens) for request in running]
+        ahead = [
+            (left, before + left / 2) for request, before in done if (left := request.num_prompt_tokens - before) > 0
+        ]
+        verdict = self._costs.judge(tracked.by_tier(tokens), tracked.at_hand, ahead, now)
+        # a part of a window or a state is of no use
+        if verdict is None or (verdict.probe and not self._plan.plain):
+            return tokens
+        chunk = self._plan.chunk
+        size = sum(space.chunk_bytes * min(tokens / chunk, space.tail or math.inf) for space in self._spaces)
+        detail = (
+            f"{tokens:,} tokens would load in {verdict.load_s:.3g} s at {size / verdict.load_s / 1e6:.3g} MB/s; "
+            f"computing them takes {verdict.compute_s:.3g} s"
+        )
+        kept = tracked.decline(detail, max(PROBE_TOKENS, chunk) if verdict.probe else 0)
+        self.metrics.counts.add("loads_declined_tokens", by=tokens - kept)
+        return kept
 
     def _match_stream(self, tracked: TrackedRequest, now: float) -> int | None:
         """Returns how many tokens a stream can load; None while it waits for blocks. If nobody cancels it, vLLM computes its prompt in the end."""
@@ -171,6 +201,7 @@ class SchedulerSide:
         # if vLLM takes another number of tokens, we cannot know which. Then none are loaded, and vLLM computes all
         wanted = [part for part in parts if part.names] if whole else []
         self._next.loads.append(LoadOp(tracked.id, wanted, failing, self._outdated.weights.label))
+        self._costs.load_began(tracked.id, tracked.by_tier(external), self._clock())
         tracked.end_span("given up")
         tracked.span = request_span(self._tracing, "pd_cache.load", request, asked=external)
 
@@ -197,6 +228,16 @@ class SchedulerSide:
             for request_id, scheduled in output.num_scheduled_tokens.items()
             if (tracked := self._requests.get(request_id)) is not None
         }
+        work = StepWork(self._clock(), 0, 0, 0.0)
+        for tracked, end in computed.items():
+            begin, prompt = tracked.request.num_computed_tokens, tracked.request.num_prompt_tokens
+            work = StepWork(
+                work.began,
+                work.prompts + max(0, min(end, prompt) - begin),
+                work.tokens + end - begin,
+                work.positions + (end - begin) * (begin + end) / 2,
+            )
+        step.work = work if computed else None
         self.stores.note_undrafted(computed)
         for tracked, tokens in computed.items():
             self._holding.pop(tracked.id, None)
@@ -217,7 +258,10 @@ class SchedulerSide:
                 self._lookup.stored([name for name, outcome in ended if outcome is not StoreOutcome.NOT])
         for request_id, (ranks, loaded) in report.streams.items():
             self.streams.advance(request_id, ranks, loaded)
+        now = self._clock()
+        self._count("compute", None if report.work is None else self._costs.step_ended(report.work, now))
         for request_id, loaded in report.loads.items():
+            self._count("load", self._costs.load_ended(request_id, now, measure=loaded.reason in ("none", "deadline")))
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.load_ended(loaded)
 
@@ -229,6 +273,7 @@ class SchedulerSide:
         self._outdated.forget(request_id)
         self._holding.pop(request_id, None)
         self.streams.leave(request_id)
+        self._costs.load_ended(request_id, 0.0, measure=False)
         if tracked is None:
             return None
         tracked.end_span("the request ended")
@@ -308,6 +353,12 @@ class SchedulerSide:
         others = sum(self._holding.values())
         usable = self._manager.block_pool.num_gpu_blocks - 1  # without the null block
         return not others or others + tracked.needed_blocks <= usable
+
+    def _count(self, op: str, measured: tuple[int, float] | None) -> None:
+        """Counts the tokens and seconds of a load or a step."""
+        if measured is not None:
+            for family, by in zip(("measured_tokens", "measured_seconds"), measured, strict=True):
+                self.metrics.counts.add(family, op, by=by)
 
     def _storable(self, tracked: TrackedRequest) -> bool:
         known = self._outdated.weights.label is not None and tracked.id not in self._outdated

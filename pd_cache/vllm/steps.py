@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from pd_cache.reasons import Loaded, StoreOutcome
 from pd_cache.versions import FIRST
+from pd_cache.vllm.costs import StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class Step:
     """The label of the engine's weights now; None while they have none."""
     expecting: bool = False
     """Whether the scheduler waits for something besides transfers: for chunks of another node, or for blocks."""
+    work: StepWork | None = None
+    """What the step computes, if it computes."""
 
 
 @dataclass
@@ -73,6 +76,8 @@ class StepReport:
     """Loads that have ended: the end of the layer group that failed, or else of the first group. A load that failed has another reason than `none`."""
     streams: dict[str, tuple[int, Loaded]] = field(default_factory=dict)
     """Parts of streams: how many ranks are done, and the worst of their ends."""
+    work: StepWork | None = None
+    """That of the step with which the report is sent."""
 
     def aggregate(self, other: StepReport) -> StepReport:
         """Returns the report of two ranks together. vLLM calls this."""
@@ -87,7 +92,7 @@ class StepReport:
         for request_id, (ranks, loaded) in other.streams.items():
             before, worst = streams.get(request_id, (0, loaded))
             streams[request_id] = (before + ranks, _worst(worst, loaded))
-        return StepReport(jobs, loads, streams)
+        return StepReport(jobs, loads, streams, self.work or other.work)
 
 
 def _worst(*ends: Loaded) -> Loaded:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pd_cache.chunks import ChunkedTokenDatabase, ExtraKey, fold_names, stride_hashes
 from pd_cache.handoff import BadParams, Handoff, next_pause, read_params
 from pd_cache.metrics import CacheMetrics
-from pd_cache.reasons import Found, Loaded, MissReason, RequestReport
+from pd_cache.reasons import Found, Loaded, MissReason, RequestReport, TierChunks
 from pd_cache.tracing import UNTRACED, Attribute, TraceSpan, Tracing
 from pd_cache.vllm.layers import KeptLayers
 from pd_cache.vllm.lora import Adapter
@@ -67,7 +67,11 @@ class TrackedRequest:
         self._chunk = plan.chunk
         self._metrics = metrics
         self.arrived = now
-        self.may_load = not request.skip_reading_prefix_cache
+        self.may_load = not request.skip_reading_prefix_cache and plan.settings.connector.load != "never"
+        self.judged = self.handoff.announced is not None or plan.settings.connector.load != "auto"
+        """Whether it is decided how much of what is found may be loaded. It is decided once."""
+        self._worth: int | None = None
+        """The most tokens to load beyond those at hand, if that is not all."""
         self.at_hand = 0
         """Tokens that vLLM's own cache had when vLLM asked last."""
         self._found: Found | None = None
@@ -147,16 +151,18 @@ class TrackedRequest:
         """Returns whether fewer chunks were found than the request waits for."""
         return self._found is None or self._found.chunks < awaited
 
-    def near(self, external: int) -> tuple[int, int]:
-        """Returns how many of `external` tokens to load the lookup found in this host's memory, and how many on its disk."""
-        if self._found is None:
-            return 0, 0
-        memory = min(self._found.near.memory * self._chunk, external)
-        return memory, min(self._found.near.disk * self._chunk, external - memory)
+    def by_tier(self, external: int) -> TierChunks:
+        """Returns where the lookup found `external` tokens to load. Counts tokens."""
+        near = TierChunks() if self._found is None else self._found.near
+        memory = min(near.memory * self._chunk, external)
+        disk = min(near.disk * self._chunk, external - memory)
+        return TierChunks(memory, disk, external - memory - disk)
 
     def _reason(self, found: Found) -> MissReason:
         """Returns why the lookup found no more."""
         announced, limit = self.handoff.announced, self.handoff.max_load_tokens
+        if self._worth is not None:
+            return "not_worth"
         if limit is not None and self._plan.most(self.request) > self.most <= found.chunks + self._plan.ahead:
             return "limited"
         if announced is None or found.reason not in ("missing", "never_stored"):
@@ -174,8 +180,18 @@ class TrackedRequest:
             if found.leading > found.chunks:  # prompts part behind what was found
                 # vLLM then ends a step there, so that states can be stored. It resets the field each time it asks
                 request.shared_prefix_boundary = max(request.shared_prefix_boundary, found.leading * self._chunk)
-            self.proposed = max(0, min(found.chunks * self._chunk, self._plan.loadable(request)) - self.at_hand)
+            end = min(found.chunks * self._chunk, self._plan.loadable(request))
+            if self._worth is not None:
+                end = min(end, (self.at_hand + self._worth) // self._chunk * self._chunk)
+            self.proposed = max(0, end - self.at_hand)
         return self.proposed
+
+    def decline(self, detail: str, most: int) -> int:
+        """Notes that what was found is not worth loading, except for `most` tokens. Returns the number of tokens that are proposed now."""
+        assert self._found is not None
+        self._worth, self.outcome.detail = most, detail
+        self.outcome.looked_up(self._found.chunks * self._chunk, "not_worth")
+        return self.propose()
 
     @property
     def needed_blocks(self) -> int:
@@ -312,6 +328,8 @@ class PromptOutcome:
         """How many of the tokens at hand came by a stream."""
         self.over = False
         """Whether vLLM has begun to compute the request."""
+        self.detail = ""
+        """The figures behind `not_worth`."""
         self._found = 0
         self._reason: MissReason = "not_asked"
         self._begun = 0
@@ -350,6 +368,7 @@ class PromptOutcome:
             tiers=ended.tiers,
             reason=reason,
             streamed=self.streamed,
+            detail=self.detail if reason == "not_worth" else "",
         )
 
 

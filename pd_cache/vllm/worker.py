@@ -121,9 +121,10 @@ class WorkerSide:
             ended, self._ended = self._ended, EndedLoads(set(), set(), set())
         return ended
 
-    def take_report(self) -> StepReport | None:
-        """Returns the report for the scheduler; None if nothing ended."""
+    def take_report(self, step: Step) -> StepReport | None:
+        """Returns the report for the scheduler; None if nothing ended, and the step computes nothing."""
         with self._changed:
+            self._report.work = step.work
             if self._report == StepReport():
                 return None
             report, self._report = self._report, StepReport()

@@ -136,6 +136,9 @@ def test_statistics_reach_vllms_prometheus(pair: Pair, new_prompt: NewPrompt) ->
     for op in ("lookup", "retrieve"):
         assert pair.b.metric("vllm:pd_cache_ops_total", op=op) > 0
         assert pair.b.metric("vllm:pd_cache_op_seconds_total", op=op) > 0
+    for node, op in ((pair.b, "load"), (pair.a, "compute")):  # by which `connector.load: auto` decides
+        assert node.metric("vllm:pd_cache_measured_tokens_total", op=op) >= tokens
+        assert node.metric("vllm:pd_cache_measured_seconds_total", op=op) > 0
     assert pair.a.metric("vllm:pd_cache_op_seconds_total", op="store") > 0
     assert pair.b.metric("vllm:external_prefix_cache_hits_total") > 0
 

@@ -123,7 +123,9 @@ def test_hits_are_counted_by_the_tier_that_has_them() -> None:
     from pd_cache.vllm.connector import PdCacheConnector
 
     connector = PdCacheConnector.__new__(PdCacheConnector)
-    connector._scheduler = SimpleNamespace(track=lambda request: SimpleNamespace(near=lambda tokens: (256, 0)))
+    connector._scheduler = SimpleNamespace(
+        track=lambda request: SimpleNamespace(by_tier=lambda tokens: (256, 0, tokens - 256))
+    )
     split = connector.get_external_cache_hit_sources(SimpleNamespace(), 500)
     assert split == {CacheHitSource.HOST: 256, CacheHitSource.EXTERNAL_UNSPECIFIED: 244}
     assert connector.get_external_cache_hit_sources(SimpleNamespace(), 256) == {CacheHitSource.HOST: 256}

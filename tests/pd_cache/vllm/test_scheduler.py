@@ -167,9 +167,9 @@ def test_what_is_about_to_be_loaded_lies_where_its_lookup_found_it():
     scene, request = Scene(), Request()
     scene.has(request)
     scene.lookups.near = TierChunks(memory=1, disk=3)
-    assert scene.side.track(request).near(0) == (0, 0), "not looked up yet"
+    assert scene.side.track(request).by_tier(0) == (0, 0, 0), "not looked up yet"
     external, _ = scene.load(request, CHUNK // 2)
-    assert scene.side.track(request).near(external) == (CHUNK, external - CHUNK), "never more than is loaded"
+    assert scene.side.track(request).by_tier(external) == (CHUNK, external - CHUNK, 0), "never more than is loaded"
 
 
 def test_room_for_another_number_of_tokens_than_was_matched_loads_nothing_and_fails():

@@ -114,8 +114,8 @@ def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv(make, c
     side = make()
     side.start(Step(loads=[load("a", [-1, *BLOCKS[1:]])]))
     assert ended(side, "a") == EndedLoads({"a"}, set(), bad)
-    assert wait_for(side.take_report) == StepReport(loads={"a": told})
-    assert (side.take_loads(Step(), set()), side.take_report()) == (EndedLoads(set(), set(), set()), None)
+    assert wait_for(lambda: side.take_report(Step())) == StepReport(loads={"a": told})
+    assert (side.take_loads(Step(), set()), side.take_report(Step())) == (EndedLoads(set(), set(), set()), None)
     assert cache.calls == [("a", 5.0)]
     if isinstance(loads, Exception):
         assert cache.metrics.totals()["troubles", "retrieve", "error_RuntimeError"] == 3
@@ -189,7 +189,7 @@ def test_the_end_of_a_store_is_reported_so_that_its_blocks_are_given_back(make, 
     cache.loads = loads
     side = make(stores=(stores,))
     side.save(Step(stores=[StoreOp(7, CHUNKS)]))
-    assert wait_for(side.take_report).jobs == {7: (1, [outcome] * 3)}
+    assert wait_for(lambda: side.take_report(Step())).jobs == {7: (1, [outcome] * 3)}
     assert cache.calls == calls
 
 

@@ -1,0 +1,174 @@
+"""What loads and steps have taken lately, and so whether it pays to load a prefix. Pure.
+
+1. A cost is seconds a token, as a line over one other figure: for loads 1 / tokens, because each load takes some time of its own; for steps
+   the position of the tokens. Least squares fit the line. Each measurement counts by its tokens, and each further one takes a tenth of the
+   weight of those before.
+2. A measurement of more than twice the expected time is left out if the next is not slow, too: then it was a stall. Two in a row, or one of
+   less than half the time, replace everything before them.
+3. Loads share the link: the tokens of a load include what is probably left of those under way.
+4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
+5. If nothing was loaded for a minute, the next declined prefix is loaded after all, as far as that is cheap, so that an old figure is corrected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+PROBE_TOKENS = 512
+"""How much of a declined prefix is loaded to correct an old figure."""
+_PROBE_S = 60.0
+_MARGIN = 1.05
+"""How much longer than computing a load may take, so that equals do not alternate."""
+_KEPT = 0.9
+_FAR, _SLACK_S = 2.0, 0.05
+"""A time is far from another if it is more than twice as long and 50 ms: what takes less is noise, and hurts nobody."""
+_RIDGE = 0.01
+_ENOUGH = 3
+_STEP_TOKENS = 128
+"""The fewest tokens of prompts in a step that is measured: a smaller one takes as long as its fixed part."""
+
+
+class StepWork(NamedTuple):
+    """What a step computes. The workers return it with the step's report."""
+
+    began: float
+    prompts: int
+    """Tokens of prompts."""
+    tokens: int
+    """All tokens."""
+    positions: float
+    """The sum of their positions."""
+
+
+class Verdict(NamedTuple):
+    """Why a prefix is not worth loading, in seconds."""
+
+    load_s: float
+    compute_s: float
+    """With the prompts in front of it."""
+    probe: bool
+    """Whether to load some of it all the same."""
+
+
+class _Line:
+    """Seconds a token over another figure `x`."""
+
+    def __init__(self) -> None:
+        self.tried = -math.inf
+        """When the last measurement began."""
+        self._measured = 0
+        self._sums = [0.0] * 5
+        """Of the weights, of x, y, xx and xy, by weight; y is seconds a token."""
+        self._slow: tuple[float, float, float] | None = None
+        """The last measurement, if it was left out."""
+
+    def seconds(self, tokens: float, x: float) -> float | None:
+        """Returns how long `tokens` probably take; None while that is unknown."""
+        return self._expected(tokens, x) if self._measured >= _ENOUGH else None
+
+    def add(self, tokens: float, x: float, seconds: float) -> None:
+        """Takes in a measurement."""
+        expected = self._expected(tokens, x) if self._measured else seconds
+        self._measured += 1
+        new, slow = (tokens, x, seconds), seconds > _FAR * expected + _SLACK_S
+        if slow and self._slow is None:
+            self._slow = new
+            return
+        if slow or expected > _FAR * seconds + _SLACK_S:
+            self._sums = [0.0] * 5
+        for weight, place, took in (self._slow, new) if slow and self._slow else (new,):
+            y = took / weight
+            products = (1.0, place, y, place * place, place * y)
+            self._sums = [_KEPT * total + weight * by for total, by in zip(self._sums, products, strict=True)]
+        self._slow = None
+
+    def _expected(self, tokens: float, x: float) -> float:
+        mean_x, mean_y, xx, xy = (total / self._sums[0] for total in self._sums[1:])
+        slope = max(0.0, (xy - mean_x * mean_y) / (xx - mean_x**2 + _RIDGE * mean_x**2))
+        base = mean_y - slope * mean_x
+        if base < 0:
+            base, slope = 0.0, xy / xx
+        return tokens * (base + slope * x)
+
+
+class _Load(NamedTuple):
+    began: float
+    tokens: Sequence[int]
+    """By tier."""
+    shared: Sequence[float]
+    """With those of the loads under way."""
+    expected: float | None
+
+    def left(self, now: float) -> float:
+        """Returns which share of it is probably still to come."""
+        return 1.0 if not self.expected else max(0.0, 1 - (now - self.began) / self.expected)
+
+
+class Costs:
+    """The costs of one engine. Tokens by tier are those in this host's memory, on its disk, and in the pool."""
+
+    def __init__(self) -> None:
+        self._loading: dict[str, _Load] = {}
+        self._of_loads = [_Line() for _ in range(3)]
+        self._of_steps = _Line()
+        self._reported = 0.0
+        """When the last step ended."""
+
+    def judge(
+        self, tokens: Sequence[int], position: int, ahead: Iterable[tuple[int, float]], now: float
+    ) -> Verdict | None:
+        """Returns why a prefix is not worth loading; None if it is, or if that is unknown.
+
+        `tokens` by tier would be loaded behind `position` others. `ahead`: how many tokens are computed before these can be, and their mean
+        position, for each prompt.
+        """
+        load_s, computed = self._seconds(self._shared(tokens, now)), sum(tokens)
+        steps = [self._of_steps.seconds(*work) for work in [(computed, position + computed / 2), *ahead]]
+        known = [step for step in steps if step is not None]
+        if load_s is None or len(known) < len(steps) or load_s <= _MARGIN * sum(known):
+            return None
+        tried = max(line.tried for line, some in zip(self._of_loads, tokens, strict=True) if some)
+        return Verdict(load_s, sum(known), now >= tried + _PROBE_S)
+
+    def load_began(self, request_id: str, tokens: Sequence[int], now: float) -> None:
+        """Notes that a load of these tokens by tier has begun. `load_ended` has to follow."""
+        shared = self._shared(tokens, now)
+        self._loading[request_id] = _Load(now, tokens, shared, self._seconds(shared))
+        for line, some in zip(self._of_loads, tokens, strict=True):
+            if some:
+                line.tried = now
+
+    def load_ended(self, request_id: str, now: float, *, measure: bool) -> tuple[int, float] | None:
+        """Notes the end of a load. Returns its tokens and seconds; None if it is not to be measured, or is unknown."""
+        load = self._loading.pop(request_id, None)
+        if load is None or not measure:
+            return None
+        # what the farthest tier takes is what the others leave of the time
+        *_, (farthest, tokens) = ((tier, some) for tier, some in enumerate(load.shared) if some)
+        others = [0.0 if tier == farthest else some for tier, some in enumerate(load.shared)]
+        seconds = max(0.0, now - load.began - (self._seconds(others) or 0.0))
+        self._of_loads[farthest].add(tokens, 1 / tokens, seconds)
+        return sum(load.tokens), now - load.began
+
+    def step_ended(self, work: StepWork, now: float) -> tuple[int, float] | None:
+        """Notes the end of a step. Returns its tokens and seconds; None if it is not measured."""
+        seconds, self._reported = now - max(work.began, self._reported), now
+        if work.prompts < _STEP_TOKENS:
+            return None
+        self._of_steps.add(work.tokens, work.positions / work.tokens, seconds)
+        return work.tokens, seconds
+
+    def _shared(self, tokens: Sequence[int], now: float) -> list[float]:
+        """Returns these tokens by tier, with what is left of the loads under way in the same tiers."""
+        return [
+            some + sum(load.tokens[tier] * load.left(now) for load in self._loading.values()) if some else 0.0
+            for tier, some in enumerate(tokens)
+        ]
+
+    def _seconds(self, shared: Sequence[float]) -> float | None:
+        """Returns how long a load of tokens by tier takes; None while that is unknown."""
+        parts = [line.seconds(some, 1 / some) for line, some in zip(self._of_loads, shared, strict=True) if some]
+        known = [part for part in parts if part is not None]
+        return sum(known) if len(known) == len(parts) else None

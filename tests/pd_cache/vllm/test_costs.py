@@ -1,0 +1,262 @@
+"""What loads and steps take, learned from histories of them; and which prefixes a request then loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_cache.reasons import Loaded, RequestReport
+from pd_cache.vllm.costs import Costs, StepWork, Verdict
+from pd_cache.vllm.layers import KeptLayers
+from pd_cache.vllm.steps import StepReport
+from tests.pd_cache.vllm.histories import CHUNK, FULL, PROMPT, WINDOW, Request, Scene, announced
+
+_MANY = st.integers(256, 100_000)
+
+
+class Engine:
+    """An engine whose loads take `fixed` and `load` seconds a token, and whose steps take `compute` seconds a token, and `context` more for each
+    token before it."""
+
+    def __init__(
+        self, *, load: float = 1e-4, fixed: float = 0.005, compute: float = 5e-5, context: float = 0.0
+    ) -> None:
+        self.load, self.fixed, self.compute, self.context = load, fixed, compute, context
+        self.costs, self.now = Costs(), 100.0
+
+    def loads(self, *several: int, by: float = 1.0) -> None:
+        """One load after the other, each `by` times as long as usual."""
+        for tokens in several:
+            self.costs.load_began("a", (0, 0, tokens), self.now)
+            self.now += by * (self.fixed + self.load * tokens)
+            self.costs.load_ended("a", self.now, measure=True)
+
+    def steps(self, *several: tuple[int, int]) -> None:
+        """One step after the other, of so many tokens behind so many others."""
+        for tokens, position in several:
+            work = StepWork(self.now, tokens, tokens, tokens * (position + tokens / 2))
+            self.now += self.computed(tokens, position)
+            self.costs.step_ended(work, self.now)
+
+    def computed(self, tokens: int, position: int = 0) -> float:
+        return tokens * (self.compute + self.context * (position + tokens / 2))
+
+    def judged(self, tokens: int, position: int = 0, *ahead: tuple[int, float]) -> Verdict | None:
+        return self.costs.judge((0, 0, tokens), position, ahead, self.now)
+
+
+@given(loads=st.lists(_MANY, max_size=20), steps=st.lists(_MANY, max_size=20), tokens=_MANY)
+def test_nothing_is_declined_before_three_loads_and_three_steps_were_measured(loads, steps, tokens):
+    engine = Engine(load=1.0)
+    engine.loads(*loads)
+    engine.steps(*((some, 0) for some in steps))
+    assert (engine.judged(tokens) is None) == (len(loads) < 3 or len(steps) < 3)
+
+
+@given(
+    loads=st.lists(_MANY, min_size=8, max_size=40),
+    steps=st.lists(st.tuples(st.integers(128, 8192), st.integers(0, 32_000)), min_size=8, max_size=40),
+    slower=st.floats(1.2, 50),
+    context=st.sampled_from((0.0, 2e-9)),
+)
+def test_a_prefix_is_declined_if_its_load_takes_longer_than_its_steps_and_else_loaded(loads, steps, slower, context):
+    tokens, before = 4096, 2048
+    for declined in (True, False):
+        engine = Engine(context=context)
+        steps_s = engine.computed(tokens, before)
+        load_s = steps_s * slower if declined else steps_s / slower
+        engine.load, engine.fixed = load_s / tokens, 0.0
+        engine.loads(*loads)
+        engine.steps(*steps)
+        assert (engine.judged(tokens, before) is not None) == declined
+
+
+def test_the_figures_are_those_that_were_measured() -> None:
+    engine = Engine(load=1e-3, fixed=0.03, compute=1e-4, context=1e-8)
+    engine.loads(1000, 500, 8000, 2000, 300)
+    engine.steps((2000, 0), (2000, 2000), (1000, 4000), (500, 0))
+    verdict = engine.judged(4000, 1000, (1000, 500))
+    assert verdict is not None
+    assert verdict.load_s == pytest.approx(4.03, rel=0.01)
+    assert verdict.compute_s == pytest.approx(engine.computed(4000, 1000) + engine.computed(1000), rel=0.01)
+
+
+@given(tokens=_MANY, others=st.lists(_MANY, min_size=3, max_size=9), by=st.floats(1, 1000))
+def test_one_stall_changes_nothing_and_two_in_a_row_count(tokens, others, by):
+    engine = Engine(load=2e-5, fixed=0.0)
+    engine.loads(*others)
+    engine.steps((2048, 0), (2048, 0), (2048, 0))
+    engine.loads(tokens, by=100 * by + 1e5 / tokens)
+    assert engine.judged(4096) is None
+    engine.loads(*others)
+    assert engine.judged(4096) is None
+    engine.loads(tokens, tokens, by=100 * by + 1e5 / tokens)
+    assert engine.judged(4096) is not None
+
+
+@given(
+    before=st.lists(_MANY, min_size=3, max_size=30), after=st.lists(st.integers(5000, 100_000), min_size=3, max_size=3)
+)
+def test_a_link_that_becomes_ten_times_slower_or_faster_is_noticed_within_three_loads(before, after):
+    for fast_first in (True, False):
+        engine = Engine(load=2e-5 if fast_first else 2e-4)
+        engine.steps(*[(2048, 0)] * 5)
+        engine.loads(*before)
+        assert (engine.judged(8192) is None) == fast_first
+        engine.load = 2e-4 if fast_first else 2e-5
+        engine.loads(*after)
+        assert (engine.judged(8192) is None) != fast_first
+
+
+def test_loads_under_way_and_prompts_in_front_count() -> None:
+    engine = Engine(load=4e-5, fixed=0.0)
+    engine.loads(*[4096] * 4)
+    engine.steps(*[(2048, 0)] * 4)
+    assert engine.judged(4096) is None
+    engine.costs.load_began("b", (0, 0, 4096), engine.now)
+    assert engine.judged(4096) is not None, "the link is busy"
+    assert engine.judged(4096, 0, (4096, 2048)) is None, "and so is the engine"
+    engine.now += 0.9 * 4096 * 4e-5
+    assert engine.judged(4096) is None, "the other load is almost over"
+    engine.costs.load_began("c", (0, 0, 4096), engine.now)
+    assert engine.judged(4096) is not None
+    engine.costs.load_ended("c", engine.now, measure=False)
+    assert engine.judged(4096) is None
+
+
+def test_each_tier_has_costs_of_its_own() -> None:
+    engine = Engine()
+    engine.loads(*[4096] * 3)
+    engine.steps(*[(2048, 0)] * 3)
+    assert engine.judged(4096) is not None
+    assert engine.costs.judge((4096, 0, 0), 0, (), engine.now) is None, "unknown"
+    for _ in range(3):
+        engine.costs.load_began("a", (4096, 0, 0), engine.now)
+        engine.now += 0.001
+        engine.costs.load_ended("a", engine.now, measure=True)
+    assert engine.costs.judge((4096, 0, 0), 0, (), engine.now) is None, "worth it"
+    assert engine.costs.judge((4096, 0, 4096), 0, (), engine.now) is None
+    assert engine.costs.judge((2048, 0, 4096), 0, (), engine.now) is not None
+
+
+def test_a_step_that_was_planned_while_another_ran_takes_from_the_others_end() -> None:
+    costs = Costs()
+    assert costs.step_ended(StepWork(10.0, 2048, 2048, 2e6), 11.0) == (2048, 1.0)
+    assert costs.step_ended(StepWork(10.1, 100, 4000, 2e6), 11.5) is None, "too little of prompts"
+    assert costs.step_ended(StepWork(10.9, 2048, 2048, 2e6), 12.0) == (2048, 0.5)
+
+
+# --- the scheduler ---------------------------------------------------------------------------------------------------
+
+LONG = list(range(100 * CHUNK + 1))
+
+
+def known(load_s: float, compute_s: float, *layers: KeptLayers, **options: Any) -> Scene:
+    """A scheduler that has seen three such loads and three such steps, each of 24 chunks."""
+    scene, length = Scene(*layers, **options), 24 * CHUNK
+    for name in "abc":
+        loaded = Request(name, [*range(length), 0])
+        scene.has(loaded)
+        assert scene.load(loaded, 0, *[[0] * 49] * 2) == (length, True)
+        scene.clock.now += load_s
+        scene.loaded(Loaded(24), name)
+        scene.finish(loaded)
+        scene.begin(Request(name.upper(), [*range(length)]), *[[0] * 48] * 2)
+        step = scene.step(**{name.upper(): length})
+        scene.clock.now += compute_s
+        scene.side.take_report(StepReport(work=step.work))
+        scene.finish(Request(name.upper()))
+    return scene
+
+
+def ended(scene: Scene, request: Request) -> RequestReport:
+    request.num_computed_tokens = request.num_prompt_tokens
+    scene.finish(request)
+    return scene.reports.pop()
+
+
+def test_a_prefix_that_is_computed_sooner_is_not_loaded_and_the_report_has_the_figures() -> None:
+    scene, request = known(1.92, 0.48), Request("d", PROMPT)
+    scene.has(request)
+    assert scene.ask(request) == (0, False)
+    scene.clock.now += 1000
+    assert scene.ask(request) == (0, False), "it is decided once"
+    told = ended(scene, request)
+    assert (told.found, told.loaded, told.computed, told.reason) == (24, 0, 27, "not_worth")
+    assert told.detail == "24 tokens would load in 0.24 s at 0.0016 MB/s; computing them takes 0.06 s"
+    assert told.detail in told.text()
+    assert told.detail in told.line()
+    totals = scene.metrics.totals()
+    assert totals["loads_declined_tokens",] == 24
+    assert (totals["measured_tokens", "load"], totals["measured_tokens", "compute"]) == (576, 576)
+    assert totals["measured_seconds", "load"] / totals["measured_seconds", "compute"] == pytest.approx(4)
+
+
+def test_a_prefix_that_is_loaded_sooner_and_one_that_was_announced_are_loaded() -> None:
+    for load_s, params in ((0.4, None), (1.9, announced(3 * CHUNK))):
+        scene, request = known(load_s, 0.4), Request("d", PROMPT, params)
+        scene.has(request)
+        assert scene.ask(request) == (3 * CHUNK, True)
+        assert ended(scene, request).detail is msgspec.UNSET
+
+
+def test_always_loads_what_is_there_and_never_does_not_ask() -> None:
+    scene, request = known(1.9, 0.4, load="always"), Request("d", PROMPT)
+    scene.has(request)
+    assert scene.ask(request) == (3 * CHUNK, True)
+    scene, request = Scene(load="never"), Request("d", PROMPT, announced(3 * CHUNK))
+    scene.has(request)
+    assert scene.ask(request) == (0, False)
+    assert not scene.lookups.asked
+    assert ended(scene, request).reason == "not_asked"
+
+
+def test_prompts_that_compute_are_waited_for_so_a_load_meanwhile_is_worth_more() -> None:
+    scene, running, request = known(1.9, 0.4), Request("r", LONG), Request("d", PROMPT)
+    scene.has(request)
+    scene.begin(running, [0] * 201)
+    scene.step(r=200)
+    running.num_computed_tokens = running.num_in_flight_tokens = 200
+    assert scene.ask(request) == (3 * CHUNK, True)
+
+
+def test_after_a_minute_without_a_load_512_tokens_of_a_declined_prefix_correct_the_figure() -> None:
+    scene = known(1.9, 0.4)
+    scene.clock.now += 60
+    for number, tokens in enumerate((512, 0, 800)):
+        request = Request(f"d{number}", LONG)
+        scene.has(request, 100)
+        assert scene.load(request, 0, [0] * 201) == (tokens, tokens > 0)
+        if number:
+            assert ended(scene, request).reason == ("not_worth" if not tokens else "none")
+        else:
+            probe = request
+        if number == 1:  # the pool is as fast as it was once
+            scene.clock.now += 0.01
+            scene.loaded(Loaded(64), "d0")
+            told = ended(scene, probe)
+            assert (told.found, told.loaded, told.reason) == (800, 512, "not_worth")
+    assert scene.metrics.totals()["loads_declined_tokens",] == 288 + 800
+
+
+def test_a_load_of_windows_is_whole_also_if_it_corrects_a_figure() -> None:
+    scene, request = known(1.9, 0.4, FULL, WINDOW), Request("d", LONG)
+    scene.has(request, 100)
+    assert scene.ask(request) == (0, False)
+    scene.clock.now += 60
+    request = Request("e", LONG)
+    assert scene.ask(request) == (800, True)
+
+
+@pytest.mark.parametrize(("reason", "counts"), [("none", True), ("deadline", True), ("transfer_failed", False)])
+def test_a_load_that_missed_its_deadline_is_measured_and_one_that_failed_otherwise_is_not(reason, counts):
+    scene, request = Scene(), Request()
+    scene.has(request, 100)
+    scene.load(request)
+    scene.clock.now += 10
+    scene.loaded(Loaded(3 if reason == "none" else 0, reason))
+    assert scene.metrics.totals().get(("measured_seconds", "load"), 0) == (10 if counts else 0)
