@@ -11,7 +11,7 @@ import codecs
 import contextlib
 import ctypes
 import hashlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from aiohttp import http_exceptions, web
@@ -21,6 +21,7 @@ from launch.proxy.prefixes import RoutedPrompt, is_token_ids, read_prompt
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.handoff import Announcement, write_params
 
+P = TypeVar("P")
 _COPIES = 2
 """How often a body is in memory: as the client sent it, and as the node under way gets it. What is parsed is a third copy, for one body at
 a time."""
@@ -120,7 +121,7 @@ def _too_large(most: int) -> ApiError:
 _TRANSFER, _HINTS = "kv_transfer_params", "kv_hints"
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_ZERO, _ONE, _NULL, _TEXT = msgspec.Raw(b"0"), msgspec.Raw(b"1"), msgspec.Raw(b"null"), msgspec.Raw(b'"text"')
+_ZERO, _ONE, _NULL = msgspec.Raw(b"0"), msgspec.Raw(b"1"), msgspec.Raw(b"null")
 _TOKENIZED = (
     "model",
     "prompt",
@@ -158,7 +159,7 @@ SAMPLING = {
 
 _MOST_FIELDS = 1000
 _MOST_NAMED = 1000
-"""The most messages of a chat whose images, audio or video the client names."""
+"""The most parts of all messages of a chat in which the client names images, audio or video."""
 _MOST_COLONS = 50_000
 """The most colons outside of the fields of `_Large`. As many fields take 12 MiB until they are counted."""
 
@@ -203,20 +204,32 @@ class HandedOver(msgspec.Struct, frozen=True):
         return bytes(self.kv_transfer_params) != b"null"
 
 
-class _ContentPart(msgspec.Struct, frozen=True, gc=False):
-    type: msgspec.Raw = _NULL
+class _TextPart(msgspec.Struct, frozen=True, gc=False):
+    type: Literal["text"]
+    uuid: None = None
+
+
+class _UnnamedPart(msgspec.Struct, frozen=True, gc=False):
+    uuid: None = None
+
+
+class _AnyPart(msgspec.Struct, frozen=True, gc=False):
     uuid: msgspec.Raw = _NULL
-    """The client's name for an image, audio or video."""
+    """The client's name for an image, audio or video. vLLM ignores the type of a part with a name."""
 
 
-class _ChatMessage(msgspec.Struct, frozen=True, gc=False):
+class _Message(msgspec.Struct, Generic[P], frozen=True, gc=False):
     role: str
-    content: str | list[str | _ContentPart] | None = None
+    content: str | list[str | P] | None = None
 
-    def media(self) -> list[_ContentPart]:
-        """Returns the parts that may be other than text. vLLM ignores the type of a part with a name."""
-        parts = self.content if isinstance(self.content, list) else []
-        return [part for part in parts if isinstance(part, _ContentPart) and (part.type, part.uuid) != (_TEXT, _NULL)]
+
+def _consists_of(messages: bytes, part: type[msgspec.Struct]) -> bool:
+    """Returns whether a chat's parts are texts, or are of this type. Takes no time of the interpreter a message."""
+    try:
+        decode_json(messages, list[_Message[part]])  # type: ignore[valid-type]
+    except UndecodableError:
+        return False
+    return True
 
 
 class Completion:
@@ -250,19 +263,13 @@ class Completion:
                 raise ApiError(400, what, param=name, code="invalid_value") from None
         self._media: bool | None = False
         """Whether a chat has images, audio or video; None if it cannot be read."""
-        if self._chat:
-            try:
-                messages = enumerate(decode_json(self._prompt, list[_ChatMessage]))
-            except UndecodableError:
-                self._media = None
-                return
-            media = [(place, part) for place, message in messages for part in message.media()]
-            self._media = bool(media)
-            named = sorted({place for place, part in media if part.uuid != _NULL})
-            if len(named) > _MOST_NAMED:
-                raise ApiError(400, f"More than {_MOST_NAMED} messages have parts with a `uuid`", param=prompt)
-            if named:
-                self._fields[prompt] = _without_media_ids(self._prompt, named)
+        if self._chat and not _consists_of(messages := self._prompt, _TextPart):
+            self._media = True
+            if not _consists_of(messages, _UnnamedPart):
+                try:
+                    self._fields[prompt] = _without_media_ids(messages)
+                except UndecodableError:
+                    self._media = None
 
     @property
     def path(self) -> str:
@@ -360,17 +367,25 @@ class Completion:
         return msgspec.json.encode({**self._fields, **({} if params == _NULL else {_TRANSFER: params})})
 
 
-def _without_media_ids(messages: bytes, places: list[int]) -> msgspec.Raw:
-    """Returns a chat's messages without the names that the client gave, in the messages at these places, to images, audio and video.
+def _without_media_ids(messages: bytes) -> msgspec.Raw:
+    """Returns a chat's messages without the names that the client gave to images, audio and video.
 
     vLLM takes whatever comes under a name for what it has cached under this name, even if another client sent that, and even if the name is
-    the hash of other content. Without a name, vLLM hashes the content.
+    the hash of other content. Without a name, vLLM hashes the content. Raises UndecodableError if this is no chat, ApiError 400 if it has too
+    many parts.
     """
+    places, parts = [], 0
+    for place, message in enumerate(decode_json(messages, list[_Message[_AnyPart]])):
+        if isinstance(message.content, list) and any(getattr(part, "uuid", _NULL) != _NULL for part in message.content):
+            places.append(place)
+            parts += len(message.content)
+            if parts > _MOST_NAMED:
+                raise ApiError(400, f"Messages with a `uuid` have more than {_MOST_NAMED} parts", param="messages")
     kept = decode_json(messages, list[msgspec.Raw])
     for place in places:
         message = decode_json(bytes(kept[place]), dict[str, msgspec.Raw])
-        parts = decode_json(bytes(message["content"]), list[str | dict[str, msgspec.Raw]])
-        bare = [part if isinstance(part, str) else {key: part[key] for key in part if key != "uuid"} for part in parts]
+        content = decode_json(bytes(message["content"]), list[str | dict[str, msgspec.Raw]])
+        bare = [part if isinstance(part, str) else {k: part[k] for k in part if k != "uuid"} for part in content]
         kept[place] = msgspec.Raw(msgspec.json.encode({**message, "content": bare}))
     return msgspec.Raw(msgspec.json.encode(kept))
 

@@ -11,6 +11,8 @@ import gc
 import json
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -23,6 +25,7 @@ from hypothesis import strategies as st
 
 from tests.launch.proxy.test_direct import rule
 from tests.launch.proxy.test_hints import Renewing
+from tests.support.cluster import cluster_file
 from tests.support.proxy import cluster, message
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
@@ -207,3 +210,24 @@ def test_no_body_of_a_mebibyte_holds_the_event_loop():
         finally:
             gc.unfreeze()
             runner.run(entered.__aexit__(None, None, None))
+
+
+STARTED = """
+import gc, os, signal, sys
+from pathlib import Path
+from launch.cli import read_config
+from launch.run.roles import run_role
+
+def ready(url):
+    print(len(gc.get_objects()), gc.get_freeze_count(), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+config, _ = read_config(Path(sys.argv[1]))
+run_role(config, config.node("proxy"), ready)
+"""
+
+
+def test_a_full_collection_in_a_running_proxy_does_not_look_at_what_it_imported(tmp_path):
+    done = subprocess.run([sys.executable, "-c", STARTED, cluster_file(tmp_path)], check=True, stdout=subprocess.PIPE)
+    looked_at, left_alone = map(int, done.stdout.split())
+    assert looked_at < left_alone / 5

@@ -39,7 +39,8 @@ def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) ->
             run_master(config, node, announce, member)
             return
         if isinstance(node, ProxyNode):
-            from launch.run.roles.proxy import run_proxy
+            with _imports():
+                from launch.run.roles.proxy import run_proxy
 
             run_proxy(config, node, announce, on_stop=member.leave)
             return

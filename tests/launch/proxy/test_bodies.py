@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 
 import aiohttp
@@ -110,6 +111,14 @@ def test_nodes_learn_that_an_image_has_only_the_name_that_they_give_it(part):
 def test_what_has_no_images_is_sent_as_it_came(content):
     body = f'{{"messages":[{{"role":"user","content":{content}}}]}}'
     assert Completion(body.encode(), prompt="messages").for_decode(None) == body.encode()
+
+
+def test_a_chat_may_name_images_in_messages_of_a_thousand_parts():
+    content = (PART % ', "uuid": 1', *[PART % ""] * 999)
+    for parts in (content, (*content, '"a"')):
+        named, other = ('{"role": "user", "content": [%s]}' % text for text in (", ".join(parts), PART % ""))
+        with nullcontext() if parts is content else pytest.raises(ApiError, match="more than 1000 parts"):
+            Completion(f'{{"messages": [{named}, {other}]}}'.encode(), prompt="messages")
 
 
 def fields(count):
