@@ -15,9 +15,10 @@ import pickle
 import struct
 import sys
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from itertools import takewhile
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta, Struct
@@ -60,6 +61,17 @@ time of a list: there, each integer is an object that has to be looked at."""
 
 ExtraKey = str | bytes | int
 """One part of a request's isolation: its cache_salt, digest of its LoRA adapter, multi-modal hash."""
+
+
+class MediaItem(NamedTuple):
+    """An image, audio or video in a prompt."""
+
+    name: str
+    """A hash of its content."""
+    offset: int
+    """The place of its first token."""
+    length: int
+    """How many tokens stand for it."""
 
 
 def salt_keys(cache_salt: str | None) -> tuple[ExtraKey, ...]:
@@ -404,6 +416,22 @@ class ChunkedTokenDatabase(ChunkNamer):
     def manifest_key(self) -> str:
         return f"{self._prefix}/manifest"
 
+    def name_media_chunks(
+        self, tokens: Sequence[int], extra_keys: Iterable[ExtraKey], media: Iterable[MediaItem]
+    ) -> list[bytes]:
+        """Returns the name of each whole chunk of a prompt with media, which are in the order of their places.
+
+        An item isolates the chunk in which it begins and all chunks behind it, so prompts share the text before the item.
+        """
+        names: list[bytes] = []
+        isolation, chunk = [*extra_keys], self.chunk_size
+        for item in media:
+            if (begins := item.offset // chunk) > len(names):
+                names += self.name_chunks(tokens[len(names) * chunk : begins * chunk], None, isolation)
+                isolation = [names[-1]]
+            isolation += ["mm", item.name, item.offset]
+        return names + self.name_chunks(tokens[len(names) * chunk :], None, isolation)
+
     def keys(self, names: Iterable[bytes], shards: Sequence[int] | None = None, label: str = "") -> list[str]:
         """Returns the pool's keys of some shards, by default of all, chunk by chunk: the keys of a chunk are adjacent. `label` is that of the
         weights."""
@@ -465,15 +493,25 @@ class BlockHasher:
         """The tokens of each hash."""
         self._root = _hash(seed)
 
-    def hashes(self, tokens: Sequence[int], cache_salt: str | None = None) -> list[bytes]:
-        """Returns the chained hash of each whole block, 32 bytes each."""
-        step, previous = self.block_size, self._root
-        extra: tuple[tuple[str, str], ...] | None = (("cache_salt", cache_salt),) if cache_salt else None
+    def hashes(
+        self, tokens: Sequence[int], cache_salt: str | None = None, media: Iterable[MediaItem] = ()
+    ) -> list[bytes]:
+        """Returns the chained hash of each whole block, 32 bytes each. `media` are in the order of their places, and do not overlap."""
+        step, previous, items = self.block_size, self._root, deque(media)
         hashes = []
         for start in range(0, len(tokens) - step + 1, step):
-            previous = _hash((previous, tuple(tokens[start : start + step]), extra))
+            end = start + step
+            while items and items[0].offset + items[0].length <= start:
+                items.popleft()
+            # a copy of each name: vLLM's names of equal items are different objects, and pickle writes an object once
+            extra: list[tuple[str | int, ...]] = [
+                ("mm", item.name.encode().decode(), item.offset - start)
+                for item in takewhile(lambda item: item.offset < end, items)  # noqa: B023
+            ]
+            if cache_salt and not start:
+                extra.append(("cache_salt", cache_salt))
+            previous = _hash((previous, tuple(tokens[start:end]), tuple(extra) or None))
             hashes.append(previous)
-            extra = None
         return hashes
 
 

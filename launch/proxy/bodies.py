@@ -17,7 +17,8 @@ import msgspec
 from aiohttp import http_exceptions, web
 
 from launch.openai import ApiError, overloaded
-from launch.proxy.prefixes import RoutedPrompt, is_token_ids, read_prompt
+from launch.proxy.prefixes import PromptTokens, RoutedPrompt, is_token_ids, read_prompt
+from pd_cache.chunks import MediaItem
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.handoff import Announcement, write_params
 
@@ -142,7 +143,7 @@ _UNTOLD = (
     "reasoning_effort",
     "truncate_prompt_tokens",
 )
-"""Other fields that determine the prompt. `/tokenize` does not accept them."""
+"""Other fields that determine the prompt. `/tokenize` does not accept them; `/render` does."""
 _ISOLATION = ("model", "cache_salt")
 _SHOWN = ("tools", "documents", "chat_template_kwargs")
 """Fields that a chat's template puts before the messages."""
@@ -290,6 +291,11 @@ class Completion:
         """Returns whether the tokens of `/tokenize` identify the prompt. They do not if it has images or documents."""
         return self._media is False and all(self._fields.get(name, _NULL) == _NULL for name in _UNTOLD)
 
+    @property
+    def renderable(self) -> bool:
+        """Whether vLLM's `/render` returns the prompt's tokens and media."""
+        return self._chat and self._media is not None
+
     def token_ids(self) -> list[int] | None:
         """Returns the prompt's token ids if it is given as token ids, otherwise None."""
         if not is_token_ids(self._prompt):
@@ -330,6 +336,9 @@ class Completion:
     def for_tokenize(self) -> bytes:
         return msgspec.json.encode({name: raw for name, raw in self._fields.items() if name in _TOKENIZED})
 
+    def for_render(self) -> bytes:
+        return self._one_token({}, mm_payload=msgspec.Raw(b'"none"'))
+
     def for_prefill(self) -> bytes:
         """Returns the body for the prefill node: one token, not streamed, and marked for decoding on another node."""
         return self._one_token({"do_remote_decode": True, "do_remote_prefill": False})
@@ -342,7 +351,7 @@ class Completion:
         """Returns the body that has a decode node load what the pool has of the prompt, and compute the rest."""
         return self._one_token({})
 
-    def _one_token(self, transfer: dict[str, Any]) -> bytes:
+    def _one_token(self, transfer: dict[str, Any], **more: msgspec.Raw) -> bytes:
         fields = {name: raw for name, raw in self._fields.items() if name not in SAMPLING}
         if not self._chat:  # a chat's template may show it
             fields.pop("response_format", None)
@@ -353,6 +362,7 @@ class Completion:
             "temperature": _ZERO,
             "stream": msgspec.Raw(b"false"),
             _TRANSFER: self._transfer(transfer),
+            **more,
         }
         return msgspec.json.encode(fields)
 
@@ -412,9 +422,37 @@ class _Tokenized(msgspec.Struct, frozen=True):
     tokens: list[_Token]
 
 
-def read_tokens(answer: bytes) -> list[int]:
+def read_tokens(answer: bytes) -> PromptTokens:
     """Reads the answer of a node's `/tokenize`. Raises ValueError for anything else."""
-    return decode_json(answer, _Tokenized).tokens
+    return PromptTokens(decode_json(answer, _Tokenized).tokens)
+
+
+class _Place(msgspec.Struct, frozen=True):
+    offset: _Count
+    length: _Count
+
+
+class _Features(msgspec.Struct, frozen=True):
+    mm_hashes: dict[str, list[Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64,128}\Z")]]] = {}
+    """The names of the media of each kind. Other names are not made from the content."""
+    mm_placeholders: dict[str, list[_Place]] = {}
+
+
+class _Rendered(msgspec.Struct, frozen=True):
+    token_ids: list[_Token]
+    features: _Features | None = None
+
+
+def read_rendered(answer: bytes) -> PromptTokens:
+    """Reads the answer of vLLM's `/render`. Raises ValueError for anything else, and if media are not named by their content."""
+    rendered = decode_json(answer, _Rendered)
+    features = rendered.features or _Features()
+    media = [
+        MediaItem(name, place.offset, place.length)
+        for kind, names in features.mm_hashes.items()
+        for name, place in zip(names, features.mm_placeholders.get(kind, ()), strict=True)
+    ]
+    return PromptTokens(rendered.token_ids, sorted(media, key=lambda item: item.offset))
 
 
 class _Models(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """Conditional disaggregation: decides which prompts need no prefill node.
 
 A decode node can compute a prompt itself. That is quicker if there is little to compute: the prompt is short, or the pool holds its
-prefix. A single lookup finds out whether the pool does. For a text, the proxy first asks a node for the tokens (`/tokenize`, as in
-vLLM). If either fails, the prompt takes the usual way.
+prefix. A single lookup finds out whether the pool does. For a text, the proxy first asks a node for the tokens (vLLM's `/tokenize`, or
+`/render` for a chat with media). If either fails, the prompt takes the usual way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 from launch.proxy.prefixes import NamedPrompt, PromptNamer
-from pd_cache.chunks import Namespace
+from pd_cache.chunks import MediaItem, Namespace
 from pd_cache.lookup import LookupClient
 from pd_cache.reasons import MissReason
 from pd_cache.versions import FIRST
@@ -151,7 +151,9 @@ class DirectRule:
             return False
         return self.model is None or model in (None, self.model)
 
-    async def look_up(self, tokens: list[int], salt: str | None, request_id: str) -> NamedPrompt | None:
+    async def look_up(
+        self, tokens: list[int], salt: str | None, request_id: str, media: Sequence[MediaItem] = ()
+    ) -> NamedPrompt | None:
         """Returns what a prompt is known by, and how much of it the pool holds if prompts are looked up here. Returns None if the prompt
         cannot be named here. Raises ValueError if a token is none."""
         namer, client, most = self._namer, self._client, self.most_chunks
@@ -159,7 +161,7 @@ class DirectRule:
             return None
 
         def find() -> NamedPrompt:
-            return self._found(client, namer.name(tokens, salt), most, request_id)
+            return self._found(client, namer.name(tokens, salt, media), most, request_id)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, find)
 

@@ -22,6 +22,7 @@ from launch.proxy.bodies import (
     HandedOver,
     read_handoff,
     read_models,
+    read_rendered,
     read_tokens,
 )
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
@@ -40,7 +41,7 @@ from launch.proxy.nodes import (
     refusal_of,
     send,
 )
-from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
+from launch.proxy.prefixes import NamedPrompt, PromptTokens, RoutedPrompt
 from launch.proxy.routing import Attempts, Hop, Reason
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.decoding import one_line
@@ -86,27 +87,25 @@ class Hops:
 
         `name`: what it is known by is wanted even if the prompt is so short that nothing depends on it here.
         """
-        direct = self._direct
+        direct, plain = self._direct, completion.plain()
         why = direct.why(prompt.tokens)
-        if why is not None and not name:
+        if plain and why is not None and not name:
             return why, "not asked for"
         if self._judging >= MAX_WAITING:
             return why, f"{MAX_WAITING} others are being looked up; try again"
-        if not direct.can_tell(completion.model(), prompt.tokens):
+        # the length of an image's bytes, or of its URL, says nothing about its tokens
+        if not direct.can_tell(completion.model(), prompt.tokens if plain else 0):
             return why, direct.blind or "it is too long, or for another model"
-        if not completion.plain():
-            return why, "its tokens do not identify it"
         self._judging += 1
         try:
             async with asyncio.timeout(direct.timeout_s):
-                tokens = completion.token_ids()
-                if tokens is None:
-                    tokens = await self._tokenize(exchange, completion)
-                if tokens is None:
-                    return why, "no decode node has returned its tokens"
+                found = await self._tokens(exchange, completion)
+                if isinstance(found, str):
+                    return why, found
+                tokens, media = found
                 if (why := direct.why(len(tokens))) is not None and not name:
                     return why, "not asked for"
-                named = await direct.look_up(tokens, completion.cache_salt(), exchange.id)
+                named = await direct.look_up(tokens, completion.cache_salt(), exchange.id, media)
         except TimeoutError:
             return why, f"its tokens were not there or not looked up within {direct.timeout_s:g} s"
         except ValueError as error:
@@ -117,18 +116,30 @@ class Hops:
             return direct.why(len(tokens)), direct.blind or "it is too long"
         return direct.why(len(tokens), named.pool_tokens or 0), named
 
-    async def _tokenize(self, exchange: Exchange, completion: Completion) -> list[int] | None:
-        """Returns a prompt's token ids from a decode node, or None if there are none to be had."""
-        node = self.pools["decode"].out_of_turn(time.monotonic())
+    async def _tokens(self, exchange: Exchange, completion: Completion) -> PromptTokens | str:
+        """Returns a prompt's tokens, if need be from a decode node, or why there are none to be had."""
+        plain = completion.plain()
+        if plain and (ids := completion.token_ids()) is not None:
+            return PromptTokens(ids)
+        if not plain and not completion.renderable:
+            return "its tokens do not identify it"
+        node = self.pools["decode"].out_of_turn(time.monotonic(), renders=not plain)
         if node is None:
-            return None
+            return "no decode node returns its tokens" if plain else "no decode node renders chats"
         try:
-            url, body = f"{node}/tokenize", completion.for_tokenize()
-            return await self._whole(exchange, exchange.span, "POST", url, body, read_tokens)
+            if plain:
+                path, body, read = "/tokenize", completion.for_tokenize(), read_tokens
+            else:
+                path, body, read = (
+                    f"{completion.path}/render",
+                    await asyncio.to_thread(completion.for_render),
+                    read_rendered,
+                )
+            return await self._whole(exchange, exchange.span, "POST", node + path, body, read)
         except (HopError, Refusal) as error:
-            if self._sparse.admit((node, "tokenize")) is not None:
-                log.info("request %s: node %s did not return a text's tokens: %s", exchange.id, node, error)
-            return None
+            if self._sparse.admit((node, "tokens")) is not None:
+                log.info("request %s: node %s did not return a prompt's tokens: %s", exchange.id, node, error)
+            return "no decode node has returned its tokens"
 
     async def _whole(
         self,

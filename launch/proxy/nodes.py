@@ -220,11 +220,14 @@ class NodePools:
         return 0.0 if self._view.stale_since is None else now - self._view.stale_since
 
     def describe(self, now: float) -> dict[str, Any]:
-        lookups = f"off: {self._direct.blind}" if self._direct.blind else "on"
+        lookups = media = f"off: {self._direct.blind}" if self._direct.blind else "on"
+        if not self._direct.blind and self.pools["decode"].out_of_turn(now, renders=True) is None:
+            media = "off: no decode node renders chats"
         return {
             "discovery_stale_s": round(self.stale_s(now), 1),
             "differences": self._differences,
             "lookups": lookups,
+            "media_lookups": media,
             **({"events": described} if (described := self.caches.describe())["publishers"] else {}),
         }
 
@@ -267,7 +270,7 @@ class NodePools:
 def _target(record: NodeRecord) -> Target:
     capacity = record.capacity
     address = record.address.rstrip("/")
-    return Target(address, record.instance, capacity.kv_tokens, capacity.max_running, record.streams)
+    return Target(address, record.instance, capacity.kv_tokens, capacity.max_running, record.streams, record.renders)
 
 
 def _addresses(view: View) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Container, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, Namespace, salt_keys, stride_hashes
+from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, MediaItem, Namespace, salt_keys, stride_hashes
 
 _BLOCK_BYTES = 2048
 """About 350 token ids, or 500 tokens of text."""
@@ -19,6 +19,14 @@ _BYTES_A_TOKEN = 4
 """An estimate for text. Token ids are counted."""
 _LEAST_BLOCK_TOKENS = 64
 """The least that a block counts, so that the size of an index is bounded for every kind of prompt."""
+
+
+class PromptTokens(NamedTuple):
+    """What a prompt's chunks are named by."""
+
+    ids: list[int]
+    media: Sequence[MediaItem] = ()
+    """In the order of their places."""
 
 
 class NamedPrompt(NamedTuple):
@@ -118,12 +126,12 @@ class PromptNamer:
         )
         self._database = ChunkedTokenDatabase(namespace)
 
-    def name(self, tokens: list[int], salt: str | None) -> NamedPrompt:
+    def name(self, tokens: list[int], salt: str | None, media: Sequence[MediaItem] = ()) -> NamedPrompt:
         """Returns the hashes of a prompt. Raises ValueError if a token is none. Takes 0.3 µs a token."""
         if self._hasher is None:
-            names, blocks, step = self._database.name_chunks(tokens, None, salt_keys(salt)), [], 1
+            names, blocks, step = self._database.name_media_chunks(tokens, salt_keys(salt), media), [], 1
         else:
-            hashes, step = self._hasher.hashes(tokens, salt), self._hasher.block_size
+            hashes, step = self._hasher.hashes(tokens, salt, media), self._hasher.block_size
             names = stride_hashes(hashes, self.chunk_size // step)
             blocks = [int.from_bytes(value[-8:], "big") for value in hashes]
         return NamedPrompt(self.fingerprint, len(tokens), blocks, step, self.chunk_size, None, names)

@@ -60,6 +60,8 @@ class Target(NamedTuple):
     """How many requests it computes at a time; 0 if it does not say."""
     streams: bool = False
     """Whether it can load a prompt while another node computes it."""
+    renders: bool = False
+    """Whether it returns the tokens and media of chats (vLLM's `/render`)."""
 
 
 class _RoutedNode:
@@ -115,7 +117,8 @@ class NodePool:
         nodes = {}
         for target in targets:
             known = self._nodes.get(target.url)
-            if known is None or known.target._replace(kv_tokens=target.kv_tokens, streams=target.streams) != target:
+            kv_tokens, streams, renders = target.kv_tokens, target.streams, target.renders
+            if known is None or known.target._replace(kv_tokens=kv_tokens, streams=streams, renders=renders) != target:
                 known = _RoutedNode(target, self._failures, self._rng.random() - 1)
             known.target = target
             known.prefixes.capacity_tokens = target.kv_tokens or _KV_TOKENS
@@ -169,12 +172,12 @@ class NodePool:
         """Returns whether the node can load a prompt while another node computes it."""
         return self._node(url).target.streams
 
-    def out_of_turn(self, now: float, tried: Collection[str] = ()) -> str | None:
-        """Returns any node that is not skipped and is not in `tried`; None if there is none.
+    def out_of_turn(self, now: float, tried: Collection[str] = (), *, renders: bool = False) -> str | None:
+        """Returns any node that is not skipped and is not in `tried`, with `renders` any that renders chats; None if there is none.
 
         Changes no state, so use it for requests other than completions.
         """
-        candidates = self._candidates(now, tried)
+        candidates = [node for node in self._candidates(now, tried) if node.target.renders or not renders]
         return candidates[int(self._rng.random() * len(candidates))].target.url if candidates else None
 
     def _candidates(self, now: float, tried: Collection[str]) -> list[_RoutedNode]:

@@ -74,6 +74,10 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
     """The namespace, field by field."""
     further: Annotated[tuple[dict[Line, Line | int], ...], Meta(max_length=32)] = ()
     """The namespaces of the model's other layer groups, field by field."""
+    streams: bool = False
+    """Whether it can load a prompt while another node computes it."""
+    renders: bool = False
+    """Whether it returns the tokens and media of chats (vLLM's `/render`)."""
 
     @property
     def cache_namespaces(self) -> tuple[Namespace, ...]:
@@ -115,22 +119,18 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     version: Annotated[Line, Meta(max_length=64)] = ""
     mooncake: Annotated[Line, Meta(max_length=64)] = ""
     """The version of its Mooncake; empty if it does not say."""
-    streams: bool = False
-    """Whether it can load a prompt while another node computes it."""
     weights: tuple[Weights, ...] = ()
     """As in `About`; no record holds them."""
 
     def telling(self, told: About) -> NodeRecord:
         """Returns the record with what `told` says about the node's caches, as far as the record does not say it itself."""
-        record = replace(self, weights=told.weights)
+        record = replace(self, weights=told.weights, streams=self.streams or told.streams, renders=told.renders)
         capacity = replace(
             record.capacity,
             kv_tokens=record.capacity.kv_tokens or told.kv_tokens,
             max_model_len=record.capacity.max_model_len or told.max_model_len,
         )
         record = replace(record, capacity=capacity)
-        if told.streams:
-            record = replace(record, streams=True)
         # vLLM may run in an environment of its own
         versions = told.version or record.version, told.mooncake or record.mooncake
         record = replace(record, version=versions[0], mooncake=versions[1])
@@ -156,8 +156,6 @@ class About(Namespaced, frozen=True, kw_only=True):
     """How many tokens its engine's own cache holds; 0 if it does not say."""
     max_model_len: Count = 0
     """The most tokens of a request, with its answer; 0 if it does not say."""
-    streams: bool = False
-    """Whether it can load a prompt while another node computes it."""
     version: Annotated[Line, Meta(max_length=64)] = ""
     mooncake: Annotated[Line, Meta(max_length=64)] = ""
     """The version of Mooncake in the process that has the cache."""

@@ -181,7 +181,8 @@ def name_weights(file: Path, naming: Naming = _NOBODY) -> list[Weights]:
 class TellCache:
     """ASGI middleware for vLLM's server.
 
-    - `GET /health`: if vLLM answers 200, the body is what `write_about` wrote, with the state of each engine's weights.
+    - `GET /health`: if vLLM answers 200, the body is what `write_about` wrote, with the state of each engine's weights, and
+      `renders`: whether the server has `--enable-scale-out`.
     - `GET /requests/ID`: `{"reports": […]}`, or 404 if there is no report.
     - `POST /weights` with a `Naming` names the weights of this server's engines.
     """
@@ -216,17 +217,17 @@ class TellCache:
         await self._app(scope, receive, keep)
         self._written = self._written or about(self._file)
         if self._written and sent[0]["status"] == 200 and not any(message.get("body") for message in sent):
-            await _answer(send, 200, await asyncio.to_thread(self._about))
+            renders = getattr(scope["app"].state.args, "enable_scale_out", False)
+            await _answer(send, 200, await asyncio.to_thread(self._about, renders))
             return
         for message in sent:
             await send(message)
 
-    def _about(self) -> bytes:
-        try:
-            weights = name_weights(self._file)
-        except (OSError, UndecodableError):
-            return self._written
-        return self._written.removesuffix(b"}") + b',"weights":' + msgspec.json.encode(weights) + b"}"
+    def _about(self, renders: bool) -> bytes:
+        told: dict[str, Any] = {"renders": renders}
+        with contextlib.suppress(OSError, UndecodableError):
+            told["weights"] = name_weights(self._file)
+        return self._written.removesuffix(b"}") + b"," + msgspec.json.encode(told).removeprefix(b"{")
 
     async def _name(self, receive: _Receive, send: _Send) -> None:
         body, more = b"", True

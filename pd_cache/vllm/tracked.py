@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pd_cache.chunks import ChunkedTokenDatabase, ExtraKey, fold_names, stride_hashes
+from pd_cache.chunks import ChunkedTokenDatabase, ExtraKey, MediaItem, fold_names, stride_hashes
 from pd_cache.handoff import BadParams, Handoff, next_pause, read_params
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, MissReason, RequestReport, TierChunks
@@ -429,18 +429,13 @@ class PromptNames:
         return self.first(last + group.ahead)[first + group.ahead :]
 
     def _hashed(self) -> list[bytes]:
-        """Returns the names of all whole chunks, by tokens. An image isolates the chunk in which it begins and all chunks behind it, so prompts
-        share the text before the image."""
-        request, chunk = self._request, self._plan.chunk
+        """Returns the names of all whole chunks, by tokens."""
+        request = self._request
         isolation: list[ExtraKey] = ["salt", request.cache_salt] if request.cache_salt else []
         if self._digest:
             isolation += ["lora", self._digest]
-        names: list[bytes] = []
-        for feature in request.mm_features:  # ordered by their places
-            offset = feature.mm_position.offset
-            if (begins := offset // chunk) > len(names):
-                before = request.all_token_ids[len(names) * chunk : begins * chunk]
-                names += self._database.name_chunks(before, None, isolation)
-                isolation = [names[-1]]
-            isolation += ["mm", feature.mm_hash or feature.identifier, offset]
-        return names + self._database.name_chunks(request.all_token_ids[len(names) * chunk :], None, isolation)
+        media = [
+            MediaItem(item.mm_hash or item.identifier, item.mm_position.offset, item.mm_position.length)
+            for item in request.mm_features  # ordered by their places
+        ]
+        return self._database.name_media_chunks(request.all_token_ids, isolation, media)

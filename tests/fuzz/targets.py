@@ -387,7 +387,7 @@ def _completion(field: str) -> Parse:
 
 
 def _tokens(data: bytes) -> None:
-    tokens = read_tokens(data)
+    tokens = read_tokens(data).ids
     token_bytes(tokens)
     BlockHasher(16, describe_hashes("sha256", "0", ""), ["0"]).hashes(tokens)
 

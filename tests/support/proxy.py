@@ -89,6 +89,7 @@ class Node:
         self.script: list[Behaviour] = []
         self.health: Behaviour = answers(200, {})
         self.tokenize: Behaviour = answers(404)
+        self.render: Behaviour = answers(403)
         self.bodies: list[Any] = []
         self.paths: list[str] = []
         self.headers: list[Any] = []
@@ -112,8 +113,8 @@ class Node:
         await self.server.close()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path in ("/health", "/tokenize"):
-            return await getattr(self, request.path[1:])(request)
+        if request.path in ("/health", "/tokenize", "/v1/chat/completions/render"):
+            return await getattr(self, request.path.rpartition("/")[2])(request)
         self.headers.append(request.headers)
         self.paths.append(request.path)
         self.peers.append(request.transport.get_extra_info("peername"))
@@ -312,11 +313,11 @@ def bearer(key: str, **more: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}", **{name.replace("_", "-"): value for name, value in more.items()}}
 
 
-def view(prefill: Iterable[str] = (), decode: Iterable[str] = (), *, streams: bool = False) -> View:
-    """What discovery says of nodes at these URLs, of which all or none take streams."""
+def view(prefill: Iterable[str] = (), decode: Iterable[str] = (), **told: bool) -> View:
+    """What discovery says of nodes at these URLs; `told` is true of all of them."""
     return View(
         tuple(
-            NodeRecord(name=f"{role}-{index}", role=role, address=url, streams=streams)
+            NodeRecord(name=f"{role}-{index}", role=role, address=url, **told)
             for role, urls in (("prefill", prefill), ("decode", decode))
             for index, url in enumerate(urls)
         )
@@ -333,6 +334,7 @@ async def cluster(
     health_interval_s: float = 3600,
     long_skips: bool = False,
     streams: bool = False,
+    renders: bool = False,
     direct: DirectRule | None = None,
     name: str = "",
     **config: Any,
@@ -353,7 +355,7 @@ async def cluster(
                 urls[hop].append(given or started[hop][-1].url)
         settings = ProxyConfig(**{"policy": "round_robin", "drain_s": drain_s, **config})
         proxy = Proxy(settings, direct, cluster=name)
-        proxy.update(view(**urls, streams=streams))
+        proxy.update(view(**urls, streams=streams, renders=renders))
         await proxy.setup()
         stack.push_async_callback(proxy.close)
         running = Cluster(proxy, await proxy.listen("127.0.0.1", 0), started["prefill"], started["decode"])

@@ -21,7 +21,7 @@ from launch.cli import example_file
 from launch.discovery.directory import describe_node
 from launch.engines.vllm_command import refused_flags, vllm_program
 from launch.proxy.bodies import SAMPLING, tenant_salt
-from pd_cache.chunks import BlockHasher, CacheMetadata, LayerGroup, describe_hashes
+from pd_cache.chunks import BlockHasher, CacheMetadata, LayerGroup, MediaItem, describe_hashes
 from pd_cache.cluster import ClusterConfig, MasterNode, PrefillNode, VllmEngineConfig, load_config
 from pd_cache.config import CacheConfig
 from pd_cache.errors import ConfigError, UnsupportedModelError
@@ -380,13 +380,20 @@ def test_block_hashes_without_vllm_are_those_of_vllm(seed: str | None, monkeypat
     monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None)
     kv_cache_utils.init_none_hash(sha256)
     hasher = BlockHasher(16, describe_hashes("sha256", kv_cache_utils.get_none_hash_seed(), "of the file"))
-    for salt in (None, "tenant"):
+    places = [(4, 5), (9, 2), (14, 20), (40, 8), (48, 40)]
+    names = ["one", "one", "two", "one", "one"]  # `one` twice in a block, as different objects
+    media = [MediaItem(name, *place) for name, place in zip(names, places, strict=True)]
+    features = [
+        SimpleNamespace(identifier="".join(name), mm_position=SimpleNamespace(offset=offset, length=length))
+        for name, (offset, length) in zip(map(list, names), places, strict=True)
+    ]
+    for salt, items in ((None, []), ("tenant", []), (None, features), ("tenant", features)):
         request: Any = SimpleNamespace(
-            block_hashes=[], num_tokens=100, all_token_ids=list(range(100)), mm_features=[], cache_salt=salt,
+            block_hashes=[], num_tokens=100, all_token_ids=list(range(100)), mm_features=items, cache_salt=salt,
             lora_request=None, prompt_embeds=None,
         )  # fmt: skip
         theirs = kv_cache_utils.get_request_block_hasher(16, sha256)(request)
-        assert hasher.hashes(range(100), salt) == theirs
+        assert hasher.hashes(range(100), salt, media[: len(items)]) == theirs
         assert len(theirs) == 6
 
 

@@ -10,12 +10,20 @@ from aiohttp import web
 from launch.discovery import View
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.nodes import NodePools
-from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, ChunkNamer, describe_hashes, salt_keys, stride_hashes
+from pd_cache.chunks import (
+    BlockHasher,
+    ChunkedTokenDatabase,
+    ChunkNamer,
+    MediaItem,
+    describe_hashes,
+    salt_keys,
+    stride_hashes,
+)
 from pd_cache.cluster import About, NodeRecord, ProxyConfig
 from pd_cache.lookup import LookupClient
 from pd_cache.reasons import Found
 from pd_cache.versions import Weights
-from tests.support.proxy import NAMESPACE, answers, cluster, hangs, says, scenario, until
+from tests.support.proxy import NAMESPACE, answers, cluster, hangs, says, scenario, until, view
 
 
 class Lookups(LookupClient):
@@ -117,6 +125,73 @@ async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_no
         ids = body["prompt"] if isinstance(body.get("prompt"), list) else IDS
         assert client.asked == [ChunkNamer(256).name_chunks(ids, None, salt_keys(body.get("cache_salt")))] * looked_up
     assert client.closed
+
+
+NAMES = "ab" * 32, "cd" * 32
+RENDERED = {
+    "token_ids": IDS,
+    "features": {
+        "mm_hashes": {"image": [NAMES[0], NAMES[0]], "audio": [NAMES[1]]},
+        "mm_placeholders": {
+            "image": [{"offset": 300, "length": 8}, {"offset": 700, "length": 8}],
+            "audio": [{"offset": 500, "length": 30}],
+        },
+    },
+}
+MEDIA = [MediaItem(NAMES[0], 300, 8), MediaItem(NAMES[1], 500, 30), MediaItem(NAMES[0], 700, 8)]
+PICTURES = [{"role": "user", "content": [PICTURE, {**PICTURE, "uuid": "mine"}, "How many ships are there?"]}]
+
+
+@pytest.mark.parametrize("mode", ["tokens", "blocks"])
+@scenario
+async def test_a_chat_with_media_is_looked_up_by_what_a_decode_node_renders(mode):
+    client, rendered = Lookups(1024), []
+
+    async def renders(request):
+        rendered.append(await request.json())
+        answer = {**RENDERED, "token_ids": IDS[:200], "features": None} if len(rendered) == 2 else RENDERED
+        return web.json_response(answer)
+
+    space = msgspec.structs.replace(
+        NAMESPACE, hash_mode=mode, hash_seed=describe_hashes("sha256", "vllm-none-hash", "")
+    )
+    async with cluster(1, 2, direct=rule(client, pool=Pool((space,), "127.0.0.1:1"))) as c:
+        c.decode[1].render = renders
+        (prefill,), decode = ([node.url for node in nodes] for nodes in (c.prefill, c.decode))
+        assert (await c.told("/health"))["media_lookups"] == "off: no decode node renders chats"
+        records = view([prefill], decode).nodes
+        c.proxy.update(View((*records[:2], msgspec.structs.replace(records[2], renders=True))))
+        assert (await c.told("/health"))["media_lookups"] == "on"
+        for more in ({"cache_salt": "tenant", "n": 2}, {"reasoning_effort": "high"}):
+            await c.ask({"messages": PICTURES, **more})
+        assert [c.metric("handoffs_total", result=why) for why in ("in_pool", "short")] == [1, 1]
+    bare = [{"role": "user", "content": [PICTURE, PICTURE, "How many ships are there?"]}]
+    assert [(body["messages"], body["mm_payload"], "n" in body) for body in rendered] == [(bare, "none", False)] * 2
+    if mode == "tokens":
+        assert client.asked == [ChunkedTokenDatabase(space).name_media_chunks(IDS, salt_keys("tenant"), MEDIA)]
+    else:
+        hashes = BlockHasher(16, space.hash_seed).hashes(IDS, "tenant", MEDIA)
+        assert client.asked == [stride_hashes(hashes, 16)]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        answers(403),
+        says(b"{}"),
+        answers(200, {**RENDERED, "features": {**RENDERED["features"], "mm_placeholders": {}}}),
+        answers(200, {**RENDERED, "features": {"mm_hashes": {"image": ["renderer0-mm-1-image-0"]}, "mm_placeholders": {}}}),
+    ],
+    ids=["403", "garbage", "no places", "names of no content"],
+)  # fmt: skip
+@scenario
+async def test_a_chat_with_media_that_no_node_renders_well_goes_the_usual_way(answer):
+    client = Lookups(1024)
+    async with cluster(direct=rule(client), renders=True) as c:
+        c.decode[0].render = answer
+        await c.ask({"messages": [*CHAT, *PICTURES]})
+        assert len(c.prefill[0].bodies) == 1
+    assert client.asked == []
 
 
 @pytest.mark.parametrize("step", [None, 4], ids=["a hash a block", "a hash for less than a block"])

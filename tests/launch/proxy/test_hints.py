@@ -251,7 +251,7 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time():
         (message("kv.retain", {"tokens": [1] * 255, "ttl_s": 9}), "no whole chunk"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "model": "adapter"}), "only prompts for the model base"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "cache_salt": 7}), "`cache_salt` must be text"),
-        (message("kv.retain", {"messages": [{"role": "user", "content": [PICTURE]}], "ttl_s": 9}), "cannot be named: its tokens do not identify it"),
+        (message("kv.retain", {"messages": [{"role": "user", "content": [PICTURE]}], "ttl_s": 9}), "cannot be named: no decode node renders chats"),
         (message("kv.release", {"action_id": "none"}), "no such pin"),
         (message("kv.release", {"action_id": 7}), "action_id"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "once": 1}), "once"),

@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import socket
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -56,7 +57,8 @@ def ask(path="/health", method="GET", status=200, *parts, body=b""):
     async def receive():
         return {"type": "http.request", "body": body}
 
-    asyncio.run(TellCache(app)({"type": "http", "method": method, "path": path}, receive, send))
+    vllm = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(enable_scale_out=True)))
+    asyncio.run(TellCache(app)({"type": "http", "method": method, "path": path, "app": vllm}, receive, send))
     answer = b"".join(message["body"] for message in sent[1:])
     assert int(dict(sent[0]["headers"])[b"content-length"]) == len(answer)
     return sent[0]["status"], answer
@@ -67,12 +69,12 @@ def test_a_health_of_200_tells_what_was_written(namespaces, tokens, file):
     write_about(file, namespaces, tokens, max_model_len=8192)
     assert [one.name for one in file.parent.iterdir()] == [file.name]
     status, body = ask()
-    assert (status, json.loads(body)) == (200, {**json.loads(about(file)), "weights": []})
+    assert (status, json.loads(body)) == (200, {**json.loads(about(file)), "renders": True, "weights": []})
     told = read_about(body)
     assert (told.version, told.kv_tokens, told.cache_namespaces) == (pd_cache.__version__, tokens, namespaces)
     assert told.mooncake == mooncake_version() != ""
     record = NodeRecord(name="a", role="decode", address="http://10.0.0.1:4").telling(told)
-    assert record.capacity == Capacity(kv_tokens=tokens, max_model_len=8192)
+    assert (record.capacity, record.renders) == (Capacity(kv_tokens=tokens, max_model_len=8192), True)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_of_an_engine_that_does_not_answer_nothing_is_told_and_it_counts_as_not_
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(str(file.with_name(f"{file.name}.1.sock")))
         stopped.listen()
-        assert ask() == (200, about(file))
+        assert json.loads(ask()[1]) == {**json.loads(about(file)), "renders": True}
         assert ask("/weights", "POST", body=msgspec.json.encode(Naming(label="w1", ids=())))[0] == 503
 
 
