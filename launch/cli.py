@@ -273,14 +273,12 @@ def status(file: Path, as_json: bool) -> None:
 def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
     """Show live what the nodes do: hit rate by tier, bytes and lookups a second, latencies, queues, staging memory, evictions, misses.
 
-    `h` shows the keys, `q` ends.
+    Ctrl-C ends it.
     """
     from launch.operate import top as shown
     from launch.operate.watched import cluster_status
 
     config, console = _running(file), _output()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # bars and arrows are question marks where the locale has none
     if not (once or as_json) and console.is_terminal and not console.is_dumb_terminal:
         shown.follow(config, console, interval)
         return

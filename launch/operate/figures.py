@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -27,9 +26,6 @@ LONGEST_WINDOW_S = 60.0
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 """The labels and the value of each sample, by the sample's name without vLLM's prefix."""
 Key = tuple[str, str]
-
-TRENDS: dict[str, Key] = {"load": ("bytes", "retrieve"), "store": ("bytes", "store"), "lookups": ("lookups", "")}
-"""The counts whose rates are shown over time."""
 
 _VLLM = "vllm:"
 """The prefix of all metrics, ours included, that vLLM exports."""
@@ -48,7 +44,6 @@ _RUNNING = (
     "pd_cache_proxy_requests_running",
     "pd_cache_server_running",
 )
-_MOST_STEPS = 240
 
 
 def read_samples(text: str) -> Samples:
@@ -252,13 +247,13 @@ class _Increment(msgspec.Struct, frozen=True):
 
 
 class NodeHistory:
-    """The readings of one node, as increments: of the last minute, and some before it, which only trends show."""
+    """The last minute's readings of one node, as increments."""
 
     def __init__(self, since_start: bool = False) -> None:
         """`since_start`: what a node counted before its first reading belongs to the last minute, too."""
         self.last: NodeReading | None = None
         self._since_start = since_start
-        self._steps: deque[_Increment] = deque(maxlen=_MOST_STEPS)
+        self._steps: list[_Increment] = []
 
     def add(self, reading: NodeReading) -> None:
         """Takes in the next reading. Ignores one that is not later than the last."""
@@ -275,15 +270,7 @@ class NodeHistory:
             key: value - known if value >= (known := before.counts.get(key, 0.0)) else value
             for key, value in reading.counts.items()
         }
-        self._steps.append(_Increment(reading.at, reading.at - before.at, counts))
-
-    def silent(self, at: float) -> None:
-        """Notes that the node did not answer: its trends go on at zero."""
-        self._steps.append(_Increment(at, 1.0, {}))
-
-    def trend(self, name: str) -> list[float]:
-        """Returns the rate of one of `TRENDS` in each interval, the latest last."""
-        return [step.rate(TRENDS[name]) for step in self._steps]
+        self._steps = [*self.recent(reading.at), _Increment(reading.at, reading.at - before.at, counts)]
 
     def recent(self, now: float) -> list[_Increment]:
         """Returns the increments of the last minute."""
@@ -295,9 +282,9 @@ class NodeHistory:
             return None
         recent, latest = self.recent(now), self._steps[-1]
         return Rates(
-            load=latest.rate(TRENDS["load"]),
-            store=latest.rate(TRENDS["store"]),
-            lookups=latest.rate(TRENDS["lookups"]),
+            load=latest.rate(("bytes", "retrieve")),
+            store=latest.rate(("bytes", "store")),
+            lookups=latest.rate(("lookups", "")),
             requests=sum(_sums([latest], "requests").values()) / latest.seconds,
             evictions={tier: count / latest.seconds for tier, count in _sums([latest], "evictions").items()},
             sources=_shares(_tokens(recent, self.last)),

@@ -54,7 +54,6 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     difference: str = ""
     """The difference between its namespace and that of most nodes; empty if there is none."""
     rates: Rates | None = None
-    history: NodeHistory = msgspec.field(default_factory=NodeHistory)
     silent_s: float | None = None
     """Seconds since its last answer; None if it never answered."""
 
@@ -274,9 +273,7 @@ class WatchedNodes:
             node.last = answer
             if answer.answers:
                 node.answered = answer.at
-            if answer.reading is NO_READING:
-                node.history.silent(answer.at)
-            else:
+            if answer.reading is not NO_READING:
                 node.history.add(answer.reading)
 
     def status(self, now: float) -> ClusterStatus:
@@ -290,7 +287,7 @@ class WatchedNodes:
         for node in nodes:
             node.difference = self._differences.get(node.name, "")
             if node.role != "master" and segments is not None:
-                last = node.history.last or NO_READING
+                last = self._nodes[node.name].history.last or NO_READING
                 names = (node.record.address,) if node.role == "store" else last.segments
                 node.segments = tuple(segment for segment in segments if segment.segment_name in names)
         source, stale = self._discovery, self._view.stale_since
@@ -322,12 +319,13 @@ class WatchedNodes:
         if node.last is None:
             return NodeStatus(record=record, state="asking")
         silent_s = None if node.answered is None else now - node.answered
-        found = msgspec.structs.replace(node.last, history=node.history, silent_s=silent_s)
+        found = msgspec.structs.replace(node.last, silent_s=silent_s)
         if not found.answers:
             return found
         if now - found.at > self._stale_s:
-            return NodeStatus(record=record, state="down", why="no answer yet", history=node.history, silent_s=silent_s)
-        found.rates = node.history.rates(now)
+            return NodeStatus(record=record, state="down", why="no answer yet", silent_s=silent_s)
+        if found.reading is not NO_READING:
+            found.rates = node.history.rates(now)
         if record.name in self._view.doubted:
             whys = found.why, "not registered again since discovery was away"
             found.state, found.why = "degraded", "; ".join(filter(None, whys))

@@ -75,15 +75,10 @@ def test_a_counter_that_has_begun_at_zero_again_is_all_new(before, after):
     assert rates((5.0, before), (7.0, after)).load == 20.0
 
 
-def test_a_trend_goes_on_at_zero_while_a_node_is_silent_and_has_a_bound():
+def test_a_reading_that_is_not_later_than_the_last_does_not_count():
     found = history((5.0, text(load=10)), (5.0, text(load=90)))
-    assert found.rates(5.0) is None, "a reading that is not later is ignored, and one says nothing of rates"
     found.add(read_node(read_samples(text(load=30)), 7.0))
-    found.silent(9.0)
-    assert found.trend("load") == [10.0, 0.0]
-    for second in range(10, 1000):
-        found.silent(float(second))
-    assert len(found.trend("load")) == 240
+    assert found.rates(7.0).load == 10.0
 
 
 def test_prompt_tokens_are_split_by_where_their_kv_came_from():

@@ -1,4 +1,4 @@
-"""`pd-cache top`: its screen at any size, keys as terminals send them, and the command in terminals, pipes and without either."""
+"""`pd-cache top`: its table at any width, and the command in terminals, pipes and without either."""
 
 import io
 import os
@@ -15,7 +15,7 @@ from launch.discovery import View
 from launch.masters import Segment
 from launch.operate.figures import NodeReading
 from launch.operate.state import NodeStatus, WatchedNodes
-from launch.operate.top import Screen, columns_for, draw, read_keys, seconds, short
+from launch.operate.top import columns_for, plain, seconds, short
 from launch.run.supervise import end, spawn_child
 from pd_cache.cluster import NodeRecord
 from tests.support.cli import cli, cli_json, program, run_program
@@ -26,7 +26,7 @@ from tests.support.waiting import PATIENCE_S
 ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
 
 
-def cluster(count=12, long=False, *later):
+def cluster(long=False):
     """A cluster with something in every column, and a node that is down."""
     watched = WatchedNodes()
     tail = "-with-a-name-that-is-longer-than-any-column" * long
@@ -35,7 +35,7 @@ def cluster(count=12, long=False, *later):
             name=f"n{number}{tail}", role=ROLES[number % 6], address="http://h:1" if number % 6 < 4 else "h:1",
             metrics="http://h:2" if number % 6 == 5 else None,
         )
-        for number in range(count)
+        for number in range(12)
     ]  # fmt: skip
     watched.update(View(tuple(records)))
     for at in (0.0, 2.0, 4.0):
@@ -59,83 +59,33 @@ def cluster(count=12, long=False, *later):
         NodeStatus(record=one, at=4.0, state="down", why="Connection refused\\x1b[2J" + "x" * 300)
         for one in records[7:8]
     )
-    watched.take(later)
-    return Screen(watched.status(5.0))
+    return watched.status(5.0)
 
 
-def known(name, at, **fields):
-    return NodeStatus(record=NodeRecord(name=name, role="decode", address="http://h:1"), at=at, **fields)
-
-
-def shown(screen, width, height):
-    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+def shown(status, width):
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     with console.capture() as captured:
-        console.print(draw(screen, width, height, "name"))
+        console.print(plain(status, "name", width))
     return captured.get().rstrip("\n").split("\n")
 
 
-def names(screen):
-    return [node.name for node in screen.nodes()]
+@pytest.mark.parametrize("width", [1, 80, 200])
+def test_the_table_fits_any_terminal(width):
+    assert all(len(line) <= width for line in shown(cluster(long=True), width))
 
 
-def test_s_sorts_by_the_next_figure_and_nodes_without_it_come_last():
-    screen = cluster(6, False, known("n2", 5.0, reading=NodeReading(at=5.0, counts={("bytes", "retrieve"): 9e9})))
-    assert names(screen) == ["n0", "n1", "n2", "n3", "n4", "n5"], "in the order of a request's way"
-    for _ in range(2):
-        screen.press("sort")
-    assert (screen.order.title, names(screen)[0], set(names(screen)[-3:])) == ("load/s", "n2", {"n0", "n4", "n5"})
-    screen.press("reverse")
-    assert (names(screen)[2], set(names(screen)[-3:])) == ("n2", {"n0", "n4", "n5"})
-
-
-def test_the_selection_stays_with_its_node_and_stops_at_both_ends():
-    screen = cluster(6)
-    screen.press("up")
-    assert screen.selected == "n0"
-    for key in ("down", "sort", "follow"):
-        screen.press(key)
-    assert (screen.selected, screen.following) == ("n1", True)
-    watched = WatchedNodes()
-    watched.update(View((NodeRecord(name="other", role="decode", address="http://h:1"),)))
-    screen.status = watched.status(5.0)
-    names(screen)
-    assert (screen.selected, screen.following) == ("other", False)
-    screen.press("down")
-    assert screen.selected == "other"
-    many = cluster(200)
-    for _ in range(200):
-        many.press("down")
-    assert many.selected == names(many)[-1]
-    assert any(line.startswith(many.selected) for line in shown(many, 80, 24)), "it is in sight"
-
-
-def test_q_ends_escape_only_goes_back_and_no_nodes_are_no_trouble():
-    screen = Screen(WatchedNodes().status(0.0))
-    for key in ("up", "down", "sort", "follow", "help", "back"):
-        assert screen.press(key)
-    assert not screen.helping
-    assert shown(screen, 80, 24)[0].startswith("0 nodes")
-    assert not screen.press("quit")
-
-
-@pytest.mark.parametrize("size", [(80, 24), (200, 50), (1, 3)])
-def test_the_screen_fits_any_terminal(size):
-    screen = cluster(long=True)
-    for key in ("sort", "down", "reverse", "follow", "help"):
-        lines = shown(screen, *size)
-        assert len(lines) <= size[1]
-        assert all(len(line) <= size[0] for line in lines)
-        screen.press(key)
+def test_no_nodes_are_no_trouble():
+    assert shown(WatchedNodes().status(0.0), 80)[0].startswith("0 nodes")
 
 
 def test_at_80_columns_there_is_what_matters_most_and_at_200_everything():
     narrow, wide = ({column.title for column in columns_for(width)} for width in (80, 200))
-    assert {"node", "state", "hit", "load/s", "store/s", "look/s", "p50   p99", "queue", "trend"} == narrow
+    assert {"node", "state", "hit", "load/s", "store/s", "look/s", "p50   p99", "queue"} == narrow
     assert {"engine", "memory", "disk", "pool", "staging", "breaker", "evict/s", "why computed"} <= wide
 
 
 def test_the_figures_of_a_node_are_in_its_row_and_why_it_is_down():
-    rows = {line.split()[0]: line for line in shown(cluster(), 200, 50) if line.strip()}
+    rows = {line.split()[0]: line for line in shown(cluster(), 200) if line.strip()}
     for text in ("prefill", "up", "70%", "10%", "30%", "40%", "1.0G", "1.0M", "100k", "3+128", "never_stored"):
         assert text in rows["n1"]
     assert "down: Connection refused" in rows["n7"]
@@ -151,31 +101,6 @@ def test_the_figures_of_a_node_are_in_its_row_and_why_it_is_down():
 )  # fmt: skip
 def test_numbers_and_durations_are_short(show, value, text):
     assert show(value) == text
-
-
-@pytest.mark.parametrize(
-    ("typed", "keys"),
-    [
-        (b"q", ["quit"]),
-        (b"jk\x1b[A\x1b[B", ["down", "up", "up", "down"]),
-        (b"\x1b", ["back"]),
-        (b"\x1b[15~\x1b[1;5Cx\xff\xc3\xa4", []),
-        (b"\x1b[", []),
-        (b"\x1b[200~q", ["quit"]),
-    ],
-    ids=["a letter", "arrows", "escape", "keys that mean nothing", "half a sequence", "a paste"],
-)
-def test_keys(typed, keys):
-    assert read_keys(typed) == keys
-
-
-def test_what_a_master_calls_its_segments_cannot_steer_the_terminal():
-    odd = Segment("\x1b[2J\x1b]0;owned\x07" + "x" * 500, 1 << 61, "", 1 << 61), Segment("\r\n", 0, "", 5)
-    screen = cluster(12, False, known("n5", 5.0, leads="leader", segments=odd))
-    screen.selected = "n5"
-    lines = shown(screen, 120, 40)
-    assert any("\\x1b[2J" in line for line in lines)
-    assert not any("\x1b" in line or "\x07" in line for line in lines)
 
 
 # --- the command ---
@@ -196,7 +121,7 @@ def test_where_the_output_is_no_terminal_one_plain_table_is_printed(file):
     done = run_program("top", "-c", file, "--interval", "0.5", COLUMNS="200")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("4 nodes, 3 down, the master does not lead ")
-    rows = {line.split()[0]: line for line in lines[2:]}
+    rows = {line.split()[0]: line for line in lines[1:]}
     assert "up" in rows["prefill-0"].split()
     assert rows["prefill-0"].split()[3][-1] in "kM", "its rate"
     assert "down: " in rows["decode-0"]
@@ -248,18 +173,14 @@ def test_a_terminal_that_cannot_move_its_cursor_or_has_no_bars_gets_one_table(fi
         terminal.until(lambda: terminal.process.poll() is not None)
         assert terminal.process.returncode == 0, terminal.shown
     assert b"prefill-0" in terminal.shown
-    assert b"?" in terminal.shown, "its trend"
     assert b"\x1b" not in terminal.shown
 
 
-@pytest.mark.parametrize("ending", ["q", signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_in_a_terminal_it_follows_until_it_is_told_to_end_and_restores_the_terminal(file, ending):
     with Terminal(file, TERM="xterm-256color") as terminal:
         terminal.until(lambda: b"decode-0" in terminal.shown and b"MB/s" in terminal.shown)
-        if isinstance(ending, str):
-            os.write(terminal.ours, b"jsq")
-        else:
-            terminal.process.send_signal(ending)
+        terminal.process.send_signal(ending)
         terminal.until(lambda: terminal.process.poll() is not None)
         assert terminal.process.returncode == 0, terminal.shown[-2000:]
         assert termios.tcgetattr(terminal.theirs) == terminal.mode
