@@ -116,7 +116,7 @@ def test_what_has_no_images_is_sent_as_it_came(content):
 def test_a_chat_may_name_images_in_messages_of_a_thousand_parts():
     content = (PART % ', "uuid": 1', *[PART % ""] * 999)
     for parts in (content, (*content, '"a"')):
-        named, other = ('{"role": "user", "content": [%s]}' % text for text in (", ".join(parts), PART % ""))
+        named, other = (f'{{"role": "user", "content": [{text}]}}' for text in (", ".join(parts), PART % ""))
         with nullcontext() if parts is content else pytest.raises(ApiError, match="more than 1000 parts"):
             Completion(f'{{"messages": [{named}, {other}]}}'.encode(), prompt="messages")
 
