@@ -695,6 +695,7 @@ _BENCHES = {
     "proxy": "what the proxy adds to a request",
     "replay": "a trace of conversations: hit rate on a real pool",
     "routing": "the proxy's policies on traces, simulated",
+    "scale": "clusters of many nodes, simulated",
     "serve": "requests to a running cluster: TTFT, tokens a second",
     "server": "the cache server against a cache in the engine",
     "tiers": "memory, disk and pool",

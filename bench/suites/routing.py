@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -36,6 +35,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import click
 
 from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
+from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate, read_trace
 from launch.proxy.events import KnownCache
@@ -91,7 +91,8 @@ class _SimulatedNode:
     def __init__(self, cache_tokens: int) -> None:
         self.cache = SimulatedLru[int](cache_tokens // BLOCK_TOKENS)
         self.queue: deque[tuple[float, Request, ExitStack]] = deque()
-        """Arrival time and request; the first is being computed. Closing the stack reports to the router that this has ended."""
+        """Arrival time and request; closing the stack reports to the router that the node has computed the prompt."""
+        self.wake = Happening()
 
 
 def simulate(
@@ -117,64 +118,56 @@ def simulate(
             if router != "events":  # the router looks into the cache itself
                 cache.ranks[0]._sets["GPU"] = node.cache  # type: ignore[assignment]
         pool.know(known)
-    queueing, computed = list[float](), list[float]()
-    now, hit, total = 0.0, 0, 0
-    due: list[tuple[float, int, Callable[[], object]]] = []
-    numbers = count()
+    time, queueing, computed = SimulatedTime(), list[float](), list[float]()
+    hit = total = 0
 
-    def call_at(when: float, call: Callable[[], object]) -> None:
-        heappush(due, (when, next(numbers), call))
-
-    def arrive(request: Request) -> None:
-        named = NamedPrompt(_SPACE, request.input_length, request.whole_blocks, BLOCK_TOKENS)
-        prompt = RoutedPrompt(request.input_length, request.whole_blocks, BLOCK_TOKENS, named)
-        url = pool.pick(now, prompt)
-        if router == "random":
-            url = rng.choice(pool.urls())
-        elif router in ("longest_prefix", "longest_prefix_idle"):
-            work = pool.loads() if router == "longest_prefix_idle" else dict.fromkeys(fleet, 0.0)
-            url = max(fleet, key=lambda url: (known[url].tokens(named), -work[url]))
-        assert url is not None
-        done = ExitStack()
-        done.enter_context(pool.working(url, prompt))
-        fleet[url].queue.append((now, request, done))
-        if len(fleet[url].queue) == 1:
-            compute(url)
-
-    def compute(url: str) -> None:
+    def compute(url: str) -> Process:
         nonlocal hit, total
         node = fleet[url]
-        arrived, request, _ = node.queue[0]
-        queueing.append(now - arrived)
-        came = [block for block in request.whole_blocks if block not in node.cache]
-        own = found = node.cache.use(request.whole_blocks) * BLOCK_TOKENS
-        if behind is not None:
-            found = max(own, behind.find(request.whole_blocks) * BLOCK_TOKENS)
-        hit, total = hit + found, total + request.input_length
-        call_at(now + (request.input_length - found + (found - own) / _LOAD) / rate, partial(end, url, came))
+        while True:
+            while not node.queue:
+                node.wake = Happening()
+                yield node.wake
+            arrived, request, done = node.queue.popleft()
+            queueing.append(time.now - arrived)
+            came = [block for block in request.whole_blocks if block not in node.cache]
+            own = found = node.cache.use(request.whole_blocks) * BLOCK_TOKENS
+            if behind is not None:
+                found = max(own, behind.find(request.whole_blocks) * BLOCK_TOKENS)
+            hit, total = hit + found, total + request.input_length
+            yield time.after((request.input_length - found + (found - own) / _LOAD) / rate)
+            computed.append(time.now - arrived)
+            if behind is not None:
+                behind.use(request.whole_blocks)
+            if router == "events":
+                events: list[KvEvent] = []
+                if came:
+                    events.append(StoredEvent([*came], block_size=BLOCK_TOKENS, medium="GPU"))
+                if node.cache.gone:
+                    events.append(RemovedEvent([*node.cache.gone], "GPU"))
+                time.call_at(time.now + _LAG_S, partial(known[url].ranks[0].apply, [EventBatch(time.now, events)]))
+            done.close()
 
-    def end(url: str, came: list[int]) -> None:
-        node = fleet[url]
-        arrived, request, done = node.queue.popleft()
-        computed.append(now - arrived)
-        if behind is not None:
-            behind.use(request.whole_blocks)
-        if router == "events":
-            events: list[KvEvent] = []
-            if came:
-                events.append(StoredEvent([*came], block_size=BLOCK_TOKENS, medium="GPU"))
-            if node.cache.gone:
-                events.append(RemovedEvent([*node.cache.gone], "GPU"))
-            call_at(now + _LAG_S, partial(known[url].ranks[0].apply, [EventBatch(now, events)]))
-        done.close()
-        if node.queue:
-            compute(url)
+    def arrive() -> Process:
+        for request in requests:
+            yield time.after(request.timestamp / 1000 - time.now)
+            named = NamedPrompt(_SPACE, request.input_length, request.whole_blocks, BLOCK_TOKENS)
+            prompt = RoutedPrompt(request.input_length, request.whole_blocks, BLOCK_TOKENS, named)
+            url = pool.pick(time.now, prompt)
+            if router == "random":
+                url = rng.choice(pool.urls())
+            elif router in ("longest_prefix", "longest_prefix_idle"):
+                work = pool.loads() if router == "longest_prefix_idle" else dict.fromkeys(fleet, 0.0)
+                url = max(fleet, key=lambda url: (known[url].tokens(named), -work[url]))
+            assert url is not None
+            done = ExitStack()
+            done.enter_context(pool.working(url, prompt))
+            fleet[url].queue.append((time.now, request, done))
+            fleet[url].wake.happen()
 
-    for request in requests:
-        call_at(request.timestamp / 1000, partial(arrive, request))
-    while due:
-        now, _, call = heappop(due)
-        call()
+    for process in (*map(compute, fleet), arrive()):
+        time.start(process)
+    time.run()
     assert not any(pool.loads().values()), "work was not given back"
     return PolicyOutcome(hit / total, queueing, computed)
 

@@ -1,0 +1,127 @@
+"""Discrete events: simulated time, processes that wait in it, and stations at which work queues. A process is a generator that yields what
+it waits for."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+Process = Generator["Happening", Any, Any]
+"""Yields happenings to wait for, and gets their values back."""
+
+
+class Happening:
+    """Something that happens once, at a time that may not be known yet."""
+
+    __slots__ = ("_then", "done", "value")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.value: Any = None
+        self._then: list[Callable[[Any], None]] = []
+
+    def happen(self, value: Any = None) -> None:
+        """Resumes what waits for it. Only the first call counts."""
+        if self.done:
+            return
+        self.done, self.value = True, value
+        then, self._then = self._then, []
+        for call in then:
+            call(value)
+
+    def then(self, call: Callable[[Any], None]) -> None:
+        """Calls `call` with the value when it happens, or now if it has happened."""
+        if self.done:
+            call(self.value)
+        else:
+            self._then.append(call)
+
+
+class SimulatedTime:
+    """The time, in seconds, and what is due."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = itertools.count()
+
+    def call_at(self, when: float, call: Callable[[], object]) -> None:
+        """Calls `call` at that time; calls for one time are made in the order in which they were asked for."""
+        heapq.heappush(self._due, (max(when, self.now), next(self._numbers), call))
+
+    def after(self, seconds: float) -> Happening:
+        """Returns what happens in so many seconds."""
+        happening = Happening()
+        self.call_at(self.now + seconds, happening.happen)
+        return happening
+
+    def start(self, process: Process) -> Happening:
+        """Runs a process up to its first wait, and returns what happens at its end, with the value that it returns."""
+        ended = Happening()
+
+        def go_on(value: Any) -> None:
+            try:
+                awaited = process.send(value)
+                while awaited.done:
+                    awaited = process.send(awaited.value)
+            except StopIteration as stop:
+                ended.happen(stop.value)
+            else:
+                awaited.then(go_on)
+
+        go_on(None)
+        return ended
+
+    def run(self) -> None:
+        """Goes on until nothing is due any more."""
+        while self._due:
+            self.now, _, call = heapq.heappop(self._due)
+            call()
+
+
+class Station:
+    """A thread, the cores of a machine, or a link: so many servers that take work in the order in which it came."""
+
+    def __init__(self, time: SimulatedTime, servers: int = 1) -> None:
+        self._time, self.servers = time, servers
+        self._free = servers
+        self._waiting: deque[tuple[float, Happening]] = deque()
+        self.asked = 0.0
+        """Seconds of all work that ever came."""
+
+    def run(self, seconds: float) -> Happening:
+        """Returns what happens when work that takes one server so long is done."""
+        done = Happening()
+        self.asked += seconds
+        self._waiting.append((seconds, done))
+        self._begin()
+        return done
+
+    def _begin(self) -> None:
+        while self._free and self._waiting:
+            self._free -= 1
+            seconds, done = self._waiting.popleft()
+            ended = self._time.after(seconds)
+            ended.then(lambda _: self._give_back())
+            ended.then(done.happen)
+
+    def _give_back(self) -> None:
+        self._free += 1
+        self._begin()
+
+
+def first_of(*happenings: Happening) -> Happening:
+    """Returns what happens with the first of these."""
+    either = Happening()
+    for happening in happenings:
+        happening.then(either.happen)
+    return either
+
+
+def wait_for_all(happenings: list[Happening]) -> Process:
+    """Waits for the last of these."""
+    for happening in happenings:  # noqa: UP028 - a list takes no values that are sent back
+        yield happening

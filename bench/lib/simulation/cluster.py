@@ -1,0 +1,324 @@
+"""A request's way through a simulated cluster: what the proxy does with a completion, in simulated time, with the proxy's own policies."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from bench.lib.load import RequestOutcome
+from bench.lib.simulation.clock import Happening, Process, SimulatedTime, Station, first_of, wait_for_all
+from bench.lib.simulation.costs import PoolCosts, UnitCosts
+from bench.lib.simulation.engine import GRAIN, Generating, SimulatedEngine
+from bench.lib.simulation.workload import SimulatedRequest
+from launch.openai import ApiError
+from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
+from launch.proxy.keys import Admission, Client
+from launch.proxy.prefixes import leading
+from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial
+from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig, TenantConfig
+from pd_cache.handoff import next_pause
+
+_WAIT_S = HandoffConfig().wait_ms / 1000
+_MASTER = MasterNode(name="master")
+
+
+class ClusterPlan(NamedTuple):
+    """A cluster to simulate."""
+
+    prefill: int
+    decode: int
+    proxies: int = 1
+    pool_chunks: int = 1 << 40
+    """Room of the whole pool."""
+    proxy: ProxyConfig = ProxyConfig()
+
+
+class SimulatedPool:
+    """Chunks by name, with the number of the node in whose memory each is.
+
+    The master evicts as Mooncake's does: those used longest ago, a share of all, when little room is left.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity` in chunks."""
+        self._most = max(1, int(capacity * _MASTER.eviction_high_watermark))
+        self._batch = max(1, int(capacity * _MASTER.eviction_ratio))
+        self._owner: OrderedDict[bytes, int] = OrderedDict()
+
+    def leading(self, names: Sequence[bytes]) -> int:
+        """Returns how many of the names, from the first, are there. To be looked up counts as a use."""
+        for name in names:
+            if name in self._owner:
+                self._owner.move_to_end(name)
+        return leading(names, self._owner)
+
+    def owners(self, names: Sequence[bytes]) -> list[int]:
+        """Returns the owners of the names, from the first, up to one that is gone."""
+        return [self._owner[name] for name in names[: leading(names, self._owner)]]
+
+    def missing(self, names: Sequence[bytes]) -> list[bytes]:
+        """Returns the names that are not there, in order, each once."""
+        return [name for name in dict.fromkeys(names) if name not in self._owner]
+
+    def put(self, name: bytes, owner: int) -> None:
+        """Keeps a chunk, unless it is there."""
+        if name in self._owner:
+            return
+        self._owner[name] = owner
+        if len(self._owner) > self._most:
+            for _ in range(min(self._batch, len(self._owner))):
+                self._owner.popitem(last=False)
+
+
+class _Machine:
+    """Processors and a link. An accelerator computes beside them."""
+
+    def __init__(self, time: SimulatedTime, costs: UnitCosts) -> None:
+        self.cores = Station(time, costs.machine.cores)
+        self.incoming, self.outgoing = Station(time), Station(time)
+
+
+class _Node:
+    """A prefill or decode node: its HTTP server, its engine, and its client of the pool."""
+
+    def __init__(self, cluster: SimulatedCluster, number: int) -> None:
+        self.number, self._cluster = number, cluster
+        self.machine = _Machine(cluster.time, cluster.costs)
+        self.serving = Station(cluster.time)
+        self.engine = SimulatedEngine(cluster.time, cluster.costs, self.load, self.store)
+
+    def take(self, request: SimulatedRequest, output: int, announced: int, on_tokens: Callable[[int], None]) -> Process:
+        """Accepts a request. Returns what its engine makes of it, or None if the queue is full."""
+        costs = self._cluster.costs.node
+        yield self.serving.run(costs.request_s + costs.token_s * request.tokens)
+        if self.engine.full:
+            return None
+        generating = Generating(request, output, announced, on_tokens)
+        self.engine.submit(generating)
+        return generating
+
+    def load(self, generating: Generating) -> Process:
+        """Looks up once, or until what was announced is there; then loads."""
+        cluster, names = self._cluster, generating.request.names
+        size, time = cluster.costs.engine.chunk_tokens, cluster.time
+        deadline, pause = time.now + (_WAIT_S if generating.announced else 0.0), next_pause()
+        while names:
+            found = yield from cluster.look_up(self.machine, names)
+            if found * size >= generating.announced or time.now >= deadline:
+                generating.loaded = size * (yield from cluster.load(self, names[:found]))
+                return
+            yield time.after(min(pause, deadline - time.now))
+            pause = next_pause(pause)
+
+    def store(self, generating: Generating) -> Happening:
+        size = self._cluster.costs.engine.chunk_tokens
+        names = generating.request.names[generating.stored // size : generating.position // size]
+        return self._cluster.time.start(self._cluster.store(self, names))
+
+
+class _Proxy:
+    """One proxy: its event loop, and its policies."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        plan, shape = cluster.plan, cluster.costs.engine
+        self.machine = _Machine(cluster.time, cluster.costs)
+        self.loop = Station(cluster.time)
+        self.looking = self.most_admitted = 0
+        self.admission = Admission(plan.proxy.max_requests, None, lambda tenant: TenantConfig())
+        self.budget = RetryBudget(max(100, plan.proxy.max_requests))
+        self.pools = {
+            hop: NodePool(hop, plan.proxy.policy, rng=cluster.first_turns)
+            for hop in ("prefill", "decode")
+        }  # fmt: skip
+        for hop, pool in self.pools.items():
+            pool.update(Target(f"{hop}-{node.number}", kv_tokens=shape.kv_tokens, max_running=shape.max_running) for node in cluster.nodes[hop])  # fmt: skip
+
+
+class SimulatedCluster:
+    """Prefill nodes, decode nodes, proxies, a master and the pool. Runs one load."""
+
+    def __init__(self, plan: ClusterPlan, costs: UnitCosts) -> None:
+        self.plan, self.costs, self.time = plan, costs, SimulatedTime()
+        self.pool = SimulatedPool(plan.pool_chunks)
+        self.master = _Machine(self.time, costs)
+        self._every = [_Node(self, number) for number in range(plan.prefill + plan.decode)]
+        self.nodes = {"prefill": self._every[: plan.prefill], "decode": self._every[plan.prefill :]}
+        self._by_url = {f"{hop}-{node.number}": node for hop, nodes in self.nodes.items() for node in nodes}
+        self.first_turns = random.Random(0)
+        """Says at which nodes proxies begin."""
+        self._proxies = [_Proxy(self) for _ in range(plan.proxies)]
+        self._rng = random.Random(0)
+
+    def remember(self, names: Sequence[bytes]) -> None:
+        """Puts the chunks of a prompt that passed before the load into the pool."""
+        for name in self.pool.missing(names):
+            self.pool.put(name, self._rng.randrange(len(self._every)))
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> tuple[list[RequestOutcome], dict[str, float]]:
+        """Sends every request when it is due. Returns what became of each, and what all resources of each kind were asked for until the
+        last one came, as a share of what they can do; above 1, it can never be done."""
+        outcomes = []
+        for index, request in enumerate(requests):
+            outcome = RequestOutcome(due=request.due, prompt_tokens=request.tokens, error="never ended")
+            outcomes.append(outcome)
+            way = self._serve(self._proxies[index % len(self._proxies)], request, outcome)
+            self.time.call_at(request.due, functools.partial(self.time.start, way))
+        last_due = requests[-1].due
+        uses: dict[str, float] = {}
+        self.time.call_at(last_due, lambda: uses.update(self._uses(max(last_due, 1e-9))))
+        self.time.run()
+        assert all(node.engine.idle for node in self._every), "an engine has work left"
+        pools = [pool for proxy in self._proxies for pool in proxy.pools.values()]
+        assert not any(load for pool in pools for load in pool.loads().values()), "a proxy has work left"
+        return outcomes, uses
+
+    # --- a request ---------------------------------------------------------------------------------------------------
+
+    def _serve(self, proxy: _Proxy, request: SimulatedRequest, outcome: RequestOutcome) -> Process:
+        costs = self.costs.proxy
+        yield proxy.loop.run(costs.request_s + costs.token_s * request.tokens)
+        with ExitStack() as admitted:
+            try:
+                admitted.enter_context(proxy.admission.admitted(Client()))
+            except ApiError as error:
+                outcome.error = f"http {error.status}"
+                return
+            proxy.most_admitted = max(proxy.most_admitted, proxy.admission.running())
+            trial = Trial(proxy.budget)
+            proxy.budget.asked(self.time.now)
+            announced = 0
+            why = yield from self._needs_no_prefill(proxy, request)
+            if why is None and self.nodes["prefill"]:
+                announced, outcome.cached = yield from self._prefill(proxy, request, trial)
+            yield from self._decode(proxy, request, trial, announced, outcome)
+
+    def _needs_no_prefill(self, proxy: _Proxy, request: SimulatedRequest) -> Process:
+        size, tokens = self.costs.engine.chunk_tokens, self.plan.proxy.direct_tokens
+        direct = DirectRule(size if tokens is None else tokens)
+        why = direct.why(request.tokens)
+        if why is not None or tokens == 0 or proxy.looking >= MAX_WAITING:
+            return why
+        proxy.looking += 1
+        looking = self.time.start(self.look_up(proxy.machine, request.names))
+        looking.then(lambda found: setattr(proxy, "looking", proxy.looking - 1))
+        yield first_of(looking, self.time.after(LOOKUP_TIMEOUT_S))
+        return direct.why(request.tokens, looking.value * size) if looking.done else None
+
+    def _prefill(self, proxy: _Proxy, request: SimulatedRequest, trial: Trial) -> Process:
+        """Returns how long a prefix a prefill node has announced, and how much of it that node had loaded."""
+        pool = proxy.pools["prefill"]
+        attempts = Attempts(pool, trial, request.routed)
+        while (url := attempts.next(self.time.now)) is not None:
+            yield proxy.loop.run(self.costs.proxy.node_s * len(self.nodes["prefill"]))
+            node = self._by_url[url]
+            with pool.working(url, request.routed):
+                generating = yield from node.take(request, 1, 0, lambda tokens: None)
+                if generating is None:
+                    attempts.failed(url, "busy", self.time.now)
+                    continue
+                yield generating.first
+                yield node.serving.run(self.costs.node.event_s)
+            attempts.answered(url, self.time.now, well=True)
+            yield proxy.loop.run(self.costs.proxy.hop_s)
+            return len(request.names) * self.costs.engine.chunk_tokens, generating.loaded
+        return 0, None
+
+    def _decode(
+        self, proxy: _Proxy, request: SimulatedRequest, trial: Trial, announced: int, outcome: RequestOutcome
+    ) -> Process:
+        pool = proxy.pools["decode"]
+        attempts = Attempts(pool, trial)
+        while (url := attempts.next(self.time.now)) is not None:
+            yield proxy.loop.run(self.costs.proxy.node_s * len(self.nodes["decode"]))
+            node = self._by_url[url]
+            with pool.working(url):
+                arrived: list[Happening] = []
+
+                def on_tokens(tokens: int, node: _Node = node, arrived: list[Happening] = arrived) -> None:
+                    for start in range(0, tokens, GRAIN):
+                        count = min(GRAIN, tokens - start)
+                        arrived.append(self.time.start(self._pass_on(proxy, node, outcome, count)))
+
+                generating = yield from node.take(request, request.output, announced, on_tokens)
+                if generating is None:
+                    attempts.failed(url, "busy", self.time.now)
+                    continue
+                yield generating.first
+                attempts.answered(url, self.time.now, well=True)
+                yield generating.ended
+                yield from wait_for_all(arrived)
+            if outcome.cached is None:
+                outcome.cached = min(generating.loaded, request.tokens - 1)
+            outcome.error = ""
+            return
+        outcome.error = "http 503"
+
+    def _pass_on(self, proxy: _Proxy, node: _Node, outcome: RequestOutcome, tokens: int) -> Process:
+        yield node.serving.run(self.costs.node.event_s * tokens)
+        yield proxy.loop.run(self.costs.proxy.event_s * tokens)
+        outcome.last = self.time.now - outcome.due
+        outcome.tokens += tokens
+        if outcome.first is None:
+            outcome.first = outcome.last
+
+    # --- the pool ----------------------------------------------------------------------------------------------------
+
+    def look_up(self, machine: _Machine, names: Sequence[bytes]) -> Process:
+        """Returns how many chunks of a prompt, from the first, the pool holds."""
+        costs = self.costs.lookup
+        yield machine.cores.run(costs.call_s + costs.object_s * len(names))
+        yield self.master.cores.run(costs.master_s + costs.master_object_s * len(names))
+        return self.pool.leading(names)
+
+    def store(self, node: _Node, names: Sequence[bytes]) -> Process:
+        """Puts chunks that are not there yet into the node's own memory."""
+        names = self.pool.missing(names)
+        yield from self._move(node, [node.number] * len(names), self.costs.store)
+        for name in names:
+            self.pool.put(name, node.number)
+
+    def load(self, node: _Node, names: Sequence[bytes]) -> Process:
+        """Returns how many chunks, from the first, were loaded."""
+        owners = self.pool.owners(names)
+        yield from self._move(node, [owner for owner in owners if owner == node.number], self.costs.load_own)
+        yield from self._move(node, [owner for owner in owners if owner != node.number], self.costs.load)
+        return len(owners)
+
+    def _move(self, node: _Node, owners: Sequence[int], costs: PoolCosts) -> Process:
+        """Moves a chunk from, or to, the memory of each of `owners`, at the same time."""
+        count, size = len(owners), self.costs.chunk_bytes
+        if not count:
+            return
+        yield self.master.cores.run(costs.master_s + costs.master_object_s * count)
+        under_way = [node.machine.cores.run(costs.call_s + count * (costs.object_s + costs.byte_s * size))]
+        for owner in sorted(set(owners)):
+            pieces, there = owners.count(owner), self._every[owner].machine
+            under_way.append(there.cores.run(pieces * costs.owner_byte_s * size))
+            if there is not node.machine:
+                seconds = pieces * size / self.costs.machine.link_bytes_per_s
+                under_way += [there.outgoing.run(seconds), node.machine.incoming.run(seconds)]
+        yield from wait_for_all(under_way)
+
+    # --- what was used -----------------------------------------------------------------------------------------------
+
+    def _uses(self, seconds: float) -> dict[str, float]:
+        machines = [node.machine for node in self._every]
+        cores = seconds * self.costs.machine.cores
+        return {
+            "master": self.master.cores.asked / cores,
+            "proxy": _mean([proxy.loop.asked for proxy in self._proxies]) / seconds,
+            "proxy's places": _mean([proxy.most_admitted for proxy in self._proxies]) / self.plan.proxy.max_requests,
+            "prefill": _mean([node.engine.asked for node in self.nodes["prefill"]]) / seconds,
+            "decode": _mean([node.engine.asked for node in self.nodes["decode"]]) / seconds,
+            "links": _mean([max(machine.outgoing.asked, machine.incoming.asked) for machine in machines]) / seconds,
+            "nodes' cores": _mean([machine.cores.asked for machine in machines]) / cores,
+        }
+
+
+def _mean(asked: Sequence[float]) -> float:
+    return math.fsum(asked) / len(asked) if asked else 0.0

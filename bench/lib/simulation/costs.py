@@ -1,0 +1,137 @@
+"""Unit costs: what each step of a request takes, in seconds of one core unless its name says otherwise.
+
+The defaults of services and of the pool were measured on two cores without a network; those of machines and engines are assumed, for one
+accelerator a node. A YAML file may give others. A cost that grows with two things is a sum, such as `request_s + token_s * tokens`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from pd_cache.cluster.reader import parse_document
+from pd_cache.errors import ConfigError
+
+_LARGEST = 64 << 10
+Cost = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+class _CostSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class MachineCosts(_CostSection, frozen=True):
+    """A node's machine."""
+
+    cores: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16
+    link_bytes_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e15)] = 12.5e9
+    """In each direction; 100 Gbit/s by default."""
+
+
+class ServiceCosts(_CostSection, frozen=True):
+    """The cost of a request at a server, apart from computing: read the body, choose a node, pass tokens on."""
+
+    request_s: Cost = 0.0
+    token_s: Cost = 0.0
+    """For each token of the prompt."""
+    event_s: Cost = 0.0
+    """For each token of the answer."""
+    hop_s: Cost = 0.0
+    """For a prefill node on the way; of the proxy only."""
+    node_s: Cost = 0.0
+    """For each node that is chosen from; of the proxy only."""
+
+
+class PrefillCosts(_CostSection, frozen=True):
+    """A step that computes tokens of one prompt."""
+
+    step_s: Cost = 0.003
+    token_s: Cost = 8e-5
+    context_s: Cost = 0.0
+    """For each token and each token before it."""
+
+    def step(self, tokens: int, position: int) -> float:
+        """Returns the seconds of a step that computes `tokens` tokens behind `position` others."""
+        return self.step_s + self.token_s * tokens + self.context_s * tokens * (position + tokens / 2)
+
+
+class DecodeCosts(_CostSection, frozen=True):
+    """A step that computes one token of each running request."""
+
+    step_s: Cost = 0.008
+    sequence_s: Cost = 2e-5
+    """For each request."""
+    context_s: Cost = 3e-8
+    """For each token before the new one."""
+
+    def step(self, sequences: int, context: float) -> float:
+        """Returns the seconds of a step. `context`: the tokens before the new ones, of all sequences together."""
+        return self.step_s + self.sequence_s * sequences + self.context_s * context
+
+
+class PoolCosts(_CostSection, frozen=True):
+    """A call of the pool: a lookup, a store, a load."""
+
+    call_s: Cost = 0.0
+    """At the node that calls."""
+    object_s: Cost = 0.0
+    byte_s: Cost = 0.0
+    owner_byte_s: Cost = 0.0
+    """At the node in whose memory the object is."""
+    master_s: Cost = 0.0
+    master_object_s: Cost = 0.0
+
+
+class EngineShape(_CostSection, frozen=True):
+    """What an engine holds and does at a time."""
+
+    chunk_tokens: Count = 512
+    kv_bytes_per_token: Count = 131072
+    kv_tokens: Count = 400_000
+    """How many tokens its paged cache has room for."""
+    step_tokens: Count = 2048
+    """The most prompt tokens of a step."""
+    max_running: Count = 128
+    max_queue: Count = 1024
+
+
+class UnitCosts(_CostSection, frozen=True):
+    """Everything that a simulated cluster needs to know about time."""
+
+    machine: MachineCosts = MachineCosts()
+    engine: EngineShape = EngineShape()
+    prefill: PrefillCosts = PrefillCosts()
+    decode: DecodeCosts = DecodeCosts()
+    proxy: ServiceCosts = ServiceCosts(request_s=2e-3, token_s=7e-7, event_s=2.5e-4, hop_s=1.5e-3, node_s=8e-7)
+    node: ServiceCosts = ServiceCosts(request_s=1.4e-3, token_s=4.6e-6)
+    lookup: PoolCosts = PoolCosts(call_s=1.6e-4, object_s=1.2e-6, master_s=3.3e-5, master_object_s=4.1e-7)
+    store: PoolCosts = PoolCosts(call_s=1e-3, object_s=2.6e-4, byte_s=3.8e-10, owner_byte_s=1e-10, master_s=1.8e-4, master_object_s=2.7e-5)  # fmt: skip
+    """Into the node's own memory."""
+    load: PoolCosts = PoolCosts(call_s=1.2e-3, object_s=3e-4, byte_s=1e-10, master_s=5.3e-5, master_object_s=2e-5)
+    """From another node's memory, by RDMA: the owner's processors do nothing."""
+    load_own: PoolCosts = PoolCosts(call_s=1.2e-3, object_s=9.2e-5, byte_s=1.5e-9, owner_byte_s=5.5e-11, master_s=6.6e-5, master_object_s=5.4e-6)  # fmt: skip
+    """From the node's own memory."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.engine.chunk_tokens * self.engine.kv_bytes_per_token
+
+
+def read_costs(file: Path) -> UnitCosts:
+    """Returns the costs of a YAML file; what it leaves out is as by default.
+
+    Raises ConfigError, which names the file and the key, for a file that holds anything else.
+    """
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(_LARGEST).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    tree = parse_document(text, file).tree
+    try:
+        return msgspec.convert({} if tree is None else tree, UnitCosts, strict=False)  # to YAML, 1e-4 is a text
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {error}") from None

@@ -1,0 +1,163 @@
+"""An engine in simulation: continuous batching as in `launch/engines/reference`, on an accelerator of its own.
+
+Requests wait for room, then for their prefix from the pool, then compute their prompt step by step, then one token a tick. A tick computes
+one step of one prompt and a token of every request that decodes. What a request needs of the paged cache is reserved when it leaves the
+queue. Ticks in which nothing but tokens happen are taken together, up to `GRAIN` of them, and cut off when a request comes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from bench.lib.simulation.clock import Happening, Process, SimulatedTime, first_of
+from bench.lib.simulation.costs import UnitCosts
+from bench.lib.simulation.workload import SimulatedRequest
+
+GRAIN = 32
+
+
+class Generating:
+    """A request in an engine."""
+
+    def __init__(
+        self, request: SimulatedRequest, output: int, announced: int, on_tokens: Callable[[int], None]
+    ) -> None:
+        """`output`: tokens to generate. `announced`: tokens that a prefill node is storing. `on_tokens` is called with the number of tokens
+        that have come, the first one alone."""
+        self.request, self.output, self.announced, self.on_tokens = request, output, announced, on_tokens
+        self.loaded = self.stored = 0
+        """Prompt tokens that were loaded, and that were loaded or are being stored."""
+        self.position = 0
+        self.produced = 0
+        self.first, self.ended = Happening(), Happening()
+        self.storing = Happening()
+        """The engine's blocks are free of the last store of its prompt's chunks."""
+        self.storing.happen()
+
+    @property
+    def needed(self) -> int:
+        """Tokens of the paged cache that are reserved for it."""
+        return self.request.tokens + self.output
+
+
+class SimulatedEngine:
+    """The requests of one node."""
+
+    def __init__(
+        self,
+        time: SimulatedTime,
+        costs: UnitCosts,
+        load: Callable[[Generating], Process],
+        store: Callable[[Generating], Happening],
+    ) -> None:
+        """`load` loads what the pool has of a prompt, and sets `loaded`. `store` begins to store what was computed, from token `stored` to
+        `position`; it happens when the engine's blocks are free of it."""
+        self._time, self._costs, self._load_prefix, self._store = time, costs, load, store
+        self._waiting: deque[Generating] = deque()
+        self._prefilling: deque[Generating] = deque()
+        self._decoding: list[Generating] = []
+        self._loading = 0
+        self._free = costs.engine.kv_tokens
+        self._wake = Happening()
+        self.asked = 0.0
+        """Seconds of all steps."""
+        time.start(self._run())
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no more requests."""
+        return len(self._waiting) >= self._costs.engine.max_queue
+
+    @property
+    def idle(self) -> bool:
+        return not (self._waiting or self._prefilling or self._decoding or self._loading)
+
+    def submit(self, generating: Generating) -> None:
+        """Queues a request; the caller has seen that there is room in the queue."""
+        self._waiting.append(generating)
+        self._wake.happen()
+
+    def _run(self) -> Process:
+        while True:
+            self._admit()
+            if not self._prefilling and not self._decoding:
+                self._wake = Happening()
+                yield self._wake
+            if self._prefilling:
+                yield from self._prefill(self._prefilling[0])
+            if self._decoding:
+                yield from self._decode(1 if self._prefilling else GRAIN)
+
+    def _admit(self) -> None:
+        shape = self._costs.engine
+        while self._waiting and len(self._prefilling) + len(self._decoding) + self._loading < shape.max_running:
+            generating = self._waiting[0]
+            # a request larger than the whole cache runs alone: no engine would have taken it
+            if generating.needed > self._free and self._free < shape.kv_tokens:
+                return
+            self._waiting.popleft()
+            self._free -= generating.needed
+            self._loading += 1
+            self._time.start(self._load(generating))
+
+    def _load(self, generating: Generating) -> Process:
+        yield from self._load_prefix(generating)
+        self._loading -= 1
+        # the last token is computed even if it was loaded
+        generating.position = min(generating.loaded, generating.request.tokens - 1)
+        generating.stored = generating.loaded
+        self._prefilling.append(generating)
+        self._wake.happen()
+
+    def _prefill(self, generating: Generating) -> Process:
+        step = self._costs.engine.step_tokens
+        end = min((generating.position // step + 1) * step, generating.request.tokens)
+        seconds = self._costs.prefill.step(end - generating.position, generating.position)
+        self.asked += seconds
+        yield self._time.after(seconds)
+        generating.position = end
+        if (
+            end == generating.request.tokens or generating.storing.done
+        ):  # what is complete goes to the pool while the rest is computed
+            generating.storing = self._store(generating)
+            generating.stored = end
+        if end < generating.request.tokens:
+            return
+        self._prefilling.popleft()
+        generating.produced = 1
+        generating.first.happen()
+        generating.on_tokens(1)
+        if generating.produced >= generating.output:
+            self._end(generating)
+        else:
+            self._decoding.append(generating)
+
+    def _decode(self, most: int) -> Process:
+        batch, begun = self._decoding, self._time.now
+        ticks = min(most, min(generating.output - generating.produced for generating in batch))
+        context = (
+            sum(generating.request.tokens + generating.produced for generating in batch) + len(batch) * (ticks - 1) / 2
+        )
+        each = self._costs.decode.step(len(batch), context)
+        if ticks > 1:
+            self._wake = Happening()
+            yield first_of(self._time.after(each * ticks), self._wake)
+            ticks = min(ticks, int((self._time.now - begun) / max(each, 1e-12)) + 1)
+        self.asked += each * ticks
+        yield self._time.after(begun + each * ticks - self._time.now)
+        for generating in batch:
+            generating.produced += ticks
+            generating.on_tokens(ticks)
+            if generating.produced >= generating.output:
+                self._end(generating)
+        self._decoding = [generating for generating in batch if generating.produced < generating.output]
+
+    def _end(self, generating: Generating) -> None:
+        generating.ended.happen()
+
+        def free(_: object) -> None:
+            self._free += generating.needed
+            self._wake.happen()
+
+        generating.storing.then(free)

@@ -1,0 +1,149 @@
+"""What is full first as a cluster grows to 1,000 nodes? `full_from_nodes`, and times to first token, in simulation; there is no peer.
+
+Requests of a trace come at a rate that grows with the cluster. The policies are the proxy's own modules. Unit costs are assumed; a file
+may give others.
+
+    pd-cache bench scale --trace FILE
+    pd-cache bench scale --trace FILE --costs mine.yaml        costs of other machines: those that the file gives
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from bench.lib.report import Table, finish, option, output_options, progress
+from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
+from bench.lib.simulation.costs import UnitCosts, read_costs
+from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
+from bench.lib.stats import quantile
+from bench.lib.trace import Request, read_trace
+
+_NODES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+_MEMORY = 32 << 30
+"""Bytes that each node gives to the pool."""
+_REQUESTS_PER_NODE, _LEAST_REQUESTS = 8, 300
+_WARM = 1000
+"""How many requests of each copy of the trace the pool has seen before; less of a short trace, and of a share of a trace's users."""
+_DEPTH = 300
+_BUSY = 0.6
+"""The share of the time for which engines are busy at the usual rate."""
+_TRIAL_NODES = 4
+_TRIAL_BUSY = 0.2
+_TRIAL_REQUESTS = 100
+
+
+def grow(
+    trace: Sequence[Request], costs: UnitCosts, proxies: int, nodes: int, rate_per_node: float, requests: int = 0
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Simulates one cluster under `rate_per_node` requests a second for each of its nodes; `requests` in all, or as many a node as usual.
+
+    Returns its figures: `answered_per_s` while requests came, and until the last one of these was answered; `refused` those answered with an
+    error. And what each kind of resource was asked for, as a share of what it can do: of the master and the proxies, of all of a kind; 1 is
+    full.
+    """
+    prefill, rate = nodes // 2, rate_per_node * nodes
+    count = requests or max(_LEAST_REQUESTS, _REQUESTS_PER_NODE * nodes)
+    # as many users a node in a small cluster as in a large one: a share of the trace's, or several copies of the trace
+    share = min(1.0, _REQUESTS_PER_NODE * nodes / _DEPTH)
+    users = of_some_users(trace, share) or trace
+    copied, size = CopiedTrace(users, round(_WARM * share), min(_DEPTH, count)), costs.engine.chunk_tokens
+    arrivals = copied.arrivals(count, rate)
+    plan = ClusterPlan(prefill, nodes - prefill, proxies, max(1, nodes * _MEMORY // costs.chunk_bytes))
+    cluster = SimulatedCluster(plan, costs)
+    for request in copied.passed:
+        for copy in range(copied.copies(count)):
+            cluster.remember(names_of(copied.parts(request, copy), size))
+    outcomes, asked = cluster.run([of_arrival(arrival, size) for arrival in arrivals])
+    answered = [outcome for outcome in outcomes if not outcome.error]
+    firsts = [outcome.first or 0.0 for outcome in answered]
+    seconds = max([outcome.due + outcome.last for outcome in answered] + [arrivals[-1].due])
+    row = {
+        "nodes": nodes,
+        "prefill": prefill,
+        "decode": nodes - prefill,
+        "requests": len(outcomes),
+        "rate": rate,
+        "answered_per_s": len(answered) / seconds,
+        "refused": len(outcomes) - len(answered),
+        "hit_rate": sum(outcome.cached or 0 for outcome in answered)
+        / max(1, sum(outcome.prompt_tokens for outcome in answered)),
+        "ttft_p50_ms": quantile(firsts, 0.5) * 1e3,
+        "ttft_p99_ms": quantile(firsts, 0.99) * 1e3,
+    }
+    return row, asked
+
+
+def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int) -> float:
+    """Returns the requests a second and node that keep engines `_BUSY` of the time, those of the kind that has more to do."""
+    guess = 1.0
+    for _ in range(12):
+        _, asked = grow(trace, costs, proxies, _TRIAL_NODES, guess, _TRIAL_REQUESTS)
+        most = max(asked["prefill"], asked["decode"])
+        if 0.5 * _TRIAL_BUSY <= most <= 1.5 * _TRIAL_BUSY:
+            return guess * _BUSY / most
+        guess *= min(10.0, max(0.1, _TRIAL_BUSY / max(most, 1e-6)))
+    return guess
+
+
+def limits(asked: Mapping[int, dict[str, float]]) -> list[dict[str, Any]]:
+    """Returns for each resource at how many nodes, between those that were simulated, it is full (None if it never is); the first to be full
+    first. `asked`: what each number of nodes was asked for."""
+    kinds = next(iter(asked.values()))
+    full = {kind: full_at([(nodes, shares[kind]) for nodes, shares in asked.items()]) for kind in kinds}
+    return [
+        {"resource": kind, "full_from_nodes": full[kind]}
+        for kind in sorted(full, key=lambda resource: full[resource] or math.inf)
+    ]
+
+
+def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
+    """Returns at how many nodes a share comes to 1, by a straight line between the numbers of nodes around; None if it never does."""
+    before: tuple[int, float] | None = None
+    for nodes, share in shares:
+        if share >= 1.0:
+            if before is None or share == before[1]:
+                return float(nodes)
+            return before[0] + (nodes - before[0]) * (1.0 - before[1]) / (share - before[1])
+        before = (nodes, share)
+    return None
+
+
+@click.command()
+@option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py.")
+@option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill nodes, and as many decode nodes or one more; may be given several times. By default ten numbers from 1 to 1000.")  # fmt: skip
+@option("--proxies", default=1, type=click.IntRange(1, 10_000))
+@option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip
+@output_options
+def main(
+    trace: Path,
+    counts: tuple[int, ...],
+    proxies: int,
+    file: Path | None,
+    **output: Any,
+) -> None:
+    """A cluster of 1 to 1,000 nodes, in simulation."""
+    requests = read_trace(trace)
+    costs = UnitCosts() if file is None else read_costs(file)
+    per_node = usual_rate(requests, costs, proxies)
+    with progress() as bar:
+        sizes = bar.track(sorted(set(counts or _NODES)), description="nodes")
+        steps = [grow(requests, costs, proxies, nodes, per_node) for nodes in sizes]
+    found = limits({row["nodes"]: asked for row, asked in steps})
+    results = {
+        "rate_per_node": per_node,
+        "costs": msgspec.to_builtins(costs),
+        "results": [{**row, "asked": asked} for row, asked in steps],
+        "limits": found,
+    }
+    tables = [
+        Table.of("What is full first", found),
+        Table.of("As the cluster grows", [row for row, _ in steps]),
+        Table.of("Asked for, of what each can do", [{"nodes": row["nodes"], **asked} for row, asked in steps]),
+    ]
+    finish(results, [], tables=tables, **output)

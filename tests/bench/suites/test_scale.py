@@ -1,0 +1,112 @@
+"""`bench scale`: a cluster in simulation, on loads small enough to know the answer."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from bench.lib.arrivals import Arrival, Part
+from bench.lib.simulation.clock import Happening, SimulatedTime, Station
+from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster, SimulatedPool
+from bench.lib.simulation.costs import (  # fmt: skip
+    DecodeCosts,
+    EngineShape,
+    PoolCosts,
+    PrefillCosts,
+    ServiceCosts,
+    UnitCosts,
+    read_costs,
+)
+from bench.lib.simulation.workload import SimulatedRequest, of_arrival
+from bench.suites.scale import full_at
+from pd_cache.cluster import ProxyConfig
+from pd_cache.errors import ConfigError
+from tests.support.cli import cli_json
+from tests.support.traces import conversations, write_trace
+
+_FREE, _NO_POOL = ServiceCosts(), PoolCosts()
+_COSTS = UnitCosts(
+    engine=EngineShape(chunk_tokens=100),
+    prefill=PrefillCosts(step_s=0.0, token_s=1e-3),
+    decode=DecodeCosts(step_s=0.1, sequence_s=0.0, context_s=0.0),
+    proxy=_FREE, node=_FREE, lookup=_NO_POOL, store=_NO_POOL, load=_NO_POOL, load_own=_NO_POOL,
+)  # fmt: skip
+"""A token of a prompt takes a millisecond, a token of an answer a tenth of a second, nothing else any time."""
+
+
+def _request(due: float, seed: int, output: int = 1) -> SimulatedRequest:
+    return of_arrival(Arrival(due, (Part(seed, 1000),), output), _COSTS.engine.chunk_tokens)
+
+
+def test_a_station_takes_work_in_order_as_many_at_a_time_as_it_has_servers():
+    time = SimulatedTime()
+    station, ends = Station(time, 2), list[float]()
+    for seconds in (3.0, 1.0, 1.0):
+        done: Happening = station.run(seconds)
+        done.then(lambda _: ends.append(time.now))
+    time.run()
+    assert (ends, station.asked) == ([1.0, 2.0, 3.0], 5.0)
+
+
+def test_the_pool_forgets_what_was_used_longest_ago():
+    pool = SimulatedPool(20)
+    names = [bytes([number]) for number in range(19)]
+    for name in names[:18]:
+        pool.put(name, 1)
+    assert pool.leading(names[:2]) == 2
+    pool.put(names[18], 2)
+    assert (pool.leading(names[:4]), pool.owners([names[18]])) == (2, [2])
+    assert pool.missing(names) == names[2:4]
+
+
+def test_times_to_first_token_are_those_of_computing_queueing_and_loading():
+    cluster = SimulatedCluster(ClusterPlan(0, 1, proxy=ProxyConfig(direct_tokens=0)), _COSTS)
+    requests = [_request(0.0, 1), _request(0.5, 2), _request(10.0, 1), _request(20.0, 3, output=11)]
+    outcomes, uses = cluster.run(requests)
+    assert [one.first for one in outcomes] == pytest.approx([1.0, 1.5, 0.001, 1.0])
+    assert [one.cached for one in outcomes] == [0, 0, 999, 0]
+    assert (outcomes[3].tokens, outcomes[3].last) == (11, pytest.approx(2.0))
+    assert uses["decode"] == pytest.approx(2.001 / 20)
+
+
+def test_a_prefill_node_computes_and_a_decode_node_loads():
+    cluster = SimulatedCluster(ClusterPlan(1, 1, proxy=ProxyConfig(direct_tokens=0)), _COSTS)
+    (outcome,), uses = cluster.run([_request(1.0, 1)])
+    # the decode node looks up until what was announced is there, then computes the last token
+    assert outcome.first == pytest.approx(1.0 + 0.001, abs=0.02)
+    assert outcome.error == ""
+    assert set(uses) >= {"master", "proxy", "prefill", "decode", "links"}
+
+
+def test_what_a_step_has_computed_is_there_for_others_before_the_prompt_is():
+    engine = msgspec.structs.replace(_COSTS.engine, step_tokens=500, max_running=1)
+    costs = msgspec.structs.replace(_COSTS, engine=engine)
+    cluster = SimulatedCluster(ClusterPlan(0, 2, proxy=ProxyConfig(direct_tokens=0)), costs)
+    # to the other node, while the first half is computed
+    outcomes, _ = cluster.run([_request(0.0, 1), _request(0.6, 1)])
+    assert [one.cached for one in outcomes] == [0, 500]
+
+
+def test_a_resource_is_full_between_the_numbers_of_nodes_around():
+    assert full_at([(1, 0.1), (10, 0.5), (20, 1.5)]) == pytest.approx(15)
+    assert full_at([(1, 1.2)]) == 1
+    assert full_at([(1, 0.1), (10, 0.9)]) is None
+
+
+def test_one_seed_is_one_result_and_a_file_gives_costs(tmp_path):
+    trace = write_trace(tmp_path / "trace.jsonl.gz", conversations(4, 4))
+    costs = tmp_path / "costs.yaml"
+    costs.write_text("prefill: {token_s: 1e-4}\n")
+    asked = ("bench", "scale", "--trace", trace, "--costs", costs, "--nodes", 1, "--nodes", 3)
+    run, again = (cli_json(*asked) for _ in range(2))
+    assert run | {"about": ""} == again | {"about": ""}
+    assert run["costs"]["prefill"] == {"step_s": 0.003, "token_s": 1e-4, "context_s": 0.0}
+    assert [step["nodes"] for step in run["results"]] == [1, 3]
+
+
+@pytest.mark.parametrize("text", ["prefil: {token_s: 1}", "prefill: {token_s: -1}", "- 1", "a: ["])
+def test_costs_that_are_none_are_refused(tmp_path, text):
+    file = tmp_path / "costs.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"costs\.yaml"):
+        read_costs(file)
