@@ -17,7 +17,7 @@ from typing import Any
 import click
 import msgspec
 
-from bench.lib.report import Table, finish, option, output_options, progress
+from bench.lib.report import finish, option, output_options, progress
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import UnitCosts, read_costs
 from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
@@ -137,13 +137,9 @@ def main(
     found = limits({row["nodes"]: asked for row, asked in steps})
     results = {
         "rate_per_node": per_node,
-        "costs": msgspec.to_builtins(costs),
-        "results": [{**row, "asked": asked} for row, asked in steps],
         "limits": found,
+        "results": [row for row, _ in steps],
+        "asked": [{"nodes": row["nodes"], **asked} for row, asked in steps],
+        "costs": msgspec.to_builtins(costs),
     }
-    tables = [
-        Table.of("What is full first", found),
-        Table.of("As the cluster grows", [row for row, _ in steps]),
-        Table.of("Asked for, of what each can do", [{"nodes": row["nodes"], **asked} for row, asked in steps]),
-    ]
-    finish(results, [], tables=tables, **output)
+    finish(results, [], **output)
