@@ -29,28 +29,27 @@ from tests.test_architecture import ROOT
 
 CHART = ROOT / "deploy" / "helm" / "pd-cache"
 VERSIONS = ("1.29", "1.33", "1.37")
-VARIANTS = {
-    "defaults": {},
-    "everything": {
-        "cacheServer": {"enabled": True, "tolerations": [{"operator": "Exists"}]},
-        "serviceMonitor": {"enabled": True, "proxyKey": {"name": "keys", "key": "monitor"}},
-        "prometheusRule": {"enabled": True},
-        "store": {"imageTag": "0.2.0", "updateStrategy": "OnDelete"},
-        "proxy": {"keysSecret": "keys", "tlsSecret": "tls", "serviceType": "LoadBalancer", "priorityClassName": "high"},
-        "engineImage": {"repository": "pd-cache-vllm", "tag": "0.2.0"},
-        "engine": {"models": {"persistentVolumeClaim": {"claimName": "models"}}},
-        "prefill": {"nodeSelector": {"gpu": "yes"}, "resources": {"limits": {"nvidia.com/gpu": "1"}}, "env": {"A": 1}},
-        "imagePullSecrets": [{"name": "registry"}],
-        "networkPolicy": {"clients": [{"podSelector": {}}], "engines": [{"podSelector": {}}], "monitoring": []},
-        "config": {
-            "engine": {"kind": "vllm", "model": "/models/m", "name": "m"},
-            "proxy": {"api_keys_file": "/etc/pd-cache-keys/keys"},
-            "tracing": {"endpoint": "http://collector:4318/v1/traces"},
-        },
-    },
-    "rdma": {"rdma": {"enabled": True}, "hostNetwork": True, "store": {"enabled": False}, "master": {"replicas": 1}},
-    "gpu": yaml.safe_load((CHART.parent / "gpu-values.yaml").read_text()),
-}
+VARIANTS = yaml.safe_load(
+    """
+    defaults: {}
+    everything:
+      cacheServer: {enabled: true, tolerations: [{operator: Exists}]}
+      serviceMonitor: {enabled: true, proxyKey: {name: keys, key: monitor}}
+      prometheusRule: {enabled: true}
+      store: {imageTag: 0.2.0, updateStrategy: OnDelete}
+      proxy: {keysSecret: keys, tlsSecret: tls, serviceType: LoadBalancer, priorityClassName: high}
+      engineImage: {repository: pd-cache-vllm, tag: 0.2.0}
+      engine: {models: {persistentVolumeClaim: {claimName: models}}}
+      prefill: {nodeSelector: {gpu: "yes"}, resources: {limits: {nvidia.com/gpu: "1"}}, env: {A: 1}}
+      imagePullSecrets: [{name: registry}]
+      networkPolicy: {clients: [{podSelector: {}}], engines: [{podSelector: {}}], monitoring: []}
+      config:
+        engine: {kind: vllm, model: /models/m, name: m}
+        proxy: {api_keys_file: /etc/pd-cache-keys/keys}
+        tracing: {endpoint: "http://collector:4318/v1/traces"}
+    rdma: {rdma: {enabled: true}, hostNetwork: true, store: {enabled: false}, master: {replicas: 1}}
+    """
+) | {"gpu": yaml.safe_load((CHART.parent / "gpu-values.yaml").read_text())}
 OPERATORS = ("ServiceMonitor", "PrometheusRule")
 """Kinds of the Prometheus Operator, which Kubernetes' own schemas do not know."""
 
@@ -177,13 +176,13 @@ def test_a_pod_takes_the_nics_of_its_node(tmp_path):
 @pytest.mark.parametrize(
     ("values", "restarted"),
     [
-        ({"prefill": {"args": {"max-model-len": 1024}}}, "prefill"),
-        ({"config": {"proxy": {"direct_tokens": 64}}}, "proxy"),
-        ({"config": {"handoff": {"wait_ms": 1000}}}, "prefill decode proxy"),
-        ({"config": {"engine": {"kind": "vllm", "model": "/models/m"}}}, "cache-server prefill decode proxy"),
-        ({"image": {"tag": "0.2.1"}}, "cache-server prefill decode proxy"),
-        ({"config": {"transfer": {"threads": 2}}}, "master store cache-server prefill decode proxy"),
-        ({"networkPolicy": {"clients": [{"podSelector": {}}]}}, ""),
+        ("prefill: {args: {max-model-len: 1024}}", "prefill"),
+        ("config: {proxy: {direct_tokens: 64}}", "proxy"),
+        ("config: {handoff: {wait_ms: 1000}}", "prefill decode proxy"),
+        ("config: {engine: {kind: vllm, model: /models/m}}", "cache-server prefill decode proxy"),
+        ("image: {tag: 0.2.1}", "cache-server prefill decode proxy"),
+        ("config: {transfer: {threads: 2}}", "master store cache-server prefill decode proxy"),
+        ("networkPolicy: {clients: [{podSelector: {}}]}", ""),
     ],
 )
 def test_an_upgrade_restarts_only_the_roles_that_read_what_changed(tmp_path, values, restarted):
@@ -194,7 +193,7 @@ def test_an_upgrade_restarts_only_the_roles_that_read_what_changed(tmp_path, val
             one["metadata"]["labels"]["app.kubernetes.io/component"]: one["spec"]["template"]
             for one in of_kind(rendered(tmp_path, {**fixed, **more}), "Deployment", "DaemonSet")
         }
-        for more in ({}, values)
+        for more in ({}, yaml.safe_load(values))
     )
     assert {role for role, pod in after.items() if pod != before[role]} == set(restarted.split())
     labels = {label for pod in before.values() for label in pod["metadata"]["labels"]}
@@ -226,27 +225,27 @@ def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"prefil": {}}, "additional properties 'prefil' not allowed"),
-        ({"store": {"segmentSize": "4 gigs"}}, "/store/segmentSize"),
-        ({"decode": {"segmentSize": "1MiB"}}, "/decode/segmentSize"),
-        ({"store": {"segmentSize": "4Gi"}}, "/store/segmentSize"),
-        ({"prefill": {"segmentSize": "0Gi"}}, "/prefill/segmentSize"),
-        ({"config": {"transfer": {"staging_size": "4Gi"}}}, "/config/transfer/staging_size"),
-        ({"store": {"segmentSize": "5GiB"}}, "store: segmentSize 5GiB and 1 GiB besides do not fit into"),
-        ({"config": {"engine": {"kind": "vllm", "modle": "m"}}}, "config.engine.model: the vllm engine needs it"),
-        ({"etcd": {"endpoints": []}}, "/etcd/endpoints"),
-        ({"proxy": {"port": 0}}, "/proxy/port"),
-        ({"config": {"nodes": []}}, "additional properties 'nodes' not allowed"),
-        ({"clusterName": "a b"}, "/clusterName"),
-        ({"rdma": {"devices": [{"nodes": "a;b", "devices": ["mlx5_0"]}]}}, "/rdma/devices/0/nodes"),
-        ({"decode": {"args": {"tensor-parallel-size": 8}}}, "config.cache.shards: tensor-parallel sizes of [1 8]"),
-        ({"proxy": {"keysSecret": "keys"}}, "set config.proxy.api_keys_file: /etc/pd-cache-keys/FILE"),
-        ({"config": {"proxy": {"api_keys_file": "/etc/pd-cache-keys/keys"}}}, "set proxy.keysSecret to the Secret"),
+        ("prefil: {}", "additional properties 'prefil' not allowed"),
+        ("store: {segmentSize: 4 gigs}", "/store/segmentSize"),
+        ("decode: {segmentSize: 1MiB}", "/decode/segmentSize"),
+        ("store: {segmentSize: 4Gi}", "/store/segmentSize"),
+        ("prefill: {segmentSize: 0Gi}", "/prefill/segmentSize"),
+        ("config: {transfer: {staging_size: 4Gi}}", "/config/transfer/staging_size"),
+        ("store: {segmentSize: 5GiB}", "store: segmentSize 5GiB and 1 GiB besides do not fit into"),
+        ("config: {engine: {kind: vllm, modle: m}}", "config.engine.model: the vllm engine needs it"),
+        ("etcd: {endpoints: []}", "/etcd/endpoints"),
+        ("proxy: {port: 0}", "/proxy/port"),
+        ("config: {nodes: []}", "additional properties 'nodes' not allowed"),
+        ("clusterName: a b", "/clusterName"),
+        ("rdma: {devices: [{nodes: a;b, devices: [mlx5_0]}]}", "/rdma/devices/0/nodes"),
+        ("decode: {args: {tensor-parallel-size: 8}}", "config.cache.shards: tensor-parallel sizes of [1 8]"),
+        ("proxy: {keysSecret: keys}", "set config.proxy.api_keys_file: /etc/pd-cache-keys/FILE"),
+        ("config: {proxy: {api_keys_file: /etc/pd-cache-keys/keys}}", "set proxy.keysSecret to the Secret"),
     ],
 )
 def test_the_schema_refuses_values_that_cannot_work(tmp_path, values, message):
     file = tmp_path / "values.yaml"
-    file.write_text(yaml.safe_dump(values))
+    file.write_text(values)
     done = helm("template", "try", str(CHART), "--values", str(file))
     assert done.returncode != 0
     assert message in done.stderr
@@ -356,20 +355,21 @@ def pods(folder, documents):
 @needs_etcd
 def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_second_prompt_hits(tmp_path, etcd):
     """Every pod is started at once, as Kubernetes does; they find one another in etcd."""
-    values = {
-        "clusterName": "rendered",
-        "etcd": {"endpoints": [etcd.endpoint]},
-        "config": {
-            "transfer": {"staging_size": "8MiB"},
-            "cache": {"chunk_size": 64},
-            "engine": ENGINE,
-            "handoff": {"wait_ms": 2_000},
-            "proxy": {"direct_tokens": 0},
-        },
-        "store": {"segmentSize": "64MiB"},
-        "cacheServer": {"enabled": True},
-        "proxy": {"replicas": 1},
-    }
+    values = yaml.safe_load(
+        f"""
+        clusterName: rendered
+        etcd: {{endpoints: ["{etcd.endpoint}"]}}
+        config:
+          transfer: {{staging_size: 8MiB}}
+          cache: {{chunk_size: 64}}
+          handoff: {{wait_ms: 2000}}
+          proxy: {{direct_tokens: 0}}
+        store: {{segmentSize: 64MiB}}
+        cacheServer: {{enabled: true}}
+        proxy: {{replicas: 1}}
+        """
+    )
+    values["config"]["engine"] = ENGINE
     documents = rendered(tmp_path, values)
     with pods(tmp_path, documents) as running:
         assert len(running) == 7, "two masters, and one pod of each other role"
