@@ -286,10 +286,10 @@ class ChunkMover:
                         places = itertools.count(len(kinds))
                         checksums = run.copy(pages, lambda copier, *where: copier.scatter(*where), places, payloads)
                         for fetched, copied in zip(together, checksums, strict=False):
-                            if damage := self.backend.check(fetched, copied):
+                            if damage := self.backend.check(fetched, copied):  # removed, as is each further one
                                 reason, damaged = damage, True
-                                break
-                            kinds.append(fetched.tier)
+                            elif not damaged:
+                                kinds.append(fetched.tier)
                         if reason or len(payloads) < len(together):
                             break
                     finally:

@@ -1,17 +1,12 @@
 """What loads and steps take, learned from histories of them; and which prefixes a request then loads."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_cache.reasons import Loaded, RequestReport
-from pd_cache.vllm.costs import Costs, StepWork, Verdict
-from pd_cache.vllm.layers import KeptLayers
+from pd_cache.reasons import Loaded
+from pd_cache.vllm.costs import Costs, StepWork
 from pd_cache.vllm.steps import StepReport
 from tests.pd_cache.vllm.histories import CHUNK, FULL, PROMPT, WINDOW, Request, Scene, announced
 
@@ -22,30 +17,28 @@ class Engine:
     """An engine whose loads take `fixed` and `load` seconds a token, and whose steps take `compute` seconds a token, and `context` more for each
     token before it."""
 
-    def __init__(
-        self, *, load: float = 1e-4, fixed: float = 0.005, compute: float = 5e-5, context: float = 0.0
-    ) -> None:
+    def __init__(self, *, load: float = 1e-4, fixed: float = 0.005, compute: float = 5e-5, context: float = 0.0):
         self.load, self.fixed, self.compute, self.context = load, fixed, compute, context
         self.costs, self.now = Costs(), 100.0
 
-    def loads(self, *several: int, by: float = 1.0) -> None:
+    def loads(self, *several, by=1.0):
         """One load after the other, each `by` times as long as usual."""
         for tokens in several:
             self.costs.load_began("a", (0, 0, tokens), self.now)
             self.now += by * (self.fixed + self.load * tokens)
             self.costs.load_ended("a", self.now, measure=True)
 
-    def steps(self, *several: tuple[int, int]) -> None:
+    def steps(self, *several):
         """One step after the other, of so many tokens behind so many others."""
         for tokens, position in several:
             work = StepWork(self.now, tokens, tokens, tokens * (position + tokens / 2))
             self.now += self.computed(tokens, position)
             self.costs.step_ended(work, self.now)
 
-    def computed(self, tokens: int, position: int = 0) -> float:
+    def computed(self, tokens, position=0):
         return tokens * (self.compute + self.context * (position + tokens / 2))
 
-    def judged(self, tokens: int, position: int = 0, *ahead: tuple[int, float]) -> Verdict | None:
+    def judged(self, tokens, position=0, *ahead):
         return self.costs.judge((0, 0, tokens), position, ahead, self.now)
 
 
@@ -75,7 +68,7 @@ def test_a_prefix_is_declined_if_its_load_takes_longer_than_its_steps_and_else_l
         assert (engine.judged(tokens, before) is not None) == declined
 
 
-def test_the_figures_are_those_that_were_measured() -> None:
+def test_the_figures_are_those_that_were_measured():
     engine = Engine(load=1e-3, fixed=0.03, compute=1e-4, context=1e-8)
     engine.loads(1000, 500, 8000, 2000, 300)
     engine.steps((2000, 0), (2000, 2000), (1000, 4000), (500, 0))
@@ -112,7 +105,7 @@ def test_a_link_that_becomes_ten_times_slower_or_faster_is_noticed_within_three_
         assert (engine.judged(8192) is None) != fast_first
 
 
-def test_loads_under_way_and_prompts_in_front_count() -> None:
+def test_loads_under_way_and_prompts_in_front_count():
     engine = Engine(load=4e-5, fixed=0.0)
     engine.loads(*[4096] * 4)
     engine.steps(*[(2048, 0)] * 4)
@@ -128,7 +121,7 @@ def test_loads_under_way_and_prompts_in_front_count() -> None:
     assert engine.judged(4096) is None
 
 
-def test_each_tier_has_costs_of_its_own() -> None:
+def test_each_tier_has_costs_of_its_own():
     engine = Engine()
     engine.loads(*[4096] * 3)
     engine.steps(*[(2048, 0)] * 3)
@@ -143,7 +136,7 @@ def test_each_tier_has_costs_of_its_own() -> None:
     assert engine.costs.judge((2048, 0, 4096), 0, (), engine.now) is not None
 
 
-def test_a_step_that_was_planned_while_another_ran_takes_from_the_others_end() -> None:
+def test_a_step_that_was_planned_while_another_ran_takes_from_the_others_end():
     costs = Costs()
     assert costs.step_ended(StepWork(10.0, 2048, 2048, 2e6), 11.0) == (2048, 1.0)
     assert costs.step_ended(StepWork(10.1, 100, 4000, 2e6), 11.5) is None, "too little of prompts"
@@ -155,7 +148,7 @@ def test_a_step_that_was_planned_while_another_ran_takes_from_the_others_end() -
 LONG = list(range(100 * CHUNK + 1))
 
 
-def known(load_s: float, compute_s: float, *layers: KeptLayers, **options: Any) -> Scene:
+def known(load_s, compute_s, *layers, **options):
     """A scheduler that has seen three such loads and three such steps, each of 24 chunks."""
     scene, length = Scene(*layers, **options), 24 * CHUNK
     for name in "abc":
@@ -173,13 +166,13 @@ def known(load_s: float, compute_s: float, *layers: KeptLayers, **options: Any) 
     return scene
 
 
-def ended(scene: Scene, request: Request) -> RequestReport:
+def ended(scene, request):
     request.num_computed_tokens = request.num_prompt_tokens
     scene.finish(request)
     return scene.reports.pop()
 
 
-def test_a_prefix_that_is_computed_sooner_is_not_loaded_and_the_report_has_the_figures() -> None:
+def test_a_prefix_that_is_computed_sooner_is_not_loaded_and_the_report_has_the_figures():
     scene, request = known(1.92, 0.48), Request("d", PROMPT)
     scene.has(request)
     assert scene.ask(request) == (0, False)
@@ -196,7 +189,7 @@ def test_a_prefix_that_is_computed_sooner_is_not_loaded_and_the_report_has_the_f
     assert totals["measured_seconds", "load"] / totals["measured_seconds", "compute"] == pytest.approx(4)
 
 
-def test_a_prefix_that_is_loaded_sooner_and_one_that_was_announced_are_loaded() -> None:
+def test_a_prefix_that_is_loaded_sooner_and_one_that_was_announced_are_loaded():
     for load_s, params in ((0.4, None), (1.9, announced(3 * CHUNK))):
         scene, request = known(load_s, 0.4), Request("d", PROMPT, params)
         scene.has(request)
@@ -204,7 +197,7 @@ def test_a_prefix_that_is_loaded_sooner_and_one_that_was_announced_are_loaded() 
         assert ended(scene, request).detail is msgspec.UNSET
 
 
-def test_always_loads_what_is_there_and_never_does_not_ask() -> None:
+def test_always_loads_what_is_there_and_never_does_not_ask():
     scene, request = known(1.9, 0.4, load="always"), Request("d", PROMPT)
     scene.has(request)
     assert scene.ask(request) == (3 * CHUNK, True)
@@ -215,7 +208,7 @@ def test_always_loads_what_is_there_and_never_does_not_ask() -> None:
     assert ended(scene, request).reason == "not_asked"
 
 
-def test_prompts_that_compute_are_waited_for_so_a_load_meanwhile_is_worth_more() -> None:
+def test_prompts_that_compute_are_waited_for_so_a_load_meanwhile_is_worth_more():
     scene, running, request = known(1.9, 0.4), Request("r", LONG), Request("d", PROMPT)
     scene.has(request)
     scene.begin(running, [0] * 201)
@@ -224,7 +217,7 @@ def test_prompts_that_compute_are_waited_for_so_a_load_meanwhile_is_worth_more()
     assert scene.ask(request) == (3 * CHUNK, True)
 
 
-def test_after_a_minute_without_a_load_512_tokens_of_a_declined_prefix_correct_the_figure() -> None:
+def test_after_a_minute_without_a_load_512_tokens_of_a_declined_prefix_correct_the_figure():
     scene = known(1.9, 0.4)
     scene.clock.now += 60
     for number, tokens in enumerate((512, 0, 800)):
@@ -243,7 +236,7 @@ def test_after_a_minute_without_a_load_512_tokens_of_a_declined_prefix_correct_t
     assert scene.metrics.totals()["loads_declined_tokens",] == 288 + 800
 
 
-def test_a_load_of_windows_is_whole_also_if_it_corrects_a_figure() -> None:
+def test_a_load_of_windows_is_whole_also_if_it_corrects_a_figure():
     scene, request = known(1.9, 0.4, FULL, WINDOW), Request("d", LONG)
     scene.has(request, 100)
     assert scene.ask(request) == (0, False)
