@@ -329,29 +329,15 @@ def pool() -> None:
 @_file_option()
 @_json_option
 def pool_ls(file: Path, as_json: bool) -> None:
-    """List the namespaces in the pool, with their chunks and bytes.
+    """List the namespaces in the pool, with their chunks and bytes, and the segments, with how full each is.
 
     A namespace is what keys of one model, layout and weights version begin with. `used by`: how many running nodes have it, or `old`: all
-    of them have other weights. Nobody knows when a key was last read.
+    of them have other weights. Nobody knows when a key was last read, or which tenant or `cache_salt` a chunk is of.
     """
     from launch.operate.pool import space_table
 
     report = _survey(file)
-    _answer(as_json, report, space_table(report.namespaces))
-
-
-@pool.command("du")
-@_file_option()
-@_json_option
-def pool_du(file: Path, as_json: bool) -> None:
-    """Show the bytes in the pool by model and by segment.
-
-    Not by tenant or `cache_salt`: the names of chunks do not say it.
-    """
-    from launch.operate.pool import usage, usage_table
-
-    report = _survey(file)
-    _answer(as_json, usage(report), usage_table(report))
+    _answer(as_json, report, space_table(report.namespaces, report.segments))
 
 
 @pool.command("rm")

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -274,8 +274,8 @@ def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -
 # --- showing -----------------------------------------------------------------------------------------------------------
 
 
-def space_table(spaces: Sequence[Space]) -> Group:
-    """Returns namespaces as text for people, to be read in 80 columns."""
+def space_table(spaces: Sequence[Space], segments: Sequence[Segment] = ()) -> Group:
+    """Returns namespaces, and below them segments, as text for people, to be read in 80 columns."""
     table = _table("namespace", "used by", ">chunks", ">bytes", "model")
     for space in spaces:
         users = chunks = ""
@@ -286,36 +286,20 @@ def space_table(spaces: Sequence[Space]) -> Group:
             users = "old" if space.current is False else f"{count or 'no'} node{'s' if count > 1 else ''}"
             chunks = f"{space.objects // max(1, space.shards):,}"
             about = f"{space.model or '?'}, layers {group}" if group else space.model or "?"
-        table.add_row(space.name, users, chunks, _shown(space.bytes), escape(one_line(about)))
-    return Group(table, *_estimate(spaces))
-
-
-def usage_table(report: PoolReport) -> Group:
-    """Returns the bytes by model and by segment as text for people, to be read in 80 columns."""
-    models, segments = _table("model", ">bytes", ">objects"), _table("segment", ">used", ">size")
-    for model, (objects, size) in by_model(report).items():
-        models.add_row(escape(one_line(model)), _shown(size), f"{objects:,}")
-    for segment in report.segments:
-        sizes = shown_bytes(segment.allocator_used_bytes), shown_bytes(segment.size_bytes)
-        segments.add_row(escape(one_line(segment.segment_name)), *sizes)
-    return Group(models, *_estimate(report.namespaces), Text(), segments)
-
-
-def usage(report: PoolReport) -> dict[str, object]:
-    """Returns the same for scripts."""
-    models = by_model(report).items()
-    named = [{"model": model, "objects": objects, "bytes": size} for model, (objects, size) in models]
-    return {"models": named, "segments": report.segments}
-
-
-def by_model(report: PoolReport) -> dict[str, tuple[int, int | None]]:
-    """Returns how many objects each model has, and their bytes; under the name of a namespace what has no known model."""
-    found: dict[str, tuple[int, int | None]] = {}
-    for space in report.namespaces:
-        objects, size = found.get(space.model or space.name, (0, 0))
-        both = None if size is None or space.bytes is None else size + space.bytes
-        found[space.model or space.name] = objects + space.objects, both
-    return found
+        table.add_row(
+            space.name, users, chunks, "?" if space.bytes is None else shown_bytes(space.bytes), escape(one_line(about))
+        )
+    shown: list[RenderableType] = [table]
+    sampled, objects = sum(space.sampled for space in spaces), sum(space.objects for space in spaces)
+    if sampled < objects:
+        shown.append(Text(f"bytes are estimated from {sampled:,} of {objects:,} objects"))
+    if segments:
+        table = _table("segment", ">used", ">size")
+        for segment in segments:
+            sizes = shown_bytes(segment.allocator_used_bytes), shown_bytes(segment.size_bytes)
+            table.add_row(escape(one_line(segment.segment_name)), *sizes)
+        shown += [Text(), table]
+    return Group(*shown)
 
 
 def _table(*columns: str) -> Table:
@@ -323,12 +307,3 @@ def _table(*columns: str) -> Table:
     for name in columns:
         table.add_column(name.removeprefix(">"), justify="right" if name[0] == ">" else "left", overflow="fold")
     return table
-
-
-def _shown(size: int | None) -> str:
-    return "?" if size is None else shown_bytes(size)
-
-
-def _estimate(spaces: Sequence[Space]) -> list[Text]:
-    sampled, objects = sum(space.sampled for space in spaces), sum(space.objects for space in spaces)
-    return [Text(f"bytes are estimated from {sampled:,} of {objects:,} objects")] if sampled < objects else []

@@ -14,7 +14,7 @@ import pytest
 
 from launch.masters import Segment, copies_at, keys_at
 from launch.operate import pool as pooled
-from launch.operate.pool import OTHERS, SAMPLES, PoolReport, Space, Tally, by_model, choose
+from launch.operate.pool import OTHERS, SAMPLES, PoolReport, Space, Tally, choose
 from pd_cache.chunks import ChunkedTokenDatabase, Namespace
 from pd_cache.errors import PdCacheError
 from tests.support.cli import cli, drawn
@@ -136,21 +136,13 @@ def test_eighty_columns_show_namespaces_with_long_names_and_what_was_estimated()
         space(OF_SPACE, current=False, namespace={"group": "0-4,6-10"}, bytes=None, sampled=0),
         space(OTHERS, kind="other"),
     ]  # fmt: skip
-    text = drawn(pooled.space_table(rows))
+    text = drawn(pooled.space_table(rows, [Segment("10.0.0.1:3", 4 << 30, "", 3 << 30)]))
     assert "…" not in text
     assert "bytes are estimated from 20 of 12,345,698 objects" in text
     assert text.count("5") >= 16
+    assert "10.0.0.1:3 3.0 GiB 4.0 GiB" in " ".join(text.split())
     for part in (OF_SPACE, "1,543,209", "layers 0-4,6-10", "1 node ", "old", " ? ", "other"):
         assert part in text
-
-
-def test_bytes_of_a_model_are_those_of_all_its_namespaces_and_unknown_if_one_is():
-    spaces = [space("a", model="m"), space("a.v1", model="m"), space("b", bytes=None), space(OTHERS, kind="other")]
-    report = PoolReport(namespaces=spaces, segments=[Segment("10.0.0.1:3", 4 << 30, "", 3 << 30)])
-    assert by_model(report) == {"m": (20, 2 << 30), "b": (10, None), OTHERS: (10, 1 << 30)}
-    lines = drawn(pooled.usage_table(report)).split()
-    assert "m 2.0 GiB 20" in " ".join(lines)
-    assert "10.0.0.1:3 3.0 GiB 4.0 GiB" in " ".join(lines)
 
 
 def test_a_pattern_chooses_by_name_or_model_and_never_what_others_keep_or_what_may_be_current():
@@ -195,8 +187,9 @@ def run(pool, *arguments, code=0, typed=""):
     return cli("pool", *arguments, "-c", pool.file, code=code, input=typed)
 
 
-def test_ls_and_du_say_what_is_there_and_lease_nothing(filled):
-    found = {one["name"]: one for one in json.loads(run(filled, "ls", "--json").stdout)["namespaces"]}
+def test_ls_says_what_is_there_and_leases_nothing(filled):
+    listed = json.loads(run(filled, "ls", "--json").stdout)
+    found = {one["name"]: one for one in listed["namespaces"]}
     assert {name: (one["kind"], one["objects"], one["shards"], one["bytes"]) for name, one in found.items()} == {
         OF_SPACE: ("chunks", 24, 2, 24_000),
         f"{OF_SPACE}.v1.2": ("chunks", 6, 2, 6_000),
@@ -207,10 +200,9 @@ def test_ls_and_du_say_what_is_there_and_lease_nothing(filled):
     assert found[OF_SPACE]["namespace"]["layers"] == 2
     lines = [line.split() for line in run(filled, "ls").stdout.splitlines()]
     assert [OF_SPACE, "no", "node", "12", "23.4", "KiB", "some/model@3f2a"] in lines
-    used = json.loads(run(filled, "du", "--json").stdout)
-    assert {"model": "some/model@3f2a", "objects": 30, "bytes": 30_000} in used["models"]
-    assert [one["segment_name"] for one in used["segments"]] == [filled.segment(0)]
-    assert used["segments"][0]["allocator_used_bytes"] >= 30_600
+    assert lines[-1][0] == filled.segment(0)
+    assert [one["segment_name"] for one in listed["segments"]] == [filled.segment(0)]
+    assert listed["segments"][0]["allocator_used_bytes"] >= 30_600
     keys = filled.keys()
     with filled.bare_client() as client:
         assert {client.remove(key, False) for key in keys} == {0}, "a leased key would refuse"
@@ -248,6 +240,6 @@ def test_rm_of_nothing_and_a_pool_without_a_master_are_errors(filled):
         assert "give a PATTERN or --old" in run(filled, "rm", *arguments, code=2).stderr
     assert "no namespace of an old version in the pool matches *" in run(filled, "rm", "--old", "--yes", code=1).stderr
     filled.kill("master")
-    for command in (("ls",), ("du", "--json"), ("rm", "*", "--yes")):
+    for command in (("ls",), ("ls", "--json"), ("rm", "*", "--yes")):
         result = run(filled, *command, code=1)
         assert result.output == "pd-cache: no master leads, or none can be asked: see `pd-cache status`\n"

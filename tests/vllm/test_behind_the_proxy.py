@@ -390,7 +390,7 @@ def test_a_store_is_drained_and_the_pool_listed_and_emptied_and_answers_stay_the
         WHOLE // CHUNK,
         ["decode-0", "prefill-0"],
     )
-    assert MODEL_NAME in cli("pool", "du", "-c", served.file).stdout
+    assert MODEL_NAME in cli("pool", "ls", "-c", served.file).stdout
     assert "drained" in cli("drain", "store-0", "-c", served.file).stdout
     for found in (WHOLE, 0):
         served.prefill.forget_prefixes()
