@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from pd_cache.decoding import prepared
+from pd_cache.reasons import TierChunks
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Limit = Annotated[int, Meta(ge=0)]
@@ -64,6 +65,19 @@ class Announcement(Struct, frozen=True, kw_only=True):
         return not self.namespace or (self.namespace == first and set(others) <= set(self.further))
 
 
+class TierMatch(Struct, frozen=True):
+    """Tiers by what they consist of and where they are, in capitals or not; None for any."""
+
+    medium: Annotated[str, Meta(pattern=r"^(?i:CPU|STORAGE)\Z")] | None = None
+    locality: Annotated[str, Meta(pattern=r"^(?i:LOCAL|REMOTE)\Z")] | None = None
+
+    def matches(self, medium: str | None, locality: str) -> bool:
+        """Returns whether it names this tier. `medium` is None for a pool, whose objects may lie in memory or on disks."""
+        return (not self.medium or medium in (None, self.medium.upper())) and (
+            not self.locality or locality == self.locality.upper()
+        )
+
+
 class _Params(Struct, frozen=True):
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
@@ -71,6 +85,7 @@ class _Params(Struct, frozen=True):
     media_hashed: bool | None = None
     max_load_tokens: Limit | None = None
     max_offload_tokens: Limit | None = None
+    kv_load_tiers: Annotated[tuple[TierMatch, ...], Meta(max_length=32)] | None = None
 
     def __post_init__(self) -> None:
         if self.do_remote_decode and self.do_remote_prefill:
@@ -97,6 +112,16 @@ class Handoff(Struct, frozen=True):
     """The most tokens to load beyond those that the engine has at hand, as in vLLM's own connectors; None for any number."""
     max_offload_tokens: int | None = None
     """The most tokens to store, from the start of the prompt."""
+    load_tiers: tuple[TierMatch, ...] = (TierMatch(),)
+    """The tiers from which to load."""
+
+    def allows(self, tiers: TierChunks) -> bool:
+        """Returns whether everything lies in tiers from which the request loads."""
+        named = (("CPU", "LOCAL"), ("STORAGE", "LOCAL"), (None, "REMOTE"))
+        return all(
+            not count or any(match.matches(*tier) for match in self.load_tiers)
+            for tier, count in zip(named, tiers, strict=True)
+        )
 
 
 def read_params(params: object) -> Handoff:
@@ -122,6 +147,7 @@ def read_params(params: object) -> Handoff:
         bool(known.media_hashed),
         known.max_load_tokens,
         known.max_offload_tokens,
+        (TierMatch(),) if known.kv_load_tiers is None else known.kv_load_tiers,
     )
 
 

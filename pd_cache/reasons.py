@@ -67,7 +67,7 @@ MEANINGS: dict[MissReason, str] = {
     "no_staging": "no staging memory, or no thread for the transfer, came free in time",
     "no_blocks": "the engine had too few free blocks for the load",
     "media_unidentified": "what names the prompt's images, audio or video may not come from their content: see `connector.trust_media_ids`",
-    "limited": "the request's `max_load_tokens` allows no more",
+    "limited": "the request's `max_load_tokens` or `kv_load_tiers` allows no more",
     "not_worth": "to load the chunk would have taken longer than to compute it",
     "not_asked": "the cache was not asked: the request or `connector.load` excludes it, its prompt cannot be named, or an earlier load failed",
     "error": "an error that has no reason of its own; the node's log has it",

@@ -184,6 +184,9 @@ class TrackedRequest:
             if self._worth is not None:
                 end = min(end, (self.at_hand + self._worth) // self._chunk * self._chunk)
             self.proposed = max(0, end - self.at_hand)
+            if not self.handoff.allows(self.by_tier(self.proposed)):
+                self.proposed = 0
+                self.outcome.looked_up(found.chunks * self._chunk, "limited")
         return self.proposed
 
     def decline(self, detail: str, most: int) -> int:

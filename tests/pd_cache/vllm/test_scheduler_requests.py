@@ -200,6 +200,26 @@ def test_a_limit_that_allows_the_whole_prompt_is_no_reason():
     assert ended(scene, request).reason == "none"
 
 
+@pytest.mark.parametrize(
+    ("tiers", "loads"),
+    [
+        ([], False),
+        ([{}], True),
+        ([{"medium": "cpu"}], True),
+        ([{"medium": "STORAGE"}], False),
+        ([{"locality": "LOCAL"}], False),
+        ([{"medium": "CPU", "locality": "LOCAL"}, {"locality": "remote"}], True),
+    ],
+)
+def test_a_request_loads_only_from_tiers_that_it_names(tiers, loads):
+    scene, request = Scene(), Request("a", PROMPT, {"kv_load_tiers": tiers})
+    scene.lookups.near = TierChunks(memory=1)
+    scene.has(request, 2)  # the other chunk is in the pool
+    assert scene.ask(request) == ((2 * CHUNK, True) if loads else (0, False))
+    told = ended(scene, request)
+    assert (told.found, told.reason == "limited") == (2 * CHUNK, not loads)
+
+
 @pytest.mark.parametrize(("limit", "chunks"), [(2 * CHUNK + 3, 2), (0, 0), (99, 3)])
 def test_a_request_stores_and_announces_no_more_than_it_allows(limit, chunks):
     scene, request = Scene(), Request("a", PROMPT, {**REMOTE, "max_offload_tokens": limit})
