@@ -21,13 +21,17 @@ BLOCK = 256
 _LAYERS = 43
 
 
-def vllm_config() -> Any:
-    """Returns what the functions below read of vLLM's settings."""
+def vllm_config(layout: str = "BLHNC") -> Any:
+    """Returns what the functions below read of vLLM's settings. `layout` is the name of a layout of KV tensors."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
     cache = SimpleNamespace(
         block_size=BLOCK,
         enable_prefix_caching=True,
         prefix_match_unit=None,
-        get_resolved_kv_cache_layout=lambda: SimpleNamespace(is_block_outermost=True),
+        prefix_cache_retention_interval=None,
+        num_gpu_blocks_override=None,
+        get_resolved_kv_cache_layout=lambda: KVCacheLayout[layout],
     )
     return SimpleNamespace(
         cache_config=cache,
@@ -42,7 +46,6 @@ def vllm_config() -> Any:
 def layer_groups(config: Any) -> list[Any]:
     """Returns the groups that vLLM makes: every layer has a window; all but two keep compressed tokens besides, and a compressor's state,
     which vLLM treats as a window; those of ratio 4 have an indexer with the same two (`vllm/models/deepseek_v4`)."""
-    from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
     def kept(ratio: int, size: int) -> Any:
@@ -64,10 +67,16 @@ def layer_groups(config: Any) -> list[Any]:
             specs[f"{name}.state"] = window(*((4, 2048, 8) if ratio == 4 else (8, 1024, 128)), torch.float32)
         if ratio == 4:
             specs |= {f"{name}.index": kept(4, 132), f"{name}.index_state": window(4, 512, 8, torch.float32)}
+    return list(planning().get_kv_cache_groups(config, specs))
+
+
+def planning() -> Any:
+    """Returns vLLM's module that makes groups of layers."""
+    from vllm.v1.core import kv_cache_utils
+
     if hasattr(kv_cache_utils, "get_kv_cache_groups"):
-        return list(kv_cache_utils.get_kv_cache_groups(config, specs))
-    planning = importlib.import_module("vllm.v1.core.kv_cache_planning")  # since vLLM 0.33
-    return list(planning.get_kv_cache_groups(config, specs))
+        return kv_cache_utils
+    return importlib.import_module("vllm.v1.core.kv_cache_planning")  # since vLLM 0.33
 
 
 def metadata_of(model: str, groups: Sequence[Any]) -> list[CacheMetadata]:

@@ -33,7 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -57,7 +57,7 @@ from pd_cache.vllm.layers import (
     described,
     group_tensors,
     kept_layers,
-    layer_names,
+    parts_of,
 )
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.model import (
@@ -223,8 +223,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         config, settings = self._vllm_config, self._settings
         identity = model_identity(config, settings.connector.revision)
         ranks, rank = config.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()
-        found = [self._group_of(group, kv_caches, identity, rank, ranks) for group in self._layers]
-        groups = [group for group in found if group is not None]
+        found = [self._parts_of(group, kv_caches, identity, rank, ranks) for group in self._layers]
+        groups = [part for parts in found for part in parts]
         if not groups:
             raise UnsupportedModelError(f"{config.model_config.model}: one of its pipeline stages keeps no KV")
         worker = get_pp_group().rank_in_group * ranks + rank
@@ -235,8 +235,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             caches = iter(opened)
             self._resources = stack.pop_all()
             self._worker = WorkerSide(
-                [None if group is None else next(caches) for group in found],
-                stores=[group is not None and group.stores for group in found],
+                [[(next(caches), part.stores) for part in parts] for parts in found],
                 load_timeout_s=settings.connector.load_timeout_ms / 1000,
                 device=groups[0].kv_caches[0].device,
                 version=self._version,
@@ -246,45 +245,49 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             namespace = group.metadata.namespace(settings.node.cache)
             logger.info("pd-cache: namespace %s: %s", namespace.fingerprint(), namespace.manifest().decode())
 
-    def _group_of(
+    def _parts_of(
         self,
         group: KeptLayers,
         kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
         identity: str,
         rank: int,
         ranks: int,
-    ) -> WorkerGroup | None:
-        """Returns a layer group's tensors on this rank, and which part of a chunk they hold. None if this pipeline stage has no layers of the
-        group."""
+    ) -> list[WorkerGroup]:
+        """Returns the parts of a layer group: their tensors on this rank, and which shards of a chunk these hold. None of them if this pipeline
+        stage has no layers of the group."""
         config, name = self._kv_cache_config, self._vllm_config.model_config.model
-        alone = not group.drafts and sum(not kept.drafts for kept in self._layers) == 1
-        names = list(kv_caches) if len(self._layers) == 1 else layer_names(group, config, self._draft)
-        if not names:
-            return None
         drafter = drafter_identity(self._vllm_config, self._settings.connector.revision) if group.drafts else ""
-        kv = group_tensors(group, kv_caches, names, config.num_blocks, name)
-        plain, stages = alone and group.kind == "full", self._vllm_config.parallel_config.pipeline_parallel_size
-        if plain and kv.layout.kind is PageKind.OPAQUE:
-            raise UnsupportedModelError(
-                f"{name}: its attention kernel uses smaller blocks than vLLM, of {group.block_size} tokens; set --block-size to the "
-                "kernel's"
-            )
-        metadata, stores = place_of(
-            identity,
-            kv.layout,
-            name,
-            rank=rank,
-            ranks=ranks,
-            replicas=config.kv_tp_replicas,
-            shards=self._settings.shards,
-            # shapes do not show it: tensors of latents may look like a single KV head
-            latent=isinstance(config.kv_cache_groups[group.number].kv_cache_spec, MLAAttentionSpec),
+        stages = self._vllm_config.parallel_config.pipeline_parallel_size
+        own = [layer for whole in config.kv_cache_groups for layer in whole.layer_names]
+        own = [layer for layer in own if (layer in self._draft.names) == bool(group.drafts)]
+        parts = parts_of(group, config, self._draft)
+        alone = not group.drafts and sum(not kept.drafts for kept in self._layers) == len(parts) == 1
+        found = []
+        for kept, names in parts:
+            kv = group_tensors(kept, kv_caches, names, config.num_blocks, name)
+            plain = alone and kept.kind == "full"
+            if plain and kv.layout.kind is PageKind.OPAQUE:
+                raise UnsupportedModelError(
+                    f"{name}: its attention kernel uses smaller blocks than vLLM, of {kept.block_size} tokens; set --block-size to "
+                    "the kernel's"
+                )
+            others = set(own).difference(names)
             # each pipeline stage has some of the layers, and so a namespace of its own
-            group=None
-            if plain and stages == 1
-            else described(group, names, kv, self._settings.node.cache.chunk_tokens, drafter),
-        )
-        return WorkerGroup(metadata, kv.layout, kv.tensors, stores)
+            chunk = self._settings.node.cache.chunk_tokens
+            layers = None if plain and stages == 1 else described(kept, names, kv, chunk, drafter, sorted(others))
+            metadata, stores = place_of(
+                identity,
+                kv.layout,
+                name,
+                rank=rank,
+                ranks=ranks,
+                replicas=config.kv_tp_replicas,
+                shards=self._settings.shards,
+                latent=kept.latent,
+                group=layers,
+            )
+            found.append(WorkerGroup(metadata, kv.layout, kv.tensors, stores))
+        return found
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Returns this worker's message to the scheduler."""

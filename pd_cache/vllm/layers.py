@@ -12,6 +12,10 @@ when it is computed: at the end of a prompt, and where the lookup has found that
 
 vLLM may put the layers of a draft model into a group with layers of the model itself. Here they are layer groups of their own, over the same
 blocks, so that nodes with and without a draft model share everything else.
+
+vLLM may also put layers of one kind with pages of different size into a group: latents beside an indexer's cache, or layers with different
+numbers of KV heads. Only workers know about that. To the scheduler, such layers are one layer group. A worker cuts the group into parts by
+their specs, each with a cache and a namespace of its own, and does with all of them what the scheduler asks for the group.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from pd_cache.errors import ConfigError, LayoutError, UnsupportedModelError
 from pd_cache.layout import KVLayout, PageKind
 
 if TYPE_CHECKING:  # so that tests can replay histories without vLLM
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 
 class KeptLayers(NamedTuple):
@@ -42,6 +46,8 @@ class KeptLayers(NamedTuple):
     kind: Literal["full", "window", "state"] = "full"
     window: int = 0
     """How many of the latest tokens a token attends to; 0 for all."""
+    latent: bool = False
+    """Whether the layers keep latents (MLA), which are the same on all tensor-parallel ranks."""
     state: str = ""
     """What a state consists of."""
     drafts: Literal["", "same", "next"] = ""
@@ -85,7 +91,7 @@ def kept_layers(kv_cache_config: KVCacheConfig, draft: DraftLayers = NO_DRAFT) -
     groups: list[KeptLayers] = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         kept, drafted = _kept(number, group.kv_cache_spec), draft.names.intersection(group.layer_names)
-        if len(drafted) < len(group.layer_names):
+        if not drafted or len(drafted) < len(group.layer_names):  # a pipeline stage may have no layers of a group
             groups.append(kept)
         if drafted:
             groups.append(kept._replace(drafts=draft.reads))
@@ -114,21 +120,37 @@ def cache_tokens(kv_cache_config: KVCacheConfig) -> int:
     return int(blocks // len(groups) * min(group.kv_cache_spec.block_size for group in groups))
 
 
-def layer_names(group: KeptLayers, kv_cache_config: KVCacheConfig, draft: DraftLayers) -> list[str]:
-    """Returns the names of a group's layers."""
-    names = kv_cache_config.kv_cache_groups[group.number].layer_names
-    return [name for name in names if (name in draft.names) == bool(group.drafts)]
+def specs_of(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
+    """Returns the specs of the layers of one of vLLM's groups. In vLLM's scheduler, the first one stands for all."""
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(
+        group.layer_names, group.kv_cache_spec
+    )
+    # a pipeline stage has some of the layers; a layer that reads the KV of another one may have no spec
+    return {name: specs[name] for name in group.layer_names if name in specs}
+
+
+def parts_of(
+    group: KeptLayers, kv_cache_config: KVCacheConfig, draft: DraftLayers
+) -> list[tuple[KeptLayers, list[str]]]:
+    """Returns the layers of a group: for each of their specs, what they keep, and their names. `kv_cache_config` is a worker's."""
+    found: dict[KVCacheSpec, list[str]] = {}
+    for name, spec in specs_of(kv_cache_config.kv_cache_groups[group.number]).items():
+        if (name in draft.names) == bool(group.drafts):
+            found.setdefault(spec, []).append(name)
+    return [(_kept(group.number, spec)._replace(drafts=group.drafts), names) for spec, names in found.items()]
 
 
 def _kept(number: int, spec: KVCacheSpec) -> KeptLayers:
-    from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
+    spec = getattr(spec, "first_spec", spec)  # all layers of a group are of one kind, with one window
+    latent = isinstance(spec, MLAAttentionSpec)
     if isinstance(spec, SlidingWindowSpec):
-        return KeptLayers(number, spec.block_size, "window", spec.sliding_window)
+        return KeptLayers(number, spec.block_size, "window", spec.sliding_window, latent)
     if isinstance(spec, MambaSpec):
-        parts = ", ".join(f"{dtype} {list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
-        return KeptLayers(number, spec.block_size, "state", state=parts.replace("torch.", ""))
-    return KeptLayers(number, spec.block_size)
+        shapes = ", ".join(f"{dtype} {list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+        return KeptLayers(number, spec.block_size, "state", state=shapes.replace("torch.", ""))
+    return KeptLayers(number, spec.block_size, latent=latent)
 
 
 def fitting_chunk(wanted: int | Literal["auto"], groups: Sequence[KeptLayers]) -> int:
@@ -153,22 +175,32 @@ def fitting_chunk(wanted: int | Literal["auto"], groups: Sequence[KeptLayers]) -
 
 
 def described(
-    group: KeptLayers, names: Sequence[str], tensors: GroupTensors, chunk_size: int, drafter: str = ""
+    group: KeptLayers,
+    names: Sequence[str],
+    tensors: GroupTensors,
+    chunk_size: int,
+    drafter: str = "",
+    others: Sequence[str] = (),
 ) -> LayerGroup:
-    """Returns what the namespace says about the layers `names`. `drafter` identifies the draft model to which they belong."""
+    """Returns what the namespace says about the layers `names`. `drafter` identifies the draft model to which they belong, and `others` are the
+    names of the other layers of the same model."""
     kept = {"full": "every token", "window": f"the last {group.window} tokens", "state": f"a state of {group.state}"}[
         group.kind
     ]
     inside = tensors.inside and f": {tensors.inside}"
     drafted = group.drafts and f", for drafts of {drafter}"
     return LayerGroup(
-        layers=_ranges(names), keeps=kept + inside + drafted, tail=group.tail(chunk_size), ahead=group.ahead
+        layers=_ranges(names, others), keeps=kept + inside + drafted, tail=group.tail(chunk_size), ahead=group.ahead
     )
 
 
-def _ranges(names: Sequence[str]) -> str:
-    """Returns the numbers of the layers in short form, e.g. `0-4,6`; or their names, if two have the same number, or any has none."""
-    found = sorted({int(match[0]) for name in names if (match := re.search(r"\d+", name))})
+def _ranges(names: Sequence[str], others: Sequence[str]) -> str:
+    """Returns the numbers of the layers in short form, e.g. `0-4,6`; or their names, if two have the same number, or any has none. If `others`
+    have the same numbers, the rest of a name follows, e.g. `0-4.indexer`."""
+    numbers, further = (
+        {int(match[0]) for name in some if (match := re.search(r"\d+", name))} for some in (names, others)
+    )
+    found = sorted(numbers)
     if len(found) != len(names):
         return ",".join(sorted(names))
     runs: list[list[int]] = []
@@ -177,7 +209,8 @@ def _ranges(names: Sequence[str]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    rest = re.split(r"\d+", names[0], maxsplit=1)[1] if numbers & further else ""
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) + rest
 
 
 class GroupTensors(NamedTuple):

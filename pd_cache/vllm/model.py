@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from pd_cache.chunks import CacheMetadata, LayerGroup, describe_hashes
 from pd_cache.errors import ConfigError, LayoutError, UnsupportedModelError
 from pd_cache.layout import KVLayout, PageKind
-from pd_cache.vllm.layers import NO_DRAFT, DraftLayers, KeptLayers, fitting_chunk
+from pd_cache.vllm.layers import NO_DRAFT, DraftLayers, KeptLayers, fitting_chunk, specs_of
 from pd_cache.vllm.settings import Settings
 from pd_cache.weights import WeightsError, weights_digest
 
@@ -51,13 +51,13 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise UnsupportedModelError(f"{name}: it keeps no KV")
-    specs = [group.kv_cache_spec for group in groups]
-    for spec in specs:
+    specs = {layer: spec for group in groups for layer, spec in specs_of(group).items()}
+    for layer, spec in specs.items():
         if type(spec) not in _RESTORED:
             known = ", ".join(kind.__name__.removesuffix("Spec") for kind in _RESTORED)
             hint = "; --disable-hybrid-kv-cache-manager may keep all its layers in one group" if len(groups) > 1 else ""
             raise UnsupportedModelError(
-                f"{name}: its KV cache has a {type(spec).__name__}; pd-cache restores {known}{hint}"
+                f"{name}: its layer {layer} has a {type(spec).__name__}; pd-cache restores {known}{hint}"
             )
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     reasons = {
@@ -72,10 +72,10 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             getattr(parallel, "enable_fault_tolerance", False)
         ),
         "its tokens attend to later tokens, so that their KV depends on more than what comes before them": any(
-            getattr(spec, "non_causal", False) for spec in specs
+            getattr(spec, "non_causal", False) for spec in specs.values()
         ),
         "mamba_cache_mode is not align, in which vLLM keeps the states at the ends of blocks": any(
-            isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in specs
+            isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in specs.values()
         ),
         "some of its layers keep KV that vLLM does not share between requests": any(
             not group.enable_kv_transfer or not group.kv_cache_spec.prefix_cacheable or group.host_resident
@@ -115,7 +115,9 @@ def draft_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Dra
             vllm_config.parallel_config.pipeline_parallel_size > 1
         ),
         "states beside a draft model, whose KV and states vLLM keeps up to different places": any(
-            isinstance(group.kv_cache_spec, MambaSpec) for group in kv_cache_config.kv_cache_groups
+            isinstance(spec, MambaSpec)
+            for group in kv_cache_config.kv_cache_groups
+            for spec in specs_of(group).values()
         ),
     }
     for reason, applies in reasons.items():

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -49,20 +50,19 @@ class WorkerSide:
 
     def __init__(
         self,
-        caches: Sequence[BlockCache | None],
+        groups: Sequence[Sequence[tuple[BlockCache, bool]]],
         *,
-        stores: Sequence[bool],
         load_timeout_s: float,
         device: torch.device,
         version: WeightsVersion,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`caches` has a cache for each layer group, and None where this rank has no layers of the group. The caller closes them. `stores`: whether
-        this rank stores a group's chunks; false where it has no layers, or where another rank stores the same KV. `device` is that of the
-        blocks. `version`, which the caches share, follows the labels of the steps."""
-        self._caches = tuple(caches)
-        self._stores = tuple(stores)
-        self._first = next(cache for cache in caches if cache is not None)
+        """`groups`: for each layer group, the caches of its parts on this rank, each with whether this rank stores the part's chunks; another rank
+        may store the same KV. The caller closes the caches. `device` is that of the blocks. `version`, which the caches share, follows the
+        labels of the steps."""
+        self._caches = [[cache for cache, _ in parts] for parts in groups]
+        self._storing = [[cache for cache, stores in parts if stores] for parts in groups]
+        self._first = next(cache for parts in self._caches for cache in parts)
         self._load_timeout_s = load_timeout_s
         self._device = device
         self._version = version
@@ -78,7 +78,7 @@ class WorkerSide:
         self._ended = EndedLoads(set(), set(), set())
         self._report = StepReport()
         self._closing = False
-        self._loaders = ThreadPoolExecutor(_LOADERS * len(self._caches), "pd-cache-load", own_stream, (device,))
+        self._loaders = ThreadPoolExecutor(_LOADERS * sum(map(len, groups)), "pd-cache-load", own_stream, (device,))
         """They load the second and further groups of a load, each in at most one thread. Those wait only for their own transfers."""
         targets = {f"load-{number}": self._run_loads for number in range(_LOADERS)} | {"store": self._run_stores}
         self._threads = [
@@ -104,7 +104,7 @@ class WorkerSide:
         after = self._first.mark() if step.stores else None
         for op in step.stores:
             with self._changed:
-                if stores := self._stores[op.chunks.group]:
+                if stores := bool(self._storing[op.chunks.group]):
                     self._under_way += 1
                 else:
                     self._report.jobs[op.job] = (1, [StoreOutcome.BEFORE] * len(op.chunks.names))
@@ -174,9 +174,9 @@ class WorkerSide:
             self._ended.failed.add(op.request_id)
 
     def _load(self, op: LoadOp, deadline: float) -> Loaded:
-        """Loads the chunks of all groups at the same time, and waits for all. Returns the end of the first group that failed, or else of the first
-        group."""
-        parts = [(part, cache) for part in op.parts if (cache := self._caches[part.group]) is not None]
+        """Loads the chunks of all groups at the same time, and waits for all. Returns the worst end of those that failed, or else the end of the
+        first."""
+        parts = [(part, cache) for part in op.parts for cache in self._caches[part.group]]
 
         def load(part: GroupChunks, cache: BlockCache) -> Loaded:
             remaining, loaded = deadline - self._clock(), Loaded(0, "deadline")
@@ -194,21 +194,29 @@ class WorkerSide:
 
         others = [self._loaders.submit(load, *part) for part in parts[1:]]
         ends = [load(*part) for part in parts[:1]] + [other.result() for other in others]
-        for (part, _), end in zip(parts, ends, strict=True):
-            if end.chunks < len(part.names):
-                return end if end.reason != "none" else Loaded(end.chunks, "error")
+        failed = [
+            end if end.reason != "none" else Loaded(end.chunks, "error")
+            for (part, _), end in zip(parts, ends, strict=True)
+            if end.chunks < len(part.names)
+        ]
+        if failed:
+            return min(failed, key=attrgetter("chunks"))
         return ends[0] if ends else Loaded(0, "none" if op.parts else "error")
 
     def _run_stores(self) -> None:
         own_stream(self._device)
         while (item := self._store_queue.get()) is not None:
             (op, after), chunks = item, item[0].chunks
-            cache, outcomes = self._caches[chunks.group], [StoreOutcome.NOT] * len(chunks.names)
-            try:
-                if not self._closing and cache is not None:
-                    outcomes = cache.store(chunks.names, chunks.blocks, after=after, label=op.label)
-            except Exception as error:  # noqa: BLE001 - the chunk is computed again when it is needed
-                self._unexpected("store", len(chunks.names), error)
+            parts: list[list[StoreOutcome]] = []
+            for cache in self._storing[chunks.group]:
+                part = [StoreOutcome.NOT] * len(chunks.names)
+                try:
+                    if not self._closing:
+                        part = cache.store(chunks.names, chunks.blocks, after=after, label=op.label)
+                except Exception as error:  # noqa: BLE001 - the chunk is computed again when it is needed
+                    self._unexpected("store", len(chunks.names), error)
+                parts.append(part)
+            outcomes = [StoreOutcome.together(of_chunk) for of_chunk in zip(*parts, strict=True)]
             with self._changed:
                 self._under_way -= 1
                 self._report.jobs[op.job] = (1, outcomes)

@@ -392,7 +392,10 @@ def test_a_store_is_behind_its_own_step_and_a_load_behind_none_and_the_model_beh
     copiers = [interpreted.CudaPagedCopier(cache.layers, cache.layout) for _ in range(3)]
     caches = [Copying(copier, lambda: interpreted.mark(torch.device("cuda", 0))) for copier in copiers]
     side = WorkerSide(
-        caches, stores=[True] * 3, load_timeout_s=60.0, device=torch.device("cuda", 0), version=WeightsVersion()
+        [[(one, True)] for one in caches],
+        load_timeout_s=60.0,
+        device=torch.device("cuda", 0),
+        version=WeightsVersion(),
     )
     parts = [GroupChunks(group, [b"n"], list(range(CHUNK_BLOCKS))) for group in range(3)]
     streams.default.behind.add("step 1")

@@ -21,6 +21,7 @@ import torch
 import yaml
 
 from bench.lib.model import write_model
+from bench.lib.store_connector import planning
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, stride_hashes
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome
@@ -59,16 +60,19 @@ class Setting(NamedTuple):
     """The share of prompts that another node computes, and that are streamed meanwhile."""
     stream_s: float = 600.0
     """How long a stream may last."""
+    parts: tuple[range, ...] = (range(LAYERS),)
+    """The layers of each part of the layer group. Those of different parts have pages of different size."""
     patient: bool = False
     """Whether streams are cancelled only when the request that is to be answered has its first token, prompts may need nearly all blocks, and
     nothing is aborted: whoever waits for another for ever is seen."""
 
 
 class FailingCache:
-    """The worker's cache. A load brings all, or fails in one of its layers. Called on the worker's threads."""
+    """The worker's cache of a part of the layers. A load brings all, or fails in one of its layers. Called on the worker's threads."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, layers: range) -> None:
         self._history = history
+        self._layers = slice(layers.start, layers.stop)
         self._rng = random.Random(history.rng.random())
         self.metrics = CacheMetrics()
 
@@ -84,13 +88,13 @@ class FailingCache:
             with history.lock:
                 if label != history.label:
                     outcomes.append(StoreOutcome.NOT)
-                elif name in history.pool:
+                elif (name, self._layers.start) in history.pool:
                     outcomes.append(StoreOutcome.BEFORE)
                 else:
-                    data = np.concatenate([history.pages[:, block] for block in places], axis=1)
-                    if not np.array_equal(data, history.right_chunks[name]):
+                    data = np.concatenate([history.pages[self._layers, block] for block in places], axis=1)
+                    if not np.array_equal(data, history.right_chunks[name][self._layers]):
                         history.wrong.append(f"stored a chunk with wrong bytes, from blocks {places}")
-                    history.pool[name] = data
+                    history.pool[name, self._layers.start] = data
                     outcomes.append(StoreOutcome.NEW)
         return outcomes
 
@@ -104,12 +108,12 @@ class FailingCache:
         with history.lock:
             if why == "evicted":
                 for name in names[good:]:
-                    history.pool.pop(name, None)
-            chunks = [history.pool.get(name) for name in names]
+                    history.pool.pop((name, self._layers.start), None)
+            chunks = [history.pool.get((name, self._layers.start)) for name in names]
         if None in (there := [None if chunk is None else True for chunk in chunks])[:good]:
             good, why = there.index(None), "evicted"
-        damaged = rng.randrange(LAYERS)
-        for layer in range(LAYERS):
+        damaged = rng.randrange(self._layers.start, self._layers.stop)
+        for layer in range(self._layers.start, self._layers.stop):
             time.sleep(rng.choice([0, 0, 0.001]))
             if layer >= damaged and why == "deadline":
                 return Loaded(0, "deadline")
@@ -120,7 +124,8 @@ class FailingCache:
                     if block >= 0 and (chunk is None or (at >= good and layer >= damaged)):
                         history.pages[layer, block] = rng.getrandbits(63)
                     elif block >= 0 and chunk is not None:
-                        history.pages[layer, block] = chunk[layer, place * BLOCK : (place + 1) * BLOCK]
+                        own = chunk[layer - self._layers.start]
+                        history.pages[layer, block] = own[place * BLOCK : (place + 1) * BLOCK]
         with history.lock:
             if label != history.label:
                 return Loaded(0, "reset")
@@ -139,7 +144,9 @@ class RandomLookups(Lookups):
     def _answer(self, names: Sequence[bytes], *, at_hand: int, session: str, timeout: float | None) -> Found:
         history = self._history
         with history.lock:
-            found = next((at for at in range(at_hand, len(names)) if names[at] not in history.pool), len(names))
+            found = at_hand
+            while found < len(names) and history.has(names[found]):
+                found += 1
             if history.rng.random() < 0.1:
                 found = history.rng.randint(at_hand, found)
             if history.version.label is None:
@@ -154,15 +161,20 @@ class History:
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.kv_cache_utils import (
+            generate_scheduler_kv_cache_config,
+            get_request_block_hasher,
+            init_none_hash,
+        )
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
         from vllm.v1.structured_output import StructuredOutputManager
 
         self.setting = setting
         self.rng = random.Random(seed)
         self.lock = threading.RLock()
-        self.pool: dict[bytes, Words] = {}
+        self.pool: dict[tuple[bytes, int], Words] = {}
+        """By the chunk's name and the part's first layer."""
         self.label = ""
         self.loaded = 0
         """Loads that brought all of their chunks."""
@@ -213,8 +225,13 @@ class History:
             ),
         ).create_engine_config()
         config.cache_config.block_size, config.cache_config.num_gpu_blocks = BLOCK, setting.blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        groups = KVCacheConfig(setting.blocks, [], [KVCacheGroupSpec(NAMES, spec)])
+        specs = {}
+        for heads, layers in enumerate(setting.parts, 1):
+            attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=heads, head_size=8, dtype=torch.float32)
+            specs |= {NAMES[layer]: attention for layer in layers}
+        groups = generate_scheduler_kv_cache_config(
+            [KVCacheConfig(setting.blocks, [], planning().get_kv_cache_groups(config, specs))]
+        )
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.vllm = Scheduler(config, groups, StructuredOutputManager(config), block_size=BLOCK)
@@ -225,12 +242,15 @@ class History:
         side.open([metadata], RandomLookups(self, ChunkedTokenDatabase(metadata.namespace(cache))))
         self.version = self.vllm.connector._version
         self.worker = WorkerSide(
-            [FailingCache(self)],
-            stores=[True],
+            [[(FailingCache(self, layers), True) for layers in setting.parts]],
             load_timeout_s=60,
             device=torch.device("cpu"),
             version=WeightsVersion(),
         )
+
+    def has(self, name: bytes) -> bool:
+        """Returns whether the pool has all parts of a chunk. Call it with the lock held."""
+        return all((name, layers.start) in self.pool for layers in self.setting.parts)
 
     def run(self) -> None:
         """Lets requests come until all have ended. Raises AssertionError for anything that is wrong."""
@@ -247,8 +267,8 @@ class History:
                 free = [one for one in blocks.blocks if one.ref_cnt == 0 and one.block_hash is not None]
                 blocks.evict_blocks({one.block_id for one in free if rng.random() < 0.6})
             with self.lock:
-                for name in [name for name in self.pool if rng.random() < 0.03]:
-                    del self.pool[name]
+                for key in [key for key in self.pool if rng.random() < 0.03]:
+                    del self.pool[key]
             if rng.random() < self.setting.resets:
                 with self.lock:
                     self.begin_version()
@@ -303,9 +323,10 @@ class History:
         for request in list(self._elsewhere):
             names = stride_hashes(request.block_hashes, self.setting.per_chunk)[: request.num_tokens // chunk]
             with self.lock:
-                missing = [name for name in names if name not in self.pool]
+                missing = [name for name in names if not self.has(name)]
                 for name in missing[: rng.choice([0, 0, 1, 2])]:
-                    self.pool[name] = self.right_chunks[name]
+                    for layers in self.setting.parts:
+                        self.pool[name, layers.start] = self.right_chunks[name][layers.start : layers.stop]
             if missing and rng.random() > 0.03:
                 continue
             self._elsewhere.remove(request)
@@ -493,6 +514,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Setting(fail=0.1, blocks=200, streams=0.6),
         Setting(fail=0.1, blocks=32, per_chunk=1, streams=0.8, patient=True),
         Setting(fail=0.3, blocks=100, per_chunk=1, streams=0.7, resets=0.03, stream_s=0.05),
+        Setting(fail=0.3, blocks=100, streams=0.3, resets=0.02, parts=(range(1), range(1, LAYERS))),
     ],
     ids=lambda setting: ",".join(str(value) for value in setting),
 )

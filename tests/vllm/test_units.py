@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from bench.lib.store_connector import layer_groups, vllm_config
+from bench.lib.store_connector import layer_groups, planning, vllm_config
 from launch.cli import example_file
 from launch.discovery.directory import describe_node
 from launch.engines.vllm_command import refused_flags, vllm_program
@@ -28,6 +28,7 @@ from pd_cache.errors import ConfigError, UnsupportedModelError
 from pd_cache.events import EventEndpoints, EventSubscriber, Step
 from pd_cache.groups import LayerGroups, judge
 from pd_cache.layout import KVLayout, PageKind
+from pd_cache.paged import open_copier
 from pd_cache.reasons import Loaded, StoreOutcome
 from pd_cache.runtime import own_folder
 from pd_cache.vllm.layers import (
@@ -39,8 +40,8 @@ from pd_cache.vllm.layers import (
     fitting_chunk,
     group_tensors,
     kept_layers,
-    layer_names,
     own_hit,
+    parts_of,
 )
 from pd_cache.vllm.settings import read_settings
 from pd_cache.vllm.steps import StepReport
@@ -228,6 +229,8 @@ def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
         return vllm.ChunkedLocalAttentionSpec(**attention, attention_chunk_size=64)
     if kind == "sink":
         return vllm.SinkFullAttentionSpec(**attention, sink_len=4)
+    if kind == "mixed":
+        return vllm.UniformTypeKVCacheSpecs.from_specs({"a": further_spec("full"), "b": further_spec("sink")})
     mode = "none" if kind == "none" else "align"
     return vllm.MambaSpec(block_size=block_size, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode)
 
@@ -240,7 +243,8 @@ def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
         ({"latent": True, "chunked_prefill": False}, "ignores the KV of earlier steps"),
         ({"others": ["window", "state"]}, None),
         ({"others": ["local"]}, "ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache-manager"),
-        ({"others": ["sink"]}, "SinkFullAttentionSpec"),
+        ({"others": ["sink"]}, "layer 1 has a SinkFullAttentionSpec"),
+        ({"others": ["mixed"]}, "layer b has a SinkFullAttentionSpec"),
         ({"others": ["none"]}, "mamba_cache_mode is not align"),
         ({"scratch": True}, "does not share between requests"),
         ({"faults": True}, "enable_fault_tolerance: vLLM goes on without"),
@@ -295,7 +299,10 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, 
     specs = [spec, *(further_spec(kind) for kind in changed.get("others", ()))]
     shared = not changed.get("scratch", False)
     names: Any = changed.get("names")
-    groups = [KVCacheGroupSpec(names or [str(at)], one, enable_kv_transfer=shared) for at, one in enumerate(specs)]
+    groups = [
+        KVCacheGroupSpec(names or list(getattr(one, "kv_cache_specs", [str(at)])), one, enable_kv_transfer=shared)
+        for at, one in enumerate(specs)
+    ]
     cache: Any = SimpleNamespace(kv_cache_groups=groups)
     if message is None:
         check_supported(config, cache)
@@ -592,9 +599,11 @@ def test_the_layers_of_a_draft_model_are_a_group_of_their_own_that_names_it() ->
         (1, "window", "", 0),
         (0, "full", "next", 1),
     ]
-    assert [layer_names(one, config, draft) for one in kept] == [own, ["model.layers.3.attn"], drafting]
+    assert [parts_of(one, config, draft) for one in kept] == [
+        [(one, names)] for one, names in zip(kept, (own, ["model.layers.3.attn"], drafting), strict=True)
+    ]
     assert [one.drafts for one in kept_layers(config)] == ["", ""]
-    assert layer_names(kept[0], config, NO_DRAFT) == [*own, *drafting]
+    assert parts_of(kept[0], config, NO_DRAFT) == [(kept[0], [*own, *drafting])]
     told = described(kept[2], drafting, GroupTensors([], layout()), 64, "Head:0123")
     assert (told.layers, told.keeps, told.tail, told.ahead) == ("2", "every token, for drafts of Head:0123", 0, 1)
     same = kept_layers(config, draft._replace(reads="same"))[2]
@@ -651,6 +660,111 @@ def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_byt
         group_tensors(KeptLayers(0, 64, "state"), {"0": [conv, memory.as_strided((8, 4), (32, 1))]}, ["0"], 8, "m")
     with pytest.raises(UnsupportedModelError, match="does not hold 8 blocks"):
         group_tensors(KeptLayers(0, 64, "state"), {"0": [memory.as_strided((9, 4), (32, 1))]}, ["0"], 8, "m")
+
+
+def specs_of_model(model: str) -> tuple[dict[str, Any], str]:
+    """Returns the specs of a few layers of a model, by name, as vLLM's code for the model gives them, and the layout of its KV tensors."""
+    from vllm.v1 import kv_cache_interface as vllm
+
+    def latent(size: int, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
+        return vllm.MLAAttentionSpec(
+            block_size=64, num_kv_heads=1, max_tp_shards=1, head_size=size, dtype=dtype, **more
+        )
+
+    def heads(count: int, size: int = 64, **more: Any) -> Any:
+        attention = {"block_size": 16, "num_kv_heads": count, "head_size": size, "dtype": torch.bfloat16, **more}
+        return (vllm.SlidingWindowSpec if "sliding_window" in attention else vllm.FullAttentionSpec)(**attention)
+
+    each = [f"model.layers.{number}.self_attn" for number in range(4)]
+    indexer = latent(132, torch.uint8)
+    if model in ("DeepSeek V3.2", "GLM-5"):
+        leads = [model == "DeepSeek V3.2" or number % 2 == 0 for number in range(4)]
+        specs = {
+            f"{name}.attn": latent(576, is_index_group_leader=lead) for name, lead in zip(each, leads, strict=True)
+        }
+        specs |= {f"{name}.indexer.k_cache": indexer for name, lead in zip(each, leads, strict=True) if lead}
+        return specs, "LBNHC"
+    if model == "DeepSeek V3.2, fp8":
+        specs = {f"{name}.attn": latent(576, torch.uint8, state_content_bytes=656) for name in each}
+        return specs | {f"{name}.indexer.k_cache": indexer for name in each}, "BLHNC"
+    layers = {
+        "Nemotron-NAS": [heads(count) for count in (8, 4, 8, 2)],
+        "Gemma 4, one group": [heads(8), heads(2, 128), heads(8), heads(2, 128)],
+        "MiniMax M3": [
+            heads(4),
+            heads(4),
+            heads(4),
+            latent(
+                132,
+                torch.uint8,
+            ).copy_with_new_block_size(16),
+        ],
+        "windows": [heads(count, sliding_window=32) for count in (8, 4, 8, 2)],
+    }[model]
+    return dict(zip(each, layers, strict=True)), "LBHNC"
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("DeepSeek V3.2", {"0-3.self_attn.attn": True, "0-3.self_attn.indexer.k_cache": True}),
+        ("DeepSeek V3.2, fp8", {"0-3.self_attn.attn": True, "0-3.self_attn.indexer.k_cache": True}),
+        (
+            "GLM-5",
+            {"0,2.self_attn.attn": True, "1,3": True, "0,2.self_attn.indexer.k_cache": True},
+        ),
+        ("Nemotron-NAS", {"0,2": False, "1": False, "3": False}),
+        ("Gemma 4, one group", {"0,2": False, "1,3": False}),
+        ("MiniMax M3", {"0-2": False, "3": True}),
+        ("windows", {"0,2": False, "1": False, "3": False}),
+    ],
+)
+def test_a_group_of_layers_with_pages_of_different_size_moves_in_parts_byte_by_byte(model, expected):
+    """The group, its tensors and what its scheduler knows are made by vLLM. Expected: for each part, whether it keeps latents."""
+    from vllm.v1 import kv_cache_interface as vllm
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    specs, layout = specs_of_model(model)
+    vllm_settings, blocks = vllm_config(layout), 6
+    groups = planning().get_kv_cache_groups(vllm_settings, specs)
+    assert isinstance(groups[0].kv_cache_spec, vllm.UniformTypeKVCacheSpecs)
+    size = sum(spec.page_size_bytes for spec in specs.values())
+    worker = planning().get_kv_cache_config_from_groups(vllm_settings, groups, blocks * size)
+    scheduler = generate_scheduler_kv_cache_config([worker])
+    memory = [
+        torch.randint(-128, 128, (blocks * size,), dtype=torch.int8),
+        torch.zeros(blocks * size, dtype=torch.int8),
+    ]
+    caches: list[dict[str, torch.Tensor]] = [{}, {}]
+    where: dict[str, Any] = {}
+    for tensor in worker.kv_cache_tensors:
+        spec = specs[tensor.layers[0]]
+        for raw, found in zip(memory, caches, strict=True):
+            views = vllm.create_kv_cache_views(raw, spec, blocks, KVCacheLayout[layout], tensor)
+            found |= dict(zip(tensor.layers, views, strict=True))
+        for number, layer in enumerate(tensor.layers):
+            begin = tensor.offset + number * tensor.layer_stride
+            where[layer] = [
+                slice(at, at + spec.page_size_bytes)
+                for at in range(begin, begin + blocks * tensor.block_stride, tensor.block_stride)
+            ]
+    (group,) = kept_layers(scheduler)
+    assert [one._replace(latent=group.latent) for one in kept_layers(worker)] == [group]
+    parts, moved = parts_of(group, worker, NO_DRAFT), memory[1].clone()
+    told = {}
+    for kept, names in parts:
+        source, target = (group_tensors(kept, found, names, blocks, "m") for found in caches)
+        others = [layer for layer in specs if layer not in names]
+        told[described(kept, names, source, 256, others=others).layers] = kept.latent
+        payload = torch.empty(source.layout.chunk_bytes(2 * kept.block_size), dtype=torch.uint8)
+        checksum = open_copier(source.tensors, source.layout).gather(torch.tensor([1, 4]), payload).wait()
+        assert open_copier(target.tensors, target.layout).scatter(torch.tensor([5, 2]), payload).wait() == checksum
+        for layer in names:
+            for here, there in ((1, 5), (4, 2)):
+                moved[where[layer][there]] = memory[0][where[layer][here]]
+    assert told == expected
+    assert torch.equal(memory[1], moved)
 
 
 @pytest.mark.parametrize("name", ["cluster", "rdma"])

@@ -65,9 +65,9 @@ Make = Callable[..., WorkerSide]
 
 @pytest.fixture
 def make(cache, clock):
-    def worker(*, caches=(cache,), stores=(True,), **given):
+    def worker(*, groups=(((cache, True),),), **given):
         given = {"version": WeightsVersion(), **given}
-        return WorkerSide(caches, stores=stores, load_timeout_s=5.0, device=torch.device("cpu"), clock=clock, **given)
+        return WorkerSide(groups, load_timeout_s=5.0, device=torch.device("cpu"), clock=clock, **given)
 
     def end(side):
         cache.gate.set()
@@ -155,7 +155,7 @@ def test_groups_load_at_the_same_time_and_a_failed_one_is_reported_when_the_othe
     failed, slow = Cache(), Cache()
     failed.loads = 1
     slow.gate.clear()
-    side = make(caches=(failed, slow), stores=(True, True))
+    side = make(groups=[[(failed, True)], [(slow, True)]])
     parts = [GroupChunks(0, NAMES, BLOCKS), GroupChunks(1, NAMES, BLOCKS)]
     for first in (parts, parts[::-1]):
         side.start(Step(loads=[LoadOp("a", first, [])]))
@@ -170,10 +170,26 @@ def test_groups_load_at_the_same_time_and_a_failed_one_is_reported_when_the_othe
 
 
 def test_a_rank_without_layers_of_a_group_loads_the_others(make, cache):
-    side = make(caches=[cache, None], stores=(True, False))
+    side = make(groups=[[(cache, True)], []])
     side.start(Step(loads=[LoadOp("a", [GroupChunks(place, NAMES, BLOCKS) for place in (1, 0)], [])]))
     assert ended(side, "a") == EndedLoads({"a"}, set(), set())
     assert cache.calls == [("a", 5.0)]
+
+
+def test_of_the_parts_of_a_group_the_one_that_did_least_counts(make):
+    most, least, elsewhere = Cache(), Cache(), Cache()
+    most.loads, least.loads = 2, 1
+    side = make(groups=[[(most, True), (least, True), (elsewhere, False)]])
+    side.start(Step(loads=[load("a")]))
+    assert ended(side, "a").bad_blocks == set(BLOCKS[2:])
+    assert wait_for(lambda: side.take_report(Step())).loads == {"a": Loaded(1, "evicted")}
+    assert elsewhere.calls, "what another rank stores is loaded, too"
+    least.loads = RuntimeError("no")
+    for job, outcome in ((1, StoreOutcome.NOT), (2, StoreOutcome.NEW)):
+        side.save(Step(stores=[StoreOp(job, CHUNKS)]))
+        assert wait_for(lambda: side.take_report(Step())).jobs == {job: (1, [outcome] * 3)}
+        least.loads = 3
+    assert len(elsewhere.calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -187,7 +203,7 @@ def test_a_rank_without_layers_of_a_group_loads_the_others(make, cache):
 )
 def test_the_end_of_a_store_is_reported_so_that_its_blocks_are_given_back(make, cache, stores, loads, outcome, calls):
     cache.loads = loads
-    side = make(stores=(stores,))
+    side = make(groups=[[(cache, stores)]])
     side.save(Step(stores=[StoreOp(7, CHUNKS)]))
     assert wait_for(lambda: side.take_report(Step())).jobs == {7: (1, [outcome] * 3)}
     assert cache.calls == calls
