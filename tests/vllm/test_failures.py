@@ -33,7 +33,7 @@ def store(pool: Pool, server: Server, prompt: list[int], held: int = 0) -> None:
         server.forget_prefixes()
         return False
 
-    wait_for(stored, 60, "the prompt in the pool")
+    wait_for(stored, "the prompt in the pool")
 
 
 def test_a_corrupt_object_is_computed_again_and_never_used(pair, plain, new_prompt, vllm_pool):
@@ -121,7 +121,7 @@ def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_b
         pair.a.complete(prompt, 1)
         return pair.b.complete(prompt).cached == WHOLE
 
-    wait_for(hit, 90)
+    wait_for(hit)
     assert pair.b.complete(prompt).tokens == plain.tokens(prompt)
 
 

@@ -281,7 +281,7 @@ def loads_whole(server: PdCacheServer, kind: ModelKind, prompt: list[int], expec
         assert same(answer, expected), "whether it was loaded or not"
         return answer.cached == wholes(kind, len(prompt))
 
-    wait_for(loaded, 300)
+    wait_for(loaded)
 
 
 def test_nodes_of_one_rank_and_of_two_share_windows(nodes, two_ranks, new_prompt, vllm_pool):
