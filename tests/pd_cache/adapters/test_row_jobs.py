@@ -55,7 +55,7 @@ class Jobs:
 
     def ended(self, count):
         results = []
-        wait_for(lambda: results.extend(self.its.finished()) or len(results) >= count, "the end of jobs")
+        wait_for(lambda: results.extend(self.its.finished()) or len(results) >= count)
         return sorted(results)
 
 
