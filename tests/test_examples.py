@@ -89,5 +89,5 @@ def test_two_machines_share_one_cluster(tmp_path):
     if reason := why_not():
         pytest.skip(reason)
     with closing(Network()) as network, up(network, tmp_path) as (one, two):
-        wait_for(lambda: one.has("master", "prefill-0", "proxy") and two.has("decode-0"))
+        wait_for(lambda: one.has("master", "prefill-0", "proxy") and two.has("decode-0"), "both machines ready")
         assert output_of("ask.py", one.ready["proxy"]) in (EXAMPLES / "README.md").read_text()

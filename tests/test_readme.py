@@ -89,7 +89,7 @@ def test_the_adapters_of_the_example_find_and_load_what_an_engine_stored(pool, t
         names = run(code, given)
         try:
             assert names["found"] == len(tokens)
-            wait_for(lambda: names["worker"].get_finished(set())[1] == {"r1"} or names["loaded"])
+            wait_for(lambda: names["worker"].get_finished(set())[1] == {"r1"} or names["loaded"], "loaded")
             assert not names["worker"].get_block_ids_with_load_errors()
         finally:
             names["worker"].shutdown()
@@ -122,7 +122,7 @@ def test_the_second_of_two_requests_is_explained_as_it_says(tmp_path):
         def is_said():
             return said in subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False).stdout
 
-        wait_for(is_said)
+        wait_for(is_said, "a hit: the pool may have just started")
 
 
 def test_commands_are_there():

@@ -155,8 +155,8 @@ def test_a_killed_pool_is_misses_and_a_new_one_is_found_again(make_pool, make):
     assert subject.has(list(values(0, 1))) == [False, False]
     assert subject.store(values(2)) == [False]
     pool.start()
-    wait_for(lambda: subject.store(values(3)) == [True])
-    wait_for(lambda: subject.load(list(values(3))) == [value(3)])
+    wait_for(lambda: subject.store(values(3)) == [True], "a store in the new pool")
+    wait_for(lambda: subject.load(list(values(3))) == [value(3)], "a load from the new pool")
 
 
 def test_a_stopped_store_node_costs_deadlines_and_never_a_wrong_byte(make_pool, make):
@@ -173,7 +173,7 @@ def test_a_stopped_store_node_costs_deadlines_and_never_a_wrong_byte(make_pool, 
         assert all(found in (None, good) for found, good in zip(loaded, stored.values(), strict=True))
         return all(subject.store(stored)) and loaded == list(stored.values())
 
-    wait_for(comes_back)
+    wait_for(comes_back, "all of it again")
 
 
 def test_many_threads_store_and_load_the_same_names(pair):

@@ -124,7 +124,7 @@ def test_a_reader_that_stops_early_leaves_nothing_held(subject, key):
         for _ in range(taken):
             next(fetches).release()
         fetches.close()
-    wait_for(lambda: subject.backend.memory.pool.in_use <= held + promoted(subject))
+    wait_for(lambda: subject.backend.memory.pool.in_use <= held + promoted(subject), "what was in flight came back")
     subject.check_integrity()
 
 
@@ -365,7 +365,7 @@ def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key)
     assert set(statuses) <= {Status.OK, Status.CLOSED, Status.NO_SPACE, Status.OVERLOADED}
     for n, outcome in read:
         assert outcome == value(n) or outcome in MISSES | {"closed", "no_staging"}
-    wait_for(lambda: subject.backend.memory.pool.in_use == 0)
+    wait_for(lambda: subject.backend.memory.pool.in_use == 0, "all memory free after close")
 
 
 # --- at the same time ------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ class Model(RuleBasedStateMachine):
     def check(self):
         self.subject.check_integrity()
         pool, held = self.subject.backend.memory.pool, promoted(self.subject)
-        wait_for(lambda: pool.in_use == held)
+        wait_for(lambda: pool.in_use == held, "what was in flight coming back")
 
     def teardown(self):
         if hasattr(self, "subject"):

@@ -376,7 +376,7 @@ def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_se
         for probe in ("startupProbe", "readinessProbe"):
             for pod in running:
                 assert pod.process.status() != psutil.STATUS_ZOMBIE, f"{pod.role} ended"
-                wait_for(lambda pod=pod, probe=probe: pod.probed(probe) == 200)  # type: ignore[misc]
+                wait_for(lambda pod=pod, probe=probe: pod.probed(probe) == 200, f"{pod.role}: {probe}")  # type: ignore[misc]
         (proxy,) = [pod for pod in running if pod.role == "proxy"]
         prompt = list(range(300))
 
@@ -384,7 +384,7 @@ def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_se
             answer = complete(f"http://{proxy.address}:8000", prompt)
             return answer.status == 200 and min(answer.cached) >= 256
 
-        wait_for(hit)
+        wait_for(hit, "a hit on both hops")
         ports = policy_of(documents)["ports"]
         allowed = {port for one in ports for port in range(one["port"], one.get("endPort", one["port"]) + 1)}
         for pod in running:

@@ -63,7 +63,7 @@ def watched(tmp_path_factory):
         prometheus = Prometheus(folder, configuration(cluster.config))
         try:
             prometheus.start()
-            wait_for(lambda: prometheus.get("query", query='up{job="pd-cache"} == 1')["result"][5:])
+            wait_for(lambda: prometheus.get("query", query='up{job="pd-cache"} == 1')["result"][5:], "6 nodes up")
             _use(cluster, prometheus)
             yield Watched(cluster, prometheus)
         finally:
@@ -85,31 +85,31 @@ def _use(cluster, prometheus):
             'increase(pd_cache_prompt_tokens_total{source="loaded"}[1m]) > 0'
         )
 
-    wait_for(loaded)
+    wait_for(loaded, "a load that Prometheus has seen")
     kill(cluster, "master")
 
     def lost():
         complete(url, [(next(prompt) * 7 + n) % 500 for n in range(2 * CHUNK)])
         return prometheus.has_shown('increase(pd_cache_troubles_total{reason="pool_down"}[1m]) > 0')
 
-    wait_for(lost)
+    wait_for(lost, "a lookup without a pool")
     kill(cluster, "decode-0")
 
     def failed():
         complete(url, [1, 2, 3])
         return prometheus.has_shown('increase(pd_cache_proxy_requests_total{status=~"5.."}[1m]) > 0')
 
-    wait_for(failed)
+    wait_for(failed, "a request without a decode node")
 
 
 @pytest.mark.parametrize(("title", "query"), list(panel_queries()))
 def test_every_query_of_the_dashboard_shows_data_of_a_live_cluster(watched, title, query):
-    wait_for(lambda: watched.prometheus.has_shown(filled_in(query)))
+    wait_for(lambda: watched.prometheus.has_shown(filled_in(query)), f"{title}: {query}")
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if "record" in rule], ids=lambda rule: rule["record"])
 def test_every_recording_rule_records_a_live_cluster(watched, rule):
-    wait_for(lambda: watched.prometheus.has_shown(rule["record"]))
+    wait_for(lambda: watched.prometheus.has_shown(rule["record"]), rule["record"])
 
 
 def test_variables_of_the_dashboard_find_the_cluster(watched):
@@ -127,7 +127,7 @@ def test_a_master_that_dies_sets_off_the_alerts_for_it(watched):
     def noticed():
         return {alert["labels"]["alertname"] for alert in watched.prometheus.get("alerts")["alerts"]}
 
-    wait_for(lambda: noticed() >= {"PdCachePoolDown", "PdCacheNodeDown"})
+    wait_for(lambda: noticed() >= {"PdCachePoolDown", "PdCacheNodeDown"}, "the alerts")
     rules = [rule for group in watched.prometheus.get("rules")["groups"] for rule in group["rules"]]
     assert len(rules) == len(RULES)
     assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []

@@ -26,7 +26,7 @@ def serving(folder, pool, second=None):
     with contextlib.ExitStack() as stack:
         running = {role: stack.enter_context(Node(role, role, file)) for role in ROLES}
         for role in ("prefill", "decode"):
-            wait_for(lambda at=running[role].address: second is None or _reaches_second(at))
+            wait_for(lambda at=running[role].address: second is None or _reaches_second(at), "both pools reached")
         yield running["proxy"].address
 
 
@@ -55,7 +55,7 @@ def test_nine_tenths_of_the_hits_are_there_at_once_if_the_old_pool_is_read_as_a_
         without = rates(proxy)
     with serving(tmp_path, green, second=blue) as proxy:
         assert min(rates(proxy)) > 0.9 > without[0]
-        wait_for(lambda: len(green.keys()) == len(blue.keys()))
+        wait_for(lambda: len(green.keys()) == len(blue.keys()), "all of it in the new pool")
         blue.end()  # it may go before its tier does
         assert min(rates(proxy)) > 0.9
     with serving(tmp_path, green) as proxy:

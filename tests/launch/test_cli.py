@@ -95,7 +95,7 @@ def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path):
     nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "s", "role": "store", "segment_size": "16MiB"}]
     file = cluster_file(tmp_path, nodes=nodes)
     with Process("store", program("launch", "store", "-c", file)) as store:
-        wait_for(lambda: "trying again" in "".join(store.errors))
+        wait_for(lambda: "trying again" in "".join(store.errors), "it waits")
         assert store.stop() == 0
 
 
@@ -105,14 +105,14 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
     nodes = [free_node("master"), free_node("decode-0", segment_size="32MiB"), free_node("proxy")]
     file = cluster_file(tmp_path, nodes=nodes)
     with Process("up", program("up", "-c", file)) as up:
-        wait_for(lambda: len(up.lines) >= len(nodes))
+        wait_for(lambda: len(up.lines) >= len(nodes), "all nodes ready")
         urls = dict(line.split()[1:3] for line in up.lines[: len(nodes)])
         assert set(urls) == {"master", "decode-0", "proxy"}
         assert complete(urls["proxy"], [1, 2, 3]).status == 200
         family = psutil.Process(up.process.pid).children(recursive=True)
         victim = next(one for one in family if "decode-0" in one.cmdline() and "launch" in one.cmdline())
         victim.kill()
-        wait_for(lambda: complete(urls["proxy"], [1, 2, 3]).status == 200)
+        wait_for(lambda: complete(urls["proxy"], [1, 2, 3]).status == 200, "the decode node being started again")
         family += psutil.Process(up.process.pid).children(recursive=True)
         assert refused("up", "-c", file).startswith(f"pd-cache: {file}: it runs here already, pid {up.process.pid}; ")
         assert f"http://127.0.0.1:{running_config(file).by_role('proxy')[0].port}" == urls["proxy"]
@@ -120,14 +120,14 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
     shown = cli_json("status", "-c", file, code=1)
     said = "down", "its port is 0 in this file: `up` chooses it, and this user has none running"
     assert {said} == {(node["state"], node["why"]) for node in shown["nodes"]}
-    wait_for(lambda: not any(alive(one.pid) for one in family))
+    wait_for(lambda: not any(alive(one.pid) for one in family), "every process being gone")
 
 
 def test_ctrl_c_while_up_starts_says_so_and_is_exit_code_130(tmp_path):
     nobody = {"kind": "etcd", "endpoints": ["127.0.0.1:1"]}
     file = cluster_file(tmp_path, discovery=nobody, nodes=[free_node("store-0")])
     with Process("up", program("up", "-c", file)) as up:
-        wait_for(lambda: "starting store-0" in "".join(up.errors))
+        wait_for(lambda: "starting store-0" in "".join(up.errors), "it starts")
         assert up.stop(signal.SIGINT) == 130
     assert up.lines == []
     assert "stopping store-0" in "".join(up.errors)
@@ -136,7 +136,7 @@ def test_ctrl_c_while_up_starts_says_so_and_is_exit_code_130(tmp_path):
 def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_stops(tmp_path):
     nodes = [free_node("master"), free_node("store-0", metrics_port=0)]
     with Process("up", program("up", "--drain", "30", "-c", cluster_file(tmp_path, nodes=nodes))) as up:
-        wait_for(lambda: "all 2 nodes are ready" in up.lines)
+        wait_for(lambda: "all 2 nodes are ready" in up.lines, "all nodes ready")
         assert [line.split()[1] for line in up.lines[:2]] == ["master", "store-0"]
         assert up.stop() == 0
     assert "nothing is moved: no node of another machine gives memory to the pool" in "".join(up.errors)

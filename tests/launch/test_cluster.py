@@ -69,7 +69,7 @@ def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_th
         answers.append(answer)
         return bool(answer.body["pd_cache"]["report"]["streamed"])
 
-    wait_for(streamed)
+    wait_for(streamed, "a prompt that was streamed")
     told = cli("explain", answers[-1].headers["X-Request-Id"], "-c", file).stdout
     assert "came while the prefill node computed others" in told
 
@@ -215,7 +215,7 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
             complete(url, prompts[0])
             with ThreadPoolExecutor(len(prompts)) as threads:
                 asked = [threads.submit(complete, url, tokens) for tokens in prompts[:4]]
-                wait_for(lambda asked=asked: any(one.done() for one in asked))
+                wait_for(lambda asked=asked: any(one.done() for one in asked), "the first answer")
                 kill(cluster, victim)
                 asked += [threads.submit(complete, url, tokens) for tokens in prompts[4:]]
                 answers = [one.result() for one in asked]
@@ -229,4 +229,4 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
                 def evicted(tokens=prompts[0]):
                     return (complete(url, tokens).body["pd_cache"]["prefill"] or {}).get("reason") == "evicted"
 
-                wait_for(evicted)
+                wait_for(evicted, "chunks that went with their node count as evicted")

@@ -46,7 +46,7 @@ def cluster(own_etcd, tmp_path_factory):
     """The proxy looks into the pool before it asks a prefill node."""
     folder = tmp_path_factory.mktemp("cluster")
     with started(folder, discovery=discovery(own_etcd), proxy={}) as running:
-        wait_for(lambda: len(health(running)["decode"]) == len(health(running)["prefill"]) == 1)
+        wait_for(lambda: len(health(running)["decode"]) == len(health(running)["prefill"]) == 1, "the proxy's view")
         yield running
 
 
@@ -78,7 +78,7 @@ def ask(cluster, length=3 * CHUNK + 5, seed=None):
 
 def test_a_node_joins_at_once_and_leaves_when_it_is_told_to(cluster, own_etcd, tmp_path):
     with joined(own_etcd, tmp_path, "prefill-1") as node:  # it found the master in etcd
-        wait_for(lambda: health(cluster)["prefill"].get(node.address))
+        wait_for(lambda: health(cluster)["prefill"].get(node.address), "the node is routed to")
         handed_over = handoffs(cluster, "handed_over")
         for _ in range(4):
             assert ask(cluster).status == 200
@@ -87,7 +87,7 @@ def test_a_node_joins_at_once_and_leaves_when_it_is_told_to(cluster, own_etcd, t
         assert re.search(r"request [0-9a-f]{32}: 200 in", "".join(node.errors)), "the proxy's id is in the node's log"
         node.send(signal.SIGTERM)
         answers = [ask(cluster)]
-        wait_for(lambda: answers.append(ask(cluster)) or node.address not in health(cluster)["prefill"])
+        wait_for(lambda: answers.append(ask(cluster)) or node.address not in health(cluster)["prefill"], "it left")
         assert {answer.status for answer in answers} == {200}
 
 
@@ -109,7 +109,7 @@ def test_unreadable_records_stop_neither_routing_nor_joining(cluster, own_etcd, 
             client.put(prefix + name, value)
         try:
             with joined(own_etcd, tmp_path, "prefill-3") as node:  # it found the real master
-                wait_for(lambda: health(cluster)["prefill"].get(node.address))
+                wait_for(lambda: health(cluster)["prefill"].get(node.address), "the node is routed to")
                 assert [ask(cluster).status for _ in range(4)] == [200] * 4
                 told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path))
                 assert {one["state"] for one in told["nodes"] if one["role"] in ("prefill", "decode")} == {"up"}
@@ -127,9 +127,9 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
     cluster, own_etcd, tmp_path
 ):
     with joined(own_etcd, tmp_path, "prefill-2", cache={"chunk_size": 2 * CHUNK}) as node:
-        wait_for(lambda: node.address in health(cluster)["prefill"])
+        wait_for(lambda: node.address in health(cluster)["prefill"], "the node is routed to")
         expected = f"chunk_size {2 * CHUNK} here, {CHUNK} on decode-0: these two never share a hit"
-        wait_for(lambda: health(cluster)["differences"] == {"prefill-2": expected})
+        wait_for(lambda: health(cluster)["differences"] == {"prefill-2": expected}, "the difference is reported")
         told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)["nodes"]
         assert {one["name"]: one["difference"] for one in told if one["difference"]} == {"prefill-2": expected}
         report = msgspec.convert(cli_json("doctor", "-c", elsewhere(own_etcd, tmp_path), code=1), DoctorReport)
@@ -140,7 +140,7 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
         node.kill()
         for _ in range(4):
             assert ask(cluster).status == 200
-        wait_for(lambda: node.address not in health(cluster)["prefill"])
+        wait_for(lambda: node.address not in health(cluster)["prefill"], "the dead node is dropped")
         assert health(cluster)["differences"] == {}
 
 
@@ -172,7 +172,7 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
     executable.chmod(0o755)
     engine = {"kind": "vllm", "model": "some/model", "name": "tiny", "executable": str(executable)}
     with joined(own_etcd, tmp_path, "prefill-3", engine=engine) as node:
-        wait_for(lambda: health(cluster)["prefill"].get(node.address))
+        wait_for(lambda: health(cluster)["prefill"].get(node.address), "the node is routed to")
         told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)  # it shares no hit with the others
         found = next(one for one in told["nodes"] if one["name"] == "prefill-3")
         assert (found["model"], found["state"], found["capacity"]["kv_tokens"]) == ("tiny", "up", 4096)
@@ -180,7 +180,7 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
         assert "hash_mode blocks here, tokens on decode-0" in health(cluster)["differences"]["prefill-3"]
         node.send(signal.SIGTERM)
         try:
-            wait_for(lambda: node.address not in health(cluster)["prefill"])
+            wait_for(lambda: node.address not in health(cluster)["prefill"], "it left before it ended")
             assert node.process.poll() is None
         finally:
             executable.with_name("done").touch()
@@ -212,9 +212,9 @@ def test_what_a_request_stored_is_found_by_queries_for_every_node_that_could_loa
         hits = answer.body.get("default", {})  # 503 until the nodes have said how they name their chunks
         return int(hits["prefill-0"]["CPU"]) if "prefill-0" in hits else -1
 
-    wait_for(lambda: there() == 0)
+    wait_for(lambda: there() == 0, "nothing is stored")
     assert complete(cluster.urls["proxy"], tokens).status == 200
-    wait_for(lambda: there() == 3 * CHUNK)
+    wait_for(lambda: there() == 3 * CHUNK, "the pool has it")
 
 
 def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster):
@@ -222,7 +222,7 @@ def test_a_prompt_that_the_pool_holds_needs_no_prefill_node(cluster):
     before = handoffs(cluster, "in_pool")
     again = []
     # the proxy's own client may have to find the pool first
-    wait_for(lambda: again.append(ask(cluster, seed=1)) or handoffs(cluster, "in_pool") > before)
+    wait_for(lambda: again.append(ask(cluster, seed=1)) or handoffs(cluster, "in_pool") > before, "a hit")
     assert again[-1].tokens == first.tokens
     assert again[-1].cached == (0, 3 * CHUNK), "the decode node took it from the pool by itself"
     assert ask(cluster, length=CHUNK - 1).status == 200
@@ -238,13 +238,13 @@ def test_etcd_hangs_for_longer_than_every_lease_and_serving_does_not_notice(clus
     before = health(cluster)
     own_etcd.send(signal.SIGSTOP)
     try:
-        wait_for(lambda: health(cluster)["discovery_stale_s"] > TTL_S)
+        wait_for(lambda: health(cluster)["discovery_stale_s"] > TTL_S, "the view is stale, and every lease over")
         assert ask(cluster).status == 200
     finally:
         own_etcd.send(signal.SIGCONT)
     seen = [health(cluster)]
-    wait_for(lambda: seen.append(health(cluster)) or seen[-1]["discovery_stale_s"] == 0)
-    wait_for(lambda: len(_registered(own_etcd)) == 5)
+    wait_for(lambda: seen.append(health(cluster)) or seen[-1]["discovery_stale_s"] == 0, "fresh again")
+    wait_for(lambda: len(_registered(own_etcd)) == 5, "all registered again")
     seen.append(health(cluster))
     for key in ("prefill", "decode"):
         assert all(one[key] == before[key] for one in seen), "nobody was dropped meanwhile"
@@ -266,7 +266,7 @@ def test_what_elected_masters_promise_is_found_where_the_file_names_none(make_et
             master = MasterNode(name=f"m{number}", port=50051 + number, lease_ttl_ms=lease_ttl_ms)
             member = stack.enter_context(Member(config, master))
             member.announce(f"10.0.0.1:{master.port}")
-        wait_for(lambda: _registered(etcd) == ["m0", "m1"])
+        wait_for(lambda: _registered(etcd) == ["m0", "m1"], "both registered")
         found = find_master(config, 5)
     assert (found.lease_ttl_ms, len(found.by_role("master"))) == (3_000, 2)
     assert found.master_address == config.master_address, "clients still follow the election"

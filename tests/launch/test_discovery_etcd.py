@@ -25,7 +25,7 @@ def no_file_left_open():
     load_etcd3().client(port=1).close()  # grpc opens some files for the process when it is first used
     before = psutil.Process().num_fds()
     yield
-    wait_for(lambda: psutil.Process().num_fds() <= before)
+    wait_for(lambda: psutil.Process().num_fds() <= before, "files closed")
 
 
 def record(name, instance="1"):
@@ -36,7 +36,7 @@ def record(name, instance="1"):
 def registered(settings, name, instance="1"):
     with closing(EtcdRegistration(settings, CLUSTER)) as registration, EtcdWatch(settings, CLUSTER) as watch:
         registration.announce(one := record(name, instance))
-        wait_for(lambda: one in watch.view().nodes)
+        wait_for(lambda: one in watch.view().nodes, f"{name} registered")
         yield registration
 
 
@@ -53,11 +53,11 @@ def test_a_node_is_seen_once_it_registers_and_gone_once_it_leaves(etcd):
     with EtcdWatch(settings, CLUSTER) as watch, EtcdWatch(etcd.settings(), CLUSTER + "-2") as other:
         assert watch.wait_synced(60)
         with registered(settings, "prefill-0"):
-            wait_for(sees(watch, "prefill-0"))
+            wait_for(sees(watch, "prefill-0"), "the node is seen")
             assert watch.view().nodes[0] == record("prefill-0")
             assert other.wait_synced(60)
             assert names(other.view()) == [], "a cluster of another name"
-        wait_for(sees(watch))
+        wait_for(sees(watch), "the node is gone")
 
 
 def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away(etcd):
@@ -66,24 +66,24 @@ def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away(etcd)
         registered(etcd.settings(), "a") as registration,
         EtcdWatch(etcd.settings(), CLUSTER, on_change=lambda view: seen.append(names(view))) as watch,
     ):
-        wait_for(sees(watch, "a"))
+        wait_for(sees(watch, "a"), "seen")
         with closing(etcd.client()) as client:
             seen.clear()
             client.revoke_lease(registration._lease)
-            wait_for(lambda: [] in seen)
-            wait_for(sees(watch, "a"))
+            wait_for(lambda: [] in seen, "gone")
+            wait_for(sees(watch, "a"), "registered again")
             seen.clear()
             client.delete(prefix_of(CLUSTER) + "a")
-            wait_for(lambda: [] in seen)
-            wait_for(sees(watch, "a"))
+            wait_for(lambda: [] in seen, "gone")
+            wait_for(sees(watch, "a"), "registered again")
 
 
 def test_a_name_that_is_used_twice_is_told_and_not_fought_over(etcd, caplog):
     with registered(etcd.settings(), "a", "first"), EtcdWatch(etcd.settings(), CLUSTER) as watch:
         with registered(etcd.settings(), "a", "second"):
-            wait_for(lambda: "another process registered as a" in caplog.text)
+            wait_for(lambda: "another process registered as a" in caplog.text, "the first one logs it")
             assert [node.instance for node in watch.view().nodes] == ["second"]
-        wait_for(lambda: [node.instance for node in watch.view().nodes] == ["first"])
+        wait_for(lambda: [node.instance for node in watch.view().nodes] == ["first"], "the first one is back")
 
 
 # --- outages ---------------------------------------------------------------------------------------------------------
@@ -98,10 +98,10 @@ def test_an_outage_changes_nothing_but_the_mark_and_is_repaired(wiped, make_etcd
         registered(etcd.settings(), "b") as leaves,
         EtcdWatch(etcd.settings(), CLUSTER, on_change=views.append) as watch,
     ):
-        wait_for(sees(watch, "a", "b"))
+        wait_for(sees(watch, "a", "b"), "both seen")
         views.clear()
         etcd.send(signal.SIGKILL if wiped else signal.SIGSTOP)
-        wait_for(lambda: watch.view().stale_since is not None)
+        wait_for(lambda: watch.view().stale_since is not None, "marked stale")
         assert sees(watch, "a", "b")()
         leaves.close()  # while etcd is away
         if wiped:
@@ -110,10 +110,10 @@ def test_an_outage_changes_nothing_but_the_mark_and_is_repaired(wiped, make_etcd
             etcd.start()
         else:
             end = time.monotonic() + 2.5
-            wait_for(lambda: time.monotonic() > end)
+            wait_for(lambda: time.monotonic() > end, "the leases to run out")
             etcd.send(signal.SIGCONT)
-        wait_for(lambda: watch.view().stale_since is None)
-        wait_for(lambda: sees(watch, "a")() and not watch.view().doubted)
+        wait_for(lambda: watch.view().stale_since is None, "fresh again")
+        wait_for(lambda: sees(watch, "a")() and not watch.view().doubted, "the view is repaired")
         assert all("a" in names(view) for view in views), "a node that was alive was never dropped"
 
 
@@ -121,27 +121,27 @@ def test_a_watch_goes_on_after_a_compaction(make_etcd):
     etcd = make_etcd().start()
     with closing(etcd.client()) as client, EtcdWatch(etcd.settings(), CLUSTER) as watch:
         with registered(etcd.settings(), "a"):
-            wait_for(sees(watch, "a"))
+            wait_for(sees(watch, "a"), "seen")
         etcd.stop()
-        wait_for(lambda: watch.view().stale_since is not None)
+        wait_for(lambda: watch.view().stale_since is not None, "stale")
         etcd.start()
         for value in "123":
             client.put("/elsewhere", value)
         client.compact(client.get("/elsewhere")[1].mod_revision)
-        wait_for(lambda: watch.view().stale_since is None)
+        wait_for(lambda: watch.view().stale_since is None, "fresh again")
         with registered(etcd.settings(), "b"):
-            wait_for(lambda: "b" in names(watch.view()))
+            wait_for(lambda: "b" in names(watch.view()), "news arrive")
 
 
 def test_with_etcd_away_at_the_start_the_nodes_of_the_file_count(make_etcd):
     etcd = make_etcd()
     with EtcdWatch(etcd.settings(), CLUSTER, seeds=[record("a")]) as watch, closing(EtcdRegistration(etcd.settings(), CLUSTER)) as late:  # fmt: skip
         late.announce(record("b"))
-        wait_for(lambda: watch.view().stale_since is not None)
+        wait_for(lambda: watch.view().stale_since is not None, "stale")
         assert names(watch.view()) == ["a"]
         etcd.start()
-        wait_for(lambda: "b" in names(watch.view()))
-        wait_for(sees(watch, "b"))
+        wait_for(lambda: "b" in names(watch.view()), "who registers is seen")
+        wait_for(sees(watch, "b"), "who does not is dropped after the grace")
 
 
 def test_closing_with_etcd_away_takes_no_longer_than_a_call(make_etcd):
@@ -171,18 +171,18 @@ def test_unreadable_records_concern_the_nodes_of_their_names_only(etcd, caplog):
         client = stack.enter_context(closing(etcd.client()))
         stack.enter_context(registered(etcd.settings(), "a"))
         follows = stack.enter_context(EtcdWatch(etcd.settings(), CLUSTER))
-        wait_for(sees(follows, "a"))
+        wait_for(sees(follows, "a"), "seen")
         for name, (value, _) in UNREADABLE.items():
             client.put(prefix_of(CLUSTER) + name, value)
         lists = stack.enter_context(EtcdWatch(etcd.settings(), CLUSTER))
         assert lists.wait_synced(10)
         for name, (_, why) in UNREADABLE.items():
             line = re.compile(rf"{name} in etcd is left out: .*({why})")
-            wait_for(lambda: len(line.findall(caplog.text)) >= 2)  # noqa: B023 - called at once
+            wait_for(lambda: len(line.findall(caplog.text)) >= 2, f"both say so of {name}")  # noqa: B023 - called at once
         stack.enter_context(registered(etcd.settings(), "b"))  # beside them
         stack.enter_context(registered(etcd.settings(), "text"))  # in the place of one
         for watch in (follows, lists):
-            wait_for(sees(watch, "a", "b", "text"))
+            wait_for(sees(watch, "a", "b", "text"), "the others are followed, and the one that is repaired")
         for name in UNREADABLE:
             client.delete(prefix_of(CLUSTER) + name)
     assert "does not answer" not in caplog.text
@@ -219,21 +219,21 @@ def test_every_way_to_reach_etcd(users, tls, make_etcd, certificates):
         etcd.enable_users(CLUSTER)
     with EtcdWatch(etcd.settings(), CLUSTER) as watch:
         with registered(etcd.settings(), "a"):
-            wait_for(sees(watch, "a"))
-        wait_for(sees(watch))
+            wait_for(sees(watch, "a"), "seen")
+        wait_for(sees(watch), "gone")
 
 
 def test_a_login_that_etcd_has_forgotten_is_renewed(make_etcd):
     etcd = make_etcd().start()
     etcd.enable_users(CLUSTER)
     with EtcdWatch(etcd.settings(), CLUSTER) as watch, registered(etcd.settings(), "a"):
-        wait_for(sees(watch, "a"))
+        wait_for(sees(watch, "a"), "seen")
         etcd.stop()
-        wait_for(lambda: watch.view().stale_since is not None)
+        wait_for(lambda: watch.view().stale_since is not None, "stale")
         etcd.start()
-        wait_for(lambda: watch.view().stale_since is None)
+        wait_for(lambda: watch.view().stale_since is None, "fresh again")
         with registered(etcd.settings(), "b"):
-            wait_for(sees(watch, "a", "b"))
+            wait_for(sees(watch, "a", "b"), "news arrive")
 
 
 def test_a_wrong_password_is_told_and_nothing_ends(make_etcd, caplog, tmp_path):
@@ -241,7 +241,7 @@ def test_a_wrong_password_is_told_and_nothing_ends(make_etcd, caplog, tmp_path):
     etcd.enable_users(CLUSTER)
     (tmp_path / "password").write_text("wrong")
     with EtcdWatch(etcd.settings(), CLUSTER, seeds=[record("a")]) as watch:
-        wait_for(lambda: "authentication failed" in caplog.text)
+        wait_for(lambda: "authentication failed" in caplog.text, "the log says so")
         assert names(watch.view()) == ["a"]
     assert PASSWORD not in caplog.text
 
@@ -251,7 +251,7 @@ def test_a_server_that_another_authority_signed_is_not_believed(make_etcd, certi
     etcd = make_etcd(tls=config, server=certificates["server"]).start()
     stranger = TlsConfig(ca_file=make_certificates(tmp_path)["ca"][0])
     with EtcdWatch(etcd.settings(tls=stranger), CLUSTER) as watch:
-        wait_for(lambda: watch.view().stale_since is not None)
+        wait_for(lambda: watch.view().stale_since is not None, "it counts as away")
         assert not watch.wait_synced(0)
 
 

@@ -65,7 +65,7 @@ def test_nothing_is_lost_while_prompts_are_looked_up_loaded_and_stored_and_then_
     with host(pool, model="drained") as node, host(pool, model="drained") as busy:
         for prompt in PROMPTS:
             node.compute(prompt, SLOTS)
-            wait_for(lambda prompt=prompt: node.store(prompt, SLOTS) + node.lookup(prompt) >= 40)
+            wait_for(lambda prompt=prompt: node.store(prompt, SLOTS) + node.lookup(prompt) >= 40, "it is stored")
         pool.start("store-1")
         assert segment(pool, 0).allocator_used_bytes > 0
         stop, hits = threading.Event(), []
@@ -183,7 +183,7 @@ def test_a_second_drain_that_is_stopped_leaves_the_first_alone(make_pool):
     stop = StopFlag()
     stop.set()
     assert drained(pool, stop=stop).outcome == "goes on"
-    wait_for(lambda: segment(pool, 0).status == "DRAINED")
+    wait_for(lambda: segment(pool, 0).status == "DRAINED", "the first drain's end")
 
 
 def test_leased_objects_are_listed_once_and_moved_whatever_other_programs_call_them(make_pool, monkeypatch):

@@ -80,12 +80,12 @@ def elected(file):
 
 def test_of_elected_masters_the_leader_drains(elected, file):
     cluster, _ = elected
-    wait_for(lambda: hit(cluster))
+    wait_for(lambda: hit(cluster), "hits")
     # in a process of its own: of elected masters, Mooncake knows one etcd a process, for ever
     run_program("drain", "store-0", "-c", file)
     states = {row.name: row.memory for row in cluster_status(cluster.config).nodes}
     assert (states["store-0"], states["store-1"]) == ("drained", "")
-    wait_for(lambda: hit(cluster))
+    wait_for(lambda: hit(cluster), "hits in what moved")
 
 
 def test_hits_survive_every_way_in_which_etcd_fails_and_then_the_death_of_the_leader(elected, file):
@@ -97,33 +97,33 @@ def test_hits_survive_every_way_in_which_etcd_fails_and_then_the_death_of_the_le
 
     assert sorted(role(cluster, name) for name in MASTERS) == ["leader", "standby"]
     assert broken(examined(file)) == set()
-    wait_for(lambda: hit(cluster))
+    wait_for(lambda: hit(cluster), "hits")
 
     etcd.stop()
-    wait_for(lambda: not hit(cluster))
-    wait_for(lambda: not led())
+    wait_for(lambda: not hit(cluster), "no hit")
+    wait_for(lambda: not led(), "no leader")
     status = cluster_status(cluster.config)
     assert not status.well
     assert "none of 2 masters leads" in status.problems[0]
     assert "etcdctl endpoint health" in status.problems[0]
     etcd.start()
-    wait_for(led)  # before that, no prompt is worth being computed
-    wait_for(lambda: hit(cluster))
-    wait_for(lambda: cluster_status(cluster.config).well)
+    wait_for(led, "a leader again")  # before that, no prompt is worth being computed
+    wait_for(lambda: hit(cluster), "hits again")
+    wait_for(lambda: cluster_status(cluster.config).well, "the cluster being well again")
 
     # both masters have followed the other's log by now: neither would want to lead without it
     etcd.stop()
     etcd.wipe()
     etcd.start()
-    wait_for(lambda: not hit(cluster))
-    wait_for(lambda: hit(cluster))
-    wait_for(lambda: cluster_status(cluster.config).well)
+    wait_for(lambda: not hit(cluster), "no hit")
+    wait_for(lambda: hit(cluster), "hits although etcd knows nothing any more")
+    wait_for(lambda: cluster_status(cluster.config).well, "the cluster being well again")
 
     roles = {role(cluster, name): name for name in MASTERS}
     # what the leader wrote to its log reaches the standby within its polling interval of a second
     seen = [ask(cluster) for _ in range(30)]
     kill(cluster, roles["leader"])
-    wait_for(lambda: seen.append(ask(cluster)) or role(cluster, roles["standby"]) == "leader")
-    wait_for(lambda: seen.append(ask(cluster)) or hit(cluster))
+    wait_for(lambda: seen.append(ask(cluster)) or role(cluster, roles["standby"]) == "leader", "the standby leads")
+    wait_for(lambda: seen.append(ask(cluster)) or hit(cluster), "the same keys are found")
     assert {answer.status for answer in seen} == {200}
     assert len({tuple(answer.tokens) for answer in seen}) == 1

@@ -121,7 +121,7 @@ def works_before(hosts, alone):
 
 
 def wait_until_whole(hosts, alone):
-    wait_for(hosts.well)
+    wait_for(hosts.well, "all nodes well")
     rng = random.Random()
     met = set()
 
@@ -139,7 +139,7 @@ def wait_until_whole(hosts, alone):
         met.update(name for name in before if hosts.stored(name) > before[name] and answer.cached[1] == 12 * CHUNK)
         return met == set(before)
 
-    wait_for(all_met)
+    wait_for(all_met, "both prefill nodes hand over through the pool")
 
 
 def ask(hosts, prompt):
@@ -181,7 +181,7 @@ def cut_in_the_middle(hosts, alone, todo, victim, moved):
     try:
         before = moved()
         with asking(hosts, alone, todo):
-            wait_for(lambda: moved() - before > 80_000)
+            wait_for(lambda: moved() - before > 80_000, "a transfer under way")
             victim.cut()
     finally:
         victim.mend()
@@ -235,7 +235,7 @@ def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_
 def test_the_masters_host_is_gone_and_comes_back(hosts, alone):
     master = hosts.hosts["master"]
     with asking(hosts, alone, prompts(12)) as answers:
-        wait_for(lambda: answers)
+        wait_for(lambda: answers, "an answer")
         master.cut()
         hosts.nodes.pop("master").kill()
     try:

@@ -116,7 +116,7 @@ def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path):
         assert (told["status"], told["node"]) == ("accepted", decode)
         assert (told["tokens"], told["in_pool"], told["ttl_s"]) == (5 * SMALL, 5 * SMALL, 60)
         loaded = "pd_cache_reference_loads_total"
-        wait_for(lambda: metric_at(decode, loaded, outcome="hit") == loads + 1)
+        wait_for(lambda: metric_at(decode, loaded, outcome="hit") == loads + 1, "the node has loaded it")
         after = complete(running.urls["proxy"], prompt)
         assert after.tokens == answer.tokens
         assert after.body["pd_cache"]["prefill"] is None, "it goes to the decode node alone"

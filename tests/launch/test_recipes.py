@@ -82,7 +82,7 @@ def test_an_existing_mooncake_cluster_serves_whose_master_nobody_of_ours_has_sta
     try:
         with contextlib.ExitStack() as stack:
             running = {role: stack.enter_context(Node(role, role, file)) for role in roles}
-            wait_for(lambda: all(row.state == "up" for row in cluster_status(load_config(file)).nodes))
+            wait_for(lambda: all(row.state == "up" for row in cluster_status(load_config(file)).nodes), "every node up")
             answers = [complete(running["proxy"].address, prompt) for _ in range(2)]
             assert [answer.cached for answer in answers] == [(0, 4 * CHUNK), (4 * CHUNK, 4 * CHUNK)]
             cli("reset", "-c", file, "--all", "--version", "w1")

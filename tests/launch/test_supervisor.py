@@ -21,7 +21,7 @@ from tests.support.waiting import PATIENCE_S, wait_for
 def no_file_left_open():
     files = psutil.Process().num_fds()
     yield
-    wait_for(lambda: psutil.Process().num_fds() <= files)
+    wait_for(lambda: psutil.Process().num_fds() <= files, "file descriptors closed")
 
 
 # --- replayed histories ----------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_stdout_and_stderr_are_passed_on_line_by_line_with_the_name():
     lines = []
     with supervising(lines.append) as supervisor:
         supervisor.start([program("a", code, PDC_TEST="from env")])
-        wait_for(lambda: "a | from env True" in lines)
+        wait_for(lambda: "a | from env True" in lines, "output")
         assert supervisor.ready_urls == {"a": ""}
     similar = ("ready b", "ready", "ready a http://x extra", "not ready a", "readya", "READY a")
     expected = ("to out", "to err", "not utf-8 \N{REPLACEMENT CHARACTER}", "ready a http://stderr", *similar)
@@ -273,11 +273,11 @@ def test_a_killed_program_is_started_again_and_what_it_leaves_behind_in_its_grou
         def noticed():
             return supervisor.pids.get("a", first) != first and "a" in supervisor.ready_urls
 
-        watching = threading.Thread(target=lambda: (wait_for(noticed), stop.set()))
+        watching = threading.Thread(target=lambda: (wait_for(noticed, "ready again"), stop.set()))
         watching.start()
         supervisor.wait(stop)
         watching.join()
-        wait_for(lambda: not alive(grandchild))
+        wait_for(lambda: not alive(grandchild), "grandchild gone")
 
 
 def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop():
@@ -287,7 +287,7 @@ def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop():
         supervisor.start([program("a", code + NORMAL)])
     escaped = psutil.Process(int(lines[0].split()[-1]))
     escaped.kill()
-    wait_for(lambda: not alive(escaped.pid))
+    wait_for(lambda: not alive(escaped.pid), "escaped process gone")
 
 
 # --- a supervisor in a process of its own ----------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class Up(Process):
     def __exit__(self, *_):
         self.kill()
         for pid in self.pids():
-            wait_for(lambda pid=pid: not alive(pid))
+            wait_for(lambda pid=pid: not alive(pid), f"{pid} gone")
 
     def pids(self):
         """Children and grandchildren."""
@@ -352,10 +352,10 @@ def test_however_a_supervisor_ends_its_programs_end_in_order_and_nothing_is_left
         else:
             up.process.send_signal(signal.Signals[end])
         status = up.process.wait(PATIENCE_S)
-        wait_for(lambda: not any(alive(one.pid) for one in everyone))
+        wait_for(lambda: not any(alive(one.pid) for one in everyone), "everyone gone")
         if end != "SIGKILL":  # then the kernel asks the programs to stop
             assert status == 0
-            wait_for(lambda: "down" in up.lines)
+            wait_for(lambda: "down" in up.lines, "its last line")
             up.kill()  # so that all of its output has been read
             assert [line.strip() for line in up.errors if "orderly" in line] == ["b | orderly", "a | orderly"]
             assert not any("KeyboardInterrupt" in line for line in up.errors)

@@ -28,7 +28,7 @@ class Traced(NamedTuple):
 
     def received(self, trace, *names):
         """Waits for these spans of a trace. Returns all of the trace, by `service: name`. Only what a node does in parts is there several times."""
-        wait_for(lambda: self.collector.of(trace).keys() >= set(names))
+        wait_for(lambda: self.collector.of(trace).keys() >= set(names), f"{names} of {trace}")
         found = self.collector.of(trace)
         assert all(len(spans) == 1 for name, spans in found.items() if name.split(".")[-1] not in IN_PARTS), found
         return found
@@ -63,8 +63,8 @@ def traced(tmp_path_factory):
 def test_a_request_is_one_trace_through_both_hops_to_the_pool_and_says_how_much_was_found_loaded_and_stored(traced):
     trace, client = traced.ask(list(range(4 * CHUNK)))
     store, load = "pd-cache-prefill: pd_cache.store", "pd-cache-decode: pd_cache.load"
-    wait_for(lambda: traced.summed(trace, store, "stored") == 4)
-    wait_for(lambda: traced.summed(trace, load, "loaded") == 4 * CHUNK)
+    wait_for(lambda: traced.summed(trace, store, "stored") == 4, "the spans of all stores")
+    wait_for(lambda: traced.summed(trace, load, "loaded") == 4 * CHUNK, "the spans of all loads")
     spans = traced.received(trace, *PATH)
     (proxy,) = spans["pd-cache-proxy: pd_cache.proxy"]
     (prefill,), (decode,) = spans["pd-cache-proxy: pd_cache.prefill"], spans["pd-cache-proxy: pd_cache.decode"]

@@ -98,7 +98,7 @@ def test_keys_are_in_the_environment_of_the_child_and_in_nobodys_command_line(ex
     lines = []
     vllm = program(engine, node, tmp_path)
     child = Child(vllm, lambda _, line: lines.append(line))
-    wait_for(lambda: child.poll() is not None)
+    wait_for(lambda: child.poll() is not None, "the child's end")
     assert "--max-model-len=64" in lines, "the child shows its command line"
     assert {"key node-secret", "token hf-secret"} <= set(lines)
     shown = "\n".join(line for line in lines if not line.startswith(("key ", "token ")))

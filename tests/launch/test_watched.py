@@ -163,7 +163,7 @@ def test_many_nodes_that_hang_delay_none_that_answers(well, mute, monkeypatch):
             answers.extend(asker.poll(records, time.monotonic()))
             return sum(one.name == "well" and one.answers for one in answers) >= 20
 
-        wait_for(enough)
+        wait_for(enough, "answers of the one that is well")
     whys = {one.why.removeprefix(f"127.0.0.1:{mute}: ") for one in answers if one.name != "well"}
     assert whys <= {"no whole answer within 0.2 s", "timed out"}
 
@@ -183,8 +183,8 @@ def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_then_after_an_int
     for now in (50.0, 51.0, 51.5):
         assert asker.poll(records, now) == []
     let.set()
-    wait_for(lambda: asker.poll(records, 51.5))
+    wait_for(lambda: asker.poll(records, 51.5), "its answer")
     records.append(record("b", 2))  # whose answer shows that what was due before it was asked
-    wait_for(lambda: "b" in [one.name for one in asker.poll(records, later)])
+    wait_for(lambda: "b" in [one.name for one in asker.poll(records, later)], "its answer")
     asker.close()
     assert asked.count("a") == times

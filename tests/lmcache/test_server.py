@@ -56,7 +56,7 @@ class LMCacheServer:
         self._log = log.open("ab")
         self.process = spawn_child(command, stdout=self._log, stderr=subprocess.STDOUT, env=env)
         try:
-            wait_for(self._is_healthy)
+            wait_for(self._is_healthy, "lmcache server")
         except BaseException:
             self.close()
             raise
@@ -110,7 +110,7 @@ def test_a_second_vllm_finds_what_the_first_stored_and_damage_and_a_dead_pool_ar
         with contextlib.closing(LMCacheServer(pool, log)) as server, by_hand(model, server.connector()) as first:
             computed = [first.complete(one) for one in prompts]
             assert [answer.cached for answer in computed] == [0, 0, 0]
-            wait_for(lambda: len(pool.keys()) >= 3 * (PROMPT // CHUNK))
+            wait_for(lambda: len(pool.keys()) >= 3 * (PROMPT // CHUNK), "all chunks in the pool")
         with contextlib.closing(LMCacheServer(pool, log)) as server, by_hand(model, server.connector()) as second:
             loaded = second.complete(prompts[0])
             assert loaded.tokens == computed[0].tokens

@@ -404,7 +404,7 @@ def test_a_store_is_behind_its_own_step_and_a_load_behind_none_and_the_model_beh
     streams.default.behind.add("step 2")
     for one in caches:
         one.gate.set()
-    wait_for(lambda: len(kernels) == 3)
+    wait_for(lambda: len(kernels) == 3, "all were copied")
     assert side.close(PATIENCE_S)
     assert sorted(kernels) == [("gather", {"step 1"}), ("scatter", set()), ("scatter", set())]
     assert streams.default.behind == {"step 1", "step 2"}

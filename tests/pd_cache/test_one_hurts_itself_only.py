@@ -80,19 +80,20 @@ def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_cal
         assert get(node, lost[:1]) == [""]
         with pool.nodes["store-0"].stopped():
             with beside(*[lambda: get(node, lost)] * 6):
-                wait_for(lambda: node.staging.in_use >= SLOTS // 4)
+                wait_for(lambda: node.staging.in_use >= SLOTS // 4, "readers that hold memory")
                 # meanwhile
                 assert set(put(node, fresh(4))) == {Status.OK}
                 assert node.available
             assert node.available, "a peer that does not deliver says nothing about the pool"
-            wait_for(lambda: node.store._moves.peers.any_silent(time.monotonic()))
+            wait_for(lambda: node.store._moves.peers.any_silent(time.monotonic()), "the first call to end")
             wait_for(
                 lambda: set(get(node, lost[:4])) == {"transfer_failed"},
+                "the readers' calls to end; it is not asked, or fails",
             )
             assert set(get(node, kept)) == {""}
             assert set(put(node, fresh(4))) == {Status.OK}
-        wait_for(lambda: set(get(node, lost)) == {""})
-        wait_for(lambda: node.staging.in_use == 0)
+        wait_for(lambda: set(get(node, lost)) == {""}, "the peer being asked again")
+        wait_for(lambda: node.staging.in_use == 0, "the last calls to end")
 
 
 def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads_of_others(two_stores):
@@ -123,7 +124,7 @@ def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads
                 assert node.staging.in_use <= SLOTS // 2
             finally:
                 done.set()
-        wait_for(lambda: node.staging.in_use == 0)
+        wait_for(lambda: node.staging.in_use == 0, "the last calls to end")
         assert set(put(node, fresh(4))) == {Status.OK}
 
 
@@ -145,11 +146,11 @@ def test_a_damaged_object_under_a_popular_prefix_is_healed_by_the_next_round(poo
         def loaded(count):
             return sum(node.retrieve(tokens, slots)) == count
 
-        wait_for(lambda: loaded(CHUNK) and node.lookup(tokens) == CHUNK)
+        wait_for(lambda: loaded(CHUNK) and node.lookup(tokens) == CHUNK, "the damage being seen")
         node.compute(tokens, slots)
         assert node.store(tokens, slots) == CHUNK
         assert node.lookup(tokens) == 64
-        wait_for(lambda: loaded(64))
+        wait_for(lambda: loaded(64), "all being loaded")
         assert node.engine.metrics.totals()["tier_healed", "mooncake"] == 1
 
 

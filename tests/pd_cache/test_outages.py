@@ -41,8 +41,8 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
             "an outage is no plain miss, and no deadline was waited for"
         )
         pool.start()
-        wait_for(lambda: node.engine.available)
-        wait_for(storing(node))
+        wait_for(lambda: node.engine.available, "the engine finding the master")
+        wait_for(storing(node), "a store going through")
         assert node.lookup(TOKENS) == 40
 
 
@@ -50,10 +50,10 @@ def test_memory_serves_what_it_holds_while_the_master_is_dead(make_pool):
     pool = make_pool().start()
     tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
     with host(pool, cache=CacheConfig(chunk_size=CHUNK, tiers=tiers), **FAST) as node:
-        wait_for(storing(node))
+        wait_for(storing(node), "a store going through")
         pool.kill("master")
         others = node.engine.name_chunks(list(range(100, 140)))
-        wait_for(lambda: node.engine.find(others).reason == "pool_down")
+        wait_for(lambda: node.engine.find(others).reason == "pool_down", "a lookup that noticed it")
         assert node.lookup(TOKENS) == 40
         assert all(node.retrieve(TOKENS, SLOTS))
 
@@ -61,11 +61,11 @@ def test_memory_serves_what_it_holds_while_the_master_is_dead(make_pool):
 def test_a_store_node_killed_between_lookup_and_load_is_a_miss_with_a_reason(make_pool):
     pool = make_pool().start()
     with host(pool, **FAST) as node:
-        wait_for(storing(node))
+        wait_for(storing(node), "a store going through")
         assert node.lookup(TOKENS) == 40
         pool.kill("store-0")
         assert not any(node.retrieve(TOKENS, SLOTS))
         assert set(node.troubles("retrieve")) <= {"transfer_failed", "timeout", "pool_down"}
         assert node.troubles("retrieve")
         pool.start("store-1")
-        wait_for(storing(node))
+        wait_for(storing(node), "another node taking the chunks")

@@ -26,7 +26,7 @@ def model():
 
 def stored(node):
     node.compute(TOKENS, SLOTS)
-    wait_for(lambda: node.store(TOKENS, SLOTS) >= 0 and node.lookup(TOKENS) == len(TOKENS))
+    wait_for(lambda: node.store(TOKENS, SLOTS) >= 0 and node.lookup(TOKENS) == len(TOKENS), "a store going through")
 
 
 def named(node, label, state=""):
@@ -150,7 +150,7 @@ def test_while_all_threads_load_and_store_two_commands_at_once_bring_no_engine_k
         late = []
         for number in range(1, 9):
             seen = len(brought)
-            wait_for(lambda seen=seen: len(brought) > seen + 20)
+            wait_for(lambda seen=seen: len(brought) > seen + 20, "loads on all threads")
             for node in nodes:
                 node.engine.reset()
             states = [node.engine.version.state.id for node in nodes]
@@ -180,7 +180,7 @@ def test_a_load_of_what_was_found_with_earlier_weights_is_a_miss_whatever_is_the
 def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(pool, tmp_path, model, monkeypatch, label):
     monkeypatch.setattr("pd_cache.server.moves.TURN_BYTES", 1)
     with served(pool, tmp_path) as server, Engine(server.url, model) as engine:
-        wait_for(lambda: all(backend.available for backend in server.models.backends))
+        wait_for(lambda: all(backend.available for backend in server.models.backends), "the server's pool")
         engine.store("a", TOKENS)
         assert engine.lookup("b", TOKENS) == len(TOKENS)
         (served_model,) = server.models
@@ -200,7 +200,7 @@ def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(poo
 
 def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_came(pool, tmp_path, model, monkeypatch):
     with served(pool, tmp_path) as server, Engine(server.url, model) as engine, host(pool, model=model) as other:
-        wait_for(lambda: all(backend.available for backend in server.models.backends))
+        wait_for(lambda: all(backend.available for backend in server.models.backends), "the server's pool")
         (served_model,) = server.models
         store = served_model.mover.store
 
@@ -216,7 +216,7 @@ def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_cam
 
 def test_an_op_of_a_worker_with_a_label_from_before_a_change_moves_nothing(pool, tmp_path, model):
     with served(pool, tmp_path) as server, Engine(server.url, model) as engine, host(pool, model=model) as other:
-        wait_for(lambda: all(backend.available for backend in server.models.backends))
+        wait_for(lambda: all(backend.available for backend in server.models.backends), "the server's pool")
         labels = []
         for label in (None, "w1"):
             labels.append(engine.scheduler.label)

@@ -81,7 +81,7 @@ def test_what_only_the_second_pool_has_is_found_loaded_and_put_into_the_first(gr
         assert green.keys() == first, "a lookup moves nothing"
         assert node.retrieve(TOKENS, SLOTS) == [True] * len(TOKENS)
         assert node.holds(TOKENS, SLOTS)
-        wait_for(lambda: green.keys() - first == set(node.keys(TOKENS)))
+        wait_for(lambda: green.keys() - first == set(node.keys(TOKENS)), "all of it in the first pool")
         assert (hits(node, "mooncake"), hits(node, "mooncake-1")) == (0, 4)
         assert node.store(TOKENS, SLOTS) == 0, "it is there"
         node.compute(OTHERS, SLOTS)
@@ -233,7 +233,7 @@ def test_a_value_that_is_removed_does_not_come_back_from_the_second_pool(green, 
         cache.wait_available(60)
         cache.backend.tiers[-1].backend.wait_available(60)  # type: ignore[attr-defined]
         assert cache.get("name") == b"old"
-        wait_for(lambda: green.keys() - before)
+        wait_for(lambda: green.keys() - before, "it is in the first pool, too")
         assert cache.remove("name") is Status.OK
         assert cache.get("name") is None
         assert (green.keys(), blue.keys()) == (before, set())

@@ -506,7 +506,7 @@ def test_an_error_of_one_lookup_does_not_end_the_others_and_one_of_an_engine_tha
         patch.setattr(backend, "batched_contains", leave)
         assert engine.lookup("gone", tokens) == 3 * CHUNK
         assert "gone" not in [name for _, name in server.sessions._sessions]
-    wait_for(lambda: engine.lookup(uuid.uuid4().hex, tokens) == 3 * CHUNK)
+    wait_for(lambda: engine.lookup(uuid.uuid4().hex, tokens) == 3 * CHUNK, "the engine saying hello again")
 
 
 def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool, tmp_path):
@@ -524,9 +524,9 @@ def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool, tmp_path
             keys = model.database.keys(model.database.name_chunks(tokens))
             return sum(status.name == "BUSY" for status in store.remove(keys, timeout=60))
 
-        wait_for(lambda: refused(control) == 0)
+        wait_for(lambda: refused(control) == 0, "the lease of what no session holds to end")
         assert refused(held) == 3
         assert server.sessions.pinned == 3
         server.sessions._clock = lambda: time.monotonic() + 24 * LATE_S
-        wait_for(lambda: refused(held) == 0)
+        wait_for(lambda: refused(held) == 0, "the session to end at its deadline, and then the last lease")
         assert not len(server.sessions)

@@ -45,7 +45,7 @@ def store(engine, first_block=0):
         engine.scheduler.end_session(request)
         return found == len(TOKENS)
 
-    wait_for(there)
+    wait_for(there, "the prompt being stored")
 
 
 def pages(engine, first_block):

@@ -73,11 +73,12 @@ def test_kill_9_of_an_engine_frees_sessions_pins_mappings_and_shared_memory(serv
             assert server.sessions.pinned == 4
             assert shared_maps() > maps
             process.send(signal.SIGKILL)
-            wait_for(lambda: len(server._clients) == 2 and not server.sessions.pinned)
+            wait_for(lambda: len(server._clients) == 2 and not server.sessions.pinned, "it being forgotten")
             wait_for(
                 lambda: shared_maps() == maps and not (server._lookups.in_flight or server._moves.in_flight),
+                "its memory being unmapped",
             )
-        wait_for(lambda: shared_files() <= files)
+        wait_for(lambda: shared_files() <= files, "its files being closed")
         assert not [name for name in set(os.listdir("/dev/shm")) - names if str(process.process.pid) in name]
         assert other.retrieve("goes on", TOKENS, 20) == set()
         assert other.holds(TOKENS, 20)
@@ -95,7 +96,7 @@ def test_an_engine_that_says_goodbye_takes_everything_with_it(server):
     del again  # its tensors are a file of this process's, too
     gc.collect()
     wait_for(lambda: not server._clients and not server.sessions.pinned)
-    wait_for(lambda: shared_files() <= files)
+    wait_for(lambda: shared_files() <= files, "every file being closed")
     assert shared_maps() <= maps
 
 
@@ -120,8 +121,8 @@ def test_kill_9_of_the_server_fails_what_is_outstanding_and_all_comes_back_after
             assert set(troubles(engine.scheduler.metrics, "lookup")) == {"server_lost"}
             server.kill()
             server = ServerProcess(pool, tmp_path)
-            wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK)
-            wait_for(lambda: engine.worker.available)
+            wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK, "hits after the restart")
+            wait_for(lambda: engine.worker.available, "the worker knowing that it is registered")
             assert engine.retrieve("back", TOKENS, 30) == set()
             assert engine.holds(TOKENS, 30)
     finally:
@@ -144,7 +145,7 @@ def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again
             assert same_tensors([one[20:52] for one in engine.cache], [one[20:52] for one in before])
         wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK)
         # a load that a busy machine does not do within its second is given up, too
-        wait_for(lambda: engine.retrieve(uuid.uuid4().hex, TOKENS, 20) == set())
+        wait_for(lambda: engine.retrieve(uuid.uuid4().hex, TOKENS, 20) == set(), "a load")
         assert engine.holds(TOKENS, 20)
 
 
@@ -167,7 +168,7 @@ def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool, tm
             finally:
                 stop.set()
     own = 1  # the engine's, which is of this process, too
-    wait_for(lambda: shared_maps() <= before + own)
+    wait_for(lambda: shared_maps() <= before + own, "the mappings being gone")
     assert not [name for name in os.listdir(tmp_path) if name.endswith((".sock", ".fds"))]
 
 
@@ -198,4 +199,4 @@ def test_a_server_that_dies_while_it_maps_memory_is_noticed_at_once(tmp_path):
         server.close()
         del answers[0]
         listen()
-        wait_for(lambda: engine.ready)
+        wait_for(lambda: engine.ready, "the tensors being registered with the server that took its place")

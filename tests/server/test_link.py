@@ -51,7 +51,7 @@ class End:
         own = name.decode() or uuid.uuid4().hex
         with contextlib.closing(ClientLink(self.link.url, None, own, lambda: None)) as client:
             assert not attached or client.attach()
-            wait_for(lambda: client.request(EndSession("x"), LATE_S).outcome() == Done())
+            wait_for(lambda: client.request(EndSession("x"), LATE_S).outcome() == Done(), "ZMQ's connection")
             yield client
 
 
@@ -85,7 +85,7 @@ def test_descriptors_come_with_their_request_and_are_closed_when_its_handler_ret
         assert client.request(Unregister(), LATE_S, [read]).outcome() == outcome
         os.close(read)
     assert received == [b"hello"] * 3
-    wait_for(lambda: open_files("pipe:") == before)
+    wait_for(lambda: open_files("pipe:") == before, "the server's duplicates being closed")
 
 
 def test_a_client_is_gone_once_when_its_last_unix_socket_ends(end):
@@ -108,7 +108,7 @@ def test_the_end_of_the_unix_socket_alone_is_the_end_of_the_server(end):
         wait_for(lambda: NAME in end.link._attached)
         assert client.watch(0.0)
         end.link._attached[NAME].shutdown(2)
-        wait_for(lambda: not client.watch(LATE_S))
+        wait_for(lambda: not client.watch(LATE_S), "the server's end being seen")
 
 
 def test_without_a_unix_socket_a_request_with_descriptors_fails_at_once(end):

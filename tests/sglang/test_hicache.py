@@ -292,12 +292,13 @@ def test_a_transfer_that_is_late_never_writes_into_a_page_that_belongs_to_anothe
         keys = [f"{number:064x}" for number in range(8)]
         wait_for(
             lambda: backend.batch_set_v1(keys, at(*range(8))) == [True] * 8,
+            "the pool, which has just started",
         )
         with pool.nodes["store-0"].stopped():
             assert backend.batch_get_v1(keys, at(*range(8, 16))) == [False] * 8
             filled(host, 3)
             others = [page(host, number) for number in range(8, 16)]
-        wait_for(lambda: backend.batch_get_v1(keys, at(*range(8))) == [True] * 8)
+        wait_for(lambda: backend.batch_get_v1(keys, at(*range(8))) == [True] * 8, "a load after the pause")
         assert [page(host, number) for number in range(8, 16)] == others
     finally:
         backend.close()
@@ -330,7 +331,7 @@ def test_clearing_the_storage_hides_what_every_node_has_stored(opened):
     assert other.batch_exists(["a"]) == 1
     assert other.clear() is True
     assert other.batch_exists(["a"]) == 0
-    wait_for(lambda: one.batch_exists(["a"]) == 0)
+    wait_for(lambda: one.batch_exists(["a"]) == 0, "the other node's answer, for which it asks twice a second")
     assert one.batch_get_v1(["a"], at(1)) == [False]
     assert one.batch_set_v1(["a"], at(0)) == [False], "this engine has not said that it has the new weights"
     assert one.clear() is True

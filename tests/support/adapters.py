@@ -190,7 +190,7 @@ class _LMCache(AdapterSubject):
 
     @staticmethod
     def _finished(asked: Callable[[], Any]) -> Any:
-        (answer,) = wait_for(lambda: [one for one in [asked()] if one is not None])
+        (answer,) = wait_for(lambda: [one for one in [asked()] if one is not None], "the task's result")
         return answer
 
     @staticmethod

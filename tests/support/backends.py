@@ -207,7 +207,7 @@ def making(folder: Path, payload: int, client: MooncakeBackend | None = None) ->
         for subject in subjects:
             subject.backend.close()
             subject.backend.close()
-            wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0)
+            wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0, "all memory free after close")
             subject.backend.memory.pool.check_integrity()
 
 

@@ -135,7 +135,7 @@ def started(folder: Path, **changes: Any) -> Iterator[LocalCluster]:
     file.write_text(dump_config(with_ports(load_config(file))))
     config, source = read_config(file)
     with running(config, source) as cluster:
-        wait_for(lambda: all(row.state in ("up", "not asked") for row in cluster_status(cluster.config).nodes))  # fmt: skip
+        wait_for(lambda: all(row.state in ("up", "not asked") for row in cluster_status(cluster.config).nodes), "every node up")  # fmt: skip
         yield cluster
 
 

@@ -67,7 +67,7 @@ class Etcd:
             command = [*self._host.inside(*command)]
         self.process = spawn_child(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            wait_for(self._answers)
+            wait_for(self._answers, "etcd answering")
         except BaseException:
             self.stop()
             raise

@@ -39,7 +39,7 @@ _next_port = itertools.count()
 def suspend(process: psutil.Process) -> None:
     """Stops a process, and returns once none of its threads runs."""
     process.suspend()
-    wait_for(lambda: _is_stopped(process.pid))
+    wait_for(lambda: _is_stopped(process.pid), f"{process} has stopped")
 
 
 def _is_stopped(pid: int) -> bool:

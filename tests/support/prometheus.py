@@ -63,7 +63,7 @@ class Prometheus:
             "--log.level=error",
         ]
         self._process = spawn_child(command, stdout=subprocess.DEVNULL)
-        wait_for(self._answers)
+        wait_for(self._answers, "Prometheus")
         return self
 
     def stop(self) -> None:

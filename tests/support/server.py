@@ -141,7 +141,7 @@ class Engine:
     def lookup(self, request: str, tokens: list[int], **options: Any) -> int:
         """Ask as a scheduler does, until there is an answer."""
         self.scheduler.maybe_submit_lookup_request(request, token_ids=tokens, **options)
-        wait_for(lambda: self.scheduler.check_lookup_result(request) is not None)
+        wait_for(lambda: self.scheduler.check_lookup_result(request) is not None, "the lookup's answer")
         found = self.scheduler.check_lookup_result(request)
         self.scheduler.cleanup_lookup_result(request)
         return found or 0
@@ -159,7 +159,7 @@ class Engine:
         self.finish_store(request)
 
     def finish_store(self, request: str) -> None:
-        wait_for(lambda: request in (self.worker.get_finished({request})[0] or ()))
+        wait_for(lambda: request in (self.worker.get_finished({request})[0] or ()), "the store's end")
 
     def retrieve(self, request: str, tokens: list[int], first_block: int = 0, **options: Any) -> set[int]:
         """Load and wait for it; the bad blocks."""
@@ -168,7 +168,7 @@ class Engine:
         return self.worker.get_block_ids_with_load_errors()
 
     def finish_retrieve(self, request: str) -> None:
-        wait_for(lambda: request in (self.worker.get_finished(set())[1] or ()))
+        wait_for(lambda: request in (self.worker.get_finished(set())[1] or ()), "the retrieve's end")
 
 
 def store_surely(engine: Engine, tokens: list[int]) -> None:
@@ -181,7 +181,7 @@ def store_surely(engine: Engine, tokens: list[int]) -> None:
         engine.scheduler.end_session(request)
         return found == len(tokens) // CHUNK * CHUNK
 
-    wait_for(there)
+    wait_for(there, "the prompt being stored")
 
 
 def move_unchecked(
@@ -193,7 +193,7 @@ def move_unchecked(
     try:
         return connection.ask(kind("", tuple(names), tuple(blocks), *place, int(LATE_S * 1000)), LATE_S)
     finally:
-        wait_for(lambda: connection.fence.revoke(*place))
+        wait_for(lambda: connection.fence.revoke(*place), "the ticket being taken away")
 
 
 class StrangePeer:

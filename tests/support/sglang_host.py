@@ -114,7 +114,7 @@ class SglangSubject(AdapterSubject):
 
     def wait_available(self) -> None:
         self.backend.cache.wait_available(60)
-        wait_for(lambda: all(self.store({"ready": bytes(PAGE)})))
+        wait_for(lambda: all(self.store({"ready": bytes(PAGE)})), "a store")
 
     def close(self) -> None:
         self.backend.close()

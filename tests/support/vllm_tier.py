@@ -79,7 +79,7 @@ class VllmTierSubject(AdapterSubject):
         context = ReqContext(req_id=str(number))
         job = TransferJob(number, [name.encode() for name in names], np.array(rows, dtype=np.int32), load, context)
         (self.tier.submit_load if load else self.tier.submit_store)(job)
-        (ended,) = wait_for(lambda: list(self.tier.get_finished_jobs()))
+        (ended,) = wait_for(lambda: list(self.tier.get_finished_jobs()), "the end of a job")
         assert ended.job_id == number
         return ended
 
@@ -104,7 +104,7 @@ class VllmTierSubject(AdapterSubject):
                 self.tier.on_schedule_end(ScheduleEndContext([], []))
                 return LookupResult.RETRY not in found
 
-            wait_for(answered)
+            wait_for(answered, "an answer to each lookup")
             self.tier.on_request_finished(context)
             return [one is LookupResult.HIT for one in found]
 
@@ -123,7 +123,7 @@ class VllmTierSubject(AdapterSubject):
 
     def wait_available(self) -> None:
         self.tier.cache.wait_available(60)
-        wait_for(lambda: all(self.store({"ready": bytes(PAGE)})))
+        wait_for(lambda: all(self.store({"ready": bytes(PAGE)})), "a store")
 
     def close(self) -> None:
         self.tier.shutdown()

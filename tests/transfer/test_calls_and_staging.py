@@ -118,7 +118,7 @@ def test_spare_threads_take_the_place_of_late_ones_and_go_when_these_are_back(ma
     assert held.submit("refused", soon()) is None, "at most one spare"
     before = threading.active_count()
     held.go_on.set()
-    wait_for(lambda: threading.active_count() == before - 1)
+    wait_for(lambda: threading.active_count() == before - 1, "the spare thread's end")
     again = held.submit("again", soon())
     assert again.outcome("") == "again"
 

@@ -162,8 +162,8 @@ def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_wh
         assert got(20) == got(20) == [Status.OK] * 4
         with pool.nodes["store-0"].stopped():
             assert got(0.5) == [Status.TIMEOUT] * 4
-            wait_for(lambda: store._moves.peers.any_silent(time.monotonic()))
-        wait_for(lambda: got(20) == [Status.OK] * 4)
+            wait_for(lambda: store._moves.peers.any_silent(time.monotonic()), "a silent peer")
+        wait_for(lambda: got(20) == [Status.OK] * 4, "the peer's objects")
         assert ways[:3] == ["client", "direct", "direct"]
         assert set(ways[3:]) == {"client"}
 

@@ -96,7 +96,7 @@ def test_bytes_that_come_after_a_transfer_was_given_up_reach_nobody_elses_slot(m
             reader.stdin.write(b"\n")
             reader.stdin.flush()
         # Mooncake's client turns a processor for a minute of the wall clock, which passes as well while the process stands still
-        wait_for(lambda: first.cpu_times().user > before + 0.5)
+        wait_for(lambda: first.cpu_times().user > before + 0.5, "the first read, which waits")
         suspend(first)
         assert readers[1].stdout.readline() == b"reused\n"
         first.resume()

@@ -71,7 +71,7 @@ def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_ove
 
         together(*[work] * 16)
         assert wrong == []
-        wait_for(lambda: asks_directly(store))
+        wait_for(lambda: asks_directly(store), "the connection being made")
         store._breaker.well_until = float("inf")  # for however long the next line takes
         monkeypatch.setattr(store._control, "submit", None)
         assert store.batch_exist(keys, timeout=20) == expected
@@ -83,14 +83,14 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
         store,
         staging,
     ):
-        wait_for(lambda: asks_directly(store))
+        wait_for(lambda: asks_directly(store), "the connection being made")
         (master,) = psutil.Process(pool.nodes["master"].process.pid).children()
         suspend(master)
-        wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.TIMEOUT])
-        wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.POOL_DOWN])
+        wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.TIMEOUT], "a time-out")
+        wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.POOL_DOWN], "the breaker")
         master.resume()
-        wait_for(lambda: store.batch_exist(["k"], timeout=20) == [Status.MISSING])
-        wait_for(lambda: asks_directly(store))
+        wait_for(lambda: store.batch_exist(["k"], timeout=20) == [Status.MISSING], "the pool being found back")
+        wait_for(lambda: asks_directly(store), "the connection being made")
         pool.kill("master")
         assert store._lookup_rpc.ask(["k"], later()) is None
         assert not store._lookup_rpc._connections
@@ -100,13 +100,13 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
             assert time.monotonic() - start < 30, "a bound, not a measurement: Mooncake itself waits for a minute"
         assert not store.available
         pool.start("master")
-        wait_for(lambda: asks_directly(store))
-        wait_for(lambda: put(store, staging, fresh(1)) == [Status.OK])
+        wait_for(lambda: asks_directly(store), "a new connection")
+        wait_for(lambda: put(store, staging, fresh(1)) == [Status.OK], "the store node being mounted again")
 
 
 def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_short_cut_reaches_it(pool):
     with opened(pool, breaker={"failures": 2, "probe_interval_ms": 3_600_000}) as (store, _):
-        wait_for(lambda: asks_directly(store))
+        wait_for(lambda: asks_directly(store), "the connection being made")
         codes = [1, 0, -900, -901]
 
         class Cut:
@@ -133,7 +133,7 @@ def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_s
 
 def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_caller_was_impatient(pool, monkeypatch):
     with opened(pool, timeouts={"exist_ms": 1000}, breaker={"failures": 1}) as (store, _):
-        wait_for(lambda: asks_directly(store))
+        wait_for(lambda: asks_directly(store), "the connection being made")
 
         def too_late(*_):
             raise TimeoutError

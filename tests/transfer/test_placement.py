@@ -92,7 +92,7 @@ def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_su
         both = put_all(replicas=2)[:8]
         assert (used(0), used(1)) == (80 * SLOT, 40 * SLOT)
         two_segments.kill("store-0")
-        wait_for(lambda: readable(store, staging, both, b"r"))
+        wait_for(lambda: readable(store, staging, both, b"r"), "every key being read from its other copy")
         assert not readable(store, staging, alone, b"r")
 
 

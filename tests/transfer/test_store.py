@@ -143,7 +143,7 @@ def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool):
                 slot.release()
             if results[0].status is Status.TIMEOUT:
                 assert staging.in_use == 2, "slots that the stuck call may still write were handed out"
-        wait_for(lambda: staging.in_use == 0)
+        wait_for(lambda: staging.in_use == 0, "the stuck call to end")
 
 
 def test_mooncakes_client_in_rust_is_refused_by_name(monkeypatch):

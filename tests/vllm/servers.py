@@ -120,7 +120,7 @@ class Server:
 
     def settle(self) -> None:
         """Waits until nobody holds a block of the KV cache."""
-        wait_for(lambda: not self.blocks_in_use)
+        wait_for(lambda: not self.blocks_in_use, "all blocks given back")
 
     def complete_all(self, prompts: Sequence[Sequence[int]], max_tokens: int = 6) -> list[Answer]:
         """All at once."""

@@ -126,7 +126,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     with running_cluster(config, source, sink=quiet) as cluster:
         proxy = Server(cluster.urls["proxy"], bearer(PLAIN))
         prefill, decode = (Server(cluster.urls[name], bearer(NODES)) for name in LONGEST)
-        wait_for(lambda: proxy.ask("/health")["lookups"] == "on")
+        wait_for(lambda: proxy.ask("/health")["lookups"] == "on", "the proxy looks into the pool")
         yield Served(file, proxy, prefill, decode)
 
 
@@ -290,11 +290,11 @@ def test_an_adapter_is_served_by_its_name_also_if_only_the_decode_node_has_it(se
 def test_a_client_that_leaves_ends_its_request_at_both_nodes(served, plain, new_prompt):
     prompts = [new_prompt(2000), new_prompt(1500)]
     with served.proxy.abandoned(prompts[0]):
-        wait_for(lambda: served.prefill.blocks_in_use)
+        wait_for(lambda: served.prefill.blocks_in_use, "the prefill")
     with served.proxy.abandoned(prompts[1], 2000):
-        wait_for(lambda: served.decode.metric("vllm:generation_tokens_total") > 0)
+        wait_for(lambda: served.decode.metric("vllm:generation_tokens_total") > 0, "the answer")
     for node in (served.prefill, served.decode):
-        wait_for(lambda node=node: not node.metric("vllm:num_requests_running"))
+        wait_for(lambda node=node: not node.metric("vllm:num_requests_running"), "the end")
     served.settle()
     for prompt in prompts:
         assert served.proxy.complete(prompt).tokens == plain.tokens(prompt)
@@ -339,7 +339,7 @@ def test_a_prompt_is_retained_released_and_prefetched(served: Served, new_prompt
         assert told["status"] == "refused"
         return
     assert (told["status"], told["in_pool"]) == ("accepted", WHOLE)
-    wait_for(lambda: served.decode.loaded == loaded + WHOLE)
+    wait_for(lambda: served.decode.loaded == loaded + WHOLE, "it is loaded before its request comes")
     again = served.asked(body, path)
     assert close(again.body["choices"], first.body["choices"])
     assert served.decode.loaded == loaded + WHOLE, "the request finds it in vLLM's own cache"

@@ -39,11 +39,11 @@ def test_a_subscriber_of_vllms_publisher_that_comes_later_catches_up_by_its_repl
             publisher.publish(KVEventBatch(ts=float(number), events=[event]))
         with closing(EventSubscriber()) as subscriber:
             subscriber.follow({"vllm": (ends, known.apply)})
-            wait_for(lambda: len(known) == 6000)
+            wait_for(lambda: len(known) == 6000, "everything was replayed")
             publisher.publish(KVEventBatch(ts=6001.0, events=[BlockRemoved([3], "GPU", 0)]))
-            wait_for(lambda: len(known) == 5999)
+            wait_for(lambda: len(known) == 5999, "the stream goes on")
             publisher.publish(KVEventBatch(ts=6002.0, events=[AllBlocksCleared()]))
-            wait_for(lambda: len(known) == 0)
+            wait_for(lambda: len(known) == 0, "all were cleared")
     finally:
         publisher.shutdown()
 
@@ -89,13 +89,13 @@ def test_a_real_nodes_events_say_what_its_own_cache_holds_until_it_forgets(obser
     named = observed.namer.name(tokens, None)
     observed.node.complete(tokens)
     whole = len(named.blocks) * named.block_tokens
-    wait_for(lambda: observed.cache.tokens(named) == whole)
+    wait_for(lambda: observed.cache.tokens(named) == whole, "the node's events say that it has the prompt")
     salted = observed.namer.name(tokens, "tenant")
     assert observed.cache.tokens(salted) == 0
     observed.node.complete(tokens, cache_salt="tenant")
-    wait_for(lambda: observed.cache.tokens(salted) == whole)
+    wait_for(lambda: observed.cache.tokens(salted) == whole, "another tenant's are other blocks")
     # vLLM forgets nothing while blocks are being stored, and publishes what it forgot with its next step
     observed.node.settle()
     observed.node.forget_prefixes()
     observed.node.complete(tokens[:3], 1)
-    wait_for(lambda: len(observed.cache) == 0)
+    wait_for(lambda: len(observed.cache) == 0, "it forgot all")

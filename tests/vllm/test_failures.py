@@ -33,7 +33,7 @@ def store(pool: Pool, server: Server, prompt: list[int], held: int = 0) -> None:
         server.forget_prefixes()
         return False
 
-    wait_for(stored)
+    wait_for(stored, "the prompt in the pool")
 
 
 def test_a_corrupt_object_is_computed_again_and_never_used(pair, plain, new_prompt, vllm_pool):

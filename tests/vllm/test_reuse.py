@@ -151,9 +151,9 @@ def test_a_stream_loads_what_appears_and_the_request_that_is_answered_finds_it_a
 
     before = node.loaded
     with node.abandoned(prompt, 1, kv_transfer_params={"do_remote_prefill": True, "pd_cache": {"stream": True}}):
-        wait_for(lambda: node.loaded - before == first)
+        wait_for(lambda: node.loaded - before == first, "what the pool has")
         node.complete(prompt, 1)  # computes and stores the rest, as a prefill node would
-        wait_for(lambda: node.loaded - before == whole)
+        wait_for(lambda: node.loaded - before == whole, "what was stored meanwhile")
         announced = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": whole}}
         answer = node.complete(prompt, kv_transfer_params=announced)
     assert answer.tokens == plain.tokens(prompt)

@@ -74,7 +74,7 @@ def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memo
         sharing.by_hand.store(prompt, 1)
         return metric_at(metrics, "pd_cache_tokens_total", op="store", outcome="stored") >= WHOLE
 
-    wait_for(stored)
+    wait_for(stored, "the prompt in the pool")
     before = {tier: metric_at(metrics, "pd_cache_tier_hits_total", tier=tier) for tier in ("local", "mooncake")}
     assert sharing.launched.complete(prompt).outcome == (WHOLE, plain.tokens(prompt))
     assert metric_at(metrics, "pd_cache_tier_hits_total", tier="local") == before["local"] + WHOLE // CHUNK
@@ -87,7 +87,7 @@ def test_a_stream_loads_through_the_server_and_the_request_finds_it_at_hand(shar
     sharing.by_hand.store(prompt, 1)
     before = node.loaded
     with node.abandoned(prompt, 1, kv_transfer_params={"do_remote_prefill": True, "pd_cache": {"stream": True}}):
-        wait_for(lambda: node.loaded - before == WHOLE)
+        wait_for(lambda: node.loaded - before == WHOLE, "it is loaded")
     answer = node.complete(prompt)
     assert (answer.tokens, node.loaded - before) == (plain.tokens(prompt), WHOLE)
     report = (answer.kv_transfer_params or {})["pd_cache"]["report"]
@@ -113,7 +113,7 @@ def serve_adapter(server: Server, adapter: str, folder: Path, new_prompt: NewPro
         server.store(new_prompt(CHUNK), 1, model=adapter)
         return server.metric("vllm:pd_cache_troubles_total", op="lookup") == before
 
-    wait_for(uncounted)
+    wait_for(uncounted, f"the digest of {adapter}")
 
 
 def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(sharing, model, new_prompt, tmp_path):
@@ -144,7 +144,7 @@ def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(shari
         first.complete(new_prompt(CHUNK), 1, model="same")
         return first.metric("vllm:pd_cache_troubles_total", op="lookup", reason="adapter_changed") > known
 
-    wait_for(changed)
+    wait_for(changed, "the change of the adapter's files is found out")
     assert first.complete(prompt, model="same").cached == 0
 
 
@@ -167,5 +167,5 @@ def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(sharing,
             server.forget_prefixes()
             return server.complete(prompt).cached == WHOLE
 
-        wait_for(hit)
+        wait_for(hit, "a hit after the restart")
         assert server.complete(prompt).tokens == plain.tokens(prompt)

@@ -59,7 +59,7 @@ class Tiered:
             self.step()
             return not self.manager.has_pending_work()
 
-        wait_for(settled)
+        wait_for(settled, "the end of all transfers")
 
     def reset(self) -> None:
         """As the scheduler does when it resets its caches; no worker has anything under way."""
@@ -91,7 +91,7 @@ class Tiered:
             self.step(context)
             return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found)
 
-        wait_for(answered)
+        wait_for(answered, "an answer to each lookup")
         hits = [key for key, one in zip(keys, found, strict=True) if one is LookupResult.HIT]
         values: dict[bytes, bytes] = {}
         if hits:

@@ -54,7 +54,7 @@ def test_what_one_engine_stored_in_the_pool_a_fresh_one_loads_and_computes_the_s
         assert first.cached == 0
         whole = PROMPT // BLOCK
         cascading = "vllm:kv_offload_tiering_active_cascade_jobs"
-        wait_for(lambda: len(vllm_pool.keys() - before) >= whole and not a.metric(cascading))
+        wait_for(lambda: len(vllm_pool.keys() - before) >= whole and not a.metric(cascading), "all chunks in the pool")
         second = b.complete(prompt)
         assert second.cached == whole * BLOCK
         assert second.tokens == first.tokens

@@ -18,7 +18,7 @@ def ask(server: PdCacheServer, prompt: Sequence[int]) -> tuple[str, str]:
 
 
 def received(collector: Collector, trace: str, *names: str) -> dict[str, list[ReceivedSpan]]:
-    wait_for(lambda: collector.of(trace).keys() >= set(names))
+    wait_for(lambda: collector.of(trace).keys() >= set(names), f"{names} of {trace}")
     return collector.of(trace)
 
 
@@ -37,6 +37,7 @@ def test_lookup_store_and_load_lie_under_the_clients_span_beside_vllms_own(pair,
     spans = received(collector, trace, VLLM, LOOKUP, STORE)
     wait_for(
         lambda: sum(span.attributes["pd_cache.stored"] for span in collector.of(trace)[STORE]) >= 5,
+        "all chunks in spans of stores",
     )
     assert {span.parent for name in (VLLM, LOOKUP, STORE) for span in collector.of(trace)[name]} == {client}
     (lookup,) = spans[LOOKUP]

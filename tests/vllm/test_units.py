@@ -91,7 +91,7 @@ def test_each_data_parallel_rank_of_vllm_publishes_where_the_nodes_record_says(h
             stack.callback(publisher.shutdown)
             publisher.publish(KVEventBatch(ts=float(rank), events=[AllBlocksCleared()]))
         subscriber.follow({rank: (EventEndpoints(*addresses[rank]), came[rank].extend) for rank in range(2)})
-        wait_for(lambda: all(came))
+        wait_for(lambda: all(came), "each rank's batch was replayed")
     assert [one.ts for (one, *_) in came] == [0.0, 1.0]
 
 

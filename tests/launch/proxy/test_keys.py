@@ -147,12 +147,12 @@ def test_a_file_whose_reading_hangs_is_logged_and_the_others_are_read_again(keys
     keys.path.write_text(f"bob {KEY}-of-bob")
     stop = keys.files.follow()
     try:
-        wait_for(lambda: "reading proxy.hung hangs; the previous contents" in caplog.text)
-        wait_for(lambda: keys.keys.may_watch(f"Bearer {KEY}-of-bob"))
+        wait_for(lambda: "reading proxy.hung hangs; the previous contents" in caplog.text, "it is logged")
+        wait_for(lambda: keys.keys.may_watch(f"Bearer {KEY}-of-bob"), "the other is read")
     finally:
         stop.set()
         os.close(os.open(hung, os.O_WRONLY))
-    wait_for(lambda: not any(thread.name == "proxy-files" for thread in threading.enumerate()))
+    wait_for(lambda: not any(thread.name == "proxy-files" for thread in threading.enumerate()), "all ended")
 
 
 @pytest.mark.parametrize("content", ["alice", "", None])
@@ -199,7 +199,7 @@ def test_a_file_that_hangs_when_it_is_looked_at_does_not_keep_the_proxy_from_end
     with proxy_process(tmp_path, decode_at("http://127.0.0.1:9"), api_keys_file=str(keys)) as (_, process):
         keys.unlink()
         os.mkfifo(keys)
-        wait_for(looks)
+        wait_for(looks, "it looking at the file")
         process.terminate()
         assert process.wait(PATIENCE_S) == 0
         os.close(held[0])

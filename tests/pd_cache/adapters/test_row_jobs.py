@@ -55,7 +55,7 @@ class Jobs:
 
     def ended(self, count):
         results = []
-        wait_for(lambda: results.extend(self.its.finished()) or len(results) >= count)
+        wait_for(lambda: results.extend(self.its.finished()) or len(results) >= count, "the end of jobs")
         return sorted(results)
 
 

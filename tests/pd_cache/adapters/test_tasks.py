@@ -20,7 +20,7 @@ def lane():
 
 def results(lane, count):
     found = {}
-    wait_for(lambda: found.update(lane.take_all()) or len(found) == count)
+    wait_for(lambda: found.update(lane.take_all()) or len(found) == count, "every task has a result")
     return found
 
 
@@ -64,7 +64,7 @@ def test_the_end_of_a_lane_makes_the_deadlines_of_its_tasks_pass_and_waits_for_t
 
     def runs(deadline):
         running.set()
-        wait_for(lambda: deadline.passed)
+        wait_for(lambda: deadline.passed, "the end of the task's time")
         return "ended"
 
     numbers = [lane.submit(runs, "failed", 3600) for _ in range(20)]

@@ -52,7 +52,7 @@ class Contents:
             self.forgotten += isinstance(step, Forget)
 
     def wait_for(self, *blocks):
-        wait_for(lambda: self.blocks == set(blocks))
+        wait_for(lambda: self.blocks == set(blocks), f"it knows {blocks}")
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_gap_is_asked_for_at_once(endpoints):
         heard.wait_for(1)
         frames = [b"", (7).to_bytes(8, "big"), msgspec.msgpack.encode((9.0, [StoredEvent([7])]))]
         # more than once, because a subscription takes a moment
-        wait_for(lambda: publisher.send(frames) or heard.blocks == {7})
+        wait_for(lambda: publisher.send(frames) or heard.blocks == {7}, "it goes on behind the gap")
     assert heard.forgotten == 1, "the publisher does not have the batches between them"
 
 
@@ -152,10 +152,10 @@ def test_neither_a_receiver_that_raises_nor_an_address_that_is_none_stops_the_ot
     with closing(EventPublisher(endpoints)) as first, closing(EventPublisher(ends)) as second:
         subscriber.follow({"a": (endpoints, breaks), "b": (ends, other.apply), "c": (nowhere, other.apply)})
         first.publish([StoredEvent([1])])
-        wait_for(called.is_set)
+        wait_for(called.is_set, "it broke")
         second.publish([StoredEvent([2])])
         other.wait_for(2)
         well.set()
         heard.wait_for(1)
         subscriber.follow({})
-        wait_for(lambda: not subscriber.describe())
+        wait_for(lambda: not subscriber.describe(), "nobody is followed")

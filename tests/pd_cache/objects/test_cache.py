@@ -283,7 +283,7 @@ def test_many_more_values_than_staging_memory_holds(pool, name):
         names, values = [name(n) for n in range(60)], [some(3 * PART + n) for n in range(60)]
         assert cache.put_many(names, values) == [Status.OK] * 60
         assert [one.value for one in cache.get_many(names)] == values
-        wait_for(lambda: cache.backend.memory.pool.in_use == 0)
+        wait_for(lambda: cache.backend.memory.pool.in_use == 0, "all memory free")
 
 
 def test_tiers_keep_values_of_any_size(make, name, tmp_path, pool):
@@ -322,7 +322,7 @@ def test_with_disk_alone_no_pool_is_needed(tmp_path, pool, name):
             cache.wait_available(60)
             assert cache.get(name(1)) == (b"kept" if turn else None)
             assert cache.put(name(1), b"kept") is Status.OK
-            wait_for(lambda cache=cache: cache.get(name(1)) == b"kept")
+            wait_for(lambda cache=cache: cache.get(name(1)) == b"kept", "the write behind")
 
 
 # --- asyncio ---------------------------------------------------------------------------------------------------------

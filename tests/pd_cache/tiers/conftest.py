@@ -32,7 +32,7 @@ def open_disk(tmp_path):
     finally:
         for subject in subjects:
             subject.backend.close()
-            wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0)
+            wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0, "all memory free")
 
 
 class Faults:

@@ -181,7 +181,7 @@ def test_a_write_that_does_not_get_its_turn_displaces_nothing(open_disk, faults)
     assert subject.put({"c": value("c"), "d": value("d")}) == [Status.TIMEOUT] * 2
     faults.go_on.set()
     remaining = {digest_of("b"), digest_of("c")}
-    wait_for(lambda: {file.name[:32] for file in files(subject)} == remaining)
+    wait_for(lambda: {file.name[:32] for file in files(subject)} == remaining, "only what was written")
     subject.check_integrity()
 
 
@@ -217,7 +217,7 @@ def test_a_full_disk_refuses_writes_is_read_and_comes_back(open_disk, small_disk
     assert subject.count("pd_cache_tier_failures_total", tier="disk", reason="enospc") == 1
     assert subject.get(["early"]) == [value("early")]
     ballast.unlink()
-    wait_for(lambda: subject.count("pd_cache_tier_off", tier="disk") == 0)
+    wait_for(lambda: subject.count("pd_cache_tier_off", tier="disk") == 0, "the tier in use again")
     assert subject.put({"late": value("late")}) == [Status.OK]
     assert subject.get(["late", "early"]) == [value("late"), value("early")]
     assert temporaries(subject) == []
@@ -248,11 +248,11 @@ def test_what_an_error_says_is_told_by_its_number_and_by_how_many_there_are_in_a
     assert subject.get(KEYS) == (expected() if readable else ["tier_off"] * 8)
     assert subject.count("pd_cache_tier_failures_total") == 1
     faults.fail(0)
-    wait_for(lambda: subject.put({"new": value("new")}) == [Status.OK])
+    wait_for(lambda: subject.put({"new": value("new")}) == [Status.OK], "writes accepted again")
     faults.fail(number, "read", "probe")
     assert subject.get(KEYS)[:3] == read
     faults.fail(0)
-    wait_for(lambda: subject.backend.available)
+    wait_for(lambda: subject.backend.available, "the tier in use again")
     lost = read.count("unreadable")
     assert subject.get(KEYS) == expected(**dict.fromkeys(KEYS[:lost], "missing")), "what was not read is not given up"
     assert subject.count("pd_cache_tier_healed_total") == lost
@@ -286,7 +286,7 @@ def test_a_failing_disk_is_switched_off_once_and_tried_again(open_disk, faults, 
     assert subject.count("pd_cache_tier_failures_total", reason="eio") == 1, "once, however often it is tried"
     assert sum("the tier is not used until its folder works again" in line for line in caplog.messages) == 1
     faults.fail(0)
-    wait_for(lambda: subject.backend.available)
+    wait_for(lambda: subject.backend.available, "the tier in use again")
     assert subject.get(["k7"]) == [value("k7")]
 
 
@@ -299,7 +299,7 @@ def test_a_file_that_cannot_be_deleted_stops_writes_until_it_can_be_and_the_budg
     assert subject.count("pd_cache_tier_failures_total", reason="eperm") == 1
     assert len(files(subject)) == 8
     faults.fail(0)
-    wait_for(lambda: subject.put({"new": value("new")}) == [Status.OK])
+    wait_for(lambda: subject.put({"new": value("new")}) == [Status.OK], "writes accepted again")
     assert len(files(subject)) == len(disk_of(subject).index) == 8
     subject.check_integrity()
 
@@ -335,7 +335,7 @@ def test_a_folder_that_was_deleted_is_made_again_and_no_other_process_gets_it(op
     root = disk_of(subject).folder.root
     shutil.rmtree(root)
     assert set(subject.get(KEYS)) == {"tier_off"}, "the first read finds out"
-    wait_for(lambda: subject.backend.available)
+    wait_for(lambda: subject.backend.available, "the tier in use again")
     assert subject.backend.batched_contains(KEYS) == [Status.MISSING] * 8
     assert subject.put(all_values()) == [Status.OK] * 8
     assert subject.get(KEYS) == expected()
@@ -361,7 +361,7 @@ def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(o
     assert subject.get(["k"]) == ["tier_off"]
     assert subject.count("pd_cache_tier_failures_total", reason="timeout") == 1
     faults.go_on.set()
-    wait_for(lambda: subject.backend.memory.pool.in_use == 0)
+    wait_for(lambda: subject.backend.memory.pool.in_use == 0, "the memory back")
 
 
 def test_nobody_waits_for_a_deletion_of_a_disk_that_hangs(open_disk, faults):
@@ -371,7 +371,7 @@ def test_nobody_waits_for_a_deletion_of_a_disk_that_hangs(open_disk, faults):
     together(lambda: subject.backend.batched_remove(KEYS))
     assert subject.backend.batched_contains(KEYS) == [Status.MISSING] * 8
     faults.go_on.set()
-    wait_for(lambda: files(subject) == [])
+    wait_for(lambda: files(subject) == [], "all files deleted")
 
 
 def test_writes_to_a_disk_that_hangs_hold_half_of_the_memory_at_most(open_disk, faults):
@@ -406,7 +406,7 @@ def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_
     memory = subject.backend.memory
     outcomes = []
     with beside(*[lambda: outcomes.append(subject.get(KEYS))] * 6):
-        wait_for(lambda: memory.pool.in_use == 6)
+        wait_for(lambda: memory.pool.in_use == 6, "a quarter taken")
         other = memory.stage(1.0)
         assert other is not None
         assert memory.pool.in_use == 7, "what others lease does not count, and readers took no more meanwhile"
@@ -428,7 +428,7 @@ def test_a_frozen_disk_keeps_the_slots_of_the_calls_that_it_holds_and_no_others(
         assert subject.put({"late": value("late")}) == [Status.TIER_OFF]
     finally:
         subprocess.run(["fsfreeze", "-u", freezable_disk], check=True)
-    wait_for(lambda: memory.pool.in_use == 0)
+    wait_for(lambda: memory.pool.in_use == 0, "the memory back")
     subject.check_integrity()
 
 
@@ -446,7 +446,7 @@ def test_a_damaged_file_goes_although_others_are_reading_it(open_disk):
     assert subject.put({"k": value("k")}) == [Status.OK]
     assert file.exists()
     disk_of(subject)._unpin(other)
-    wait_for(lambda: not file.exists())
+    wait_for(lambda: not file.exists(), "the damaged file gone")
     assert subject.get(["k"]) == [value("k")]
     subject.check_integrity()
 
@@ -457,13 +457,13 @@ def test_queued_reads_of_a_disk_that_hangs_let_go_at_their_deadline_and_when_nob
     memory = subject.backend.memory
     faults.go_on.clear()
     with beside(lambda: subject.get(["k7"])):
-        wait_for(lambda: "read" in faults.begun)
+        wait_for(lambda: "read" in faults.begun, "a read that the disk holds")
         fetches = subject.backend.batched_get(["k0", "k1"], timeout=0.2)
         assert next(fetches).reason == "timeout"
         assert memory.pool.in_use == 2, "the first let go; the second is still asked for"
         fetches.close()
         assert memory.pool.in_use == 1
         faults.go_on.set()
-    wait_for(lambda: memory.pool.in_use == 0)
+    wait_for(lambda: memory.pool.in_use == 0, "the memory back")
     subject.check_integrity()
     assert subject.get(KEYS) == expected()

@@ -53,7 +53,7 @@ def subject():
         yield one
     finally:
         one.backend.close()
-        wait_for(lambda: one.backend.memory.pool.in_use == 0)
+        wait_for(lambda: one.backend.memory.pool.in_use == 0, "all memory free")
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_the_first_chunk_comes_without_a_second_thread_and_the_next_are_fetched_
     first = next(fetches)
     assert inner.timeouts == [60]
     assert inner.fetched[0] == (KEYS[0], threading.current_thread().name)
-    wait_for(lambda: len(inner.fetched) > 1)
+    wait_for(lambda: len(inner.fetched) > 1, "reading ahead while the first is used")
     assert all(thread.startswith("read-ahead") for _, thread in inner.fetched[1:])
     first.release()
     rest = list(fetches)
@@ -103,7 +103,7 @@ def test_a_reader_that_stops_does_not_wait_for_what_is_under_way(subject, inner)
     assert inner.closed.wait(60), "the thread ends with the fetch that it waited for"
     local = subject.bases["local"]
     assert isinstance(local, LocalBackend)
-    wait_for(lambda: local.batched_remove(KEYS) == [Status.OK] * len(KEYS))
+    wait_for(lambda: local.batched_remove(KEYS) == [Status.OK] * len(KEYS), "nothing pinned any more")
 
 
 def test_what_breaks_inside_is_raised_where_the_chunk_is_waited_for(subject, inner):

@@ -89,7 +89,7 @@ def ended(side, *requests):
             known |= new
         return all_of.finished >= set(requests)
 
-    wait_for(all_ended)
+    wait_for(all_ended, "the loads' end")
     return all_of
 
 
@@ -159,7 +159,7 @@ def test_groups_load_at_the_same_time_and_a_failed_one_is_reported_when_the_othe
     parts = [GroupChunks(0, NAMES, BLOCKS), GroupChunks(1, NAMES, BLOCKS)]
     for first in (parts, parts[::-1]):
         side.start(Step(loads=[LoadOp("a", first, [])]))
-        wait_for(lambda: failed.calls and slow.calls)
+        wait_for(lambda: failed.calls and slow.calls, "both groups to be loading")
         assert side.take_loads(Step(), set()).finished == set()
         slow.gate.set()
         assert ended(side, "a").failed == {"a"}
