@@ -79,7 +79,7 @@ def size_of(
     """Returns the figures for a model's folder or config.json; `pd-cache size --help` explains the arguments. `kv_dtype` is None for the model's
     own.
 
-    Raises ConfigError for a file that cannot be read, or a model whose layers cannot be counted.
+    Raises ConfigError for a file that cannot be read, a model whose layers cannot be counted, or ranks among which vLLM cannot divide its heads.
     """
     if model.is_dir():
         model /= "config.json"
@@ -89,10 +89,14 @@ def size_of(
         raise ConfigError(f"{model}: expected a model's config.json: {error}") from None
     config = config.text_config or config
     dtype = kv_dtype or config.dtype or config.torch_dtype or "bfloat16"
-    heads, latent = config.num_key_value_heads or config.num_attention_heads, config.kv_lora_rank is not None
-    if not config.num_hidden_layers or not heads or dtype not in _BYTES:
+    attention, latent = config.num_attention_heads, config.kv_lora_rank is not None
+    heads = config.num_key_value_heads or attention
+    if not config.num_hidden_layers or not attention or dtype not in _BYTES:
         raise ConfigError(f"{model}: expected num_hidden_layers, num_attention_heads and one of {', '.join(_BYTES)}")
-    head = config.head_dim or config.hidden_size // config.num_attention_heads
+    if attention % ranks or (not latent and max(heads, ranks) % min(heads, ranks)):
+        shared = "" if latent else f", and a divisor or a multiple of its {heads} KV heads"
+        raise ConfigError(f"--tp {ranks}: expected a divisor of the model's {attention} attention heads{shared}")
+    head = config.head_dim or config.hidden_size // attention
     width = (config.kv_lora_rank or 0) + config.qk_rope_head_dim if latent else 2 * head
     kind, pieces = (PageKind.MLA, 1) if latent else (PageKind.HEADS_FIRST, heads)
     layout = KVLayout(

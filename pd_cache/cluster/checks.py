@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from pd_cache.cluster.schema import (
+    COUNTS,
     SECRET_VARIABLES,
     Argument,
     CacheServerNode,
@@ -225,6 +226,8 @@ def _vllm_problems(config: ClusterConfig, engine: VllmEngineConfig) -> Iterator[
         for name, value in args.items():
             if name.replace("_", "-") in _OURS:
                 yield Problem((*where, name), "is set by pd-cache itself; leave it out")
+            if name.replace("_", "-") in COUNTS and (type(value) is not int or value < 0):
+                yield Problem((*where, name), "must be a whole number, without quotes")
             if variable := SECRET_VARIABLES.get(name.replace("_", "-")):
                 one = value[0] if isinstance(value, list) and len(value) == 1 else value
                 if isinstance(one, list) or (isinstance(one, bool) and variable == "VLLM_API_KEY"):

@@ -161,6 +161,13 @@ SECRET_VARIABLES = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
 of its processes, but only the owner of a process can read its environment."""
 
 
+COUNTS = frozenset((
+    "block-size", "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "data-parallel-size-local", "data-parallel-rank",
+    "data-parallel-start-rank",
+))  # fmt: skip
+"""Arguments of `vllm serve` on whose numbers pd-cache relies."""
+
+
 EngineConfig = ReferenceEngineConfig | VllmEngineConfig
 
 

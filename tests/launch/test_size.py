@@ -83,6 +83,12 @@ def test_a_model_that_cannot_be_counted_is_refused(config, why, tmp_path):
     assert why in run(config, tmp_path, code=2)
 
 
+@pytest.mark.parametrize("ranks", ["3", "64"])
+def test_a_tensor_parallel_size_that_vllm_refuses_is_refused(ranks, tmp_path):
+    expected = f"--tp {ranks}: expected a divisor of the model's 32 attention heads, and a divisor or a multiple of its 8 KV heads"
+    assert expected in run(LLAMA, tmp_path, "--tp", ranks, code=2)
+
+
 def test_people_read_a_table_and_three_lines(tmp_path):
     output = run(LLAMA, tmp_path)
     assert "131,072" in output

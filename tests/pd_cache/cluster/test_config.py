@@ -280,6 +280,8 @@ nodes:
         ("[1, a]", "[1, []]", "c.yaml:1: engine.args.lora[1]: expected `int | float | str`, got `array`"),
         ("max-model-len", "--max-model-len", "c.yaml:1: engine.args: must be the name of a flag of `vllm serve`"),
         ('"0"', "0", "c.yaml:4: nodes[1].env.CUDA_VISIBLE_DEVICES: 0: expected `str`, got `int`"),
+        ("max-model-len: 8192", "data-parallel-size: two", "engine.args.data-parallel-size: 'two': must be a whole number, without quotes"),
+        ("env: ", "args: {tensor_parallel_size: '2'}, env: ", "nodes[1].args.tensor_parallel_size: '2': must be a whole number"),
         ("max-model-len: 8192", "tensor-parallel-size: 1031", "the tensor-parallel sizes cut a chunk into 1031 parts; at most 1024"),
         ("env: ", "args: {served_model_name: x}, env: ", "nodes[1].args.served_model_name: 'x': is set by pd-cache itself"),
         ("max-model-len: 8192", "api-key: [a, b]", "engine.args.api-key: must be a single text: pd-cache passes it to vLLM in VLLM_API_KEY"),
