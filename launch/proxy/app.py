@@ -28,7 +28,7 @@ from launch.proxy.hints import Hints, PoolBytes
 from launch.proxy.hops import Hops
 from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.nodes import NodePools, check_health, new_session
+from launch.proxy.nodes import NodePools, check_health, check_nodes, new_session
 from launch.proxy.requests import Requests
 from launch.proxy.trips import HopReport, Trip
 from launch.proxy.ui import RecentRequests, UiPages
@@ -95,6 +95,10 @@ class Proxy:
         app.on_shutdown.append(self.requests.drain)
         self._runner = runner_of(app, keepalive_timeout=_KEEPALIVE_S, shutdown_timeout=2.0)
         await self._runner.setup()
+
+    async def check_nodes(self) -> None:
+        """Asks all nodes how they are. Until then, `/health` takes them for well."""
+        await check_nodes(self._pools, self.hops.session)
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:
         """Accepts connections from now on. Returns the base URL. Raises OSError if the address cannot be bound."""

@@ -278,9 +278,15 @@ def _addresses(view: View) -> dict[str, str]:
 
 
 async def check_health(nodes: NodePools, session: aiohttp.ClientSession) -> NoReturn:
-    """Keeps `NodePool.checked` up to date, for ever. The first checks are after one interval."""
+    """Checks all nodes after each interval, for ever."""
+    while True:
+        await asyncio.sleep(HEALTH_INTERVAL_S)
+        await check_nodes(nodes, session)
+
+
+async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
+    """Asks all nodes how they are, and notes it in their pools."""
     places = asyncio.Semaphore(_AT_A_TIME)
-    ill: dict[str, bool] = {}
 
     async def check(pool: NodePool, url: str) -> None:
         async with places:
@@ -294,17 +300,10 @@ async def check_health(nodes: NodePools, session: aiohttp.ClientSession) -> NoRe
             except Exception as error:  # one check must not end the checks of all nodes
                 log.exception("node %s: the health check failed unexpectedly", url)
                 why = repr(error)
-        if ill.get(url, False) != bool(why):
+        if pool.checked(url, alive=not why):
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")
-        ill[url] = bool(why)
-        pool.checked(url, alive=not why)
 
-    while True:
-        await asyncio.sleep(HEALTH_INTERVAL_S)
-        checks = [(pool, url) for pool in nodes.pools.values() for url in pool.urls()]
-        await asyncio.gather(*(check(pool, url) for pool, url in checks))
-        for url in ill.keys() - {url for _, url in checks}:
-            del ill[url]
+    await asyncio.gather(*(check(pool, url) for pool in nodes.pools.values() for url in pool.urls()))
 
 
 async def _why_ill(nodes: NodePools, session: aiohttp.ClientSession, url: str) -> str:

@@ -228,11 +228,16 @@ class NodePool:
         if breaker.unreachable:
             breaker.succeeded()
 
-    def checked(self, url: str, alive: bool) -> None:
-        """Notes the result of a health check. If the node was skipped because no connection could be made, a good check ends that."""
-        self._node(url).alive = alive
+    def checked(self, url: str, alive: bool) -> bool:
+        """Notes the result of a health check. If the node was skipped because no connection could be made, a good check ends that.
+
+        Returns whether the result differs from the one before.
+        """
+        node = self._node(url)
+        before, node.alive = node.alive, alive
         if alive:
             self.reached(url)
+        return alive != before
 
     def _prefix_work(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
         """Returns what a node would compute of the prompt, in tokens, plus the cost of what it would load."""

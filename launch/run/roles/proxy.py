@@ -82,6 +82,7 @@ async def _serve(
     directory = open_directory(config, follow)
     try:
         await asyncio.to_thread(directory.wait_synced, _SYNC_S)
+        await proxy.check_nodes()
         ready(await proxy.listen(node.host, node.port, tls))
         await stop.wait()
         leaving = asyncio.create_task(asyncio.to_thread(on_stop))  # etcd may be slow; no client waits for it

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from launch.discovery import View
+from launch.http import BadStatus, fetch
 from launch.proxy import nodes
 from tests.support.proxy import (
     EVENTS,
@@ -102,6 +103,12 @@ async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(check,
         sick.health = answers(404)  # it knows no such path, but it answers
         while not await healthy("prefill", sick):
             pass
+
+
+def test_a_proxy_that_is_ready_has_asked_its_nodes(tmp_path):
+    with proxy_process(tmp_path, decode_at("http://127.0.0.1:9")) as (url, _), pytest.raises(BadStatus) as found:
+        fetch(f"{url}/health", 60.0)
+    assert found.value.status == 503
 
 
 @scenario
