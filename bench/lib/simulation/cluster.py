@@ -22,6 +22,7 @@ from launch.proxy.prefixes import leading
 from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial
 from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig, TenantConfig
 from pd_cache.handoff import next_pause
+from pd_cache.vllm.costs import PROBE_TOKENS
 
 _WAIT_S = HandoffConfig().wait_ms / 1000
 _MASTER = MasterNode(name="master")
@@ -103,14 +104,21 @@ class _Node:
         return generating
 
     def load(self, generating: Generating) -> Process:
-        """Looks up once, or until what was announced is there; then loads."""
-        cluster, names = self._cluster, generating.request.names
+        """Looks up once, or until what was announced is there; then loads, if that pays."""
+        learned, cluster, names = self.engine.learned, self._cluster, generating.request.names
         size, time = cluster.costs.engine.chunk_tokens, cluster.time
         deadline, pause = time.now + (_WAIT_S if generating.announced else 0.0), next_pause()
         while names:
             found = yield from cluster.look_up(self.machine, names)
             if found * size >= generating.announced or time.now >= deadline:
-                generating.loaded = size * (yield from cluster.load(self, names[:found]))
+                tokens = (0, 0, found * size)
+                if found and not generating.announced:
+                    verdict = learned.judge(tokens, 0, self.engine.ahead, time.now)
+                    found = found if verdict is None else verdict.probe and -(-PROBE_TOKENS // size)
+                if found:
+                    learned.load_began(name := str(id(generating)), (0, 0, found * size), time.now)
+                    generating.loaded = size * (yield from cluster.load(self, names[:found]))
+                    learned.load_ended(name, time.now, measure=True)
                 return
             yield time.after(min(pause, deadline - time.now))
             pause = next_pause(pause)

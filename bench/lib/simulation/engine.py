@@ -8,11 +8,12 @@ queue. Ticks in which nothing but tokens happen are taken together, up to `GRAIN
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime, first_of
 from bench.lib.simulation.costs import UnitCosts
 from bench.lib.simulation.workload import SimulatedRequest
+from pd_cache.vllm.costs import Costs, StepWork
 
 GRAIN = 32
 
@@ -60,6 +61,7 @@ class SimulatedEngine:
         self._loading = 0
         self._free = costs.engine.kv_tokens
         self._wake = Happening()
+        self.learned = Costs()
         self.asked = 0.0
         """Seconds of all steps."""
         time.start(self._run())
@@ -72,6 +74,13 @@ class SimulatedEngine:
     @property
     def idle(self) -> bool:
         return not (self._waiting or self._prefilling or self._decoding or self._loading)
+
+    @property
+    def ahead(self) -> Iterator[tuple[int, float]]:
+        """For each prompt that is being computed, the tokens that are left, and their mean position; see `Costs.judge`."""
+        for generating in self._prefilling:
+            end = generating.request.tokens
+            yield end - generating.position, (generating.position + end) / 2
 
     def submit(self, generating: Generating) -> None:
         """Queues a request; the caller has seen that there is room in the queue."""
@@ -115,7 +124,11 @@ class SimulatedEngine:
         end = min((generating.position // step + 1) * step, generating.request.tokens)
         seconds = self._costs.prefill.step(end - generating.position, generating.position)
         self.asked += seconds
+        begin, tokens = self._time.now, end - generating.position
         yield self._time.after(seconds)
+        self.learned.step_ended(
+            StepWork(begin, tokens, tokens, tokens * (generating.position + end) / 2), self._time.now
+        )
         generating.position = end
         if (
             end == generating.request.tokens or generating.storing.done

@@ -69,6 +69,14 @@ def test_times_to_first_token_are_those_of_computing_queueing_and_loading():
     assert uses["decode"] == pytest.approx(2.001 / 20)
 
 
+def test_an_engine_that_has_learned_that_loads_take_longer_than_computing_computes():
+    costs = msgspec.structs.replace(_COSTS, load_own=PoolCosts(call_s=5.0))
+    cluster = SimulatedCluster(ClusterPlan(0, 1, proxy=ProxyConfig(direct_tokens=0)), costs)
+    outcomes, _ = cluster.run([_request(10.0 * number, 1 + number % 3) for number in range(8)])
+    assert [one.first for one in outcomes] == pytest.approx([1.0] * 3 + [5.001] * 3 + [1.0] * 2)
+    assert [one.cached for one in outcomes] == [0] * 3 + [999] * 3 + [0] * 2
+
+
 def test_a_prefill_node_computes_and_a_decode_node_loads():
     cluster = SimulatedCluster(ClusterPlan(1, 1, proxy=ProxyConfig(direct_tokens=0)), _COSTS)
     (outcome,), uses = cluster.run([_request(1.0, 1)])
