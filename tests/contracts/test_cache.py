@@ -222,7 +222,7 @@ def test_blocks_that_a_load_leaves_out_stay_as_they_are(side, tokens, left_out, 
 
 
 @pytest.mark.parametrize(
-    ("operation", "blocks", "message"),
+    "operation, blocks, message",
     [
         ("store", [0, 1], "no whole number of chunks|3 chunks were named"),
         ("store", [0, 1, 2], "no whole number of chunks"),

@@ -457,7 +457,7 @@ SMALL_BUDGET = {"local": "lfu", "disk": "s3fifo", "hybrid(local+disk)": "lru"}
 """Kinds that are also tried with a budget that is too small for all keys, and their policy."""
 
 
-@pytest.mark.parametrize(("kind", "policy"), [*((kind, "") for kind in KINDS), *SMALL_BUDGET.items()])
+@pytest.mark.parametrize("kind, policy", [*((kind, "") for kind in KINDS), *SMALL_BUDGET.items()])
 def test_it_behaves_like_a_dictionary_that_forgets_if_its_budget_is_small(make, kind, policy):
     options = {"objects": 8, "policy": policy} if policy else {}
     machine = type("Machine", (Model,), {"new": staticmethod(lambda: make(kind, **options)), "whole": not policy})

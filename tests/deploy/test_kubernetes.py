@@ -84,7 +84,7 @@ def files(documents):
 
 
 @pytest.mark.parametrize(
-    ("variant", "version"),
+    "variant, version",
     [
         *(("everything", version) for version in VERSIONS),
         ("defaults", VERSIONS[0]),
@@ -174,7 +174,7 @@ def test_a_pod_takes_the_nics_of_its_node(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "restarted"),
+    "values, restarted",
     [
         ("prefill: {args: {max-model-len: 1024}}", "prefill"),
         ("config: {proxy: {direct_tokens: 64}}", "proxy"),
@@ -223,7 +223,7 @@ def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    "values, message",
     [
         ("prefil: {}", "additional properties 'prefil' not allowed"),
         ("store: {segmentSize: 4 gigs}", "/store/segmentSize"),

@@ -102,7 +102,7 @@ def _use(cluster, prometheus):
     wait_for(failed, "a request without a decode node")
 
 
-@pytest.mark.parametrize(("title", "query"), list(panel_queries()))
+@pytest.mark.parametrize("title, query", list(panel_queries()))
 def test_every_query_of_the_dashboard_shows_data_of_a_live_cluster(watched, title, query):
     wait_for(lambda: watched.prometheus.has_shown(filled_in(query)), f"{title}: {query}")
 

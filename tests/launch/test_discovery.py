@@ -55,7 +55,7 @@ def test_a_record_with_the_namespaces_of_all_groups_of_layers_is_read_back_as_it
 
 
 @pytest.mark.parametrize(
-    ("engine", "model", "capacity"),
+    "engine, model, capacity",
     [
         (
             ReferenceEngineConfig(model=ModelConfig(name="tiny", random=RandomModel()), num_blocks=1024),
@@ -103,7 +103,7 @@ def test_what_a_newer_version_adds_is_ignored():
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    "fields, told",
     [
         (b"", "not the record"),
         (b"[" * 40_000, "not the record"),
@@ -141,7 +141,7 @@ DRAFTER = msgspec.structs.replace(NAMESPACE, group="4", keeps="every token, for 
 
 
 @pytest.mark.parametrize(
-    ("others", "told"),
+    "others, told",
     [
         ([], ""),
         ([NodeRecord(name="proxy", role="proxy", address="http://h:2")], ""),

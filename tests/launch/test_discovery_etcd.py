@@ -210,7 +210,7 @@ def test_neither_megabytes_of_junk_nor_thousands_of_records_hide_a_node(make_etc
 # --- users and TLS ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("users", "tls"), [(True, "plain"), (False, "mutual tls"), (True, "tls")])
+@pytest.mark.parametrize("users, tls", [(True, "plain"), (False, "mutual tls"), (True, "tls")])
 def test_every_way_to_reach_etcd(users, tls, make_etcd, certificates):
     own = certificates["client"] if tls == "mutual tls" else (None, None)
     config = None if tls == "plain" else TlsConfig(ca_file=certificates["ca"][0], cert_file=own[0], key_file=own[1])

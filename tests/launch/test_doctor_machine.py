@@ -82,7 +82,7 @@ def test_a_roce_port_that_is_active_and_routable_is_well_if_a_container_has_the_
 
 
 @pytest.mark.parametrize(
-    ("settings", "port", "check", "verdict"),
+    "settings, port, check, verdict",
     [
         (RDMA, {"state": "1: DOWN"}, "rdma.link", Verdict.BROKEN),
         (None, {"state": "2: INIT"}, "rdma.link", Verdict.WARNING),
@@ -173,7 +173,7 @@ def test_nodes_of_another_version_are_a_warning():
 
 
 @pytest.mark.parametrize(
-    ("versions", "verdict", "found"),
+    "versions, verdict, found",
     [
         (("",), Verdict.SKIPPED, "no node says its version of Mooncake"),
         (("0.3.13.post1", "", "0.3.14"), Verdict.OK, "0.3.13.post1, 0.3.14"),
@@ -194,7 +194,7 @@ def test_versions_of_mooncake_that_fail_together_are_broken_and_untried_ones_a_w
     assert status.well is (verdict is not Verdict.BROKEN)
 
 
-@pytest.mark.parametrize(("model", "verdict"), [("m", Verdict.BROKEN), ("other", Verdict.WARNING)])
+@pytest.mark.parametrize("model, verdict", [("m", Verdict.BROKEN), ("other", Verdict.WARNING)])
 def test_a_node_that_never_shares_a_hit_is_broken_unless_it_serves_another_model(model, verdict):
     rows = [
         node("a", model="m", fingerprint="1"),

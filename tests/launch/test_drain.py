@@ -134,7 +134,7 @@ def two_stores(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    "arguments, code, said",
     [
         (["store-7"], 2, "expected a node that gives memory to the pool (store-0, store-1), got store-7: no node of that name"),
         (["master"], 2, "(store-0, store-1), got master: that master node gives no memory to the pool"),
@@ -212,7 +212,7 @@ def test_leased_objects_are_listed_once_and_moved_whatever_other_programs_call_t
 
 
 @pytest.mark.parametrize(
-    ("goes", "said"),
+    "goes, said",
     [
         ("store-0", "store-0 has stopped, or was started anew: what it had not moved yet is"),
         ("store-1", r"no other node takes objects any more: \d+ objects are still on store-0"),
@@ -236,7 +236,7 @@ def test_a_drain_ends_at_once_when_one_of_its_parts_goes_and_the_node_takes_obje
 
 
 @pytest.mark.parametrize(
-    ("signaled", "said"),
+    "signaled, said",
     [
         (True, r"the master did not answer: .* no whole answer within 1 s"),
         (False, "the master has not answered for 1 s"),

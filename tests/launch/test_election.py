@@ -19,7 +19,7 @@ def name(etcd, leader):
 
 
 @pytest.mark.parametrize(
-    ("named", "leads", "expected"),
+    "named, leads, expected",
     [
         pytest.param(OURS, True, False, id="leads and is named"),
         pytest.param("10.0.0.2:50051", False, False, id="stands by, another is named"),

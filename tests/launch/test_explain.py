@@ -86,7 +86,7 @@ def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool, tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    "arguments, told",
     [
         ((), "give either a REQUEST_ID or --prompt FILE"),
         (("abc", "--prompt", "PROMPT"), "give either a REQUEST_ID or --prompt FILE"),
@@ -101,7 +101,7 @@ def test_a_command_that_cannot_be_meant_is_refused(arguments, told):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    "content, told",
     [
         (b" \n", "it is empty"),
         (b"[]", "it is empty"),

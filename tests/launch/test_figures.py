@@ -67,7 +67,7 @@ def test_rates_are_increments_a_second():
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    "before, after",
     [(text(load=1000), text(load=40)), ("", text(load=40))],
     ids=["lower than before", "not there before"],
 )
@@ -117,7 +117,7 @@ def test_quantiles_are_those_of_the_increments():
 
 
 @pytest.mark.parametrize(
-    ("counted", "expected"),
+    "counted, expected",
     [({}, math.nan), ({1.0: 0.0}, math.nan), ({1.0: 0.0, math.inf: 5.0}, math.inf), ({1.0: 4.0, 2.0: 3.0}, 0.375)],
     ids=["no buckets", "nothing observed", "beyond the last bound", "buckets that fall"],
 )

@@ -83,7 +83,7 @@ def test_the_bench_asks_as_a_client_of_the_file(guarded):
     assert [outcome.error for outcome in outcomes] == ["http 503"], "the proxy has no node"
 
 
-@pytest.mark.parametrize(("served", "accepted"), [("server", True), ("client", False)])
+@pytest.mark.parametrize("served, accepted", [("server", True), ("client", False)])
 def test_our_commands_trust_the_proxys_certificate_and_none_that_its_authority_signed_for_others(
     tmp_path, served, accepted
 ):

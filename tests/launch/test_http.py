@@ -54,7 +54,7 @@ def all_lines(url, timeout):
 
 
 @pytest.mark.parametrize(
-    ("ask", "serve", "error", "why"),
+    "ask, serve, error, why",
     [
         (fetch, drop_by_drop(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"x" * 100_000), TimeoutError, "no whole answer"),
         (fetch, drop_by_drop(b"HTTP/1.1 200 OK\r\n" + b"X: 1\r\n" * 90 + b"X: " + b"y" * 60_000), TimeoutError, "no whole answer"),

@@ -126,7 +126,7 @@ def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    "arguments, code, says",
     [
         (["--ttl", "9"], 2, "by one of --tokens FILE, --text TEXT and --request"),
         (["--ttl", "9", "--text", "x", "--tokens", "-"], 2, "by one of --tokens FILE, --text TEXT and --request"),

@@ -70,7 +70,7 @@ def test_a_models_folder_will_do_and_counts_may_be_short(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "why"),
+    "config, why",
     [
         ({}, "expected num_hidden_layers, num_attention_heads and one of float32, bfloat16, float16, fp8"),
         (LLAMA | {"torch_dtype": "int3"}, "one of float32, bfloat16, float16, fp8"),

@@ -27,7 +27,7 @@ def store(size, state="not asked", why=""):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "segments", "problem"),
+    "nodes, segments, problem",
     [
         ([master("a", "leader"), master("b", "standby"), store(GIB)], (Segment("10.0.0.1:3", GIB, ""),), None),
         ([master("a", "leader"), store(GIB)], None, None),

@@ -153,7 +153,7 @@ LINES = [(1, f"line {n}") for n in range(30)]
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "why", "tail", "log"),
+    "a, b, why, tail, log",
     [
         ([(0, "ready a")], [(1, "loading")], "b: was not ready within 10 s", ["  b | loading"], ["TERM b", "TERM a"]),
         ([*LINES, (2, 3)], [], "a: ended before it was ready: exit status 3", [f"  a | line {n}" for n in range(10, 30)], []),

@@ -93,7 +93,7 @@ def test_the_figures_of_a_node_are_in_its_row_and_why_it_is_down():
 
 
 @pytest.mark.parametrize(
-    ("show", "value", "text"),
+    "show, value, text",
     [
         (short, 0, "0"), (short, 0.25, "0.2"), (short, 999, "999"), (short, 123456, "123k"), (short, 1e30, "huge"),
         (seconds, 0.00095, "950µs"), (seconds, 0.0123, "12ms"), (seconds, 0.9996, "1.0s"), (seconds, 3000.0, "3000s"),

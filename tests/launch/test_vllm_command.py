@@ -49,7 +49,7 @@ def test_flags_are_those_of_the_engine_and_over_them_those_of_the_node(executabl
     assert argv[argv.index("--cudagraph-sizes") :][:3] == ("--cudagraph-sizes", "1", "2")
 
 
-@pytest.mark.parametrize(("node", "role"), [(PrefillNode(name="a"), "kv_both"), (DecodeNode(name="a"), "kv_consumer")])
+@pytest.mark.parametrize("node, role", [(PrefillNode(name="a"), "kv_both"), (DecodeNode(name="a"), "kv_consumer")])
 def test_the_connector_is_told_its_file_node_and_role(node, role, executable, tmp_path):
     argv = program(VllmEngineConfig(model="m", executable=executable), node, tmp_path).argv
     given = json.loads(next(flag for flag in argv if flag.startswith("--kv-transfer-config=")).partition("=")[2])

@@ -61,7 +61,7 @@ def test_a_node_that_has_not_answered_for_long_is_down_too(watched):
 
 
 @pytest.mark.parametrize(
-    ("metrics", "why"),
+    "metrics, why",
     [
         ("pd_cache_pool_up 0", "calls do not go to the pool: its breaker is open, or its client is not"),
         ('pd_cache_tier_off{tier="disk"} 1', "switched off: disk"),
@@ -111,7 +111,7 @@ def test_an_answer_is_read_and_a_missing_one_says_why(well):
 
 
 @pytest.mark.parametrize(
-    ("body", "why"),
+    "body, why",
     [
         (b'{"status": "unavailable", "reason": "no decode node can be reached"}', ": no decode node can be reached"),
         (b'{"status": "starting"}', ": starting"),
@@ -168,7 +168,7 @@ def test_many_nodes_that_hang_delay_none_that_answers(well, mute, monkeypatch):
     assert whys <= {"no whole answer within 0.2 s", "timed out"}
 
 
-@pytest.mark.parametrize(("later", "times"), [(51.9, 1), (52.0, 2)])
+@pytest.mark.parametrize("later, times", [(51.9, 1), (52.0, 2)])
 def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_then_after_an_interval(monkeypatch, later, times):
     asked = []
     let = threading.Event()

@@ -28,7 +28,7 @@ def canonical(cache, layout, slots):
 
 @pytest.mark.parametrize("kind", KINDS_WITH_TOKENS)
 @pytest.mark.parametrize("one_storage", [True, False])
-@pytest.mark.parametrize(("heads", "dim"), [(3, 8), (1, 1), (5, 3)])
+@pytest.mark.parametrize("heads, dim", [(3, 8), (1, 1), (5, 3)])
 @pytest.mark.parametrize("large_page", [0, sys.maxsize])
 @pytest.mark.parametrize("step_bytes", [1, 1 << 20])
 def test_gather_and_scatter_match_the_oracle(kind, one_storage, heads, dim, large_page, step_bytes, monkeypatch):
@@ -81,7 +81,7 @@ def test_whole_blocks_are_recognised_and_only_those(slots):
 
 
 @pytest.mark.parametrize(
-    ("slots", "message"),
+    "slots, message",
     [
         (torch.tensor([0.0] * 8), "integers"),
         (torch.zeros(2, 4, dtype=torch.int64), "1-D"),
@@ -111,7 +111,7 @@ def test_layouts_count_bytes_as_the_tensors_do():
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    "tensors, message",
     [
         ([], "no KV tensors"),
         ([torch.zeros(3, 3)], "cannot tell"),
@@ -142,7 +142,7 @@ def test_tensors_of_another_device_are_refused():
 @pytest.mark.parametrize("one_storage", [True, False])
 @pytest.mark.parametrize("step_bytes", [1, 1 << 20])
 @pytest.mark.parametrize(
-    ("slots", "kept"),
+    "slots, kept",
     [
         ([-1] * 4 + [20, 21, 22, 23], 1),
         ([20, 21, 22, 23] + [-1] * 4, 0),

@@ -241,7 +241,7 @@ def test_the_hash_takes_whole_words_of_the_long_form():
 
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize(
-    ("element", "elements", "lanes"), [("*i64", 640, 1024), ("*i32", 3, 8), ("*i16", 1, 4), ("*u8", 1, 4)]
+    "element, elements, lanes", [("*i64", 640, 1024), ("*i32", 3, 8), ("*i16", 1, 4), ("*u8", 1, 4)]
 )
 def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch, gather, element, elements, lanes):
     from triton.backends.compiler import GPUTarget

@@ -89,7 +89,7 @@ FLOATS, PLANE = np.array([1.0]), np.array([[1, 2]], dtype=np.int32)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "message"),
+    "tokens, message",
     [
         ([1.5], "integers that fit an int32"),
         ("text", "integers that fit an int32"),

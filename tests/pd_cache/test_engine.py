@@ -109,7 +109,7 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool, tokens)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change, message",
     [
         ({"tokens": None}, "exactly one"),
         ({"hashes": [b"x" * 16]}, "exactly one"),

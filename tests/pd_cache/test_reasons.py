@@ -107,7 +107,7 @@ def test_a_full_history_forgets_and_never_grows():
 
 
 @pytest.mark.parametrize(
-    ("statuses", "expected"),
+    "statuses, expected",
     [
         ([OK, OK, OK, OK], Found(4, 4)),
         ([OK, OK, MISSING, OK], Found(2, 2, "missing")),

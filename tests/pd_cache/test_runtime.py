@@ -91,7 +91,7 @@ def test_a_folder_that_another_user_made_first_is_refused(ours):
 
 
 @pytest.mark.parametrize(
-    ("plant", "message"),
+    "plant, message",
     [
         (lambda ours: (ours.mkdir(), ours.chmod(0o750)), "has mode 0750"),
         (lambda ours: (ours.mkdir(), ours.chmod(0o1777)), "has mode 1777"),

@@ -119,7 +119,7 @@ def test_a_lookup_is_submitted_once_and_forgotten_when_cleaned_up(engine, tokens
 
 
 @pytest.mark.parametrize(
-    ("op", "message"),
+    "op, message",
     [
         (LoadStoreOp([0, 1]), "exactly one"),
         (LoadStoreOp([0, 1], token_ids=[1] * 8, block_hashes=[b"x" * 16] * 2), "exactly one"),
@@ -227,7 +227,7 @@ WHOLE = list(range(3 * PER_CHUNK))
 
 
 @pytest.mark.parametrize(
-    ("kind", "blocks", "message"),
+    "kind, blocks, message",
     [
         (Store, [-1, *WHOLE[1:]], "values from -1"),
         (Store, WHOLE[1:], "5 blocks are no whole number of chunks"),
@@ -389,7 +389,7 @@ def adapter(kind, **options):
 
 
 @pytest.mark.parametrize(
-    ("come", "message"),
+    "come, message",
     [
         (lambda url, model: Engine(url, model, shards_per_rank=2), "3 KV heads cannot be cut into 2 equal shards"),
         (lambda url, model: Engine(url, model, cache=make_cache(PageKind.KV_OUTER)), "are not interchangeable"),

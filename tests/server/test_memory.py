@@ -132,7 +132,7 @@ def test_memory_that_is_in_use_is_unmapped_afterwards(map_them, shared, fence):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change, message",
     [
         ({"offset": 10**6}, "does not lie in .* out of bounds"),
         ({"shape": (10**6, 3, 4, 16)}, "does not lie in .* out of bounds"),

@@ -84,7 +84,7 @@ def hashes(tokens, **namespace):
 
 
 @pytest.mark.parametrize(
-    ("make", "layout"),
+    "make, layout",
     [*((mha_pool, one) for one in MHA), *((mla_pool, one) for one in MLA)],
     ids=[*(f"mha-{one}" for one in MHA), *(f"mla-{one}" for one in MLA)],
 )
@@ -224,7 +224,7 @@ def test_an_sglang_whose_hashes_leave_out_salts_is_refused(pool, salt, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"),
+    "extra, message",
     [
         ({"masters": "x"}, "masters.*allowed: .*master"),
         ({"revision": ""}, "cannot tell its weights"),

@@ -352,7 +352,7 @@ def test_codes_mean_what_mooncake_says():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
+    "text, size",
     [
         *[("4GiB", 4 << 30), ("512MiB", 512 << 20), ("1.5KiB", 1536), ("1GB", 10**9), (77, 77), ("9", 9)],
         *[(text, 64 << 30) for text in ("64G", "64Gi", "64 GiB", "64g")],

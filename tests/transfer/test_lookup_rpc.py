@@ -259,7 +259,7 @@ def test_a_master_that_speaks_otherwise_is_left_to_mooncakes_client_for_a_minute
 
 
 @pytest.mark.parametrize(
-    ("master", "protocol"), [("etcd://127.0.0.1:2379", "tcp"), ("nowhere", "tcp"), ("127.0.0.1:50051", "rdma")]
+    "master, protocol", [("etcd://127.0.0.1:2379", "tcp"), ("nowhere", "tcp"), ("127.0.0.1:50051", "rdma")]
 )
 def test_an_elected_master_and_one_that_speaks_rdma_are_left_to_mooncakes_client(monkeypatch, master, protocol):
     monkeypatch.setenv("MC_RPC_PROTOCOL", protocol)
@@ -267,7 +267,7 @@ def test_an_elected_master_and_one_that_speaks_rdma_are_left_to_mooncakes_client
 
 
 @pytest.mark.parametrize(
-    ("parts", "kept"),
+    "parts, kept",
     [
         (lambda number: [answer(number, TYPES + b"\x02\x01\x01\x00" + struct.pack("<i", -900))], True),
         (lambda number: [answer(number, TYPES + b"\x02\x01\x01\x01\x07")], True),

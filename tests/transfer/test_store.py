@@ -152,7 +152,7 @@ def test_mooncakes_client_in_rust_is_refused_by_name(monkeypatch):
         MooncakeStore(TransferSettings(), master="127.0.0.1:1")
 
 
-@pytest.mark.parametrize(("library", "package"), [("libibverbs", "libibverbs1"), ("libmlx5", "ibverbs-providers")])
+@pytest.mark.parametrize("library, package", [("libibverbs", "libibverbs1"), ("libmlx5", "ibverbs-providers")])
 def test_the_missing_system_library_is_named(monkeypatch, library, package):
     import builtins
 

@@ -185,7 +185,7 @@ def test_without_a_tenant_salts_are_vllms_and_none_is_a_tenants(served: Served, 
 
 
 @pytest.mark.parametrize(
-    ("fields", "went"),
+    "fields, went",
     [
         ({}, "handed_over"),
         ({"n": 3, "temperature": 1, "seed": 5}, "handed_over"),

@@ -189,7 +189,7 @@ def test_a_request_that_began_before_a_reset_stores_nothing_after_it(opened: Ope
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"masters": "x"}, "masters.*allowed: .*master"),
         ({"locality": "HERE"}, "locality"),

@@ -152,7 +152,7 @@ def test_the_cache_server_is_the_nodes_own_or_the_one_that_is_named(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"),
+    "extra, message",
     [
         ({}, "needs a config_file or a server_url"),
         ({"server_url": "http://x"}, "server_url"),
@@ -175,7 +175,7 @@ UNCUT = r"layers 0-2 keep cannot be cut.*Leave cache\.shards out"
 
 
 @pytest.mark.parametrize(
-    ("kept", "ranks", "replicas", "shards", "expected"),
+    "kept, ranks, replicas, shards, expected",
     [
         (layout(), 1, 1, 0, [(range(1), True)]),
         (layout(), 1, 1, 4, [(range(4), True)]),
@@ -236,7 +236,7 @@ def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    "changed, message",
     [
         ({}, None),
         ({"latent": True}, None),
@@ -534,7 +534,7 @@ def test_what_vllms_own_cache_leaves_of_a_prompt_is_known(shape: list[tuple[str,
 
 
 @pytest.mark.parametrize(
-    ("wanted", "blocks", "expected"),
+    "wanted, blocks, expected",
     [
         ("auto", [("full", 16)], 256),
         ("auto", [("full", 96)], 288),
@@ -705,7 +705,7 @@ def specs_of_model(model: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize(
-    ("model", "expected"),
+    "model, expected",
     [
         ("DeepSeek V3.2", {"0-3.self_attn.attn": True, "0-3.self_attn.indexer.k_cache": True}),
         ("DeepSeek V3.2, fp8", {"0-3.self_attn.attn": True, "0-3.self_attn.indexer.k_cache": True}),

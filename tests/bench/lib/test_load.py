@@ -60,7 +60,7 @@ def test_times_count_from_when_a_request_was_due():
 
 
 @pytest.mark.parametrize(
-    ("handler", "kind"),
+    "handler, kind",
     [
         (answers(503), "http 503"),
         (hangs, "deadline"),
@@ -79,7 +79,7 @@ def test_errors_are_told_apart(handler, kind):
     assert summarize(outcomes)["answered"] == 0
 
 
-@pytest.mark.parametrize(("prefill", "cached"), [({"cached_tokens": 3}, 3), (None, 7)])
+@pytest.mark.parametrize("prefill, cached", [({"cached_tokens": 3}, 3), (None, 7)])
 def test_what_the_prefill_node_found_counts_where_there_was_one(prefill, cached):
     event = {"choices": [], "pd_cache": {"self": {"cached_tokens": 7}, "prefill": prefill}}
     outcomes = load_on(Node(says(TOKEN, USAGE, b"data: " + json.dumps(event).encode() + b"\n\n", DONE)))

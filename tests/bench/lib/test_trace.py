@@ -41,7 +41,7 @@ def test_a_session_of_aiperfs_says_again_all_that_was_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    "changes, told",
     [
         ({"input_length": "1200"}, "Expected `int`"),
         ({"timestamp": -1}, "timestamp"),

@@ -49,7 +49,7 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    "arguments, told",
     [
         (("--capacity", "0"), "neither a number of chunks nor `unbounded`"),
         (("--capacity", "100"), "has room for 3641 chunks of 4096 bytes"),

@@ -30,7 +30,7 @@ def test_a_small_cluster_reuses_what_is_shared_and_nothing_where_requests_are_is
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    "arguments, told",
     [
         ((), "say how fast requests come"),
         (("--rate", "1", "--url", "http://127.0.0.1:9"), "--url needs --vocabulary"),

@@ -126,7 +126,7 @@ def fields(count):
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    "body, param",
     [
         *((body, None) for body in (b"", b"not json", b"[1, 2]", b"null", b'"prompt"', b'{"prompt": "x"', b'{"prompt": NaN}')),
         *((body, None) for body in (b'{"prompt": "\xff"}', b'{"\xff": 1, "prompt": "x"}', '{"prompt": "x"}'.encode("utf-16"))),

@@ -82,7 +82,7 @@ async def tokenizes(request):
 
 
 @pytest.mark.parametrize(
-    ("body", "found", "went", "looked_up"),
+    "body, found, went, looked_up",
     [
         ({"prompt": [1] * 255}, 0, "short", False),
         ({"prompt": "x" * 1000}, 0, "short", False),
@@ -210,7 +210,7 @@ XXHASH = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=descri
 
 
 @pytest.mark.parametrize(
-    ("direct", "why"),
+    "direct, why",
     [
         (lambda client: rule(client, pool=Pool((XXHASH,), "127.0.0.1:1")), "off: .*names its blocks by xxhash"),
         (lambda client: rule(None), "off: no Mooncake here"),

@@ -138,7 +138,7 @@ def pool(**caches):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "load_cost", "asked", "taken"),
+    "a, b, load_cost, asked, taken",
     [
         ([1], [1, 2, 3], 0.0, routed(1, 2, 3, 4), {"b"}),
         ([1, 2], [9], 0.0, routed(5, 6), {"a", "b"}),

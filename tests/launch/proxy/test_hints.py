@@ -225,7 +225,7 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("sent", "reason"),
+    "sent, reason",
     [
         (message("kv.prefetch", {"request_id": "r"}), "a node needs the prompt itself"),
         (message("kv.prefetch", {"tokens": IDS, "prompt": TEXT}), "exactly one of"),
@@ -311,7 +311,7 @@ async def pinning(decode=1, pool=POOL, **config):
 
 
 @pytest.mark.parametrize(
-    ("body", "tokens"),
+    "body, tokens",
     [({"prompt": IDS}, 768), ({"prompt": TEXT}, 768), ({"messages": CHAT}, 768), ({"prompt": [3] * 255}, None)],
 )
 @scenario

@@ -65,7 +65,7 @@ def test_a_key_names_its_client(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("read", "text", "told"),
+    "read, text, told",
     [
         (read_keys, None, "cannot be read"),
         (read_keys, "", "holds no keys"),
@@ -276,7 +276,7 @@ def test_connections_that_never_begin_their_handshake_take_little_memory(certifi
 
 
 @pytest.mark.parametrize(
-    ("cert", "key", "message"),
+    "cert, key, message",
     [
         ("missing", "server", "No such file or directory: .*missing"),
         ("server", "missing", "No such file or directory: .*missing"),

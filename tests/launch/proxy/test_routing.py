@@ -176,7 +176,7 @@ def test_retries_are_a_fraction_of_requests_and_a_few_a_second():
     assert [budget.allows(100.0) and budget.take(100.0) is None for _ in range(12)].count(True) == 10
 
 
-@pytest.mark.parametrize(("reason", "answered"), [("unreachable", "b"), ("busy", "b"), ("error", "")])
+@pytest.mark.parametrize("reason, answered", [("unreachable", "b"), ("busy", "b"), ("error", "")])
 def test_without_a_retry_left_a_request_goes_on_only_if_no_node_has_begun_to_work_on_it(reason, answered):
     pool = decode_nodes("a", "b", failures=1)
     assert request_of(pool, {"a": reason}, RetryBudget(0)) == answered
@@ -221,7 +221,7 @@ def ids(*counts, first=10000):
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"),
+    "text, tokens",
     [(b"[1, 2, 3]", 3), (b"[ 1]", 1), (b'"abcdefgh"', 2), (b'""', 1), (b'["a", "b"]', 2), (b'[{"role": "user"}]', 4), (b"[]", 1)],
 )  # fmt: skip
 def test_token_ids_are_counted_and_text_is_guessed(text, tokens):

@@ -71,7 +71,7 @@ async def test_nodes_take_turns_as_ever_and_a_stream_counts_as_work():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "streams"), [(101, True), (None, True), (50, False)], ids=["too short", "never", "the node cannot"]
+    "tokens, streams", [(101, True), (None, True), (50, False)], ids=["too short", "never", "the node cannot"]
 )
 @scenario
 async def test_nothing_is_sent_early(tokens, streams):

@@ -34,7 +34,7 @@ def body(**fields):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    "text, told",
     [
         ("", "file:.* expected"),
         ("tenant: {}", "unknown key; did you mean tenants"),
@@ -85,7 +85,7 @@ def test_every_tenants_salt_is_its_own_and_within_what_vllm_takes(own, other, te
 
 
 @pytest.mark.parametrize(
-    ("headers", "sent", "got"),
+    "headers, sent, got",
     [
         (bearer(OF_A), {}, A),
         (bearer(OF_A), {"cache_salt": ""}, A),
@@ -108,7 +108,7 @@ async def test_nodes_get_a_salt_that_is_the_tenants(tmp_path, headers, sent, got
 
 
 @pytest.mark.parametrize(
-    ("headers", "raw", "status", "code"),
+    "headers, raw, status, code",
     [
         (bearer(PLAIN), b'{"prompt": [1], "cache_salt": "pd-cache-tenant-a"}', 400, "invalid_value"),
         (bearer(PLAIN), b'{"prompt": [1], "cache\\u005fsalt": "pd-cache\\u002dtenant-a"}', 400, "invalid_value"),

@@ -28,7 +28,7 @@ def test_a_master_and_sections_become_settings():
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    "given, complaint",
     [
         ({}, "missing required field `master`"),
         ({"master": "a:1", "thread": 2}, r"thread.*allowed: master, host"),

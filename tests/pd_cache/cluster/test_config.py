@@ -107,7 +107,7 @@ def test_the_files_that_ship_show_every_key_that_there_is():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    "old, new, message",
     [
         ("chunk_size", "chunk_sise", "c.yaml:3: cache.chunk_sise: 256: unknown key; did you mean chunk_size?"),
         ("chunk_size: 256", "chunk_size: big", "cache.chunk_size: 'big': must be auto, or a whole number of at least 1"),
@@ -162,7 +162,7 @@ def test_all_mistakes_are_in_one_message_a_line_for_each_and_those_of_values_com
 
 
 @pytest.mark.parametrize(
-    ("section", "message"),
+    "section, message",
     [
         ("master: {ha: true}", "c.yaml:1: master.ha: True: masters are elected in etcd"),
         ("discovery: {kind: etcd}", "c.yaml:1: discovery: the key endpoints is missing"),
@@ -207,7 +207,7 @@ SECOND = "{kind: mooncake, master: '10.0.0.9:50051'}"
 
 
 @pytest.mark.parametrize(
-    ("tiers", "message"),
+    "tiers, message",
     [
         ("", "cache.tiers: expected `array` of length >= 1"),
         (f"{{kind: mooncake}}, {LOCAL}", "cache.tiers[1]: stands after the pool; {kind: mooncake} must be the last tier"),
@@ -251,7 +251,7 @@ def test_a_second_pool_has_another_master_than_the_first_and_only_one_of_them_is
 
 
 @pytest.mark.parametrize(
-    ("server", "message"),
+    "server, message",
     [
         ("host: 10.0.0.1", "is on 10.0.0.1, but must be on this node's host, 127.0.0.1: they share memory"),
         (f"url: 'ipc:///{'x' * 100}'", "nodes[4].url: 'ipc:///xxxx"),
@@ -274,7 +274,7 @@ nodes:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    "old, new, message",
     [
         ("8192", "null", "c.yaml:1: engine.args.max-model-len: expected `bool | int | float | str | array`, got `null`"),
         ("[1, a]", "[1, []]", "c.yaml:1: engine.args.lora[1]: expected `int | float | str`, got `array`"),

@@ -238,7 +238,7 @@ def test_after_its_deadline_a_read_of_thousands_of_parts_ends(shared, name, monk
 
 
 @pytest.mark.parametrize(
-    ("call", "complaint"),
+    "call, complaint",
     [
         (lambda cache: cache.put("a", bytes(MOST + 1)), "up to 40000 bytes"),
         (lambda cache: cache.put("a", "text"), "got str"),
@@ -265,7 +265,7 @@ def test_mistakes_of_the_caller_raise_before_anything_moves(shared, call, compla
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [({"part_bytes": 0}, "part_bytes"), ({"part_bytes": 1 << 40}, "staging"), ({"most_bytes": -1}, "most_bytes"), ({"most_bytes": 1 << 60}, "most_bytes")],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused(pool, options, message):
@@ -417,7 +417,7 @@ def test_a_loop_puts_and_gets_many_at_once(make, name):
 
 
 @pytest.mark.parametrize("form", [None, TensorForm("float32", (3, 4)), TensorForm("bool", ())])
-@pytest.mark.parametrize(("count", "number"), [(0, 0), (10, 0), (PART, 0), (PART + 1, 1), (5 * PART, 4)])
+@pytest.mark.parametrize("count, number", [(0, 0), (10, 0), (PART, 0), (PART + 1, 1), (5 * PART, 4)])
 def test_a_header_is_read_as_it_was_written(count, number, form):
     header = PartHeader.of(count, 7, number, PART, form)
     start = header.packed()

@@ -227,7 +227,7 @@ def test_a_full_disk_refuses_writes_is_read_and_comes_back(open_disk, small_disk
 
 
 @pytest.mark.parametrize(
-    ("number", "written", "read"),
+    "number, written, read",
     [
         (errno.EIO, ["internal", "internal", "tier_off", "tier_off"], ["unreadable", "unreadable", "tier_off"]),
         (errno.ENODEV, ["internal", "internal", "tier_off", "tier_off"], ["unreadable", "unreadable", "tier_off"]),

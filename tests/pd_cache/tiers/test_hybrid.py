@@ -69,7 +69,7 @@ def test_a_chunk_read_from_a_later_tier_is_put_into_the_first_without_a_copy(mak
     again.release()
 
 
-@pytest.mark.parametrize(("promote", "promoted"), [("second_hit", [False, True, True]), ("never", [False] * 3)])
+@pytest.mark.parametrize("promote, promoted", [("second_hit", [False, True, True]), ("never", [False] * 3)])
 def test_a_chunk_is_promoted_when_its_tier_says_so(make, promote, promoted):
     subject = make(promote=promote)
     only_on_disk(subject, "k")

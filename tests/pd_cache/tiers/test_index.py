@@ -30,7 +30,7 @@ def drain(policy):
 
 
 @pytest.mark.parametrize(
-    ("name", "used", "removed", "order"),
+    "name, used, removed, order",
     [
         ("lru", "ac", "d", "bac"),  # the least recently used first
         ("lfu", "aabbc", "", "dcab"),  # the least used first, and the oldest among equals

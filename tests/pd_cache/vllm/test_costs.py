@@ -245,7 +245,7 @@ def test_a_load_of_windows_is_whole_also_if_it_corrects_a_figure():
     assert scene.ask(request) == (800, True)
 
 
-@pytest.mark.parametrize(("reason", "counts"), [("none", True), ("deadline", True), ("transfer_failed", False)])
+@pytest.mark.parametrize("reason, counts", [("none", True), ("deadline", True), ("transfer_failed", False)])
 def test_a_load_that_missed_its_deadline_is_measured_and_one_that_failed_otherwise_is_not(reason, counts):
     scene, request = Scene(), Request()
     scene.has(request, 100)

@@ -64,7 +64,7 @@ def ask(path="/health", method="GET", status=200, *parts, body=b""):
     return sent[0]["status"], answer
 
 
-@pytest.mark.parametrize(("namespaces", "tokens"), [((NAMESPACE,), 0), ((NAMESPACE, WINDOW), 4096), ((), 4096)])
+@pytest.mark.parametrize("namespaces, tokens", [((NAMESPACE,), 0), ((NAMESPACE, WINDOW), 4096), ((), 4096)])
 def test_a_health_of_200_tells_what_was_written(namespaces, tokens, file):
     write_about(file, namespaces, tokens, max_model_len=8192)
     assert [one.name for one in file.parent.iterdir()] == [file.name]

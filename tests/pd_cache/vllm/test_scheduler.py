@@ -236,9 +236,7 @@ def offered(scene, name):
     return scene.load(request, 0, *BEYOND_WINDOW, run(50, 53))
 
 
-@pytest.mark.parametrize(
-    ("layers", "enough"), [((FULL, WINDOW), 20), ((FULL, STATE), 20), ((FULL, WINDOW, DRAFTS), 24)]
-)
+@pytest.mark.parametrize("layers, enough", [((FULL, WINDOW), 20), ((FULL, STATE), 20), ((FULL, WINDOW, DRAFTS), 24)])
 def test_a_load_waits_while_others_hold_blocks_that_it_would_need_to_go_on_until_vllm_can_preempt_them(layers, enough):
     loads = (2 * CHUNK if DRAFTS in layers else 3 * CHUNK, True)
     scene = scarce(*layers, blocks=enough)

@@ -47,7 +47,7 @@ DRAFTING, STATES = (FULL, DRAFTS), (PLAIN, KeptLayers(1, CHUNK, "state"))
 
 
 @pytest.mark.parametrize(
-    ("params", "waits", "layers"),
+    "params, waits, layers",
     [
         (announced(2 * CHUNK), True, (PLAIN,)),
         (announced(2 * CHUNK, NAMESPACE), True, (PLAIN,)),
@@ -68,7 +68,7 @@ def test_an_announced_prefix_is_waited_for_only_if_it_can_come_true(params, wait
     assert lost.ask(request) == (0, False)
 
 
-@pytest.mark.parametrize(("namespace", "reason"), [("", "deadline"), (OTHER, "other_namespace")])
+@pytest.mark.parametrize("namespace, reason", [("", "deadline"), (OTHER, "other_namespace")])
 def test_an_announced_prefix_that_does_not_come_is_waited_for_no_longer_than_configured(namespace, reason):
     scene, request = Scene(), Request("a", PROMPT, announced(2 * CHUNK, namespace))
     scene.ask(request)
@@ -80,7 +80,7 @@ def test_an_announced_prefix_that_does_not_come_is_waited_for_no_longer_than_con
 
 
 @pytest.mark.parametrize(
-    ("layers", "options", "length", "awaited"),
+    "layers, options, length, awaited",
     [(STATES, {"recompute": "block"}, 2 * CHUNK, CHUNK), (DRAFTING, {}, len(PROMPT), 2 * CHUNK)],
 )
 def test_a_hand_off_is_waited_for_only_up_to_what_a_load_takes(layers, options, length, awaited):
@@ -92,7 +92,7 @@ def test_a_hand_off_is_waited_for_only_up_to_what_a_load_takes(layers, options, 
 
 
 @pytest.mark.parametrize(
-    ("layers", "options", "chunks"), [((PLAIN,), {}, 3), (DRAFTING, {}, 2), ((PLAIN,), {"stores": False}, 0)]
+    "layers, options, chunks", [((PLAIN,), {}, 3), (DRAFTING, {}, 2), ((PLAIN,), {"stores": False}, 0)]
 )
 def test_a_prefill_node_announces_what_it_stores_and_what_it_did(layers, options, chunks):
     scene, request = Scene(*layers, **options), Request("a", PROMPT, REMOTE)
@@ -145,7 +145,7 @@ def report(**fields):
 
 
 @pytest.mark.parametrize(
-    ("at_hand", "there", "loaded", "told"),
+    "at_hand, there, loaded, told",
     [
         (
             0,
@@ -181,7 +181,7 @@ def test_a_report_says_where_the_prompt_was_found_and_what_was_not_there(at_hand
 
 
 @pytest.mark.parametrize("layers", [(PLAIN,), DRAFTING])
-@pytest.mark.parametrize(("limit", "at_hand", "chunks"), [(0, 0, 0), (CHUNK, 0, 1), (CHUNK, CHUNK, 2), (15, 3, 2)])
+@pytest.mark.parametrize("limit, at_hand, chunks", [(0, 0, 0), (CHUNK, 0, 1), (CHUNK, CHUNK, 2), (15, 3, 2)])
 def test_a_request_loads_no_more_than_it_allows_in_whole_chunks_and_waits_for_no_more(limit, at_hand, chunks, layers):
     params = {**announced(3 * CHUNK), "max_load_tokens": limit}
     for there in (chunks, 99):
@@ -201,7 +201,7 @@ def test_a_limit_that_allows_the_whole_prompt_is_no_reason():
 
 
 @pytest.mark.parametrize(
-    ("tiers", "loads"),
+    "tiers, loads",
     [
         ([], False),
         ([{}], True),
@@ -220,7 +220,7 @@ def test_a_request_loads_only_from_tiers_that_it_names(tiers, loads):
     assert (told.found, told.reason == "limited") == (2 * CHUNK, not loads)
 
 
-@pytest.mark.parametrize(("limit", "chunks"), [(2 * CHUNK + 3, 2), (0, 0), (99, 3)])
+@pytest.mark.parametrize("limit, chunks", [(2 * CHUNK + 3, 2), (0, 0), (99, 3)])
 def test_a_request_stores_and_announces_no_more_than_it_allows(limit, chunks):
     scene, request = Scene(), Request("a", PROMPT, {**REMOTE, "max_offload_tokens": limit})
     scene.begin(request)
@@ -260,7 +260,7 @@ def image(name, offset=10):
 
 @pytest.mark.parametrize("mode", ["tokens", "blocks"])
 @pytest.mark.parametrize(
-    ("made", "options", "named"),
+    "made, options, named",
     [
         ({}, {}, False),
         ({"cache_salt": "mine"}, {}, True),
@@ -290,7 +290,7 @@ def test_a_prompt_with_an_image_is_named_only_if_its_content_or_a_salt_keeps_the
 
 
 @pytest.mark.parametrize(
-    ("images", "alike"),
+    "images, alike",
     [
         ([image("cat")], 3),
         ([image("dog")], 1),

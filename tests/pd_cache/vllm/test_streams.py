@@ -221,9 +221,7 @@ def test_nothing_is_looked_up_while_the_pool_is_away():
     scene.finish(stream)
 
 
-@pytest.mark.parametrize(
-    ("layer", "caching"), [(WINDOW, True), (PLAIN, False)], ids=["a window", "no cache of vLLM's own"]
-)
+@pytest.mark.parametrize("layer, caching", [(WINDOW, True), (PLAIN, False)], ids=["a window", "no cache of vLLM's own"])
 def test_an_engine_that_cannot_do_it_says_so(layer, caching):
     scene = Scene(layer)
     scene.manager.enable_caching = caching

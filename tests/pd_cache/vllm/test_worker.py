@@ -101,7 +101,7 @@ def begun(side, cache, *requests):
 
 
 @pytest.mark.parametrize(
-    ("loads", "reason", "bad", "told"),
+    "loads, reason, bad, told",
     [
         (3, "", set(), Loaded(3)),
         (1, "evicted", {12, 13, 14, 15}, Loaded(1, "evicted")),
@@ -193,7 +193,7 @@ def test_of_the_parts_of_a_group_the_one_that_did_least_counts(make):
 
 
 @pytest.mark.parametrize(
-    ("stores", "loads", "outcome", "calls"),
+    "stores, loads, outcome, calls",
     [
         (True, 3, StoreOutcome.NEW, [("store", "mark")]),
         (True, RuntimeError("no"), StoreOutcome.NOT, [("store", "mark")]),

@@ -61,7 +61,7 @@ def test_a_loaded_prefix_gives_the_tokens_of_a_computed_one(make_engine, expecte
             cache.wait_for_chunks(whole // 16)
 
 
-@pytest.mark.parametrize(("chunk", "step"), [(16, 64), (64, 16), (24, 16), (40, 256)])
+@pytest.mark.parametrize("chunk, step", [(16, 64), (64, 16), (24, 16), (40, 256)])
 def test_chunks_and_steps_of_any_size_go_together(make_engine, expected, chunk, step):
     cache, request = FakeCache(chunk), request_of(130)
     for _ in range(2):

@@ -42,7 +42,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("param", "values"), REFUSED.items(), ids=list(REFUSED))
+@pytest.mark.parametrize("param, values", REFUSED.items(), ids=list(REFUSED))
 def test_a_field_that_cannot_be_done_as_asked_is_refused_by_name(param, values):
     for value in values:
         with pytest.raises(ApiError) as caught:
@@ -60,7 +60,7 @@ def test_what_changes_nothing_is_taken():
 
 
 @pytest.mark.parametrize(
-    ("prompt", "read"),
+    "prompt, read",
     [("text", "text"), (["text"], "text"), ([1, 2], (1, 2)), ([[1, 2]], (1, 2)), ([3], (3,))],
 )
 def test_a_prompt_is_text_or_ids_or_a_list_of_one_of_them(prompt, read):
@@ -92,7 +92,7 @@ def test_bytes_round_trip_and_a_character_comes_out_whole(text):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "text"),
+    "tokens, text",
     [
         ([65, 299, 66], "A\ufffdB"),
         ([0xE2, 0x82, 299], "\ufffd\ufffd"),

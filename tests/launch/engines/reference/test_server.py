@@ -269,7 +269,7 @@ async def test_stopping_lets_requests_finish_and_refuses_new_ones(make_engine):
             await post(client)
 
 
-@pytest.mark.parametrize(("status", "code"), [(504, "timeout"), (503, "closed")])
+@pytest.mark.parametrize("status, code", [(504, "timeout"), (503, "closed")])
 @scenario
 async def test_what_takes_too_long_or_does_not_finish_in_the_grace_has_a_status(make_engine, status, code):
     engine = make_engine(FakeCache(), wait_ms=FOR_EVER, request_timeout_s=0.1 if code == "timeout" else 300.0)

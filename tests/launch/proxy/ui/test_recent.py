@@ -28,7 +28,7 @@ def trip(prefill, decode=None, client=""):
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    "found, expected",
     [
         (report(at_hand=100, loaded=300, memory=100, pool=200, computed=50), (0, 100, 100, 0, 200, 50)),
         (report(loaded=255, pool=256, computed=1), (0, 0, 0, 0, 255, 1)),  # a chunk was read for a token that is computed
