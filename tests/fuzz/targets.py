@@ -26,7 +26,7 @@ from launch.openai import ApiError
 from launch.operate.figures import NodeHistory, read_node, read_samples
 from launch.operate.state import ClusterStatus, NodeStatus, WatchedNodes
 from launch.operate.status import as_dict, status_table
-from launch.operate.top import Screen, draw
+from launch.operate.top import plain
 from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_models, read_tokens
 from launch.proxy.events import KnownRank, read_query
 from launch.proxy.metrics import read_report
@@ -317,8 +317,8 @@ def _metrics(data: bytes) -> None:
     for at, known in ((0.0, _OLDER), (2.0, reading)):
         watched.take([NodeStatus(record=record, at=at, reading=known) for record in _WATCHED])
     for width in (80, 200):
-        console = Console(file=io.StringIO(), width=width, height=24)
-        console.print(draw(Screen(watched.status(2.0)), width, 24, "name"))
+        console = Console(file=io.StringIO(), width=width)
+        console.print(plain(watched.status(2.0), "name", width))
         lines = console.file.getvalue().split("\n")
         assert all(line.isprintable() and len(line) <= width for line in lines)
 
