@@ -60,17 +60,27 @@ class _Line:
         """When the last measurement began."""
         self._measured = 0
         self._sums = [0.0] * 5
-        """Of the weights, of x, y, xx and xy, by weight; y is seconds a token."""
+        """Of the weights, and by weight of x, y, xx and xy; y is seconds a token."""
         self._slow: tuple[float, float, float] | None = None
         """The last measurement, if it was left out."""
 
-    def seconds(self, tokens: float, x: float) -> float | None:
-        """Returns how long `tokens` probably take; None while that is unknown."""
-        return self._expected(tokens, x) if self._measured >= _ENOUGH else None
+    @property
+    def known(self) -> bool:
+        """Whether enough was measured."""
+        return self._measured >= _ENOUGH
+
+    def seconds(self, tokens: float, x: float) -> float:
+        """Returns how long `tokens` probably take. Something has to be measured."""
+        mean_x, mean_y, xx, xy = (total / self._sums[0] for total in self._sums[1:])
+        slope = max(0.0, (xy - mean_x * mean_y) / (xx - mean_x**2 + _RIDGE * mean_x**2))
+        base = mean_y - slope * mean_x
+        if base < 0:
+            base, slope = 0.0, xy / xx
+        return tokens * (base + slope * x)
 
     def add(self, tokens: float, x: float, seconds: float) -> None:
         """Takes in a measurement."""
-        expected = self._expected(tokens, x) if self._measured else seconds
+        expected = self.seconds(tokens, x) if self._measured else seconds
         self._measured += 1
         new, slow = (tokens, x, seconds), seconds > _FAR * expected + _SLACK_S
         if slow and self._slow is None:
@@ -84,30 +94,24 @@ class _Line:
             self._sums = [_KEPT * total + weight * by for total, by in zip(self._sums, products, strict=True)]
         self._slow = None
 
-    def _expected(self, tokens: float, x: float) -> float:
-        mean_x, mean_y, xx, xy = (total / self._sums[0] for total in self._sums[1:])
-        slope = max(0.0, (xy - mean_x * mean_y) / (xx - mean_x**2 + _RIDGE * mean_x**2))
-        base = mean_y - slope * mean_x
-        if base < 0:
-            base, slope = 0.0, xy / xx
-        return tokens * (base + slope * x)
-
 
 class _Load(NamedTuple):
     began: float
     tokens: Sequence[int]
     """By tier."""
-    shared: Sequence[float]
-    """With those of the loads under way."""
-    expected: float | None
+    line: _Line
+    shared: float
+    expected: float
+    """0 for unknown."""
 
     def left(self, now: float) -> float:
         """Returns which share of it is probably still to come."""
-        return 1.0 if not self.expected else max(0.0, 1 - (now - self.began) / self.expected)
+        return max(0.0, 1 - (now - self.began) / self.expected) if self.expected else 1.0
 
 
 class Costs:
-    """The costs of one engine. Tokens by tier are those in this host's memory, on its disk, and in the pool."""
+    """The costs of one engine. Tokens by tier are those in this host's memory, on its disk, and in the pool: what comes from the farthest of
+    them decides how long a load takes."""
 
     def __init__(self) -> None:
         self._loading: dict[str, _Load] = {}
@@ -124,33 +128,29 @@ class Costs:
         `tokens` by tier would be loaded behind `position` others. `ahead`: how many tokens are computed before these can be, and their mean
         position, for each prompt.
         """
-        load_s, computed = self._seconds(self._shared(tokens, now)), sum(tokens)
-        steps = [self._of_steps.seconds(*work) for work in [(computed, position + computed / 2), *ahead]]
-        known = [step for step in steps if step is not None]
-        if load_s is None or len(known) < len(steps) or load_s <= _MARGIN * sum(known):
+        line, shared = self._shared(tokens, now)
+        if not line.known or not self._of_steps.known:
             return None
-        tried = max(line.tried for line, some in zip(self._of_loads, tokens, strict=True) if some)
-        return Verdict(load_s, sum(known), now >= tried + _PROBE_S)
+        load_s, computed = line.seconds(shared, 1 / shared), sum(tokens)
+        works = [(computed, position + computed / 2), *ahead]
+        compute_s = sum(self._of_steps.seconds(some, mean) for some, mean in works)
+        return Verdict(load_s, compute_s, now >= line.tried + _PROBE_S) if load_s > _MARGIN * compute_s else None
 
     def load_began(self, request_id: str, tokens: Sequence[int], now: float) -> None:
         """Notes that a load of these tokens by tier has begun. `load_ended` has to follow."""
-        shared = self._shared(tokens, now)
-        self._loading[request_id] = _Load(now, tokens, shared, self._seconds(shared))
-        for line, some in zip(self._of_loads, tokens, strict=True):
-            if some:
-                line.tried = now
+        line, shared = self._shared(tokens, now)
+        line.tried = now
+        expected = line.seconds(shared, 1 / shared) if line.known else 0.0
+        self._loading[request_id] = _Load(now, tokens, line, shared, expected)
 
     def load_ended(self, request_id: str, now: float, *, measure: bool) -> tuple[int, float] | None:
         """Notes the end of a load. Returns its tokens and seconds; None if it is not to be measured, or is unknown."""
         load = self._loading.pop(request_id, None)
         if load is None or not measure:
             return None
-        # what the farthest tier takes is what the others leave of the time
-        *_, (farthest, tokens) = ((tier, some) for tier, some in enumerate(load.shared) if some)
-        others = [0.0 if tier == farthest else some for tier, some in enumerate(load.shared)]
-        seconds = max(0.0, now - load.began - (self._seconds(others) or 0.0))
-        self._of_loads[farthest].add(tokens, 1 / tokens, seconds)
-        return sum(load.tokens), now - load.began
+        seconds = now - load.began
+        load.line.add(load.shared, 1 / load.shared, seconds)
+        return sum(load.tokens), seconds
 
     def step_ended(self, work: StepWork, now: float) -> tuple[int, float] | None:
         """Notes the end of a step. Returns its tokens and seconds; None if it is not measured."""
@@ -160,15 +160,8 @@ class Costs:
         self._of_steps.add(work.tokens, work.positions / work.tokens, seconds)
         return work.tokens, seconds
 
-    def _shared(self, tokens: Sequence[int], now: float) -> list[float]:
-        """Returns these tokens by tier, with what is left of the loads under way in the same tiers."""
-        return [
-            some + sum(load.tokens[tier] * load.left(now) for load in self._loading.values()) if some else 0.0
-            for tier, some in enumerate(tokens)
-        ]
-
-    def _seconds(self, shared: Sequence[float]) -> float | None:
-        """Returns how long a load of tokens by tier takes; None while that is unknown."""
-        parts = [line.seconds(some, 1 / some) for line, some in zip(self._of_loads, shared, strict=True) if some]
-        known = [part for part in parts if part is not None]
-        return sum(known) if len(known) == len(parts) else None
+    def _shared(self, tokens: Sequence[int], now: float) -> tuple[_Line, float]:
+        """Returns what is known of the farthest tier, and the tokens from there, with what is left of other loads from there."""
+        tier = max(tier for tier, some in enumerate(tokens) if some)
+        others = sum(load.tokens[tier] * load.left(now) for load in self._loading.values())
+        return self._of_loads[tier], tokens[tier] + others
