@@ -127,25 +127,6 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster, prompt, file)
     assert {node["name"]: node["state"] for node in nodes} == {node.name: "up" for node in cluster.config.nodes}
 
 
-@pytest.mark.usefixtures("patient")
-def test_with_other_weights_a_prompt_is_computed_and_stored_again(cluster, alone, prompt, file):
-    tokens = prompt(3 * CHUNK + 2)
-    complete(cluster.urls["proxy"], tokens)
-    assert complete(cluster.urls["proxy"], tokens).cached == (3 * CHUNK, 3 * CHUNK)
-    done = cli("reset", "-c", file, "--all", "--version", "w1").stdout
-    assert sorted(done.splitlines()) == ["decode-0: version w1", "prefill-0: version w1"]
-    answers = [complete(cluster.urls["proxy"], tokens) for _ in range(2)]
-    assert [answer.cached for answer in answers] == [(0, 3 * CHUNK), (3 * CHUNK, 3 * CHUNK)]
-    assert {tuple(answer.tokens) for answer in answers} == {tuple(alone(tokens))}
-    listed = cli_json("pool", "ls", "-c", file)["namespaces"]
-    assert {(one["model"], one["current"]) for one in listed} == {("tiny", True), ("tiny", False)}
-    assert all("decode-0" in one["nodes"] for one in listed)
-    assert int(cli("pool", "rm", "-c", file, "tiny", "--old", "--yes").stdout.split()[0]) >= 3
-    assert complete(cluster.urls["proxy"], tokens).cached == (3 * CHUNK, 3 * CHUNK), "what is current stays"
-    (left,) = cli_json("pool", "ls", "-c", file)["namespaces"]
-    assert left["current"] is True
-
-
 # --- explain ---------------------------------------------------------------------------------------------------------
 
 

@@ -98,31 +98,6 @@ def test_chunks_are_removed_on_a_machine_whose_file_names_no_master(cluster, own
 
 
 @pytest.mark.usefixtures("patient")
-def test_unreadable_records_stop_neither_routing_nor_joining(cluster, own_etcd, tmp_path):
-    prefix = prefix_of("test")
-    planted = {
-        "text": b'{"name": "text", "role": "decode", "address": "http://10.0.0.1:1", "model": "\xff"}',
-        "master-9": b'{"name": "master-9", "role": "master", "address": "ipc:///etc"}',
-    }
-    with closing(own_etcd.client()) as client:
-        for name, value in planted.items():
-            client.put(prefix + name, value)
-        try:
-            with joined(own_etcd, tmp_path, "prefill-3") as node:  # it found the real master
-                wait_for(lambda: health(cluster)["prefill"].get(node.address), "the node is routed to")
-                assert [ask(cluster).status for _ in range(4)] == [200] * 4
-                told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path))
-                assert {one["state"] for one in told["nodes"] if one["role"] in ("prefill", "decode")} == {"up"}
-        finally:
-            for name in planted:
-                client.delete(prefix + name)
-    nodes = {one["name"]: one for one in cli_json("status", "-c", elsewhere(own_etcd, tmp_path))["nodes"]}
-    assert sorted(nodes) == ["decode-0", "master", "prefill-0", "proxy", "store-0"]
-    assert nodes["decode-0"]["address"] == cluster.urls["decode-0"]
-    assert nodes["store-0"]["capacity"]["segment_bytes"] == 64 << 20
-
-
-@pytest.mark.usefixtures("patient")
 def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dropped_once_its_ttl_is_over(
     cluster, own_etcd, tmp_path
 ):
@@ -184,16 +159,6 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
             assert node.process.poll() is None
         finally:
             executable.with_name("done").touch()
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_reset_finds_engines_from_a_file_that_names_none(cluster, own_etcd, tmp_path):
-    answers = [ask(cluster, seed=7) for _ in range(2)]
-    file = cluster_file(tmp_path, discovery=discovery(own_etcd), nodes=[{"name": "here", "role": "proxy"}])
-    assert "decode-0" in cli("reset", "--all", "-c", file).stdout
-    answers.append(ask(cluster, seed=7))
-    assert answers[-1].cached[0] == 0
-    assert len({tuple(answer.tokens) for answer in answers}) == 1
 
 
 def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 """`pd-cache pool`: what is held of a million keys, what is asked of a serving master, and the commands on a real pool. `rm --old`:
-test_cluster.py."""
+test_recipes.py."""
 
 import http.server
 import itertools

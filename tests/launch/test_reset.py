@@ -186,17 +186,6 @@ def test_a_change_that_comes_with_the_command_leaves_the_engine_out(c, place):
     assert c.a.labels == [None]
 
 
-def test_a_command_that_comes_late_names_no_later_change(c):
-    c.a.change()
-    late = Naming(label="w1", ids=(c.a.engines[0].state.id,))
-    c.run("--version", "w1")
-    c.a.change()
-    for _ in range(2):
-        assert c.a.engines[0].name(late).label is None
-    c.run("--version", "w2")
-    assert c.a.engines[0].name(late).label == "w2"
-
-
 def test_of_two_commands_at_once_at_least_one_says_that_not_all_is_as_it_was_told(c):
     """Both have asked every engine for its state before one of them names any."""
     done = {}

@@ -50,12 +50,6 @@ def test_an_engine_is_out_from_a_change_until_this_very_change_is_named():
     assert version.name(Naming(label="w2", ids=(out.id,))).label == "w1", "another command was first"
 
 
-def test_an_engine_that_starts_while_a_reset_is_under_way_keeps_the_weights_of_its_files():
-    """The reset has asked the engine's node before the restart, and names what was there then."""
-    before, restarted = WeightsVersion(None), WeightsVersion()
-    assert restarted.name(Naming(label="w1", ids=(before.state.id,))).label == ""
-
-
 def test_a_change_that_comes_with_a_label_at_the_same_time_wins():
     for _ in range(200):
         version = WeightsVersion(None)

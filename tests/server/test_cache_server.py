@@ -23,7 +23,6 @@ from pd_cache.server.client import RemoteCache
 from pd_cache.server.connection import server_welcome
 from pd_cache.server.protocol import EngineIdentity, FurtherLayers, Retrieve, Store
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, troubles
-from tests.support.engines import host as in_process
 from tests.support.kv import make_cache, same_tensors
 from tests.support.server import (
     LATE_S,
@@ -75,17 +74,6 @@ def tokens():
 @pytest.fixture
 def name():
     return uuid.uuid4().hex
-
-
-def test_it_shares_chunks_with_engines_that_have_their_own_cache(pool, server, tokens, name):
-    model = uuid.uuid4().hex
-    with in_process(pool, model=model) as alone, Engine(server.url, model) as engine:
-        slots = list(range(len(tokens)))
-        alone.compute(tokens, slots)
-        alone.store(tokens, slots)
-        wait_for(lambda: engine.lookup(uuid.uuid4().hex, tokens) == 3 * CHUNK)
-        assert engine.retrieve(name, tokens) == set()
-        assert engine.holds(tokens[: 3 * CHUNK])
 
 
 # --- the scheduler's adapter -----------------------------------------------------------------------------------------

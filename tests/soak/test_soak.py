@@ -20,7 +20,6 @@ from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, LocalTier, NodeSettings
 from pd_cache.layout import KVLayout
 from tests.soak.books import ALLOWANCE_S, Call, Span
-from tests.soak.cluster import footprint
 from tests.soak.faults import ACTIONS, KINDS, LONG_KINDS, planned
 from tests.soak.oracle import (  # fmt: skip
     BLOCKS,
@@ -141,18 +140,6 @@ def test_a_cache_that_is_right_passes_a_hundred_operations(cache: _Faulty) -> No
     assert sum(one.hit for one in done)
 
 
-def test_a_byte_that_is_wrong_when_it_is_loaded_is_caught(cache: _Faulty) -> None:
-    def flip(slots: Any) -> None:
-        slot = slots[2 * CHUNK + 4]
-        cache.buffer.words.view(np.uint8)[1, slot // CHUNK, 1, slot % CHUNK, 77] ^= 0x01
-
-    assert cache.do("store").hit == 5 * CHUNK
-    cache.after = flip
-    done = cache.do("retrieve")
-    assert (done.hit, done.wrong) == (5 * CHUNK, 1)
-    assert done.first[0].startswith(f"token {2 * CHUNK + 4} ")
-
-
 def test_a_cache_that_writes_where_it_should_not_is_caught(cache: _Faulty) -> None:
     cache.do("store")
     cache.after = lambda slots: cache.buffer.put(slots[:1], prefixes([77]))
@@ -187,32 +174,6 @@ def test_a_plan_is_a_function_of_its_seed_and_no_two_faults_affect_a_node_at_one
         assert not [(one, other) for one in long_ones for other in faults if one is not other and one.collides(other)]
         assert seconds < 60 or {fault.kind for fault in faults} == {kind.name for kind in KINDS}
     assert {kind.name for kind in (*KINDS, *LONG_KINDS)} == set(ACTIONS)
-
-
-def test_connections_that_dead_peers_have_left_do_not_count_also_of_a_process_on_another_host() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
-    connects = """import socket, subprocess
-subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-server = socket.create_server(("127.0.0.1", 0))
-ours = socket.create_connection(server.getsockname())
-theirs, _ = server.accept()
-for step in (lambda: None, theirs.close):
-    step()
-    print(flush=True)
-    input()
-"""
-    command = ["unshare", "--net", sys.executable, "-c", connects]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
-        assert host.stdin is not None
-        assert host.stdout is not None
-        held = []
-        for _ in range(2):
-            host.stdout.readline()
-            held.append(footprint(host.pid).descriptors)
-            host.stdin.write(b"\n")
-            host.stdin.flush()
-    assert held[0] - held[1] == 2, "the one that it has closed, and the one that its peer has"
 
 
 @pytest.mark.slow(seconds=60)

@@ -7,13 +7,12 @@ import threading
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import cast
 
 import msgspec
 import pytest
 import torch
 
-from pd_cache import AsyncObjectCache, CacheConfig, DiskTier, LocalTier, MooncakeTier, ObjectCache
+from pd_cache import AsyncObjectCache, CacheConfig, DiskTier, MooncakeTier, ObjectCache
 from pd_cache.objects.cache import Deadline, ObjectOutcome
 from pd_cache.objects.values import OVERHEAD, PartHeader, Scattered, TensorForm, ValueKeys
 from pd_cache.tiers.memory import TRAILER_BYTES, seal
@@ -284,33 +283,6 @@ def test_many_more_values_than_staging_memory_holds(pool, name):
         assert cache.put_many(names, values) == [Status.OK] * 60
         assert [one.value for one in cache.get_many(names)] == values
         wait_for(lambda: cache.backend.memory.pool.in_use == 0, "all memory free")
-
-
-def test_tiers_keep_values_of_any_size(make, name, tmp_path, pool):
-    tiers = (
-        LocalTier(capacity=ByteSize(8 * 8192)),
-        DiskTier(path=str(tmp_path), capacity=ByteSize(64 * 8192), blocking=True),
-        MooncakeTier(),
-    )
-    cache, before = make(tiers=tiers), pool.keys()
-    names, values = [name(n) for n in range(20)], [some(n * 500) for n in range(20)]
-    assert cache.put_many(names, values) == [Status.OK] * 20
-    pool.remove(*pool.keys() - before)
-    found = [one.value for one in cache.get_many(names)]
-    assert found == values, "from memory and disk alone"
-    assert [one.value for one in cache.get_many(names[::-1])] == values[::-1]
-
-
-def test_a_tensor_that_one_tier_has_damaged_is_read_from_the_next(make, name, tmp_path):
-    disk = DiskTier(path=str(tmp_path), capacity=ByteSize(64 * 8192), blocking=True)
-    cache, value = make(tiers=(disk, MooncakeTier())), torch.arange(100)
-    assert cache.put(name(1), value) is Status.OK
-    for file in tmp_path.rglob("*"):
-        if file.is_file() and len(kept := bytearray(file.read_bytes())) >= PART:
-            kept[400] ^= 1
-            file.write_bytes(kept)
-    assert torch.equal(cast("torch.Tensor", cache.get_tensor(name(1))), value)
-    assert cache.metrics.totals()["tier_healed", "disk"] == 1
 
 
 def test_with_disk_alone_no_pool_is_needed(tmp_path, pool, name):
