@@ -32,7 +32,7 @@ _WARM = 1000
 """How many requests of each copy of the trace the pool has seen before; less of a short trace, and of a share of a trace's users."""
 _DEPTH = 300
 _BUSY = 0.6
-"""The share of the time for which engines are busy at the usual rate."""
+"""The use of engines at the usual rate: of a prefill node's time, or of the room in a decode node's paged cache."""
 _TRIAL_NODES = 4
 _TRIAL_BUSY = 0.2
 _TRIAL_REQUESTS = 100
@@ -80,7 +80,7 @@ def grow(
 
 
 def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int) -> float:
-    """Returns the requests a second and node that keep engines `_BUSY` of the time, those of the kind that has more to do."""
+    """Returns the requests a second and node that use `_BUSY` of the engines of the kind that has more to do."""
     guess = 1.0
     for _ in range(12):
         _, asked = grow(trace, costs, proxies, _TRIAL_NODES, guess, _TRIAL_REQUESTS)

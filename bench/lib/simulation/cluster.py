@@ -322,7 +322,9 @@ class SimulatedCluster:
             "proxy": _mean([proxy.loop.asked for proxy in self._proxies]) / seconds,
             "proxy's places": _mean([proxy.most_admitted for proxy in self._proxies]) / self.plan.proxy.max_requests,
             "prefill": _mean([node.engine.asked for node in self.nodes["prefill"]]) / seconds,
-            "decode": _mean([node.engine.asked for node in self.nodes["decode"]]) / seconds,
+            # a step of one request and a step of many take nearly as long: room is what decode nodes run out of
+            "decode": _mean([node.engine.held() / self.costs.engine.kv_tokens for node in self.nodes["decode"]])
+            / seconds,
             "links": _mean([max(machine.outgoing.asked, machine.incoming.asked) for machine in machines]) / seconds,
             "nodes' cores": _mean([machine.cores.asked for machine in machines]) / cores,
         }

@@ -64,6 +64,7 @@ class SimulatedEngine:
         self.learned = Costs()
         self.asked = 0.0
         """Seconds of all steps."""
+        self._held, self._since = 0.0, 0.0
         time.start(self._run())
 
     @property
@@ -81,6 +82,13 @@ class SimulatedEngine:
         for generating in self._prefilling:
             end = generating.request.tokens
             yield end - generating.position, (generating.position + end) / 2
+
+    def held(self, more: int = 0) -> float:
+        """Reserves so many more tokens of the paged cache. Returns how many were reserved so far, multiplied by the seconds."""
+        self._held += (self._costs.engine.kv_tokens - self._free) * (self._time.now - self._since)
+        self._since = self._time.now
+        self._free -= more
+        return self._held
 
     def submit(self, generating: Generating) -> None:
         """Queues a request; the caller has seen that there is room in the queue."""
@@ -106,7 +114,7 @@ class SimulatedEngine:
             if generating.needed > self._free and self._free < shape.kv_tokens:
                 return
             self._waiting.popleft()
-            self._free -= generating.needed
+            self.held(generating.needed)
             self._loading += 1
             self._time.start(self._load(generating))
 
@@ -170,7 +178,7 @@ class SimulatedEngine:
         generating.ended.happen()
 
         def free(_: object) -> None:
-            self._free += generating.needed
+            self.held(-generating.needed)
             self._wake.happen()
 
         generating.storing.then(free)
