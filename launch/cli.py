@@ -201,13 +201,7 @@ def launch(role: str, file: Path, name: str | None) -> None:
 
 @main.command()
 @_file_option()
-@click.option(
-    "--drain",
-    "drain_s",
-    type=click.FloatRange(1.0, 604_800.0),
-    help="When it is to stop, first move what its nodes hold to other machines, for at most so many seconds. A second signal ends that.",
-)
-def up(file: Path, drain_s: float | None) -> None:
+def up(file: Path) -> None:
     """Run every node of the file that belongs on this machine, supervised, until SIGTERM or Ctrl-C. Prints `ready NODE ADDRESS` for each."""
     from launch.run.supervise import stop_on_signals
     from launch.run.up import running, welcome
@@ -222,11 +216,6 @@ def up(file: Path, drain_s: float | None) -> None:
         if not stop.is_set():
             click.echo(welcome(cluster, file))
             cluster.supervisor.wait(stop)
-            if drain_s is not None:
-                from launch.operate.drain import drain_local
-
-                with stop_on_signals() as hurried:
-                    drain_local(file, cluster.config, drain_s, hurried)
     if stop.signal == signal.SIGINT:
         raise SystemExit(_INTERRUPTED)
 

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -21,9 +18,9 @@ import msgspec
 from launch.masters import Segment, begin_drain, cancel_drain, drain_job, keys_in, segments_at
 from launch.operate.pool import open_store
 from launch.operate.watched import cluster_status
-from launch.run.supervise import StopFlag, end, spawn_child
+from launch.run.supervise import StopFlag
 from pd_cache.cluster import ClusterConfig
-from pd_cache.cluster.machine import local_nodes, shown_bytes
+from pd_cache.cluster.machine import shown_bytes
 from pd_cache.errors import ConfigError, PdCacheError
 from transfer.errors import Status
 from transfer.store import MooncakeStore
@@ -107,28 +104,6 @@ def drain(
 
 def _again(name: str) -> str:
     return f"what was moved stays so: `pd-cache drain {name}` goes on where this has ended"
-
-
-def drain_local(file: Path, config: ClusterConfig, limit_s: float, stop: StopFlag) -> None:
-    """Moves what this machine's nodes hold to those of others, one node after the other, each by a `pd-cache drain` in a process of its own.
-
-    What is not moved within `limit_s` seconds, or when `stop` is set, stays; that takes up to a minute more.
-    """
-    giving = {row.name for row in cluster_status(config).nodes if row.record.capacity.segment_bytes}
-    mine = [node.name for node in local_nodes(config) if node.name in giving]
-    if len(mine) == len(giving):
-        log.warning("nothing is moved: no node of another machine gives memory to the pool")
-        return
-    deadline = time.monotonic() + limit_s
-    for name in mine:
-        if (left := deadline - time.monotonic()) < 1 or stop.is_set():
-            log.warning("%s is not drained", name)
-            continue
-        command = ("-P", "-m", "launch", "drain", name, "-c", str(file), "--timeout", f"{left:.0f}")
-        draining = spawn_child((sys.executable, *command), death_signal=signal.SIGTERM, stdout=sys.stderr)
-        while draining.poll() is None and not stop.wait(_POLL_S):
-            pass
-        end([draining], _CANCEL_S + _CALL_S)
 
 
 def _check_room(name: str, own: Segment, segments: Sequence[Segment]) -> None:

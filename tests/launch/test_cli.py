@@ -133,15 +133,6 @@ def test_ctrl_c_while_up_starts_says_so_and_is_exit_code_130(tmp_path):
     assert "stopping store-0" in "".join(up.errors)
 
 
-def test_up_that_is_to_drain_first_says_if_there_is_no_machine_to_move_to_and_stops(tmp_path):
-    nodes = [free_node("master"), free_node("store-0", metrics_port=0)]
-    with Process("up", program("up", "--drain", "30", "-c", cluster_file(tmp_path, nodes=nodes))) as up:
-        wait_for(lambda: "all 2 nodes are ready" in up.lines, "all nodes ready")
-        assert [line.split()[1] for line in up.lines[:2]] == ["master", "store-0"]
-        assert up.stop() == 0
-    assert "nothing is moved: no node of another machine gives memory to the pool" in "".join(up.errors)
-
-
 def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path):
     outcome = json.loads(run_program("demo", "--json", "-c", cluster_file(tmp_path)).stdout)
     assert set(outcome) == {"all_equal", "requests"}

@@ -9,7 +9,7 @@ import pytest
 
 from launch.masters import begin_drain, drain_job, keys_in, segments_at
 from launch.operate import drain as drained_by
-from launch.operate.drain import drain, drain_local
+from launch.operate.drain import drain
 from launch.operate.watched import cluster_status
 from launch.run.supervise import StopFlag
 from pd_cache.cluster import load_config
@@ -261,20 +261,3 @@ def test_a_drain_is_not_canceled_by_a_master_that_stands_still_and_says_so_soon(
     finally:
         master.resume()
     assert time.monotonic() - begin < 60, "another list of its keys has minutes"
-
-
-def test_before_a_machine_stops_what_it_holds_moves_to_others_if_there_are_any(make_pool, monkeypatch, caplog):
-    pool = half_full(make_pool, 20, client_ttl_s=60)
-    config, hurried = load_config(pool.file), StopFlag()
-    drain_local(pool.file, config, 60.0, hurried)
-    assert caplog.messages == ["nothing is moved: no node of another machine gives memory to the pool"]
-    monkeypatch.setattr("launch.operate.drain.local_nodes", lambda whole: [whole.node("store-0")])
-    drain_local(pool.file, config, 0.5, hurried)
-    hurried.set()
-    drain_local(pool.file, config, 60.0, hurried)
-    assert caplog.messages[1:] == ["store-0 is not drained"] * 2
-    assert segment(pool, 0).status == "OK"
-    drain_local(pool.file, config, 60.0, StopFlag())
-    assert (segment(pool, 0).status, segment(pool, 1).status) == ("DRAINED", "OK")
-    with pool.bare_client() as client:
-        assert all(client.get(f"0/{number}") == bytes(4096) for number in range(20))
