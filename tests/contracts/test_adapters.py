@@ -3,15 +3,12 @@
 import random
 import threading
 import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.adapters import ALIKE, KINDS, PAGE, AdapterSubject, end_subject, impatient
+from tests.support.adapters import ALIKE, KINDS, PAGE, end_subject, impatient
 from tests.support.waiting import wait_for
-
-Make = Callable[..., AdapterSubject]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -376,7 +376,7 @@ def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_se
         for probe in ("startupProbe", "readinessProbe"):
             for pod in running:
                 assert pod.process.status() != psutil.STATUS_ZOMBIE, f"{pod.role} ended"
-                wait_for(lambda pod=pod, probe=probe: pod.probed(probe) == 200, f"{pod.role}: {probe}")  # type: ignore[misc]
+                wait_for(lambda pod=pod, probe=probe: pod.probed(probe) == 200, f"{pod.role}: {probe}")
         (proxy,) = [pod for pod in running if pod.role == "proxy"]
         prompt = list(range(300))
 

@@ -24,7 +24,7 @@ class Front:
         self.cluster, self.port, self.url, self.session = c, port, f"https://127.0.0.1:{port}", session
 
     def post(self, body, **options):
-        return self.session.post(f"{self.url}/v1/completions", json=body, **options)  # type: ignore[arg-type]
+        return self.session.post(f"{self.url}/v1/completions", json=body, **options)
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -80,7 +79,7 @@ class Target:
     header: int = 0
     """Bytes of each seed before what is in `format`."""
 
-    def accepts(self, data: bytes) -> bool:
+    def accepts(self, data):
         """Returns whether an input is accepted, and not refused as documented. Raises whatever else the parser raises."""
         try:
             self.parse(data)
@@ -96,11 +95,11 @@ NAMESPACE = Namespace(
 )  # fmt: skip
 
 
-def _json(value: Any) -> bytes:
+def _json(value):
     return json.dumps(value).encode()
 
 
-def _read_json(text: bytes) -> Any:
+def _read_json(text):
     """Numbers stay text: Python reads none of more than 4300 digits."""
     return json.loads(text, parse_int=str)
 
@@ -109,7 +108,7 @@ def _read_json(text: bytes) -> Any:
 
 _NAMES = (b"a" * 16, b"b" * 16)
 _MOVE = ("session", _NAMES, (1, 2, -1), 5, 7, 1000)
-REQUESTS: tuple[protocol.Message, ...] = (
+REQUESTS = (
     protocol.Hello(
         TOKEN,
         "worker",
@@ -133,7 +132,7 @@ REQUESTS: tuple[protocol.Message, ...] = (
     protocol.Retrieve(*_MOVE, b"event"),
     protocol.EndSession("session"),
 )
-_ANSWERS: tuple[protocol.Message, ...] = (
+_ANSWERS = (
     protocol.Welcome(256, "tokens", "", True, True),
     protocol.Done(),
     Found(3, 3),
@@ -143,7 +142,7 @@ _ANSWERS: tuple[protocol.Message, ...] = (
 )
 
 
-def _server_request(data: bytes) -> None:
+def _server_request(data):
     number, request = protocol.decode_request(data)
     assert protocol.decode_request(protocol.encode(number, request)) == (number, request)
     if isinstance(request, protocol.Hello):
@@ -155,7 +154,7 @@ def _server_request(data: bytes) -> None:
         assert all(8 <= len(name) <= 16 for name in request.names)
 
 
-def _server_answer(data: bytes) -> None:
+def _server_answer(data):
     number, answer = protocol.decode_answer(data)
     if answer == answer:  # not a number is not equal to itself
         assert protocol.decode_answer(protocol.encode(number, answer)) == (number, answer)
@@ -166,14 +165,14 @@ def _server_answer(data: bytes) -> None:
 _KEY, _PAYLOAD = "pdc1/0123456789abcdef/0/" + "a" * 32, b"0123456789" * 20
 
 
-def _sealed() -> bytes:
+def _sealed():
     buffer = bytearray(len(_PAYLOAD) + memory.TRAILER_BYTES)
     buffer[: len(_PAYLOAD)] = _PAYLOAD
     memory.seal(_KEY, memoryview(buffer), len(_PAYLOAD))
     return bytes(buffer)
 
 
-def _object(data: bytes) -> None:
+def _object(data):
     found = memory.inspect(_KEY, memoryview(data), len(_PAYLOAD))
     intact = not isinstance(found, memory.Damage) and checksum(memoryview(data)[: len(_PAYLOAD)]) == found
     assert intact == (data == _SEALED)
@@ -182,11 +181,11 @@ def _object(data: bytes) -> None:
 _SEALED = _sealed()
 
 
-def _manifest(data: bytes) -> None:
+def _manifest(data):
     _believed(Namespace.read(data))
 
 
-def _believed(namespace: Namespace) -> None:
+def _believed(namespace):
     """What the proxy does with a namespace that it read."""
     assert 1 <= namespace.shards <= MAX_SHARDS
     assert min(namespace.layers, namespace.block_size, namespace.page_bytes, namespace.chunk_size) >= 1
@@ -197,7 +196,7 @@ def _believed(namespace: Namespace) -> None:
 # --- discovery -------------------------------------------------------------------------------------------------------
 
 
-def _record(name: str, role: str, address: str, **fields: Any) -> NodeRecord:
+def _record(name, role, address, **fields):
     return NodeRecord(name=name, role=role, address=address, **fields)
 
 
@@ -213,17 +212,17 @@ _RECORDS = (
 )  # fmt: skip
 
 
-def _etcd_record(data: bytes) -> None:
+def _etcd_record(data):
     _used(decode_record(data))
 
 
-def _etcd_pair(data: bytes) -> None:
+def _etcd_pair(data):
     found = _read(SimpleNamespace(key=b"/pd-cache/c/nodes/" + data[:8], value=data[8:]), "/pd-cache/c/nodes/")
     if found is not None:
         _used(found)
 
 
-def _used(record: NodeRecord) -> None:
+def _used(record):
     """What nodes do with a record."""
     assert decode_record(record.encode()) == record
     if record.role == "master":
@@ -238,7 +237,7 @@ def _used(record: NodeRecord) -> None:
     _show(NodeStatus(record=record))
 
 
-def _health(data: bytes) -> None:
+def _health(data):
     told = read_about(data)
     assert isinstance(told, About)
     _show(NodeStatus(record=_record("a", "decode", "http://h:1", version=told.version, fingerprint=told.fingerprint, namespace=told.namespace)))  # fmt: skip
@@ -247,7 +246,7 @@ def _health(data: bytes) -> None:
 _CONSOLE = Console(file=io.StringIO(), width=200)
 
 
-def _show(row: NodeStatus) -> None:
+def _show(row):
     status = ClusterStatus("etcd", True, [row])
     table, shown = status_table(status), msgspec.json.encode(as_dict(status))
     json.loads(shown)
@@ -260,7 +259,7 @@ _SEGMENT = {
 }  # fmt: skip
 
 
-def _segments(data: bytes) -> None:
+def _segments(data):
     segments = read_segments(data)
     list(advertised_findings({"10.0.0.1", "10.0.0.2"}, segments))
     assert all(segment.free >= 0 and segment.host == host_of(segment.segment_name) for segment in segments)
@@ -299,7 +298,7 @@ _WATCHED = tuple(msgspec.structs.replace(record, name=record.role) for record in
 _OLDER = read_node(read_samples(_METRICS.decode()), 0.0)
 
 
-def _metrics(data: bytes) -> None:
+def _metrics(data):
     """What `status`, and after those of a moment before `top` and `/ui`, make of a node's metrics."""
     reading = read_node(read_samples(data.decode(errors="replace")), 2.0)
     row = NodeStatus(record=_RECORDS[0], reading=reading)
@@ -356,7 +355,7 @@ _BODIES = (
 )
 
 
-def _completion(field: str) -> Parse:
+def _completion(field):
     def parse(data):
         body = Completion(data, prompt="messages" if field == "messages" else "prompt")
         prompt = body.prompt()
@@ -386,28 +385,28 @@ def _completion(field: str) -> Parse:
     return parse
 
 
-def _tokens(data: bytes) -> None:
+def _tokens(data):
     tokens = read_tokens(data).ids
     token_bytes(tokens)
     BlockHasher(16, describe_hashes("sha256", "0", ""), ["0"]).hashes(tokens)
 
 
-def _query(data: bytes) -> None:
+def _query(data):
     query = read_query(data)
     named = PromptNamer(NAMESPACE, ["0"]).name(query.token_ids, query.cache_salt)
     assert len(named.names) == len(query.token_ids) // NAMESPACE.chunk_size
 
 
-def _models(data: bytes) -> None:
+def _models(data):
     _read_json(msgspec.json.encode({"object": "list", "data": read_models(data)}))
 
 
-def _handed_over(data: bytes) -> None:
+def _handed_over(data):
     handoff = read_handoff(data)
     _read_json(Completion(_json(_BODIES[0])).for_decode(handoff))
 
 
-def _reference(data: bytes) -> None:
+def _reference(data):
     request = parse_completion(data, "m")
     assert request.fields.max_tokens >= 1
     assert request.prompt
@@ -418,7 +417,7 @@ def _reference(data: bytes) -> None:
         request.fields.cache_salt.encode()
 
 
-def _params(data: bytes) -> None:
+def _params(data):
     try:
         given = json.loads(data)
     except (ValueError, RecursionError):
@@ -436,7 +435,7 @@ _EXISTS = bytes.fromhex("15000000 07000000 11000000 00000000 5d8c5f2a 04 84870b0
 """Mooncake's answer to request 7, which was about three keys."""
 
 
-def _master_answer(data: bytes) -> None:
+def _master_answer(data):
     verdicts = read_answer(data, 7, 3)
     assert verdicts is None or (len(verdicts) == 3 and set(verdicts) <= {0, 1})
 
@@ -444,11 +443,11 @@ def _master_answer(data: bytes) -> None:
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def _encoded(found: tuple[protocol.Message, ...]) -> tuple[bytes, ...]:
+def _encoded(found):
     return tuple(protocol.encode(7, message) for message in found)
 
 
-_PACK: Callable[[Any], bytes] = msgspec.msgpack.encode
+_PACK = msgspec.msgpack.encode
 # --- KV events -------------------------------------------------------------------------------------------------------
 
 _EVENTS = _PACK(
@@ -464,7 +463,7 @@ _EVENTS = _PACK(
 )  # fmt: skip
 
 
-def _kv_events(data: bytes) -> None:
+def _kv_events(data):
     batch, _ = kv_events.read_batch(data)
     order, cache = StreamOrder(), KnownRank(lambda: 100 - len(cache))
     steps = [*order.live(0, batch), *order.replayed(2, batch), *order.replay_ended(whole=True)]
@@ -472,7 +471,7 @@ def _kv_events(data: bytes) -> None:
     assert len(cache) <= 100
 
 
-TARGETS: dict[str, Target] = {
+TARGETS = {
     target.name: target
     for target in (
         Target("server-request", _server_request, (protocol.FrameError,), _encoded(REQUESTS), _MSGPACK, 16),

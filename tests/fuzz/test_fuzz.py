@@ -3,22 +3,19 @@
 `make fuzz` tries more inputs of the same kind. An input that failed once is a file in `corpus/`, and is tried each time.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math
 import os
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.targets import TARGETS, Format, Target
+from tests.fuzz.targets import TARGETS, Format
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 """For each target; with 0 three hundred, and the same ones each time, so that nobody's build fails by chance."""
@@ -66,19 +63,19 @@ _PIECES = st.binary(max_size=8) | st.sampled_from([piece for pieces in _ODD.valu
 """What is put into an input's bytes."""
 
 
-def _written(target: Target, tree: Any) -> bytes:
+def _written(target, tree):
     encode = msgspec.msgpack.encode if target.format is Format.MSGPACK else msgspec.json.encode
     return target.seeds[0][: target.header] + encode(tree)
 
 
-def _places(tree: Any) -> list[tuple[Any, ...]]:
+def _places(tree):
     """The way to each value inside of a tree."""
-    keys: Any = tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    keys = tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
     return [way for key in keys for way in [(key,), *((key, *rest) for rest in _places(tree[key]))]]
 
 
 @st.composite
-def _restructured(draw: st.DrawFn, target: Target) -> bytes:
+def _restructured(draw, target):
     """A seed of which some values are others, are gone, or stand twice: its syntax is right, its schema is not."""
     seed = draw(st.sampled_from(target.seeds))[target.header :]
     tree = msgspec.msgpack.decode(seed) if target.format is Format.MSGPACK else json.loads(seed)
@@ -108,7 +105,7 @@ def _restructured(draw: st.DrawFn, target: Target) -> bytes:
 
 
 @st.composite
-def _damaged(draw: st.DrawFn, target: Target) -> bytes:
+def _damaged(draw, target):
     """A seed of which some bytes are others, are gone, or stand twice."""
     data = bytearray(draw(st.sampled_from(target.seeds)))
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 4]))):
@@ -120,7 +117,7 @@ def _damaged(draw: st.DrawFn, target: Target) -> bytes:
     return bytes(data)
 
 
-def inputs_of(target: Target) -> st.SearchStrategy[bytes]:
+def inputs_of(target):
     """Whatever others may write in place of what the target reads."""
     noise = st.binary(max_size=200).map(lambda data: target.seeds[0][: target.header] + data)
     if target.format is Format.BYTES:

@@ -4,8 +4,6 @@ What counts is the processor time of the longest step, which other programs do n
 into C, which keeps the interpreter from the loop. A control is measured beside it: what Python's own reader takes for a mebibyte of small objects.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -16,7 +14,6 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from unittest.mock import patch
 
@@ -34,8 +31,6 @@ MOST = 2.0
 """How many controls the longest step may take; one takes 25 ms where this was written."""
 CONTROL = b"[" + b"{}," * (MIB // 3) + b"{}]"
 TOKENS = b'{"tokens": [' + b"7," * ((1 << 18) - 1) + b"7]}"
-Body = tuple[str, bytes, str]
-"""Where it goes, what it is, and its Content-Encoding."""
 
 
 # --- bodies ------------------------------------------------------------------------------------------------------------
@@ -50,11 +45,11 @@ _TEXTS = st.sampled_from([b"x", b"\\n", b"\\u00e9", b"\\ud83d\\ude00", b"\xc3\xa
 _SIZES = st.sampled_from([MIB, MIB // 2, MIB // 4 - 200, 5000]).map(lambda size: size - 500)
 
 
-def _keyed(atom: bytes, size: int) -> bytes:
+def _keyed(atom, size):
     return b",".join(b'"%x":' % number + atom for number in range(size // (len(atom) + 9)))
 
 
-_LAYOUTS: dict[str, Callable[[bytes, bytes, int], bytes]] = {
+_LAYOUTS = {
     "a list": lambda atom, text, size: b"[" + b",".join([atom] * (size // (len(atom) + 1))) + b"]",
     "keys": lambda atom, text, size: b"{" + _keyed(atom, size) + b"}",
     "one key again and again": lambda atom, text, size: b"{" + b",".join([b'"":' + atom] * (size // (len(atom) + 4))) + b"}",
@@ -82,7 +77,7 @@ _PROMPTS = {
 
 
 @st.composite
-def bodies(draw: st.DrawFn) -> Body:
+def bodies(draw):
     path, layout = draw(st.sampled_from(sorted(_PLACES))), draw(st.sampled_from(sorted(_LAYOUTS)))
     field = draw(st.sampled_from(_PLACES[path])).encode()
     body = b'{"%b":' % field + _LAYOUTS[layout](draw(_ATOMS), draw(_TEXTS), draw(_SIZES)) + b"}"
@@ -95,7 +90,7 @@ def bodies(draw: st.DrawFn) -> Body:
     return path, body, "identity"
 
 
-def compressed() -> bytes:
+def compressed():
     """A mebibyte that is a gibibyte of spaces."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     return packer.compress(b" " * (1 << 30)) + packer.flush()
@@ -107,12 +102,12 @@ def compressed() -> bytes:
 class Steps:
     """The longest step of the loop, and the longest call into C on the threads that begin in this block."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.longest = 0.0
         self._began = threading.local()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self):
         run = asyncio.Handle._run
 
         def timed(handle):
@@ -127,7 +122,7 @@ class Steps:
         finally:
             threading.setprofile(None)
 
-    def _profile(self, frame: object, event: str, argument: object) -> None:
+    def _profile(self, frame, event, argument):
         if event == "c_call":
             self._began.at = time.thread_time()
         elif event in ("c_return", "c_exception"):
@@ -135,13 +130,13 @@ class Steps:
             self.longest = max(self.longest, now - getattr(self._began, "at", now))
 
 
-def control() -> float:
+def control():
     began = time.thread_time()
     json.loads(CONTROL)
     return time.thread_time() - began
 
 
-async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _serve(reader, writer):
     """A node that does not look at what it is sent, so that it takes next to no time of the loop."""
     while head := (await reader.readline()).decode().lower():
         length = 0
@@ -157,7 +152,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 @asynccontextmanager
-async def proxy() -> AsyncIterator[str]:
+async def proxy():
     node = await asyncio.start_server(_serve, "127.0.0.1", 0)
     url = "http://{}:{}".format(*node.sockets[0].getsockname())
     async with node, cluster([url], [url], direct=rule(Renewing(0))) as c:
@@ -165,7 +160,7 @@ async def proxy() -> AsyncIterator[str]:
         yield c.url.removeprefix("http://")
 
 
-async def post(address: str, body: Body) -> bytes:
+async def post(address, body):
     """Returns the answer's first line."""
     reader, writer = await asyncio.open_connection(*address.split(":"))
     path, data, encoding = body

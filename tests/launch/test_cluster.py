@@ -16,8 +16,6 @@ from transfer.settings import mooncake_version
 
 pytestmark = pytest.mark.slow(seconds=90)
 
-Tokens = list[int]
-
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):

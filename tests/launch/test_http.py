@@ -1,18 +1,14 @@
 """Asking a node for its report: bounded however it answers, and asked of that node alone."""
 
-import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
 import pytest
 
 from launch.http import Access, BadStatus, fetch, fetch_lines
 from tests.support.waiting import beside
-
-Serve = Callable[[socket.socket, threading.Event], None]
 
 
 @contextmanager

@@ -27,9 +27,6 @@ def no_file_left_open():
 # --- replayed histories ----------------------------------------------------------------------------------------------
 
 
-Event = tuple[float, str | int]
-
-
 class FakeProcess:
     """`events` are (seconds after the start, what happens): a line of output, or an exit status."""
 

@@ -47,7 +47,7 @@ class Ours(PdCacheL2Adapter):
         )
 
 
-ObjectCache.open = staticmethod(_shared)  # type: ignore[method-assign, assignment]
+ObjectCache.open = staticmethod(_shared)
 mock.MockL2Adapter, mock.MockL2AdapterConfig = Ours, _Config
 fs.FSL2Adapter, fs.FSL2AdapterConfig = Ours, _Config
 

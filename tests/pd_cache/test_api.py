@@ -21,12 +21,12 @@ def test_what_type_checkers_see_is_what_is_loaded():
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'pd_cache' has no attribute 'Cache'"):
-        pd_cache.Cache  # type: ignore[attr-defined]  # noqa: B018
+        pd_cache.Cache  # noqa: B018
 
 
 def test_an_old_name_works_with_a_warning_that_has_the_new_one():
     with pytest.warns(DeprecationWarning, match="RemoteCache"):
-        assert pd_cache.ServerCache is pd_cache.RemoteCache  # type: ignore[attr-defined]
+        assert pd_cache.ServerCache is pd_cache.RemoteCache
 
 
 def test_a_file_of_the_users_that_hides_our_package_is_named(tmp_path):

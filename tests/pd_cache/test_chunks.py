@@ -111,7 +111,7 @@ FLOATS, PLANE = np.array([1.0]), np.array([[1, 2]], dtype=np.int32)
 )
 def test_what_cannot_be_token_ids_is_refused_with_what_was_expected(tokens, message):
     with pytest.raises(ValueError, match=f"tokens must.*{message}"):
-        token_bytes(tokens)  # type: ignore[arg-type]
+        token_bytes(tokens)
 
 
 def test_extra_keys_keep_requests_apart_and_are_unambiguous():
@@ -119,7 +119,7 @@ def test_extra_keys_keep_requests_apart_and_are_unambiguous():
     assert len({database().name_chunks(range(8), None, extra)[0] for extra in variants}) == len(variants)
     for wrong in ([1.5], "salt", b"salt"):  # the last two are not taken letter by letter
         with pytest.raises(ValueError, match="extra_keys"):
-            root(wrong)  # type: ignore[arg-type]
+            root(wrong)
 
 
 CHUNK = 512
@@ -205,10 +205,10 @@ def test_a_manifest_of_names_by_another_hash_is_not_read():
 
 def test_metadata_and_cache_settings_make_the_namespace():
     told = {"model": "m", "kv_dtype": "float32", "page_format": "x", "layers": 1, "block_size": 4, "page_bytes": 8}
-    namespace = CacheMetadata(**told, world_size=2, rank=1).namespace(CacheConfig(chunk_size=8))  # type: ignore[arg-type]
+    namespace = CacheMetadata(**told, world_size=2, rank=1).namespace(CacheConfig(chunk_size=8))
     assert (namespace.shards, namespace.chunk_size, namespace.block_size) == (2, 8, 4)
     with pytest.raises(ValueError, match="rank 2"):
-        CacheMetadata(**told, world_size=2, rank=2)  # type: ignore[arg-type]
+        CacheMetadata(**told, world_size=2, rank=2)
     with pytest.raises(ValueError, match="multiple of block_size 4"):
         database(chunk_size=10)
 

@@ -53,7 +53,7 @@ def tokens():
 def test_prompts_longer_than_the_staging_memory_pass_through_it(pool):
     tokens = list(range(200))
     with host(pool, staging_size="8KiB", prefault=True) as node:
-        assert node.engine.backend.staging.slots == 2  # type: ignore[attr-defined]
+        assert node.engine.backend.staging.slots == 2
         slots = random_slots(random.Random(2), 200)
         node.compute(tokens, slots)
         assert node.store(tokens, slots) == 200
@@ -93,7 +93,7 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool, tokens)
             go_on.wait(60)
             return scatter(*arguments)
 
-        copier.scatter = slow  # type: ignore[method-assign]
+        copier.scatter = slow
         with ThreadPoolExecutor(2) as threads:
             reading = threads.submit(node.retrieve, tokens, slots)
             assert inside.wait(60)

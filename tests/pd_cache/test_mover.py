@@ -91,7 +91,7 @@ def without_the_second(fetches):
 
 def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_there_is_none(tmp_path):
     subject = make_subject("local", LAYOUT.chunk_bytes(CHUNK), tmp_path, None, objects=4, slots=16)
-    subject.bases["local"].together = 2  # type: ignore[attr-defined]
+    subject.bases["local"].together = 2
     try:
         mover, copier = ChunkMover(subject.backend, DATABASE, CacheMetrics()), Later()
         names = DATABASE.name_chunks(range(3 * CHUNK))

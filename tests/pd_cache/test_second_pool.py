@@ -231,7 +231,7 @@ def test_a_value_that_is_removed_does_not_come_back_from_the_second_pool(green, 
         assert old.put("name", b"old") is Status.OK
     with ObjectCache.open(green.settings(both(blue.address)), "values", part_bytes=4096) as cache:
         cache.wait_available(60)
-        cache.backend.tiers[-1].backend.wait_available(60)  # type: ignore[attr-defined]
+        cache.backend.tiers[-1].backend.wait_available(60)
         assert cache.get("name") == b"old"
         wait_for(lambda: green.keys() - before, "it is in the first pool, too")
         assert cache.remove("name") is Status.OK

@@ -93,7 +93,7 @@ def test_a_lookup_is_submitted_once_and_forgotten_when_cleaned_up(engine, tokens
     scheduler.maybe_submit_lookup_request("short", token_ids=[1] * (CHUNK - 1))
     assert scheduler.check_lookup_result("short") == 0
     scheduler.maybe_submit_lookup_request(name, token_ids=tokens)
-    scheduler.maybe_submit_lookup_request(name, token_ids=[1.5])  # type: ignore[list-item]  # not even looked at
+    scheduler.maybe_submit_lookup_request(name, token_ids=[1.5])  # not even looked at
     wait_for(lambda: scheduler.check_lookup_result(name) == 0)
     engine.store(name, tokens)
     assert scheduler.check_lookup_result(name) == 0, "the answer to one lookup does not change"
@@ -141,7 +141,7 @@ def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(server, engi
         assert engine.retrieve(name, tokens, first_block=10) == set()
         assert engine.holds(tokens[: 3 * CHUNK], first_block=10)
         assert engine.lookup(name, tokens) == 3 * CHUNK
-        model.mover.backend.store.remove([keys[1]], timeout=60, force=True)  # type: ignore[attr-defined]
+        model.mover.backend.store.remove([keys[1]], timeout=60, force=True)
         assert engine.retrieve(name, tokens, first_block=20) == set(range(20 + PER_CHUNK, 20 + 3 * PER_CHUNK))
         assert engine.holds(tokens[:CHUNK], first_block=20)
         assert engine.worker.get_block_ids_with_load_errors() == set(), "bad blocks are reported once"
@@ -441,7 +441,7 @@ def test_a_full_queue_is_busy_and_busy_is_a_miss(pool, tmp_path, monkeypatch):
         go_on = threading.Event()
         backend = server.models.backends[0]
         ask = backend.batched_contains
-        backend.batched_contains = lambda *a, **k: (go_on.wait(60), ask(*a, **k))[1]  # type: ignore[method-assign]
+        backend.batched_contains = lambda *a, **k: (go_on.wait(60), ask(*a, **k))[1]
         try:
             names = [uuid.uuid4().hex for _ in range(4)]
             for one in names:
@@ -506,7 +506,7 @@ def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool, tmp_path
             assert engine.lookup(name, tokens) == 3 * CHUNK
         engine.scheduler.end_session("control")
         model = next(iter(server.models))
-        store = model.mover.backend.store  # type: ignore[attr-defined]
+        store = model.mover.backend.store
 
         def refused(tokens):
             keys = model.database.keys(model.database.name_chunks(tokens))

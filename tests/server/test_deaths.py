@@ -137,7 +137,7 @@ def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again
             for index in range(4):
                 engine.worker.submit_retrieve_request(f"{round_}-{index}", engine.op(TOKENS, 20 + 8 * index))
             done = set()
-            wait_for(lambda done=done: done.update(engine.worker.get_finished(set())[1] or ()) or len(done) == 4)  # type: ignore[misc]
+            wait_for(lambda done=done: done.update(engine.worker.get_finished(set())[1] or ()) or len(done) == 4)
             assert engine.worker.get_block_ids_with_load_errors() == set(range(20, 52))
             before = [tensor.clone() for tensor in engine.cache]
             server.send(signal.SIGCONT)

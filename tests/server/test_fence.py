@@ -81,7 +81,7 @@ def test_nothing_is_copied_after_a_revocation_however_the_two_race(fence, view, 
         place = admit(fence, loads=loads)
         blocks, used, started = [0], [0], threading.Event()
 
-        def copy(place=place, blocks=blocks, used=used, started=started):  # type: ignore[no-untyped-def]
+        def copy(place=place, blocks=blocks, used=used, started=started):
             started.set()
             try:
                 while loads:

@@ -4,17 +4,15 @@ import contextlib
 import os
 import threading
 import uuid
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 
 from pd_cache.errors import ServerRefusedError
 from pd_cache.metrics import CacheMetrics
-from pd_cache.server.link import ClientLink, Incoming, ServerLink
+from pd_cache.server.link import ClientLink, ServerLink
 from pd_cache.server.protocol import (
     MAX_FRAME,
-    Answer,
     Done,
     EndSession,
     Lookup,
@@ -26,7 +24,6 @@ from tests.support.waiting import together, wait_for
 
 LATE_S = 60.0
 NAME = b"a" * 32
-Handle = Callable[[Incoming], Answer | None]
 
 
 class End:

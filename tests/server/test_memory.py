@@ -5,7 +5,6 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -65,8 +64,6 @@ def test_a_cache_without_memory_to_move_to_stays_as_it_was(monkeypatch):
 
 # --- tensors in it ---------------------------------------------------------------------------------------------------
 
-MapThem = Callable[..., MappedTensors]
-
 
 @pytest.fixture
 def fence():
@@ -116,7 +113,7 @@ def test_every_view_follows_a_storage_into_shared_memory(map_them, fence, kind, 
     close_all(shared.descriptors)
     assert same_tensors([view], [before])
     with mapped.copiers(admitted(fence, Retrieve), IN_TIME) as (copier,):
-        for plane in copier._groups:  # type: ignore[attr-defined]
+        for plane in copier._groups:
             plane[...] = 0
     assert not any(tensor.view(torch.int16).any() for tensor in (*cache, view))
 
@@ -125,7 +122,7 @@ def test_memory_that_is_in_use_is_unmapped_afterwards(map_them, shared, fence):
     mapped = map_them(shared)
     with mapped.copiers(admitted(fence, Retrieve), IN_TIME) as (copier,):
         assert not mapped.unmap(0.05)
-        assert copier._groups[0].size, "it is still there"  # type: ignore[attr-defined]
+        assert copier._groups[0].size, "it is still there"
         with pytest.raises(AbandonedError), mapped.copiers(admitted(fence, Retrieve), IN_TIME):
             raise AssertionError("let in although it is to be unmapped")
     assert mapped.unmap(1)
@@ -186,7 +183,7 @@ class OnAGpu:
 
 def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors(map_them, monkeypatch):
     monkeypatch.setattr(memory, "gpus", lambda: ["uuid-0", "uuid-1"])
-    shared = share_tensors([OnAGpu(), OnAGpu()])  # type: ignore[list-item]
+    shared = share_tensors([OnAGpu(), OnAGpu()])
     assert shared.storages == (CudaStorage(4096, "uuid-1", b"handle", 512, b"counter", 3, b"event", True),)
     assert shared.descriptors == []
     assert [view.storage for view in shared.tensors] == [0, 0]
@@ -203,7 +200,7 @@ def test_a_gpu_s_tensors_travel_as_ipc_handles_without_descriptors(map_them, mon
 
 def test_a_server_finds_an_engine_s_gpu_among_its_own_whatever_its_number_there(map_them, monkeypatch):
     monkeypatch.setattr(memory, "gpus", lambda: ["uuid-0", "uuid-1"])
-    shared = share_tensors([OnAGpu()])  # type: ignore[list-item]
+    shared = share_tensors([OnAGpu()])
     monkeypatch.setattr(memory, "gpus", lambda: ["uuid-1", "uuid-0"])
     asked = []
 

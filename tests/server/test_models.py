@@ -29,7 +29,7 @@ class Served:
     def __init__(self, segment_size=16 << 20):
         settings = NodeSettings(master="", segment_size=segment_size, cache=CacheConfig(chunk_size=CHUNK))
         self.released = []
-        self.models = ServedModels(settings, CacheMetrics(), self.released.append, FakeBackend)  # type: ignore[arg-type]
+        self.models = ServedModels(settings, CacheMetrics(), self.released.append, FakeBackend)
 
     def come(self, heads, client="a"):
         """An engine registers whose chunks are as large as it has heads."""
@@ -38,7 +38,7 @@ class Served:
         return self.models.serve(self.models.groups(engine)[0], layout, client)
 
     def closed(self, *models):
-        closed = [one.mover.backend.closed for one in models]  # type: ignore[attr-defined]
+        closed = [one.mover.backend.closed for one in models]
         assert closed == [one.mover.backend in self.released for one in models], "sessions end before a backend closes"
         assert closed == [one.mover.closed for one in models]
         assert closed == [self.models.by_group.get(one.group) is not one for one in models]
@@ -65,13 +65,13 @@ def test_the_backend_of_engines_that_have_left_makes_room_for_another_size(serve
 
 def test_the_backend_with_the_segment_goes_last_and_the_next_one_has_it(served):
     everyone = [served.come(heads) for heads in (1, 2, 3, 4)]
-    assert [bool(one.mover.backend.segment_size) for one in everyone] == [True, False, False, False]  # type: ignore[attr-defined]
+    assert [bool(one.mover.backend.segment_size) for one in everyone] == [True, False, False, False]
     for one in everyone:
         one.workers.clear()
     for heads in (5, 6, 7):
         served.come(heads, "b")
         assert served.closed(*everyone) == [False, True, True, True], "engines of another size need their memory"
-    assert served.come(8, "b").mover.backend.segment_size  # type: ignore[attr-defined]
+    assert served.come(8, "b").mover.backend.segment_size
     assert served.closed(*everyone) == [True] * 4
 
 

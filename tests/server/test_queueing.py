@@ -31,7 +31,7 @@ class QueueModel(RuleBasedStateMachine):
     @rule(client=CLIENTS)
     def put(self, client):
         held = Counter(item.client for item in self.waiting + self.running)
-        has_room = held[client] < LIMIT - held.total()  # type: ignore[index]
+        has_room = held[client] < LIMIT - held.total()
         item = queued(client, self.next)
         self.next += 1
         assert self.queue.put(item) == has_room, "a client may have as many places as it leaves free"

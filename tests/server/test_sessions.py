@@ -93,7 +93,7 @@ def test_sessions_end_at_their_deadline_with_their_backend_and_the_oldest_when_k
         return [name for _, name in sessions._sessions]
 
     assert [look_up("a"), look_up("b"), look_up("c", tiers[1])] == [["a"], ["a", "b"], ["b", "c"]]
-    sessions.end_backend(tiers[1])  # type: ignore[arg-type]
+    sessions.end_backend(tiers[1])
     assert not +tiers[1].pins
     clock.now = 9.9
     assert sessions.expire() == 0
@@ -106,6 +106,6 @@ def test_sessions_end_at_their_deadline_with_their_backend_and_the_oldest_when_k
 def test_a_load_releases_the_session_of_its_request_that_holds_its_chunks():
     sessions, tier = Sessions(Clock()), CountingTier([])
     for client, names in (("x", NAMES[:1]), ("y", NAMES), ("z", NAMES[:2])):
-        sessions.open(client, "a", [FoundChunks("model", tier, names, shards(names, 1))], 10)  # type: ignore[arg-type]
+        sessions.open(client, "a", [FoundChunks("model", tier, names, shards(names, 1))], 10)
     sessions.loaded("a", "model", 0, NAMES[:3])
     assert [client for client, _ in sessions._sessions] == ["x", "z"]

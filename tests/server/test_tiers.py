@@ -48,7 +48,7 @@ def test_the_second_engines_hit_needs_no_network(make_pool, tmp_path):
 def test_what_a_session_holds_is_not_evicted_from_the_servers_memory(pool, tmp_path):
     with served(pool, tmp_path, cache=with_memory(12)) as server, Engine(server.url) as engine:
         store_surely(engine, TOKENS)
-        local = server.models.backends[0].tiers[0].backend  # type: ignore[attr-defined]
+        local = server.models.backends[0].tiers[0].backend
         assert engine.lookup("held", TOKENS) == len(TOKENS)
         for index in range(10):
             engine.store(uuid.uuid4().hex, [index + 7] * 3 * CHUNK)
@@ -82,7 +82,7 @@ def test_a_server_says_why_a_prefix_ends_and_which_tiers_were_read(pool, tmp_pat
         assert cache.find(names, at_hand=2) == Found(3, 3, "never_stored", TierChunks(memory=1))
         assert cache.load(names[:3], blocks[:-2]) == Loaded(3, "none", TierChunks(memory=3))
         model = next(iter(server.models))
-        memory, rest = (tier.backend for tier in model.mover.backend.tiers)  # type: ignore[attr-defined]
+        memory, rest = (tier.backend for tier in model.mover.backend.tiers)
         keys = model.database.keys(names)
         assert memory.batched_remove(keys[1:3]) == [Status.OK] * 2
         assert cache.find(names) == Found(3, 3, "never_stored", TierChunks(memory=1)), "the pool's are not counted"

@@ -3,9 +3,7 @@
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what SGLang's own imports w
 
 MHA = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA = ("layer_first", "page_first", "page_first_direct")
-Open = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,12 +1,9 @@
 """Small LoRA adapters with seeded random weights, as PEFT writes them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 
-def write_adapter(folder: Path, model: Path, seed: int) -> Path:
+def write_adapter(folder, model, seed):
     """Returns the folder of an adapter of a Llama's attention; the same seed gives the same weights. They are large enough to change tokens."""
     import torch
     from safetensors.torch import save_file

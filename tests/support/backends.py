@@ -1,16 +1,10 @@
 """Every storage backend, and every wrapper around each, built alike for the suites that all of them pass."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
-from pd_cache.config import DiskTier, EvictionName, LocalTier, NodeSettings, PromotionName
+from pd_cache.config import DiskTier, LocalTier
 from pd_cache.metrics import CacheMetrics
-from pd_cache.tiers.base import StorageBackend
 from pd_cache.tiers.disk import LocalDiskBackend
 from pd_cache.tiers.hybrid import HybridBackend, Tier
 from pd_cache.tiers.local import LocalBackend
@@ -36,34 +30,34 @@ KINDS = (
 
 
 class _KeptMemory(ObjectMemory):
-    def close(self) -> None:
+    def close(self):
         return
 
 
 class SharedPoolBackend(MooncakeBackend):
     """A pool client that many subjects use one after another; opening and closing one takes a second."""
 
-    def __init__(self, settings: NodeSettings, payload_bytes: int, slots: int) -> None:
+    def __init__(self, settings, payload_bytes, slots):
         super().__init__(settings, payload_bytes, reserve=slots * StagingPool.stride_of(payload_bytes + TRAILER_BYTES))
         self.memory = _KeptMemory(self.staging, payload_bytes)
         self.wait_available(60)
 
-    def close(self) -> None:
+    def close(self):
         return
 
-    def really_close(self) -> None:
+    def really_close(self):
         super().close()
 
 
 class Subject:
     """A backend under test, with what it is made of."""
 
-    def __init__(self, backend: StorageBackend, bases: dict[str, StorageBackend], metrics: CacheMetrics) -> None:
+    def __init__(self, backend, bases, metrics):
         self.backend = backend
         self.bases = bases
         self.metrics = metrics
 
-    def put(self, values: dict[str, bytes], *, sized: bool = False) -> list[Status]:
+    def put(self, values, *, sized=False):
         """Put all of them at once; their statuses. `sized`: payloads of their own sizes."""
         staged = []
         for value in values.values():
@@ -73,9 +67,9 @@ class Subject:
             staged.append(memory)
         return self.backend.batched_put(list(values), staged).results()
 
-    def get(self, keys: list[str]) -> list[bytes | str]:
+    def get(self, keys):
         """The payload of each key, or the reason why there is none. What is damaged is read again, as a load does."""
-        outcomes: list[bytes | str] = []
+        outcomes = []
         for key, fetched in zip(keys, self.backend.batched_get(keys), strict=True):
             reason = self.backend.check(fetched)
             outcomes.append(reason if fetched.payload is None or reason else bytes(fetched.payload))
@@ -87,19 +81,19 @@ class Subject:
                 outcomes[-1] = reason if isinstance(again, str) else again
         return outcomes
 
-    def has(self, key: str) -> bool:
+    def has(self, key):
         return self.backend.batched_contains([key]) == [Status.OK]
 
-    def count(self, name: str, **labels: str) -> float:
+    def count(self, name, **labels):
         """The sum of a counter's samples with these labels."""
         return count(self.metrics, name, **labels)
 
-    def plant(self, key: str, damage: Callable[[bytes], bytes], raw_client: Any) -> None:
+    def plant(self, key, damage, raw_client):
         """Replace the object in every tier that has it, behind the backends' backs."""
         for base in self.bases.values():
             plant(base, key, damage, raw_client)
 
-    def check_integrity(self) -> None:
+    def check_integrity(self):
         """Every slot is free, or one of the local tier's."""
         pool = self.backend.memory.pool
         pool.check_integrity()
@@ -108,7 +102,7 @@ class Subject:
                 base.index.check_integrity()
 
 
-def count(metrics: CacheMetrics, name: str, **labels: str) -> float:
+def count(metrics, name, **labels):
     return sum(
         sample.value
         for family in metrics.registry.collect()
@@ -117,47 +111,26 @@ def count(metrics: CacheMetrics, name: str, **labels: str) -> float:
     )
 
 
-def make_memory(payload: int, slots: int) -> ObjectMemory:
+def make_memory(payload, slots):
     stride = StagingPool.stride_of(payload + TRAILER_BYTES)
     return ObjectMemory(StagingPool(slots * stride, payload + TRAILER_BYTES, prefaulted=False), payload)
 
 
-def make_local(
-    memory: ObjectMemory, objects: int, *, policy: EvictionName = "lru", metrics: CacheMetrics | None = None
-) -> LocalBackend:
+def make_local(memory, objects, *, policy="lru", metrics=None):
     """A local tier for so many objects."""
     capacity = ByteSize(objects * StagingPool.stride_of(memory.object_bytes))
     counts = (metrics or CacheMetrics()).tier("local")
     return LocalBackend(memory, LocalTier(capacity=capacity, policy=policy), TIMEOUTS, counts)
 
 
-def make_disk(
-    memory: ObjectMemory,
-    path: Path,
-    objects: int,
-    *,
-    metrics: CacheMetrics | None = None,
-    timeouts: Timeouts = TIMEOUTS,
-    **options: Any,
-) -> LocalDiskBackend:
+def make_disk(memory, path, objects, *, metrics=None, timeouts=TIMEOUTS, **options):
     """A disk tier for so many objects; it may not be open yet."""
     capacity = ByteSize(objects * StagingPool.stride_of(memory.object_bytes))
     tier = DiskTier(path=str(path), capacity=capacity, **{"threads": 2, "retry_s": 0.1, **options})
     return LocalDiskBackend(memory, tier, timeouts, (metrics or CacheMetrics()).tier("disk"))
 
 
-def make_subject(
-    kind: str,
-    payload: int,
-    folder: Path,
-    pool: MooncakeBackend | None,
-    *,
-    objects: int = 64,
-    slots: int = 16,
-    policy: EvictionName = "lru",
-    blocking: bool = True,
-    promote: PromotionName = "always",
-) -> Subject:
+def make_subject(kind, payload, folder, pool, *, objects=64, slots=16, policy="lru", blocking=True, promote="always"):
     """The backend that `kind` names. `objects`: capacity of each local and disk tier; `slots`: of the memory besides it."""
     wrappers = re.findall(r"(pipelined|hybrid)\(", kind)
     names = kind.replace(")", "").split("(")[-1].split("+")
@@ -167,7 +140,7 @@ def make_subject(
         memory = pool.memory
     else:
         memory = make_memory(payload, slots + objects)
-    bases: dict[str, StorageBackend] = {}
+    bases = {}
     for name in names:
         if name == "mooncake":
             assert pool is not None
@@ -193,11 +166,11 @@ def make_subject(
 
 
 @contextmanager
-def making(folder: Path, payload: int, client: MooncakeBackend | None = None) -> Iterator[Callable[..., Subject]]:
+def making(folder, payload, client=None):
     """Yields a function that makes subjects, over a pool client. All are closed at the end, and then all memory must be free."""
-    subjects: list[Subject] = []
+    subjects = []
 
-    def make(kind: str, **options: Any) -> Subject:
+    def make(kind, **options):
         subjects.append(make_subject(kind, payload, folder / str(len(subjects)), client, **options))
         return subjects[-1]
 
@@ -211,7 +184,7 @@ def making(folder: Path, payload: int, client: MooncakeBackend | None = None) ->
             subject.backend.memory.pool.check_integrity()
 
 
-def plant(base: StorageBackend, key: str, damage: Callable[[bytes], bytes], raw_client: Any) -> None:
+def plant(base, key, damage, raw_client):
     """Replace what a base backend holds under a key by damaged bytes, by raw access; nothing where it holds nothing."""
     if isinstance(base, MooncakeBackend):
         if good := raw_client.get(key):

@@ -1,17 +1,12 @@
 """A real Chromium without a window, spoken to by its DevTools protocol. It needs nothing but aiohttp, which we have."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -31,16 +26,16 @@ _LARGEST = 64 << 20
 class Browser:
     """One page."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+    def __init__(self, socket):
         self._socket = socket
         self._number = 0
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._answers = {}
         self._password = ""
-        self._replies: set[asyncio.Task[Any]] = set()
-        self.events: list[dict[str, Any]] = []
+        self._replies = set()
+        self.events = []
         """What the browser said without being asked: requests, violations of policies, exceptions."""
 
-    async def read(self) -> None:
+    async def read(self):
         """Reads what the browser says until it is gone."""
         async for message in self._socket:
             said = json.loads(message.data)
@@ -50,7 +45,7 @@ class Browser:
                 self.events.append(said)
                 self._reply(said)
 
-    def _reply(self, said: dict[str, Any]) -> None:
+    def _reply(self, said):
         number = said.get("params", {}).get("requestId", "")
         if said["method"] == "Fetch.authRequired":
             answer = {"response": "ProvideCredentials", "username": "anyone", "password": self._password}
@@ -63,12 +58,12 @@ class Browser:
         self._replies.add(task)
         task.add_done_callback(self._replies.discard)
 
-    async def type_password(self, password: str) -> None:
+    async def type_password(self, password):
         """Answers with this password, from now on, as a user does whom the browser asks for one."""
         self._password = password
         await self.call("Fetch.enable", handleAuthRequests=True)
 
-    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+    async def call(self, method, **params):
         """Calls a method of the protocol."""
         self._number += 1
         answer = self._answers[self._number] = asyncio.get_running_loop().create_future()
@@ -77,17 +72,17 @@ class Browser:
         assert "error" not in said, said
         return dict(said["result"])
 
-    async def open(self, url: str) -> None:
+    async def open(self, url):
         """Opens an address, and does not wait until it is there."""
         await self.call("Page.navigate", url=url)
 
-    async def evaluate(self, expression: str) -> Any:
+    async def evaluate(self, expression):
         """Returns what a JavaScript expression is on the page."""
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    async def until(self, expression: str) -> Any:
+    async def until(self, expression):
         """Waits until an expression is true on the page, and returns it."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
@@ -96,13 +91,13 @@ class Browser:
                         return found
                 await asyncio.sleep(0.05)
 
-    def said(self, method: str) -> list[dict[str, Any]]:
+    def said(self, method):
         """Returns the parameters of all events of one kind."""
         return [event["params"] for event in self.events if event.get("method") == method]
 
 
 @asynccontextmanager
-async def chromium(folder: Path) -> AsyncIterator[Browser]:
+async def chromium(folder):
     """Starts Chromium with an empty profile in `folder`."""
     profile = folder / "profile"
     process = spawn_child(
@@ -140,7 +135,7 @@ async def chromium(folder: Path) -> AsyncIterator[Browser]:
         await asyncio.to_thread(end, [process], 5.0)
 
 
-async def _page(session: aiohttp.ClientSession, port: int) -> str:
+async def _page(session, port):
     async with asyncio.timeout(PATIENCE_S):
         while True:
             async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
@@ -149,7 +144,7 @@ async def _page(session: aiohttp.ClientSession, port: int) -> str:
             await asyncio.sleep(0.05)
 
 
-async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
+async def _port(file, process):
     async with asyncio.timeout(PATIENCE_S):
         while not (file.exists() and (lines := file.read_text().splitlines())):
             assert process.poll() is None, "Chromium ended"

@@ -8,9 +8,7 @@ import signal
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,13 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from launch.doctor import DoctorReport, Verdict
 from launch.operate.watched import cluster_status
-from launch.run.up import LocalCluster, running
-from pd_cache.cluster import ClusterConfig, dump_config, load_config, read_config
+from launch.run.up import running
+from pd_cache.cluster import dump_config, load_config, read_config
 from tests.support.cli import program
 from tests.support.pool import ROOT, free_port
 from tests.support.waiting import wait_for
 
-ENGINE: dict[str, Any] = {
+ENGINE = {
     "kind": "reference",
     "model": {
         "name": "tiny",
@@ -38,7 +36,7 @@ ENGINE: dict[str, Any] = {
     "threads": 1,
 }  # fmt: skip
 CHUNK = 64
-OUTAGES: dict[str, Any] = {
+OUTAGES = {
     "transfer": {
         "staging_size": "8MiB",
         "breaker": {"failures": 2, "probe_interval_ms": 200},
@@ -55,17 +53,17 @@ class Answer(NamedTuple):
     headers: dict[str, str]
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self):
         return list(self.body["choices"][0]["token_ids"])
 
     @property
-    def cached(self) -> tuple[int, int]:
+    def cached(self):
         """Tokens that the prefill and the decode node took from the pool."""
         usage = self.body["pd_cache"]
         return ((usage["prefill"] or {}).get("cached_tokens", 0), usage["self"]["cached_tokens"])
 
 
-_NODES: dict[str, dict[str, Any]] = {
+_NODES = {
     "master": {"port": 0, "metrics_port": 0, "client_ttl_s": 2},
     "store": {"segment_size": "64MiB"},
     "cache-server": {"metrics_port": 0, "segment_size": 0},
@@ -75,13 +73,13 @@ _NODES: dict[str, dict[str, Any]] = {
 }
 
 
-def free_node(name: str, **changes: Any) -> dict[str, Any]:
+def free_node(name, **changes):
     """A node of the role that its name begins with, every port free."""
     role = next(role for role in _NODES if role.split("-")[0] == name.split("-")[0])
     return {"name": name, "role": role, **_NODES[role], **changes}
 
 
-def nodes_of_every_role() -> list[dict[str, Any]]:
+def nodes_of_every_role():
     """Nodes of which only the store gives memory, and only the decode node leaves its cache to a cache server."""
     store, decode = free_node("store-0", metrics_port=0), free_node("decode-0", cache_server="cache-0")
     return [
@@ -94,7 +92,7 @@ def nodes_of_every_role() -> list[dict[str, Any]]:
     ]
 
 
-def cluster_file(folder: Path, **changes: Any) -> Path:
+def cluster_file(folder, **changes):
     """A master, a store, a prefill and a decode node and a proxy, every port free.
 
     Its deadlines are those of a cluster that works: no machine is so busy that it misses them. See `OUTAGES`.
@@ -119,7 +117,7 @@ def cluster_file(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def with_ports(config: ClusterConfig) -> ClusterConfig:
+def with_ports(config):
     """Ports that nobody else is given: one that `up` chooses may be taken by a connection of another test before its node begins."""
     nodes = (
         msgspec.structs.replace(node, **{key: free_port() for key, port in node.ports.items() if port == 0})
@@ -129,7 +127,7 @@ def with_ports(config: ClusterConfig) -> ClusterConfig:
 
 
 @contextmanager
-def started(folder: Path, **changes: Any) -> Iterator[LocalCluster]:
+def started(folder, **changes):
     """The cluster of `cluster_file`, running, every node with its pool. The file has the ports of the nodes, so that commands find them."""
     file = cluster_file(folder, **changes)
     file.write_text(dump_config(with_ports(load_config(file))))
@@ -139,9 +137,7 @@ def started(folder: Path, **changes: Any) -> Iterator[LocalCluster]:
         yield cluster
 
 
-def fetched(
-    url: str, body: object = None, *, headers: Mapping[str, str] | None = None, timeout: float = 120.0
-) -> Answer:
+def fetched(url, body=None, *, headers=None, timeout=120.0):
     """What a GET is answered with, or a POST of `body` as JSON, whatever its status: JSON decoded, all else as text."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})})
@@ -154,15 +150,13 @@ def fetched(
         return Answer(answer.status, json.loads(text) if text[:1] in ("{", "[") else text, dict(answer.headers))
 
 
-def complete(
-    url: str, prompt: Any, timeout: float = 120.0, headers: Mapping[str, str] | None = None, **fields: Any
-) -> Answer:
+def complete(url, prompt, timeout=120.0, headers=None, **fields):
     """Post a completion and read the whole answer, whatever its status."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "ignore_eos": True, **fields}
     return fetched(f"{url}/v1/completions", body, headers=headers, timeout=timeout)
 
 
-def metric_at(url: str, name: str, headers: Mapping[str, str] | None = None, **labels: str) -> float:
+def metric_at(url, name, headers=None, **labels):
     """The sum of a metric of a node over all label sets that have `labels`."""
     lines = [
         line for line in str(fetched(f"{url}/metrics", headers=headers).body).splitlines() if line.startswith(name)
@@ -171,7 +165,7 @@ def metric_at(url: str, name: str, headers: Mapping[str, str] | None = None, **l
     return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
 
 
-def examined(file: Path, *inside: str) -> DoctorReport:
+def examined(file, *inside):
     """What `pd-cache doctor` says in a process of its own. `inside`: the command that runs it on a host of `tests.support.hosts`."""
     command = [*inside, *program("doctor", "--json", "-c", file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=180, check=False)
@@ -181,11 +175,11 @@ def examined(file: Path, *inside: str) -> DoctorReport:
     return report
 
 
-def broken(report: DoctorReport) -> set[tuple[str, str]]:
+def broken(report):
     """What is broken: the check, and what it is about."""
     return {(finding.check, finding.about) for finding in report.findings if finding.verdict is Verdict.BROKEN}
 
 
-def kill(cluster: LocalCluster, name: str) -> None:
+def kill(cluster, name):
     """SIGKILL a node of the cluster; nothing restarts it."""
     os.killpg(cluster.supervisor.pids[name], signal.SIGKILL)

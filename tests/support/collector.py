@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
@@ -33,25 +32,25 @@ class ReceivedSpan(NamedTuple):
 class Collector:
     """Everything that has been sent so far."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.endpoint = ""
-        self._spans: list[ReceivedSpan] = []
+        self._spans = []
         self._lock = threading.Lock()
 
     @property
-    def spans(self) -> list[ReceivedSpan]:
+    def spans(self):
         with self._lock:
             return list(self._spans)
 
-    def of(self, trace: str) -> dict[str, list[ReceivedSpan]]:
+    def of(self, trace):
         """The spans of one trace, by service and name: `pd-cache-proxy: pd_cache.prefill`."""
-        found: dict[str, list[ReceivedSpan]] = {}
+        found = {}
         for span in self.spans:
             if span.trace == trace:
                 found.setdefault(f"{span.service}: {span.name}", []).append(span)
         return found
 
-    def take(self, body: bytes) -> None:
+    def take(self, body):
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
         request = ExportTraceServiceRequest.FromString(body)
@@ -62,7 +61,7 @@ class Collector:
                     self._spans += [_received(resource, span) for span in of_scope.spans]
 
 
-def _received(resource: dict[str, Any], span: Any) -> ReceivedSpan:
+def _received(resource, span):
     return ReceivedSpan(
         str(resource["service.name"]),
         str(resource.get("service.instance.id", "")),
@@ -78,18 +77,18 @@ def _received(resource: dict[str, Any], span: Any) -> ReceivedSpan:
     )
 
 
-def _attributes(pairs: Any) -> dict[str, Any]:
+def _attributes(pairs):
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
 
 
 @contextmanager
-def collecting() -> Iterator[Collector]:
+def collecting():
     collector = Collector()
 
     class CollectorHandler(BaseHTTPRequestHandler):
         timeout = 10
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             body = self.rfile.read(int(self.headers["content-length"]))
             if self.headers.get("content-encoding") == "gzip":
                 body = gzip.decompress(body)
@@ -100,7 +99,7 @@ def collecting() -> Iterator[Collector]:
             self.send_header("content-length", "0")
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             return
 
     with ThreadingHTTPServer(("127.0.0.1", 0), CollectorHandler) as server, beside(server.serve_forever):

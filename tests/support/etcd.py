@@ -1,18 +1,12 @@
 """A real etcd for tests: on ports of its own, with or without users and TLS, to be stopped and started again."""
 
-from __future__ import annotations
-
 import shutil
-import signal
 import subprocess
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 from launch.discovery.etcd import load_etcd3, prefix_of
 from launch.run.supervise import spawn_child
-from pd_cache.cluster import EtcdDiscovery, TlsConfig
-from tests.support.hosts import Host
+from pd_cache.cluster import EtcdDiscovery
 from tests.support.pool import free_port
 from tests.support.waiting import wait_for
 
@@ -22,14 +16,7 @@ USER, PASSWORD = "pd-cache", "pass:word"
 class Etcd:
     """One member; its data survive `stop` and `start`, unless `wipe` is called between them."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        tls: TlsConfig | None = None,
-        server: tuple[str, str] = ("", ""),
-        host: Host | None = None,
-    ) -> None:
+    def __init__(self, folder, *, tls=None, server=("", ""), host=None):
         """Nothing is started yet. `server`: certificate and key, where there is `tls` for clients."""
         self._host = host
         self._address = "127.0.0.1" if host is None else host.address
@@ -37,14 +24,14 @@ class Etcd:
         self._data = folder / f"etcd-{self.port}"
         self._folder = folder
         self.tls, self._server = tls, server
-        self.process: subprocess.Popen[bytes] | None = None
-        self.user: str | None = None
+        self.process = None
+        self.user = None
 
     @property
-    def endpoint(self) -> str:
+    def endpoint(self):
         return f"{self._address}:{self.port}"
 
-    def start(self) -> Etcd:
+    def start(self):
         scheme = "https" if self.tls else "http"
         peer = f"http://127.0.0.1:{self._peer_port}"
         command = [
@@ -73,34 +60,34 @@ class Etcd:
             raise
         return self
 
-    def stop(self) -> None:
+    def stop(self):
         """SIGKILL: what an etcd that goes away does to those that talk to it."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
             self.process = None
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, number):
         self.process.send_signal(number)
 
-    def wipe(self) -> None:
+    def wipe(self):
         """What an etcd on a new disk knows."""
         shutil.rmtree(self._data)
 
-    def settings(self, **changes: Any) -> EtcdDiscovery:
+    def settings(self, **changes):
         """Its section of the cluster's file."""
-        options: dict[str, Any] = {"endpoints": (self.endpoint,), "ttl_s": 2, "tls": self.tls}
+        options = {"endpoints": (self.endpoint,), "ttl_s": 2, "tls": self.tls}
         if self.user is not None:
             options |= {"user": self.user, "password_file": str(self._folder / "password")}
         return EtcdDiscovery(**{**options, **changes})
 
-    def client(self) -> Any:
+    def client(self):
         """A bare client."""
         tls = self.tls
         files = {"ca_cert": tls.ca_file, "cert_cert": tls.cert_file, "cert_key": tls.key_file} if tls else {}
         return load_etcd3().client(port=self.port, host=self._address, timeout=60, **files)
 
-    def enable_users(self, cluster: str) -> None:
+    def enable_users(self, cluster):
         """From now on only `USER` may do something, and only with what pd-cache keeps for `cluster`."""
         load_etcd3()
         from etcd3 import etcdrpc, utils
@@ -121,7 +108,7 @@ class Etcd:
             auth.AuthEnable(etcdrpc.AuthEnableRequest())
         self.user = USER
 
-    def _answers(self) -> bool:
+    def _answers(self):
         assert self.process.poll() is None, "etcd ended"
         etcd3 = load_etcd3()
         import grpc
@@ -136,11 +123,11 @@ class Etcd:
         return True
 
 
-def make_certificates(folder: Path) -> dict[str, tuple[str, str]]:
+def make_certificates(folder):
     """Certificate and key, in files, by whom they are of: `ca`, and signed by it `server` (for 127.0.0.1) and `client`."""
     pairs = {name: (str(folder / f"{name}.pem"), str(folder / f"{name}.key")) for name in ("ca", "server", "client")}
 
-    def openssl(*arguments: str) -> None:
+    def openssl(*arguments):
         subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=180)
 
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")

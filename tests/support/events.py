@@ -1,14 +1,10 @@
 """A publisher of KV events as vLLM's is: it keeps the last batches, and sends them again to those that ask."""
 
-from __future__ import annotations
-
 import threading
 import time
 
 import msgspec
 import zmq
-
-from pd_cache.events import EventEndpoints, KvEvent
 
 _BEAT_MS = 50
 
@@ -16,7 +12,7 @@ _BEAT_MS = 50
 class EventPublisher:
     """Publishes batches, on two sockets that it binds."""
 
-    def __init__(self, endpoints: EventEndpoints, *, most_replayed: int | None = None) -> None:
+    def __init__(self, endpoints, *, most_replayed=None):
         """With `most_replayed`, replays end after so many batches without a word, as vLLM's do if its socket's queue is full."""
         self._context = zmq.Context()
         self._stream = self._context.socket(zmq.PUB)
@@ -27,18 +23,18 @@ class EventPublisher:
         self._router.bind(endpoints.replay)
         self._lock = threading.Lock()
         self._most_replayed = most_replayed
-        self._kept: list[tuple[bytes, bytes]] = []
+        self._kept = []
         self._next, self._last_ts = 0, 0.0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
-    def publish(self, events: list[KvEvent]) -> None:
+    def publish(self, events):
         """Publishes a batch."""
         self._last_ts = max(time.time(), self._last_ts + 1e-6)
         self.publish_raw(msgspec.msgpack.encode((self._last_ts, events, None)))
 
-    def publish_raw(self, raw: bytes) -> None:
+    def publish_raw(self, raw):
         """Publishes what need not be a batch."""
         with self._lock:
             number = self._next.to_bytes(8, "big")
@@ -46,19 +42,19 @@ class EventPublisher:
             self._kept.append((number, raw))
             self._stream.send_multipart([b"", number, raw])
 
-    def send(self, frames: list[bytes]) -> None:
+    def send(self, frames):
         """Sends any frames on the stream."""
         with self._lock:
             self._stream.send_multipart(frames)
 
-    def close(self) -> None:
+    def close(self):
         self._closing.set()
         self._thread.join()
         self._stream.close(0)
         self._router.close(0)
         self._context.destroy(linger=0)
 
-    def _serve(self) -> None:
+    def _serve(self):
         while not self._closing.is_set():
             if not self._router.poll(_BEAT_MS):
                 continue

@@ -1,22 +1,18 @@
 """Threads and processes that outlive what started them."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from tests.support.pool import Pool
 from tests.support.waiting import PATIENCE_S
 from tests.support.warm_nodes import nursery
 
 
-def _children() -> set[int]:
+def _children():
     """Returns the numbers of this process's own children. psutil reads a file of each process of the machine, which takes longer than most
     tests."""
     tasks = Path("/proc/self/task")
@@ -28,7 +24,7 @@ def _children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}  # a kernel without these files
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     """Whether there is such a process, and it has not ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -36,7 +32,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def open_files(kind: str) -> int:
+def open_files(kind):
     """How many open files of this process have this in their name."""
     found = 0
     for descriptor in os.listdir("/proc/self/fd"):
@@ -46,7 +42,7 @@ def open_files(kind: str) -> int:
 
 
 @contextmanager
-def no_leaks(shared: Callable[[], list[Pool]] = list) -> Iterator[None]:
+def no_leaks(shared=list):
     """AssertionError if a thread or a child of this process that the block started is still there a minute after it.
 
     `shared` pools may have nodes that were started anew in the block.

@@ -1,9 +1,5 @@
 """Namespaces and names of chunks, without any engine."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import msgspec
 
 from pd_cache.chunks import ChunkedTokenDatabase, Namespace
@@ -13,11 +9,11 @@ NAMESPACE = Namespace(
 )  # fmt: skip
 
 
-def database(**changes: Any) -> ChunkedTokenDatabase:
+def database(**changes):
     """Of `NAMESPACE`, but for these fields."""
     return ChunkedTokenDatabase(msgspec.structs.replace(NAMESPACE, **changes))
 
 
-def group(tail: int | None, *, layers: str = "0", **changes: Any) -> ChunkedTokenDatabase:
+def group(tail, *, layers="0", **changes):
     """Of a group of layers, of which a prefix needs the last `tail` chunks, or all if that is 0; None: of a model without groups."""
     return database(**({} if tail is None else {"group": layers, "keeps": "something", "tail": tail}), **changes)

@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
 from random import Random
-from typing import Any
 from unittest.mock import patch
 
 import aiohttp
@@ -21,8 +17,6 @@ from aiohttp.test_utils import TestServer
 from launch.discovery import View
 from launch.proxy import nodes, routing
 from launch.proxy.app import Proxy
-from launch.proxy.direct import DirectRule
-from launch.proxy.keys import WatchedFiles
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import NodeRecord, ProxyConfig
 from tests.support.cluster import cluster_file
@@ -37,15 +31,13 @@ NAMESPACE = Namespace(
 PARAMS = {"do_remote_prefill": True, "stored": 512}
 EVENTS = [f'data: {{"choices": [{{"text": "{n}"}}]}}\n\n'.encode() for n in range(3)] + [b"data: [DONE]\n\n"]
 
-Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-
-def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+def scenario(test):
     """Run an async test with a limit; at its end only its own task may be left, and no open connection."""
 
     @functools.wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        async def whole() -> None:
+    def run(*args, **kwargs):
+        async def whole():
             before = len(asyncio.all_tasks())
             await test(*args, **kwargs)
             await until(lambda: len(asyncio.all_tasks()) <= before, "all tasks ended")
@@ -57,13 +49,13 @@ def scenario(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
     return run
 
 
-def _connections() -> list[asyncio.Transport]:
+def _connections():
     """Returns the transports of the running loop whose sockets are open."""
-    transports = asyncio.get_running_loop()._transports.values()  # type: ignore[attr-defined]
+    transports = asyncio.get_running_loop()._transports.values()
     return [transport for transport in transports if transport.get_extra_info("socket").fileno() >= 0]
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
+async def until(condition, what):
     """Waits for a condition."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
@@ -71,11 +63,11 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.005)
 
 
-def jump(seconds: float) -> None:
+def jump(seconds):
     """Put the clock of the running event loop forward: a deadline within `seconds` is over, however slow or fast the machine."""
     loop = asyncio.get_running_loop()
     now = loop.time
-    loop.time = lambda: now() + seconds  # type: ignore[method-assign]
+    loop.time = lambda: now() + seconds
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -84,21 +76,21 @@ def jump(seconds: float) -> None:
 class Node:
     """A server whose next answers are scripted; after those it behaves as `default`."""
 
-    def __init__(self, default: Behaviour) -> None:
+    def __init__(self, default):
         self.default = default
-        self.script: list[Behaviour] = []
-        self.health: Behaviour = answers(200, {})
-        self.tokenize: Behaviour = answers(404)
-        self.render: Behaviour = answers(403)
-        self.bodies: list[Any] = []
-        self.paths: list[str] = []
-        self.headers: list[Any] = []
-        self.peers: list[Any] = []
+        self.script = []
+        self.health = answers(200, {})
+        self.tokenize = answers(404)
+        self.render = answers(403)
+        self.bodies = []
+        self.paths = []
+        self.headers = []
+        self.peers = []
         self.hung_up = 0
         self.url = ""
-        self.server: TestServer | None = None
+        self.server = None
 
-    async def __aenter__(self) -> Node:
+    async def __aenter__(self):
         app = web.Application(client_max_size=64 << 20)
         app.router.add_route("*", "/{path:.*}", self.handle)
         self.server = TestServer(app)
@@ -106,13 +98,13 @@ class Node:
         self.url = str(self.server.make_url("")).rstrip("/")
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         await self.stop()
 
-    async def stop(self) -> None:
+    async def stop(self):
         await self.server.close()
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request):
         if request.path in ("/health", "/tokenize", "/v1/chat/completions/render"):
             return await getattr(self, request.path.rpartition("/")[2])(request)
         self.headers.append(request.headers)
@@ -128,11 +120,11 @@ class Node:
             raise
 
 
-async def prefills(request: web.Request) -> web.StreamResponse:
+async def prefills(request):
     return web.json_response({"id": "p", "choices": [{"text": "?"}], "kv_transfer_params": PARAMS})
 
 
-async def decodes(request: web.Request) -> web.StreamResponse:
+async def decodes(request):
     if request.method == "GET":
         return web.json_response({"object": "list", "data": [{"id": "tiny"}]})
     if not (await request.json()).get("stream"):
@@ -140,13 +132,13 @@ async def decodes(request: web.Request) -> web.StreamResponse:
     return await stream(request, EVENTS)
 
 
-async def stream(request: web.Request, chunks: list[bytes]) -> web.StreamResponse:
+async def stream(request, chunks):
     response = await begin(request, *chunks)
     await response.write_eof()
     return response
 
 
-async def begin(request: web.Request, *chunks: bytes, **headers: str) -> web.StreamResponse:
+async def begin(request, *chunks, **headers):
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **headers})
     await response.prepare(request)
     for chunk in chunks:
@@ -155,57 +147,57 @@ async def begin(request: web.Request, *chunks: bytes, **headers: str) -> web.Str
     return response
 
 
-def answers(status: int, body: object = None, **headers: str) -> Behaviour:
-    async def behaviour(request: web.Request) -> web.StreamResponse:
+def answers(status, body=None, **headers):
+    async def behaviour(request):
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return web.json_response(body, status=status, headers=named)
 
     return behaviour
 
 
-def says(body: bytes, status: int = 200) -> Behaviour:
-    async def behaviour(request: web.Request) -> web.StreamResponse:
+def says(body, status=200):
+    async def behaviour(request):
         return web.Response(body=body, status=status)
 
     return behaviour
 
 
-def abort(request: web.Request) -> None:
+def abort(request):
     request.transport.abort()
 
 
-async def disconnects(request: web.Request) -> web.StreamResponse:
+async def disconnects(request):
     abort(request)
     return web.Response()
 
 
-async def speaks_no_http(request: web.Request) -> web.StreamResponse:
+async def speaks_no_http(request):
     request.transport.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
     request.transport.close()
     return web.Response()
 
 
-async def hangs(request: web.Request) -> web.StreamResponse:
+async def hangs(request):
     await asyncio.Event().wait()
     raise AssertionError
 
 
-def waits_for(event: asyncio.Event, behaviour: Behaviour) -> Behaviour:
-    async def waiting(request: web.Request) -> web.StreamResponse:
+def waits_for(event, behaviour):
+    async def waiting(request):
         await event.wait()
         return await behaviour(request)
 
     return waiting
 
 
-async def dies_after_headers(request: web.Request) -> web.StreamResponse:
+async def dies_after_headers(request):
     response = await begin(request)
     abort(request)
     return response
 
 
-def streams_then(chunks: list[bytes], then: Behaviour | None) -> Behaviour:
-    async def behaviour(request: web.Request) -> web.StreamResponse:
+def streams_then(chunks, then):
+    async def behaviour(request):
         response = await begin(request, *chunks)
         if then is not None:
             await asyncio.sleep(0.05)  # so that they have been read: an abort discards what has not
@@ -218,17 +210,17 @@ def streams_then(chunks: list[bytes], then: Behaviour | None) -> Behaviour:
 class OneByOne:
     """A stream of which each event is written when the client has read the one before."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._read = [asyncio.Event() for _ in EVENTS]
 
-    async def __call__(self, request: web.Request) -> web.StreamResponse:
+    async def __call__(self, request):
         response = await begin(request)
         for event, was_read in zip(EVENTS, self._read, strict=True):
             await response.write(event)
             await was_read.wait()
         return response
 
-    async def read(self, response: aiohttp.ClientResponse) -> None:
+    async def read(self, response):
         for event, was_read in zip(EVENTS, self._read, strict=True):
             assert await response.content.readexactly(len(event)) == event
             was_read.set()
@@ -237,30 +229,30 @@ class OneByOne:
 class InOrder(Random):
     """Has a proxy take nodes in the order in which they are listed."""
 
-    def random(self) -> float:
+    def random(self):
         return 0.0
 
 
 class Cluster:
-    def __init__(self, proxy: Proxy, url: str, prefill: list[Node], decode: list[Node]) -> None:
+    def __init__(self, proxy, url, prefill, decode):
         self.proxy, self.url, self.prefill, self.decode = proxy, url, prefill, decode
         self.session: aiohttp.ClientSession
 
-    def post(self, body: Any = None, **kwargs: Any) -> Any:
+    def post(self, body=None, **kwargs):
         """Posts a completion, or a chat if the body has messages."""
         if "data" not in kwargs:
             kwargs["json"] = body if body is not None else {"model": "tiny", "prompt": "Hi", "max_tokens": 5}
         kind = "chat/completions" if body is not None and "messages" in body else "completions"
         return self.session.post(f"{self.url}/v1/{kind}", **kwargs)
 
-    async def ask(self, body: object = None, *, status: int = 200, **kwargs: Any) -> bytes:
+    async def ask(self, body=None, *, status=200, **kwargs):
         """Posts a completion and reads its answer, which must have this status."""
         async with self.post(body, **kwargs) as response:
             assert response.status == status
-            return await response.read()  # type: ignore[no-any-return]
+            return await response.read()
 
     @asynccontextmanager
-    async def stuck_at(self, node: Node, body: object = None, **kwargs: Any) -> AsyncIterator[None]:
+    async def stuck_at(self, node, body=None, **kwargs):
         """While the block runs, a completion hangs at this node; at its end, the client goes away."""
         before = len(node.bodies)
         node.script = [hangs]
@@ -270,50 +262,50 @@ class Cluster:
         asking.cancel()
         await asyncio.wait({asking})
 
-    def get(self, path: str, **kwargs: Any) -> Any:
+    def get(self, path, **kwargs):
         return self.session.get(self.url + path, **kwargs)
 
-    async def told(self, path: str) -> Any:
+    async def told(self, path):
         """The JSON that a GET is answered with."""
         async with self.get(path) as response:
             return await response.json()
 
-    async def hint(self, kind: str, payload: object, action_id: str = "a", **kwargs: Any) -> dict[str, Any]:
+    async def hint(self, kind, payload, action_id="a", **kwargs):
         """What becomes of a hint that is posted by itself."""
         data = message(kind, payload, action_id)
         async with self.session.post(self.url + "/hints", data=data, **kwargs) as response:
             (action,) = (await response.json())["actions"]
             return dict(action)
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name, **labels):
         return self.proxy.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
 
 
-def message(kind: str, payload: object, action_id: str = "a", version: str = "1.0") -> bytes:
+def message(kind, payload, action_id="a", version="1.0"):
     """A message with one hint."""
     action = {"action_id": action_id, "action_type": kind, "action_version": version, "payload": payload}
     return json.dumps({"protocol_version": "0.1", "message_id": "m", "actions": [action]}).encode()
 
 
-def files_of(folder: Path, **texts: str) -> dict[str, str]:
+def files_of(folder, **texts):
     """Writes files of a proxy, such as `api_keys`; the options that name them."""
     for name, text in texts.items():
         (folder / name).write_text(text)
     return {f"{name}_file": str(folder / name) for name in texts}
 
 
-def look_twice(files: WatchedFiles) -> None:
+def look_twice(files):
     """Has files that have changed be read again."""
     for _ in range(2):
         files.look()
 
 
-def bearer(key: str, **more: str) -> dict[str, str]:
+def bearer(key, **more):
     """The header with a key, and others."""
     return {"Authorization": f"Bearer {key}", **{name.replace("_", "-"): value for name, value in more.items()}}
 
 
-def view(prefill: Iterable[str] = (), decode: Iterable[str] = (), **told: bool) -> View:
+def view(prefill=(), decode=(), **told):
     """What discovery says of nodes at these URLs; `told` is true of all of them."""
     return View(
         tuple(
@@ -326,19 +318,19 @@ def view(prefill: Iterable[str] = (), decode: Iterable[str] = (), **told: bool) 
 
 @asynccontextmanager
 async def cluster(
-    prefill: int | list[str] = 1,
-    decode: int | list[str] = 1,
+    prefill=1,
+    decode=1,
     *,
-    drain_s: float = 0.2,
-    failures: int = 5,
-    health_interval_s: float = 3600,
-    long_skips: bool = False,
-    streams: bool = False,
-    renders: bool = False,
-    direct: DirectRule | None = None,
-    name: str = "",
-    **config: Any,
-) -> AsyncIterator[Cluster]:
+    drain_s=0.2,
+    failures=5,
+    health_interval_s=3600,
+    long_skips=False,
+    streams=False,
+    renders=False,
+    direct=None,
+    name="",
+    **config,
+):
     """So many nodes of each kind; a URL in their place is a node that is not ours. Checks of health get in the way of scripts; their own tests
     ask for them. With `long_skips`, a node that is left alone stays so until the end, however slow the machine is."""
     async with AsyncExitStack() as stack:
@@ -346,8 +338,8 @@ async def cluster(
         if long_skips:
             stack.enter_context(patch.multiple(routing, _FIRST_SKIP_S=3600.0, _LAST_SKIP_S=3600.0))
         stack.enter_context(patch.object(nodes, "HEALTH_INTERVAL_S", health_interval_s))
-        started: dict[str, list[Node]] = {"prefill": [], "decode": []}
-        urls: dict[str, list[str]] = {"prefill": [], "decode": []}
+        started = {"prefill": [], "decode": []}
+        urls = {"prefill": [], "decode": []}
         for hop, wanted, behaviour in (("prefill", prefill, prefills), ("decode", decode, decodes)):
             for given in wanted if isinstance(wanted, list) else [""] * wanted:
                 if not given:
@@ -365,9 +357,7 @@ async def cluster(
 
 
 @contextmanager
-def proxy_process(
-    folder: Path, *nodes: Mapping[str, object], port: int = 0, **proxy: object
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def proxy_process(folder, *nodes, port=0, **proxy):
     """The URL and the process of a proxy before these nodes, with the limits that we ship but for the section `proxy`."""
     written = [{"name": "master", "role": "master", "port": free_port(), "metrics_port": free_port()}, *nodes]
     written.append({"name": "proxy", "role": "proxy", "port": port})
@@ -375,12 +365,12 @@ def proxy_process(
         yield node.address, node.process
 
 
-def decode_at(url: str) -> dict[str, object]:
+def decode_at(url):
     host, _, port = url.removeprefix("http://").rpartition(":")
     return {"name": "decode", "role": "decode", "host": host, "port": int(port)}
 
 
-async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
+async def error_of(response):
     """The error object, after a look at its shape."""
     body = await response.json()
     assert response.content_type == "application/json"

@@ -1,18 +1,13 @@
 """SGLang's own host pools, small ones, and our backend under them as the suite of all adapters drives it."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import threading
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from pd_cache.config import NodeSettings
 from tests.support import sglang_pools
 from tests.support.adapters import PAGE, AdapterSubject, options_of
 from tests.support.needs import NO_SGLANG
@@ -26,7 +21,7 @@ mha_pool = partial(sglang_pools.mha_pool, pages=PAGES, tokens=TOKENS, layers=3, 
 _LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "kv_cache_dim": 24 + 8, "dtype": torch.bfloat16}
 
 
-def need_sglang() -> None:
+def need_sglang():
     """Skips the test if there is no SGLang."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip(NO_SGLANG)
@@ -36,7 +31,7 @@ def need_sglang() -> None:
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = -(1 << 50)  # SGLang wants 10 GiB free beside the smallest pool
 
 
-def mla_pool(layout: str) -> Any:
+def mla_pool(layout):
     """A host pool for latents of a model with three layers."""
     sglang_pools.import_sglang()
     from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
@@ -51,14 +46,12 @@ def mla_pool(layout: str) -> Any:
     return MLATokenToKVPoolHost(info, start_layer=0, end_layer=3, target_layer_num=3, **sizes)
 
 
-def storage_config(extra: dict[str, Any], **changes: Any) -> Any:
+def storage_config(extra, **changes):
     """What SGLang tells our backend about an engine of one rank."""
     return sglang_pools.storage_config(sglang_pools.our_options(**{"revision": "test", **extra}), **changes)
 
 
-def open_backend(
-    settings: NodeSettings, host: Any, *, salt: str, options: dict[str, Any] | None = None, **changes: Any
-) -> Any:
+def open_backend(settings, host, *, salt, options=None, **changes):
     """Our backend, by SGLang's own factory. `options` are further keys of its extra config."""
     config = storage_config({**options_of(settings, salt), **(options or {})}, **changes)
     return sglang_pools.open_backend(host, config)
@@ -67,7 +60,7 @@ def open_backend(
 class SglangSubject(AdapterSubject):
     """The backend under a real host pool whose pages are exactly the suite's values."""
 
-    def __init__(self, settings: NodeSettings, namespace: str) -> None:
+    def __init__(self, settings, namespace):
         need_sglang()
         # 2 (K and V) x layers x tokens x heads x width bytes
         layers, heads = 5, 10
@@ -79,15 +72,15 @@ class SglangSubject(AdapterSubject):
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
-    def _indices(self, count: int) -> torch.Tensor:
+    def _indices(self, count):
         return torch.arange(count * TOKENS, dtype=torch.int64)
 
-    def _page(self, page: int) -> Any:
+    def _page(self, page):
         return self.host.kv_buffer[:, page * TOKENS : (page + 1) * TOKENS]
 
-    def store(self, values: dict[str, bytes]) -> list[bool]:
+    def store(self, values):
         with self._lock:
-            stored: list[bool] = []
+            stored = []
             names = list(values)
             for start in range(0, len(names), PAGES):
                 part = names[start : start + PAGES]
@@ -97,12 +90,12 @@ class SglangSubject(AdapterSubject):
                 stored += self.backend.batch_set_v1(part, self._indices(len(part)))
             return stored
 
-    def has(self, names: Sequence[str]) -> list[bool]:
+    def has(self, names):
         return [self.backend.exists(name) for name in names]
 
-    def load(self, names: Sequence[str]) -> list[bytes | None]:
+    def load(self, names):
         with self._lock:
-            loaded: list[bytes | None] = []
+            loaded = []
             for start in range(0, len(names), PAGES):
                 part = list(names[start : start + PAGES])
                 self.host.kv_buffer.fill_(255)
@@ -112,9 +105,9 @@ class SglangSubject(AdapterSubject):
                 ]
             return loaded
 
-    def wait_available(self) -> None:
+    def wait_available(self):
         self.backend.cache.wait_available(60)
         wait_for(lambda: all(self.store({"ready": bytes(PAGE)})), "a store")
 
-    def close(self) -> None:
+    def close(self):
         self.backend.close()

@@ -1,22 +1,19 @@
 """SGLang's own host pools on a CPU, and storage backends over them."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
-from typing import Any
 
 import torch
 
-_libraries: list[Any] = []
+_libraries = []
 
 
-def import_sglang() -> None:
+def import_sglang():
     """Imports what SGLang's HiCache needs, on a machine without CUDA."""
     if _libraries:
         return
     # SGLang imports torchvision, whose operators come with CUDA builds of torch only; it needs their names, and calls none here
-    library: Any = torch.library.Library
+    library = torch.library.Library
     _libraries.append(library("torchvision", "DEF"))
     for name in ("nms", "qnms"):
         _libraries[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -26,16 +23,7 @@ def import_sglang() -> None:
             importlib.import_module(f"sglang.srt.{module}")
 
 
-def mha_pool(
-    layout: str,
-    *,
-    pages: int,
-    tokens: int,
-    layers: int,
-    heads: int = 8,
-    width: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Any:
+def mha_pool(layout, *, pages, tokens, layers, heads=8, width=128, dtype=torch.bfloat16):
     """Returns a host pool for `pages` pages of `tokens` tokens of a model with heads. The device's tensors are on the CPU, too."""
     import_sglang()
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
@@ -57,7 +45,7 @@ def mha_pool(
     return MHATokenToKVPoolHost(info, start_layer=0, end_layer=layers, **sizes(layout, pages, tokens))
 
 
-def our_options(**further: Any) -> dict[str, Any]:
+def our_options(**further):
     """Returns `--hicache-storage-backend-extra-config` for our backend."""
     return {
         "backend_name": "pd-cache",
@@ -68,7 +56,7 @@ def our_options(**further: Any) -> dict[str, Any]:
     }
 
 
-def storage_config(extra: dict[str, Any], **changes: Any) -> Any:
+def storage_config(extra, **changes):
     """Returns what SGLang says to a backend about an engine of one rank, apart from `changes`."""
     import_sglang()
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -87,7 +75,7 @@ def storage_config(extra: dict[str, Any], **changes: Any) -> Any:
     )
 
 
-def open_backend(host: Any, config: Any) -> Any:
+def open_backend(host, config):
     """Returns our backend by SGLang's own factory, with its host pool registered as SGLang does."""
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
@@ -97,12 +85,12 @@ def open_backend(host: Any, config: Any) -> Any:
     return backend
 
 
-def pointers(tensors: Any) -> torch.Tensor:
+def pointers(tensors):
     """Returns the addresses of tensors as SGLang takes them."""
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
 
 
-def sizes(layout: str, pages: int, tokens: int) -> dict[str, Any]:
+def sizes(layout, pages, tokens):
     """Returns what every host pool is given, for `pages` pages of `tokens` tokens."""
     return {
         "host_to_device_ratio": 1.0,

@@ -1,17 +1,14 @@
 """Small traces of conversations, made up, in the format of the public ones."""
 
-from __future__ import annotations
-
 import gzip
 import random
-from pathlib import Path
 
 import msgspec
 
 from bench.lib.trace import BLOCK_TOKENS, Request
 
 
-def conversations(count: int, turns: int) -> list[Request]:
+def conversations(count, turns):
     """Conversations that take turns: each turn repeats all that was said, and says three blocks more."""
     rng, requests = random.Random(0), []
     for turn in range(turns):
@@ -21,7 +18,7 @@ def conversations(count: int, turns: int) -> list[Request]:
     return requests
 
 
-def write_trace(file: Path, requests: list[Request]) -> Path:
+def write_trace(file, requests):
     """The file, gzipped if its name says so."""
     lines = b"\n".join(map(msgspec.json.encode, requests)) + b"\n"
     file.write_bytes(gzip.compress(lines) if file.suffix == ".gz" else lines)

@@ -4,13 +4,8 @@ Everything else is vLLM's own: the connector, the scheduler's half, the tiering 
 `"spec_name": "CpuTieringSpec", "spec_module_path": "tests.support.vllm_cpu_tiering"`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import torch
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -18,7 +13,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 class CpuCopies(OffloadingWorker):
     """Copies blocks between an engine's KV tensors and the primary tier, at once."""
 
-    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
+    def __init__(self, kv_caches, blocks_per_chunk, region):
         self._region = region
         self._blocks_per_chunk = blocks_per_chunk
         self._groups = kv_caches.group_data_refs
@@ -26,9 +21,9 @@ class CpuCopies(OffloadingWorker):
         self._primary = [
             region.create_next_worker_view(one.page_size_bytes * blocks_per_chunk) for one in kv_caches.tensors
         ]
-        self._ended: list[TransferResult] = []
+        self._ended = []
 
-    def _places(self, engine: Any, primary: Any) -> Iterator[tuple[int, int, int, int]]:
+    def _places(self, engine, primary):
         """The group, the engine's block, and the chunk and the place in it, of each block that moves."""
         blocks, chunks = iter(engine.block_ids.tolist()), iter(primary.block_ids.tolist())
         for group, (size, first) in enumerate(zip(engine.group_sizes, engine.block_indices, strict=True)):
@@ -39,7 +34,7 @@ class CpuCopies(OffloadingWorker):
                 yield group, next(blocks), chunk, index % self._blocks_per_chunk
         assert next(chunks, None) is None
 
-    def _copy(self, number: int, engine: Any, primary: Any, *, store: bool) -> bool:
+    def _copy(self, number, engine, primary, *, store):
         moved = 0
         for group, block, chunk, place in self._places(engine, primary):
             for ref in self._groups[group]:
@@ -52,20 +47,20 @@ class CpuCopies(OffloadingWorker):
         self._ended.append(TransferResult(number, True, moved, 0.0))
         return True
 
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_store(self, job_id, src_spec, dst_spec):
         return self._copy(job_id, src_spec, dst_spec, store=True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id, src_spec, dst_spec):
         return self._copy(job_id, dst_spec, src_spec, store=False)
 
-    def get_finished(self) -> list[TransferResult]:
+    def get_finished(self):
         ended, self._ended = self._ended, []
         return ended
 
-    def wait(self, job_ids: set[int]) -> None:
+    def wait(self, job_ids):
         return
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         self._engine.clear()
         self._primary.clear()
         self._region.cleanup()
@@ -74,7 +69,7 @@ class CpuCopies(OffloadingWorker):
 class CpuTieringSpec(TieringOffloadingSpec):
     """vLLM's tiering with these copies."""
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+    def get_worker(self, kv_caches):
         if not self._worker:
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,

@@ -1,18 +1,13 @@
 """vLLM's secondary tier as the suite of all adapters drives it: as vLLM's tiering manager does, over real memory, without an engine."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import threading
-from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from pd_cache.config import NodeSettings
 from tests.support.adapters import PAGE, AdapterSubject, options_of
 from tests.support.needs import NO_VLLM
 from tests.support.waiting import wait_for
@@ -20,7 +15,7 @@ from tests.support.waiting import wait_for
 ROWS = 16
 
 
-def offloading_config(row_bytes: int, **changes: Any) -> Any:
+def offloading_config(row_bytes, **changes):
     """What vLLM tells a spec about an engine of one rank."""
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
@@ -51,7 +46,7 @@ def offloading_config(row_bytes: int, **changes: Any) -> Any:
     )
 
 
-def open_tier(settings: NodeSettings, memory: Any, salt: str, *, row_bytes: int, **options: Any) -> Any:
+def open_tier(settings, memory, salt, *, row_bytes, **options):
     """A tier, with the options that its users write."""
     from pd_cache.adapters.vllm_tier import PdCacheTierManager
 
@@ -63,7 +58,7 @@ def open_tier(settings: NodeSettings, memory: Any, salt: str, *, row_bytes: int,
 class VllmTierSubject(AdapterSubject):
     """The tier, with a primary tier's memory of its own. Calls come from one thread at a time, as from vLLM's scheduler."""
 
-    def __init__(self, settings: NodeSettings, namespace: str) -> None:
+    def __init__(self, settings, namespace):
         if importlib.util.find_spec("vllm") is None:
             pytest.skip(NO_VLLM)
         self.array = np.zeros((ROWS, PAGE), dtype=np.int8)
@@ -71,7 +66,7 @@ class VllmTierSubject(AdapterSubject):
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
-    def _job(self, names: Sequence[str], rows: Sequence[int], *, load: bool) -> Any:
+    def _job(self, names, rows, *, load):
         from vllm.v1.kv_offload.base import ReqContext
         from vllm.v1.kv_offload.tiering.base import TransferJob
 
@@ -83,7 +78,7 @@ class VllmTierSubject(AdapterSubject):
         assert ended.job_id == number
         return ended
 
-    def store(self, values: dict[str, bytes]) -> list[bool]:
+    def store(self, values):
         with self._lock:
             stored = []
             for name, value in values.items():
@@ -91,7 +86,7 @@ class VllmTierSubject(AdapterSubject):
                 stored.append(bool(self._job([name], [0], load=False).success))
             return stored
 
-    def has(self, names: Sequence[str]) -> list[bool]:
+    def has(self, names):
         from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
         with self._lock:
@@ -99,7 +94,7 @@ class VllmTierSubject(AdapterSubject):
             self.tier.on_new_request(context)
             keys, found = [name.encode() for name in names], [LookupResult.RETRY] * len(names)
 
-            def answered() -> bool:
+            def answered():
                 found[:] = [self.tier.lookup(key, context) for key in keys]
                 self.tier.on_schedule_end(ScheduleEndContext([], []))
                 return LookupResult.RETRY not in found
@@ -108,9 +103,9 @@ class VllmTierSubject(AdapterSubject):
             self.tier.on_request_finished(context)
             return [one is LookupResult.HIT for one in found]
 
-    def load(self, names: Sequence[str]) -> list[bytes | None]:
+    def load(self, names):
         with self._lock:
-            loaded: list[bytes | None] = []
+            loaded = []
             for start in range(0, len(names), ROWS):
                 part = names[start : start + ROWS]
                 self.array[:] = -1
@@ -121,9 +116,9 @@ class VllmTierSubject(AdapterSubject):
                 ]
             return loaded
 
-    def wait_available(self) -> None:
+    def wait_available(self):
         self.tier.cache.wait_available(60)
         wait_for(lambda: all(self.store({"ready": bytes(PAGE)})), "a store")
 
-    def close(self) -> None:
+    def close(self):
         self.tier.shutdown()

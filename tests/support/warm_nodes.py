@@ -7,8 +7,6 @@ it has a pid of its own, which can be stopped, killed and waited for, it ends wi
 signals are what they would be.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -22,10 +20,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import launch.run.supervise
 from launch.run import _tethered
@@ -38,23 +34,23 @@ _NEED_TORCH = ("prefill", "decode", "cache-server")
 _START_S = 300.0
 _SET_CHILD_SUBREAPER = 36
 _NEW_NETWORK = 0x4000_0000
-_signature = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+_signature = inspect.signature(subprocess.Popen._execute_child)
 
 
 class _Nursery:
     """The process that has imported torch, started when the first node is."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._lock = threading.Lock()
-        self._ours: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._ours = None
+        self._process = None
 
     @property
-    def pid(self) -> int | None:
+    def pid(self):
         """None if it has not been started."""
         return self._process and self._process.pid
 
-    def fork(self, job: Mapping[str, Any], streams: Sequence[int]) -> int:
+    def fork(self, job, streams):
         """Returns the pid of a new child of this process. RuntimeError if the nursery is gone."""
         with self._lock, self._connected() as connection, _adopting():
             message = json.dumps(job).encode()
@@ -66,7 +62,7 @@ class _Nursery:
             return int.from_bytes(answer, "big")
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[socket.socket]:
+    def _connected(self):
         if self._ours is None:
             self._ours, theirs = socket.socketpair()
             self._ours.settimeout(_START_S)
@@ -80,7 +76,7 @@ class _Nursery:
                 )
         yield self._ours
 
-    def close(self) -> None:
+    def close(self):
         if self._ours is not None and self._process is not None:
             self._ours.close()
             self._process.wait(60)
@@ -91,7 +87,7 @@ nursery = _Nursery()
 
 
 @contextlib.contextmanager
-def _adopting() -> Iterator[None]:
+def _adopting():
     """In this block, a descendant of this process that loses its parent becomes its child."""
     prctl = _tethered.ctypes.CDLL(None).prctl
     prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -104,13 +100,13 @@ def _adopting() -> Iterator[None]:
 class _Popen(subprocess.Popen[bytes]):
     """The same as its base, but a node is forked."""
 
-    def _execute_child(self, *args: Any, **kwargs: Any) -> None:
+    def _execute_child(self, *args, **kwargs):
         given = _signature.bind(self, *args, **kwargs).arguments
         words = list(given["args"])
         # PYTHON -I -S TETHER PARENT SIGNAL FILE [ip netns exec HOST] PYTHON -m launch launch ROLE …
         host, command = ("", words[7:]) if words[7:10] != _ON_HOST else (words[10], words[11:])
         if words[:4] != _TETHER or command[:4] != _NODE or not (command[4] in _NEED_TORCH or nursery.pid):
-            super()._execute_child(*args, **kwargs)  # type: ignore[misc]
+            super()._execute_child(*args, **kwargs)
             return
         env = os.environ if given["env"] is None else given["env"]
         job = {
@@ -129,17 +125,17 @@ class _Popen(subprocess.Popen[bytes]):
             self.pid = nursery.fork(job, streams)
             self._child_created = True
         finally:
-            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+            self._close_pipe_fds(*pipes)
 
 
 @contextlib.contextmanager
-def warm_nodes() -> Iterator[None]:
+def warm_nodes():
     """Within this block, nodes are forks, where the kernel and Python's `subprocess` are as this file expects them."""
     if sys.platform != "linux":
         yield
         return
     usual = launch.run.supervise.subprocess
-    launch.run.supervise.subprocess = SimpleNamespace(**{**vars(usual), "Popen": _Popen})  # type: ignore[assignment]
+    launch.run.supervise.subprocess = SimpleNamespace(**{**vars(usual), "Popen": _Popen})
     try:
         yield
     finally:
@@ -150,7 +146,7 @@ def warm_nodes() -> Iterator[None]:
 # --- in the process that has imported torch --------------------------------------------------------------------------
 
 
-def _next_job(connection: socket.socket) -> dict[str, Any]:
+def _next_job(connection):
     """Forks a node for each job. Returns only in a node's process: its job."""
     while True:
         head, streams, _, _ = socket.recv_fds(connection, 4, 3)
@@ -163,13 +159,13 @@ def _next_job(connection: socket.socket) -> dict[str, Any]:
             become(job, streams)
             connection.sendall(os.getpid().to_bytes(4, "big"))
             connection.close()
-            return job  # type: ignore[no-any-return]
+            return job
         os.waitpid(between, 0)
         for stream in streams:
             os.close(stream)
 
 
-def become(job: Mapping[str, Any], streams: Sequence[int]) -> None:
+def become(job, streams):
     """Does what the kernel and `launch/run/_tethered.py` do for a new program, in a fork that is to be a child of `parent`."""
     while os.getppid() != job["parent"]:
         time.sleep(0.0005)  # the process between is not gone yet
@@ -208,7 +204,7 @@ _IMPORTED = (
 )
 
 
-def _serve(number: int) -> None:
+def _serve(number):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the tests
     from launch.cli import main
 

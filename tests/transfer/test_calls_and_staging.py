@@ -2,8 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +15,6 @@ from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import Quota, StagingPool, mapping_at, prefault_segment
 
 PAGE = 4096
-Make = Callable[..., Any]
 
 
 def soon(seconds=60.0):
@@ -309,7 +306,7 @@ def test_pinned_memory_is_unpinned_on_close_and_never_given_back_to_the_kernel()
         events.append(f"pin {nbytes}")
         return lambda: events.append("unpin")
 
-    staging = StagingPool(2 * PAGE, PAGE, prefaulted=False, pin=pin)  # type: ignore[arg-type]
+    staging = StagingPool(2 * PAGE, PAGE, prefaulted=False, pin=pin)
     slot = lease(staging)
     slot.view[:4] = b"read"
     staging.forfeit([slot])

@@ -205,7 +205,7 @@ def test_a_peer_that_hangs_is_suspected_while_the_read_is_still_under_way(slots)
     client.peer_of = {"a": "hangs", "b": "well"}
     release = threading.Event()
     hangs = client.batch_get_into
-    client.batch_get_into = lambda *call: (release.wait(60), hangs(*call))[1]  # type: ignore[method-assign, assignment]
+    client.batch_get_into = lambda *call: (release.wait(60), hangs(*call))[1]
     moves = moves_of(client, settings(get_ms=1, put_ms=1))
     moves._stall_s = 0
     with beside(lambda: moves.get(whole(["a"], slots[:1]), soon())):
@@ -225,7 +225,7 @@ def test_a_put_says_ok_only_for_what_the_pool_holds(slots):
     codes = moves_of(client).put(Batch(keys, slots[:4], [100] * 4), None, soon())
     assert [status_of(code) for code in codes] == [Status.OK, Status.OK, Status.BUSY, Status.TRANSFER_FAILED]
     assert client.revoked == ["dead"]
-    client.batch_is_exist = lambda keys: [-900] * len(keys)  # type: ignore[method-assign]
+    client.batch_is_exist = lambda keys: [-900] * len(keys)
     codes = moves_of(client).put(Batch(["there"], slots[:1], [100]), None, soon())
     assert [status_of(code) for code in codes] == [Status.BUSY], "the master does not say whether it is there"
 
@@ -239,7 +239,7 @@ def test_a_session_that_could_not_be_revoked_is_revoked_before_the_next_put_of_i
         revoke(keys)
         return refused
 
-    client.batch_put_session_revoke = unheard  # type: ignore[method-assign]
+    client.batch_put_session_revoke = unheard
     moves.put(Batch(["dead", "well"], slots[:2], [100] * 2), None, soon())
     assert client.revoked == ["dead"]
     refused[:] = [0]
@@ -254,7 +254,7 @@ def test_a_put_that_found_no_room_is_tried_once_more(slots):
     client.full = {"x"}
     refused = moves_of(client).put(Batch(["x"], slots[:1], [100]), None, soon())
     assert [status_of(code) for code in refused] == [Status.NO_SPACE]
-    client.batch_put_session_start = lambda keys, sizes, config: answers.pop(0)  # type: ignore[method-assign]
+    client.batch_put_session_start = lambda keys, sizes, config: answers.pop(0)
     answers = [[-200], [0]]
     assert moves_of(client).put(Batch(["y"], slots[:1], [100]), None, soon()) == [0]
 
@@ -262,7 +262,7 @@ def test_a_put_that_found_no_room_is_tried_once_more(slots):
 def test_a_peer_that_delivers_one_object_of_a_read_is_not_blamed_for_another(slots):
     client = Client()
     client.peer_of = {"a0": "a", "a1": "a"}
-    client.batch_get_into = lambda keys, addresses, sizes: [FAILED, *sizes[1:]]  # type: ignore[method-assign]
+    client.batch_get_into = lambda keys, addresses, sizes: [FAILED, *sizes[1:]]
     moves = moves_of(client)
     assert moves.get(whole(["a0", "a1"], slots[:2]), soon()) == [FAILED, 4096]
     assert not moves.peers.any_silent(time.monotonic())
@@ -270,7 +270,7 @@ def test_a_peer_that_delivers_one_object_of_a_read_is_not_blamed_for_another(slo
 
 def test_reads_that_the_master_does_not_answer_open_the_breaker(slots):
     client, given = Client(), settings()
-    client.batch_get_into = lambda keys, addresses, sizes: [-900] * len(keys)  # type: ignore[method-assign]
+    client.batch_get_into = lambda keys, addresses, sizes: [-900] * len(keys)
     breaker = CircuitBreaker("a pool", given)
     moves = Moves(client, given, breaker, [])
     for _ in range(given.breaker.failures):

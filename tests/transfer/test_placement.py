@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 def readable(store, staging, keys, fill):
-    slots = leased(staging, len(keys))  # type: ignore[arg-type]
+    slots = leased(staging, len(keys))
     try:
         results = store.start_get(keys, slots, timeout=20).results()
         return all(

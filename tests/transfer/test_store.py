@@ -35,7 +35,7 @@ def leased(staging, count, fill=None):
         assert slot is not None
         if fill is not None:
             slot.view[:] = bytes([fill[0] + index]) * slot.size
-    return slots  # type: ignore[return-value]
+    return slots
 
 
 def fresh(count):

@@ -71,7 +71,7 @@ def rule(client, tokens=256, pool=POOL, **options):
 
     direct = DirectRule(tokens, opens, **{"timeout_s": 60.0, **options})
     direct.use(pool)
-    direct.use = lambda pool: None  # type: ignore[method-assign]  # the nodes of these tests keep no cache
+    direct.use = lambda pool: None  # the nodes of these tests keep no cache
     return direct
 
 

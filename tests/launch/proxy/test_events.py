@@ -64,7 +64,7 @@ events = st.one_of(
 
 @given(st.lists(events, max_size=30), st.lists(st.integers(0, 15), unique=True))
 def test_after_any_events_a_cache_knows_what_they_say(happened, blocks):
-    known, model = KnownCache(lambda: 1000), {"GPU": set(), "CPU": set()}  # type: ignore[var-annotated]
+    known, model = KnownCache(lambda: 1000), {"GPU": set(), "CPU": set()}
     known.fingerprint = FINGERPRINT
     for event in happened:
         known.ranks[0].apply([event if isinstance(event, Forget) else EventBatch(1.0, [event])])
@@ -191,7 +191,7 @@ class Publishing(NamedTuple):
             return await response.json()
 
     async def hits(self, **body):
-        return (await self.query(**body))["default"]  # type: ignore[no-any-return]
+        return (await self.query(**body))["default"]
 
     async def knows(self, blocks):
         """Waits until the proxy knows so many blocks."""

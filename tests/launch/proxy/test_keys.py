@@ -33,7 +33,6 @@ from tests.support.proxy import (
 from tests.support.waiting import PATIENCE_S, wait_for
 
 KEY = "sk-0123456789abcdef"
-Certificates = dict[str, tuple[str, str]]
 
 
 class KeysFile:

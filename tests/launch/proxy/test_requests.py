@@ -255,7 +255,7 @@ async def test_a_client_that_does_not_read_is_cut_off_when_its_time_is_over():
         host, _, port = c.url.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"prompt": "x"}')
-        received = reader._buffer  # type: ignore[attr-defined]
+        received = reader._buffer
         await until(lambda: bool(received), "the answer has begun")
         jump(60)
         await until(lambda: c.metric("answers_cut_total", code="timeout") == 1, "cut off")

@@ -147,7 +147,7 @@ def test_prefill_nodes_that_drop_every_request_do_not_stop_decode_nodes_from_ans
 
 def test_two_broken_nodes_of_three_are_found_out():
     pool, broken = decode_nodes("a", "b", "c"), {"a": "error", "b": "error"}
-    answered = [request_of(pool, broken) for _ in range(40)]  # type: ignore[arg-type]
+    answered = [request_of(pool, broken) for _ in range(40)]
     assert answered.count("") <= 1, "the second try goes to a node that is known to answer"
     assert pool.health(0.0) == {"a": False, "b": False, "c": True}
 
@@ -205,7 +205,7 @@ def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time
 def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_requests():
     pool = pool_of("a", "b", failures=1)
     for node, reason in (("a", "unreachable"), ("b", "error")):
-        pool.failed(node, reason, 0)  # type: ignore[arg-type]
+        pool.failed(node, reason, 0)
         pool.checked(node, alive=True)
     assert pool.health(0) == {"a": True, "b": False}
 

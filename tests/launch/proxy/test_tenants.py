@@ -141,7 +141,7 @@ async def test_a_query_with_a_clients_key_is_about_its_own_tenants_prompts(tmp_p
                 return response.status
 
         assert [await query(PLAIN), await query(OF_B)] == [400, 200]
-        of_a = c.proxy._direct._namer.name(IDS, A).names  # type: ignore[union-attr]
+        of_a = c.proxy._direct._namer.name(IDS, A).names
         assert of_a not in client.asked
         asked["cache_salt"] = ""
         assert await query(OF_A) == 200

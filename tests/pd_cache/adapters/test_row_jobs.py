@@ -51,7 +51,7 @@ class Jobs:
     def __init__(self):
         self.names, self.memory = Names(), bytearray(8 * ROW)
         memory, names = memoryview(self.memory), self.names
-        self.its = RowJobs(names, memory, ROW, seconds=60, most_waiting=4, threads=1)  # type: ignore[arg-type]
+        self.its = RowJobs(names, memory, ROW, seconds=60, most_waiting=4, threads=1)
 
     def ended(self, count):
         results = []

@@ -359,7 +359,7 @@ def test_a_file_with_changes_at_random_is_read_or_refused_in_lines_that_say_wher
 def test_settings_that_a_program_makes_are_checked_and_read_as_those_of_a_file():
     settings = NodeSettings(
         master="10.0.0.1:50051", segment_size="64Mi", transfer=TransferSettings(staging_size="1 GiB")
-    )  # type: ignore[arg-type]
+    )
     assert (settings.segment_size, settings.transfer.staging_size) == (64 << 20, 1 << 30)
     for make, message in (
         (lambda: NodeSettings(master="nonsense"), "master: 'nonsense': must be an address such as 10.0.0.1:50051"),

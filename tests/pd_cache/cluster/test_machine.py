@@ -36,7 +36,7 @@ ELSEWHERE = "192.0.2.1"  # reserved for documentation: never an address of this 
 
 
 def cluster(*nodes, **sections):
-    return ClusterConfig(nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections)  # type: ignore[arg-type]
+    return ClusterConfig(nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections)
 
 
 def messages(config, root=Path("/")):
@@ -110,7 +110,7 @@ def test_files_of_keys_and_certificates_that_are_not_here_are_named(tmp_path):
 def vllm(*nodes, model="m", **engine):
     given = {"executable": sys.executable, "model": str(model), **engine}
     master = MasterNode(name="master", port=0, metrics_port=0)
-    return ClusterConfig(nodes=(master, *nodes), engine=VllmEngineConfig(**given))  # type: ignore[arg-type]
+    return ClusterConfig(nodes=(master, *nodes), engine=VllmEngineConfig(**given))
 
 
 def test_a_model_folder_needs_weights_and_a_name_that_may_not_be_downloaded_has_to_be_in_the_cache(
@@ -129,11 +129,11 @@ def test_a_model_folder_needs_weights_and_a_name_that_may_not_be_downloaded_has_
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     place = tmp_path / "hub" / "models--me--tiny"
     online, offline = vllm(node, model="me/tiny"), vllm(node, model="me/tiny", env={"HF_HUB_OFFLINE": "1"})
-    assert (messages(online), machine.missing_model(online.engine)) == ([], place)  # type: ignore[arg-type]
+    assert (messages(online), machine.missing_model(online.engine)) == ([], place)
     (message,) = messages(offline)
     assert f"'me/tiny': is neither a folder nor at {place}, and HF_HUB_OFFLINE forbids to download it" in message
     write(place, "snapshots/0123/config.json", "{}")
-    assert (messages(offline), machine.missing_model(online.engine)) == ([], None)  # type: ignore[arg-type]
+    assert (messages(offline), machine.missing_model(online.engine)) == ([], None)
 
 
 def test_nodes_of_vllm_on_one_gpu_must_not_want_more_than_all_of_its_memory(tmp_path, monkeypatch):

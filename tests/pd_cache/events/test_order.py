@@ -64,7 +64,7 @@ def test_an_event_that_cannot_be_read_is_skipped_unless_it_may_say_that_blocks_a
     known = {"type": "BlockStored", "block_hashes": [1], "block_size": 16}
     gone = {"type": "BlockRemoved", "block_hashes": None}
     read, skipped = read_batch(msgspec.msgpack.encode((1.5, [known, unknown, gone], None)))
-    assert (read.events[0].block_hashes, read.events[1:], skipped) == ([1], [ClearedEvent()], 1)  # type: ignore[union-attr]
+    assert (read.events[0].block_hashes, read.events[1:], skipped) == ([1], [ClearedEvent()], 1)
 
 
 MASTERS = bytes.fromhex(

@@ -44,7 +44,7 @@ class Contents:
         for step in steps:
             for event in [ClearedEvent()] if isinstance(step, Forget) else step.events:
                 if isinstance(event, StoredEvent):
-                    self.blocks |= set(event.block_hashes)  # type: ignore[arg-type]
+                    self.blocks |= set(event.block_hashes)
                 elif isinstance(event, RemovedEvent):
                     self.blocks -= set(event.block_hashes)
                 else:

@@ -5,7 +5,6 @@ import os
 import random
 import threading
 import uuid
-from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -24,8 +23,6 @@ from transfer.settings import ByteSize
 PART = 4096
 MOST = 40_000
 POOL = (MooncakeTier(),)
-Name = Callable[[object], str]
-Make = Callable[..., ObjectCache]
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +313,7 @@ def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(make, na
             cache.close()
 
     async def use():
-        slow = AsyncObjectCache(Slow(), threads=1, most_waiting=2)  # type: ignore[arg-type]
+        slow = AsyncObjectCache(Slow(), threads=1, most_waiting=2)
         first, second = asyncio.create_task(slow.get_many([name(1)])), asyncio.create_task(slow.get_many([name(2)]))
         while not busy.is_set():
             await asyncio.sleep(0.01)
@@ -380,7 +377,7 @@ def test_a_loop_puts_and_gets_many_at_once(make, name):
             assert tensor.tolist() == [0, 1, 2]
             assert await cache.remove(name(3)) is Status.OK
             with pytest.raises(ValueError, match="got int"):
-                await cache.put(name("t"), 5)  # type: ignore[arg-type]
+                await cache.put(name("t"), 5)
 
     asyncio.run(use())
 

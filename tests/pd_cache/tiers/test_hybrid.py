@@ -88,7 +88,7 @@ def test_a_promotion_makes_room_but_never_from_what_is_being_read(make):
     assert subject.get(["b"]) == [value("b")]
     for one in held:
         one.release()
-    assert len(subject.bases["local"].index) == 2  # type: ignore[attr-defined]
+    assert len(subject.bases["local"].index) == 2
 
 
 # --- who is asked ----------------------------------------------------------------------------------------------------

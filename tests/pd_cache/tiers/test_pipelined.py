@@ -47,7 +47,7 @@ class Watched:
 def subject():
     local = make_local(make_memory(PAYLOAD, 40), 20)
     local.together = 1
-    one = Subject(PipelinedBackend(local, depth=3), {"local": local}, None)  # type: ignore[arg-type]
+    one = Subject(PipelinedBackend(local, depth=3), {"local": local}, None)
     one.put({key: key.encode().ljust(PAYLOAD) for key in KEYS})
     try:
         yield one
@@ -116,8 +116,8 @@ def test_what_breaks_inside_is_raised_where_the_chunk_is_waited_for(subject, inn
 
 
 def test_a_backend_that_leaves_out_chunks_is_an_error(subject, inner):
-    real = subject.backend.inner.batched_fetch  # type: ignore[attr-defined]
-    subject.backend.inner.batched_fetch = lambda keys, **options: real(keys[:2], **options)  # type: ignore[attr-defined]
+    real = subject.backend.inner.batched_fetch
+    subject.backend.inner.batched_fetch = lambda keys, **options: real(keys[:2], **options)
     with pytest.raises(ValueError, match=f"gave 2 outcomes for {len(KEYS)} keys"):
         subject.get(KEYS)
 

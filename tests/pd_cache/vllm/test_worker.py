@@ -1,7 +1,6 @@
 """The connector's part in a worker, over a cache that does what the test says."""
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -58,9 +57,6 @@ def clock():
 @pytest.fixture
 def cache():
     return Cache()
-
-
-Make = Callable[..., WorkerSide]
 
 
 @pytest.fixture

@@ -205,7 +205,7 @@ async def test_followers_are_told_to_go_when_the_proxy_ends():
     async with cluster(prefill=0) as c:
         async with follow(c) as response:
             await Follower(response).event()
-            await c.proxy._ui._close(None)  # type: ignore[arg-type]
+            await c.proxy._ui._close(None)
             rest = await response.read()
         assert rest.endswith(b"\n"), "it ends at the end of an event"
 
