@@ -13,7 +13,7 @@ from pd_cache.groups import LayerGroups, judge
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import ChunkHistory, Found, MissReason, TierChunks
 from pd_cache.versions import WeightsVersion
-from transfer.deadlines import Timeout, left
+from transfer.deadlines import End, Timeout, end_in, left
 from transfer.errors import Status
 from transfer.store import MooncakeStore
 
@@ -163,7 +163,7 @@ class HoldsKeys(Protocol):
     @property
     def available(self) -> bool: ...
 
-    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]: ...
+    def batched_contains(self, keys: Keys, end: End = None) -> list[Status]: ...
 
 
 class PrefixLookup(LooksUp):
@@ -213,7 +213,7 @@ class PrefixLookup(LooksUp):
             return Found(at_hand, at_hand, "weights_unnamed")
         keys = self.groups.keys(names[at_hand:], label)
         begun = time.perf_counter()
-        statuses = self.backend.batched_contains(keys, timeout=timeout)
+        statuses = self.backend.batched_contains(keys, end_in(timeout))
         self.metrics.counts.took("lookup", time.perf_counter() - begun)
         return count_found(self, names, at_hand, statuses, label)
 
@@ -254,10 +254,9 @@ class _Pools:
     def available(self) -> bool:
         return self.store.available
 
-    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
-        assert timeout is not None
-        end = time.monotonic() + timeout
-        statuses = self.store.batch_exist(list(keys), timeout=timeout)
+    def batched_contains(self, keys: Keys, end: End = None) -> list[Status]:
+        assert end is not None
+        statuses = self.store.batch_exist(list(keys), timeout=left(end))
         lacking = [index for index, status in enumerate(statuses) if status is not Status.OK]
         if self.second is not None and lacking:
             answers = self.second.batch_exist([keys[index] for index in lacking], timeout=left(end))

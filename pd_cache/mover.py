@@ -26,7 +26,7 @@ from pd_cache.reasons import ChunkHistory, Loaded, StoreOutcome, TierChunks, mis
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend
 from pd_cache.tiers.memory import TierKind
 from pd_cache.versions import FIRST, WeightsVersion
-from transfer.deadlines import left
+from transfer.deadlines import End
 from transfer.errors import Status
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class ChunkMover:
         self._idle = threading.Condition()
         _movers.add(self)
 
-    def store(self, run: ChunkRun, pages: Pages, end: float | None = None) -> list[StoreOutcome]:
+    def store(self, run: ChunkRun, pages: Pages, end: End = None) -> list[StoreOutcome]:
         """Stores the objects of `pages` that the backend lacks. Returns the outcome of each chunk.
 
         The call ends by `end`, on the monotonic clock; without it, each transfer has the configured timeout.
@@ -136,7 +136,7 @@ class ChunkMover:
             if may_store and (outdated := self.outdated(run)):
                 self.metrics.trouble("store", outdated, len(run.keys))
                 may_store = False
-            statuses = self.backend.batched_wants(run.keys, timeout=left(end)) if may_store else []
+            statuses = self.backend.batched_wants(run.keys, end) if may_store else []
             self.metrics.outages("store", statuses)
             missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
             for index, status in enumerate(statuses):
@@ -148,7 +148,7 @@ class ChunkMover:
             stored = outcomes.count(StoreOutcome.NEW)
             if stored and not self._annotated:  # the namespace's manifest lies beside its chunks
                 key, manifest = self._database.manifest_key, self._database.namespace.manifest()
-                self._annotated = self.backend.annotate(key, manifest, timeout=left(end)) is Status.OK
+                self._annotated = self.backend.annotate(key, manifest, end) is Status.OK
         self.metrics.moved("store", stored * self._payload_bytes, self._database.namespace.group)
         self.metrics.tokens("store", "stored", stored * chunk_size // shards)
         if shards > 1:
@@ -156,7 +156,7 @@ class ChunkMover:
         self.history.note([name for name, one in zip(run.names, outcomes, strict=True) if one is not StoreOutcome.NOT])
         return outcomes
 
-    def load(self, run: ChunkRun, pages: Pages, end: float | None = None) -> Loaded:
+    def load(self, run: ChunkRun, pages: Pages, end: End = None) -> Loaded:
         """Loads chunks into `pages`, in order, up to the first that is missing. Returns how many were loaded, from where, and why not more.
 
         None counts as loaded if the engine has another label at the end. The call ends by `end`, as in `store`.
@@ -216,7 +216,7 @@ class ChunkMover:
                 self._under_way -= begun
                 self._idle.notify_all()
 
-    def _put(self, run: ChunkRun, pages: Pages, missing: list[int], end: float | None) -> list[Status]:
+    def _put(self, run: ChunkRun, pages: Pages, missing: list[int], end: End) -> list[Status]:
         """Returns one status for each of the `missing`, in order; fewer if there was no memory for the last ones."""
         outcomes: list[PutOutcome] = []
         done = 0
@@ -228,13 +228,13 @@ class ChunkMover:
                 self.metrics.trouble("store", "no_staging", len(missing) - done)
                 break
             keys = [run.keys[index] for index in indices[: len(staged)]]
-            outcomes.append(self.backend.batched_put(keys, staged, timeout=left(end)))
+            outcomes.append(self.backend.batched_put(keys, staged, end))
             done += len(staged)
         statuses = [status for outcome in outcomes for status in outcome.results()]
         self.metrics.outages("store", statuses)
         return statuses
 
-    def _gather(self, run: ChunkRun, pages: Pages, indices: list[int], end: float | None) -> list[Staged]:
+    def _gather(self, run: ChunkRun, pages: Pages, indices: list[int], end: End) -> list[Staged]:
         """Stages the objects of `indices`, from the first, as far as there is memory. Stages none only if no memory became free in time.
 
         Only the first object waits for memory, so that two stores that hold some never wait for each other. Each object is sealed with the
@@ -243,7 +243,7 @@ class ChunkMover:
         staged: list[Staged] = []
         try:
             for _ in indices:
-                memory = self.backend.stage(payload_bytes=self._payload_bytes, timeout=0.0 if staged else left(end))
+                memory = self.backend.stage(payload_bytes=self._payload_bytes, end=0.0 if staged else end)
                 if memory is None:
                     break
                 staged.append(memory)
@@ -257,7 +257,7 @@ class ChunkMover:
             raise
         return staged
 
-    def _get(self, run: ChunkRun, pages: Pages, end: float | None, kinds: list[TierKind]) -> str:
+    def _get(self, run: ChunkRun, pages: Pages, end: End, kinds: list[TierKind]) -> str:
         """Scatters objects in order up to the first that is missing. Returns why not more; `none` if all were scattered.
 
         Adds to `kinds` the kind of tier that each one came from.
@@ -268,7 +268,7 @@ class ChunkMover:
         size, failures, known = self._payload_bytes, 0, ""
         while (first := len(kinds)) < len(run.keys):
             reason, damaged = "", False
-            fetching = self.backend.batched_fetch(run.keys[first:], payload_bytes=size, timeout=left(end))
+            fetching = self.backend.batched_fetch(run.keys[first:], payload_bytes=size, end=end)
             with contextlib.closing(fetching) as fetches:
                 for together in fetches:
                     try:

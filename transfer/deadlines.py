@@ -7,6 +7,8 @@ from typing import overload
 
 Timeout = float | None
 """How many seconds a call may take; None for the configured ones, or for any number."""
+End = float | None
+"""When a call has to end, on the monotonic clock; None if only its steps have time-outs, which are configured."""
 
 
 @overload
@@ -16,6 +18,11 @@ def left(end: None) -> None: ...
 def left(end: float | None) -> float | None:
     """Returns the seconds until `end`, at least 0."""
     return None if end is None else max(0.0, end - time.monotonic())
+
+
+def end_or(end: End, ms: int) -> float:
+    """Returns `end`, or if that is None, the time in `ms` milliseconds."""
+    return time.monotonic() + ms / 1000 if end is None else end
 
 
 def end_in(seconds: float | None) -> float | None:

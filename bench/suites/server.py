@@ -39,6 +39,7 @@ from pd_cache.server.client import RemoteCache
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.protocol import EngineIdentity, Lookup
 from pd_cache.tiers.mooncake import MooncakeBackend
+from transfer.deadlines import end_in
 from transfer.staging import StagingPool
 
 CLIENTS = 4
@@ -103,7 +104,7 @@ def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str, rounds:
         assert isinstance(pool, MooncakeBackend)
 
         def forget() -> None:
-            pool.batched_remove(keys, timeout=10, force=True)
+            pool.batched_remove(keys, end=end_in(10), force=True)
 
         def arrived(name: str) -> None:
             assert prompt.arrived(), f"other bytes came back from the {name}"

@@ -29,6 +29,7 @@ from pd_cache.tiers.base import StorageBackend
 from pd_cache.tiers.hybrid import HybridBackend
 from pd_cache.tiers.index import EvictingIndex
 from pd_cache.tiers.memory import TRAILER_BYTES
+from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
 from transfer.staging import StagingPool
@@ -63,7 +64,7 @@ def fill(backend: StorageBackend) -> None:
     """Random bytes into all memory: a disk may have an easy time with zeros."""
     generator = np.random.default_rng(0)
     lent = []
-    while (staged := backend.stage(timeout=0.0)) is not None:
+    while (staged := backend.stage(end=0.0)) is not None:
         staged.payload[:] = generator.bytes(len(staged.payload))
         lent.append(staged)
     for staged in lent:
@@ -74,7 +75,7 @@ def put(backend: StorageBackend, keys: Sequence[str]) -> None:
     """Puts whatever lies in the memory under each key."""
     outcomes = []
     for key in keys:
-        staged = backend.stage(timeout=30)
+        staged = backend.stage(end=end_in(30))
         assert staged is not None, "no memory came free"
         outcomes.append(backend.batched_put([key], [staged]))
     statuses = [status for outcome in outcomes for status in outcome.results()]

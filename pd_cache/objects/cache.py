@@ -38,7 +38,7 @@ from pd_cache.objects.values import (
 )
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend, open_backend
 from pd_cache.tiers.memory import SELF_SIZED, Damage
-from transfer.deadlines import Timeout, left
+from transfer.deadlines import Timeout, end_in
 from transfer.errors import PoolUnavailableError, Status
 
 if TYPE_CHECKING:
@@ -72,24 +72,20 @@ class Deadline:
     """When an operation has to end: `timeout` seconds from now, or never, and in any case once it is `cut`."""
 
     def __init__(self, timeout: Timeout) -> None:
-        self._end = math.inf if timeout is None else time.monotonic() + timeout
+        self.end = end_in(timeout)
 
     @classmethod
     def of(cls, timeout: float | Deadline | None) -> Deadline:
         """Returns a deadline as it is; makes one from a number of seconds, or from None."""
         return timeout if isinstance(timeout, Deadline) else cls(timeout)
 
-    def left(self) -> float | None:
-        """Returns the seconds until the deadline, at least 0; None if there is no deadline."""
-        return None if self._end == math.inf else left(self._end)
-
     @property
     def passed(self) -> bool:
-        return not time.monotonic() < self._end
+        return self.end is not None and time.monotonic() >= self.end
 
     def cut(self) -> None:
         """Makes the deadline pass now. Any thread may call this. It does not interrupt a wait that has begun."""
-        self._end = -math.inf
+        self.end = 0.0
 
 
 class ObjectOutcome(NamedTuple):
@@ -277,7 +273,7 @@ class ObjectCache:
         deadline = Deadline.of(timeout)
         first = {head: index for index, head in reversed(list(enumerate(heads)))}
         order = sorted(first.values())
-        wanted = self.backend.batched_wants([heads[index] for index in order], timeout=deadline.left())
+        wanted = self.backend.batched_wants([heads[index] for index in order], end=deadline.end)
         statuses = dict(zip(order, wanted, strict=True))
         lacking = [index for index in order if statuses[index] is Status.MISSING]
         self._put_lacking(lacking, heads, given, statuses, deadline)
@@ -340,7 +336,7 @@ class ObjectCache:
         heads = self._heads(names)
         if self._unusable:
             return [Status.CLOSED] * len(heads)
-        statuses = self.backend.batched_contains(heads, timeout=Deadline.of(timeout).left()) if heads else []
+        statuses = self.backend.batched_contains(heads, end=Deadline.of(timeout).end) if heads else []
         self.metrics.outages("exists", statuses)
         return statuses
 
@@ -349,7 +345,7 @@ class ObjectCache:
         heads = self._heads(names)
         if self._unusable:
             return [Status.CLOSED] * len(heads)
-        return self.backend.batched_remove(heads, timeout=Deadline.of(timeout).left(), force=True) if heads else []
+        return self.backend.batched_remove(heads, end=Deadline.of(timeout).end, force=True) if heads else []
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -433,7 +429,7 @@ class ObjectCache:
             if not staged:
                 break
             keys = [piece.key for piece in batch[: len(staged)]]
-            outcomes.append(self.backend.batched_put(keys, staged, timeout=deadline.left()))
+            outcomes.append(self.backend.batched_put(keys, staged, end=deadline.end))
             begun += len(staged)
         statuses = [status for outcome in outcomes for status in outcome.results()]
         return statuses + [self._refusal(deadline)] * (len(pieces) - begun)
@@ -456,8 +452,8 @@ class ObjectCache:
             for piece in batch:
                 if deadline.passed:
                     break
-                wait = 0.0 if staged else deadline.left()
-                memory = self.backend.stage(payload_bytes=piece.header.payload_bytes, timeout=wait)
+                wait = 0.0 if staged else deadline.end
+                memory = self.backend.stage(payload_bytes=piece.header.payload_bytes, end=wait)
                 if memory is None:
                     break
                 staged.append(memory)
@@ -515,7 +511,7 @@ class ObjectCache:
     def _drop(self, heads: list[str], deadline: Deadline) -> None:
         """Removes heads of values that cannot be read, so that the next put of their names stores all of them."""
         if heads:
-            self.backend.batched_remove(heads, timeout=deadline.left(), force=True)
+            self.backend.batched_remove(heads, end=deadline.end, force=True)
 
     def _fetch(self, wanted: Mapping[str, tuple[_Reading, int]], deadline: Deadline) -> Iterator[tuple[_Reading, str]]:
         """Reads parts of values, by key. Yields each reading with the reason of a part's miss, in any order.
@@ -525,7 +521,7 @@ class ObjectCache:
         left, known, attempts = list(wanted), dict[str, str](), 0
         while left:
             damaged: list[str] = []
-            fetching = self.backend.batched_get(left, payload_bytes=SELF_SIZED, timeout=deadline.left())
+            fetching = self.backend.batched_get(left, payload_bytes=SELF_SIZED, end=deadline.end)
             with contextlib.closing(fetching) as fetches:
                 for place, key in enumerate(left):
                     if deadline.passed:  # nobody waits for the rest: there may be thousands

@@ -20,7 +20,7 @@ from pd_cache.chunks import Keys
 from pd_cache.layout import checksum
 from pd_cache.reasons import TierChunks
 from pd_cache.tiers.memory import Damage, Fetched, ObjectMemory, Staged, TierKind
-from transfer.deadlines import Timeout
+from transfer.deadlines import End
 from transfer.errors import Status
 
 
@@ -65,19 +65,19 @@ class StorageBackend(ABC):
         """Waits until the backend is open. Raises PoolUnavailableError after `timeout` seconds."""
 
     @abstractmethod
-    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
+    def batched_contains(self, keys: Keys, end: End = None) -> list[Status]:
         """Returns OK or MISSING for each key, or another status if the backend cannot find out."""
 
-    def batched_wants(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
+    def batched_wants(self, keys: Keys, end: End = None) -> list[Status]:
         """Does the same as `batched_contains` for a caller that is about to put: MISSING means that a put would be of use.
 
         The two differ if there are several tiers: a key may be in one tier and missing in the tier that other nodes read.
         """
-        return self.batched_contains(keys, timeout=timeout)
+        return self.batched_contains(keys, end)
 
     @abstractmethod
     def batched_fetch(
-        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
+        self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
     ) -> Generator[list[Fetched], None, None]:
         """Yields each key's outcome, in order; in one list those that are there together. No key may occur twice. Closing the iterator early
         gives up the rest.
@@ -86,14 +86,14 @@ class StorageBackend(ABC):
         own size.
 
         The caller must release each outcome of a list before it asks for the next list: a reader that waits for memory holds none, so no
-        two readers wait for each other. `timeout` (s) bounds the whole call; without it, the configured timeout bounds each transfer.
+        two readers wait for each other. The whole call ends by `end`; without it, the configured timeout bounds each transfer.
         """
 
     def batched_get(
-        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
+        self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
     ) -> Generator[Fetched, None, None]:
         """Yields what `batched_fetch` does, one outcome at a time. The caller must release each."""
-        with contextlib.closing(self.batched_fetch(keys, payload_bytes=payload_bytes, timeout=timeout)) as fetches:
+        with contextlib.closing(self.batched_fetch(keys, payload_bytes=payload_bytes, end=end)) as fetches:
             for together in fetches:
                 left = iter(together)
                 try:
@@ -123,22 +123,22 @@ class StorageBackend(ABC):
         """Forgets an object of this tier that turned out to be damaged."""
 
     @abstractmethod
-    def stage(self, *, payload_bytes: int | None = None, timeout: Timeout = None) -> Staged | None:
-        """Returns memory for one payload of this size, or None if none came free in time."""
+    def stage(self, *, payload_bytes: int | None = None, end: End = None) -> Staged | None:
+        """Returns memory for one payload of this size, or None if none came free in time. Does not wait if `end` is 0."""
 
-    def wait_room(self, timeout: Timeout = None) -> bool:
-        """Waits until a put would be accepted. Returns False after `timeout` seconds. The caller must hold no staged memory."""
+    def wait_room(self, end: End = None) -> bool:
+        """Waits until a put would be accepted. Returns False if that is not so by `end`. The caller must hold no staged memory."""
         return True
 
     @abstractmethod
-    def batched_put(self, keys: Keys, staged: Sequence[Staged], *, timeout: Timeout = None) -> PutOutcome:
+    def batched_put(self, keys: Keys, staged: Sequence[Staged], end: End = None) -> PutOutcome:
         """Begins to write each payload under its key. Takes over the staged memory.
 
         Raises ValueError if this backend's `stage` did not lend the memory, or if there is not one piece for each key.
         """
 
     @abstractmethod
-    def batched_remove(self, keys: Keys, *, timeout: Timeout = None, force: bool = False) -> list[Status]:
+    def batched_remove(self, keys: Keys, end: End = None, *, force: bool = False) -> list[Status]:
         """Removes keys. The status is MISSING for a key that is not there, and BUSY for one that a reader uses.
 
         A lookup in the pool counts as a use until its lease ends. With `force` it does not; a read that goes on meanwhile may find damage.
@@ -155,7 +155,7 @@ class StorageBackend(ABC):
         """Undoes one `pin` of each key."""
 
     @abstractmethod
-    def annotate(self, key: str, value: bytes, *, timeout: Timeout = None) -> Status:
+    def annotate(self, key: str, value: bytes, end: End = None) -> Status:
         """Leaves a small object for people and tools, such as a namespace's manifest."""
 
     @abstractmethod

@@ -50,7 +50,7 @@ from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.index import Entry, EvictingIndex
 from pd_cache.tiers.memory import SELF_SIZED, Damage, Fetched, ObjectMemory, Staged, inspect
 from transfer.calls import Call, CallThreads
-from transfer.deadlines import Timeout, end_in, left
+from transfer.deadlines import End, end_or, left
 from transfer.errors import PoolUnavailableError, Status
 from transfer.settings import Timeouts
 from transfer.staging import Quota
@@ -370,26 +370,26 @@ class LocalDiskBackend(StorageBackend):
             if not self.available:
                 raise PoolUnavailableError(f"{self.folder.root} cannot be used: {self.trouble or 'not opened yet'}")
 
-    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
+    def batched_contains(self, keys: Keys, end: End = None) -> list[Status]:
         if not self.available:
             return [self.state] * len(keys)
         found = self.index.contains([digest_of(key) for key in keys])
         return [Status.OK if there else Status.MISSING for there in found]
 
     def batched_fetch(
-        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
+        self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         longest = self._timeouts.get_ms / 1000
-        deadline = end_in(timeout)
         ahead: deque[_Read] = deque()
         started = 0
         try:
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < self._ahead:
-                    seconds = longest if deadline is None else min(longest, left(deadline))
+                    until = time.monotonic() + longest
+                    until = until if end is None else min(until, end)
                     # only a reader that holds no memory waits for some, so two readers never wait for each other
-                    read = self._start_read(keys[started], size, seconds, 0.0 if ahead else seconds)
+                    read = self._start_read(keys[started], size, until, 0.0 if ahead else until)
                     if read is None:
                         break
                     started += 1
@@ -402,38 +402,36 @@ class LocalDiskBackend(StorageBackend):
             for unused in ahead:
                 unused.release()
 
-    def stage(self, *, payload_bytes: int | None = None, timeout: Timeout = None) -> Staged | None:
-        deadline = time.monotonic() + self._put_seconds(timeout)
-        if not self.wait_room(timeout):
-            return None
-        return self.memory.stage(left(deadline), payload_bytes=payload_bytes)
+    def stage(self, *, payload_bytes: int | None = None, end: End = None) -> Staged | None:
+        end = end_or(end, self._timeouts.put_ms)
+        return self.memory.stage(end, payload_bytes=payload_bytes) if self.wait_room(end) else None
 
-    def wait_room(self, timeout: Timeout = None) -> bool:
+    def wait_room(self, end: End = None) -> bool:
         """Waits until at most half of the slots for writes are taken, or the tier takes no puts."""
         with self.changed:
             return self.changed.wait_for(
                 lambda: self._writing <= self._most_writing // 2 or self.state is not Status.OK,
-                min(self._put_seconds(timeout), threading.TIMEOUT_MAX),
+                min(left(end_or(end, self._timeouts.put_ms)), threading.TIMEOUT_MAX),
             )
 
-    def batched_put(self, keys: Keys, staged: Sequence[Staged], *, timeout: Timeout = None) -> PutOutcome:
+    def batched_put(self, keys: Keys, staged: Sequence[Staged], end: End = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
-        deadline = time.monotonic() + self._put_seconds(timeout)
+        deadline = end_or(end, self._timeouts.put_ms)
         try:
             return _Put(self, [self._begin(key, item, deadline) for key, item in zip(keys, items, strict=True)])
         finally:
             for item in items:
                 item.release()
 
-    def batched_remove(self, keys: Keys, *, timeout: Timeout = None, force: bool = False) -> list[Status]:
+    def batched_remove(self, keys: Keys, end: End = None, *, force: bool = False) -> list[Status]:
         if self.state not in (Status.OK, Status.NO_SPACE):
             return [self.state] * len(keys)
         return [self._remove(digest_of(key)) for key in keys]
 
-    def annotate(self, key: str, value: bytes, *, timeout: Timeout = None) -> Status:
+    def annotate(self, key: str, value: bytes, end: End = None) -> Status:
         if self.state is not Status.OK:
             return self.state
-        end = time.monotonic() + self._put_seconds(None)
+        end = end_or(end, self._timeouts.put_ms)
         return self._rejection() if self._writes.submit(self._note, end, None, key, value) is None else Status.OK
 
     def close(self) -> None:
@@ -459,9 +457,6 @@ class LocalDiskBackend(StorageBackend):
                 "tier %s: calls to the disk outlived close(); this process keeps its folder", self._metrics.tier
             )
 
-    def _put_seconds(self, timeout: Timeout) -> float:
-        return self._timeouts.put_ms / 1000 if timeout is None else timeout
-
     def _rejection(self) -> Status:
         """Returns why no thread took a call: the threads are closed or overloaded."""
         return Status.CLOSED if self.state is Status.CLOSED else Status.OVERLOADED
@@ -472,20 +467,20 @@ class LocalDiskBackend(StorageBackend):
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def _start_read(self, key: str, size: int, seconds: float, patience: float) -> _Read | None:
-        """Begins to read a key. Returns None if no memory came free within `patience` seconds."""
+    def _start_read(self, key: str, size: int, end: float, waits_until: float) -> _Read | None:
+        """Begins to read a key. Returns None if no memory came free in time."""
         if not self.available:
             return _Read(None, None, self.state.value)
         digest = digest_of(key)
         if not self.index.contains([digest])[0]:
             return _Read(None, None, Status.MISSING.value)
         room = self.memory.payload_bytes if size == SELF_SIZED else size
-        staged = self.memory.stage(patience, self._reading, payload_bytes=room)
+        staged = self.memory.stage(waits_until, self._reading, payload_bytes=room)
         if staged is None:
             return None
         target = staged.share()
         ended = functools.partial(self._read_ended, target)
-        call = self._reads.submit(self._read, time.monotonic() + seconds, ended, key, digest, target, size)
+        call = self._reads.submit(self._read, end, ended, key, digest, target, size)
         return _Read(call, staged, "" if call is not None else self._rejection().value)
 
     def _read_ended(self, target: Staged) -> None:
@@ -652,7 +647,7 @@ class LocalDiskBackend(StorageBackend):
     def _sweep_soon(self) -> None:
         """Sweeps on another thread, so that a disk that hangs does not hold up callers that read, put or remove."""
         # if it is refused, the next write sweeps
-        self._writes.submit(self._sweep, time.monotonic() + self._put_seconds(None))
+        self._writes.submit(self._sweep, end_or(None, self._timeouts.put_ms))
 
     def _sweep(self) -> None:
         try:

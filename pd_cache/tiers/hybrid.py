@@ -29,7 +29,7 @@ from pd_cache.metrics import TierMetrics
 from pd_cache.reasons import TierChunks
 from pd_cache.tiers.base import PutOutcome, Settled, StorageBackend
 from pd_cache.tiers.memory import Fetched, Staged, TierKind
-from transfer.deadlines import Timeout, end_in, left
+from transfer.deadlines import End, left
 from transfer.errors import PoolUnavailableError, Status
 
 log = logging.getLogger(__name__)
@@ -83,16 +83,13 @@ class HybridBackend(StorageBackend):
                 tier.backend.wait_available(left(end))
         self._stored[-1].backend.wait_available(left(end))
 
-    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
+    def batched_contains(self, keys: Keys, end: End = None) -> list[Status]:
         statuses = [Status.MISSING] * len(keys)
-        deadline = end_in(timeout)
         for tier in self.tiers:
             lacking = [index for index, status in enumerate(statuses) if status is not Status.OK]
             if not lacking:
                 break
-            # a second pool has the time that the tiers before it have left
-            seconds = timeout if tier.stores else left(deadline)
-            answers = tier.backend.batched_contains([keys[index] for index in lacking], timeout=seconds)
+            answers = tier.backend.batched_contains([keys[index] for index in lacking], end)
             for index, answer in zip(lacking, answers, strict=True):
                 # a tier that could not answer might have the key, so this is not a plain miss
                 if answer is Status.OK or (tier.stores and answer is not Status.MISSING):
@@ -108,39 +105,36 @@ class HybridBackend(StorageBackend):
                 keys = [key for key, status in zip(keys, there, strict=True) if status is not Status.OK]
         return TierChunks(counts["memory"], counts["disk"])
 
-    def batched_wants(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
+    def batched_wants(self, keys: Keys, end: End = None) -> list[Status]:
         """Returns MISSING for a key that the last tier lacks in which chunks are stored, or that no such tier has while that one cannot find
         out."""
         *before, last = self._stored
-        statuses = last.backend.batched_wants(keys, timeout=timeout)
+        statuses = last.backend.batched_wants(keys, end)
         unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
         others = [tier.backend for tier in before if tier.backend.available]
         if unsure and others:
             asked = [keys[index] for index in unsure]
-            answers = [other.batched_contains(asked, timeout=timeout) for other in others]
+            answers = [other.batched_contains(asked, end) for other in others]
             for index, found in zip(unsure, zip(*answers, strict=True), strict=True):
                 if Status.OK not in found:
                     statuses[index] = Status.MISSING
         return statuses
 
     def batched_fetch(
-        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
+        self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
     ) -> Generator[list[Fetched], None, None]:
-        size = self.memory.read_size(payload_bytes)
-        return self._read(keys, size, 0, end_in(timeout))
+        return self._read(keys, self.memory.read_size(payload_bytes), 0, end)
 
-    def stage(self, *, payload_bytes: int | None = None, timeout: Timeout = None) -> Staged | None:
-        """Stages as the last tier does, after waiting, within `timeout`, until no blocking tier has too much to write."""
-        deadline = end_in(timeout)
-        if not self.wait_room(timeout) and timeout == 0.0:
+    def stage(self, *, payload_bytes: int | None = None, end: End = None) -> Staged | None:
+        """Stages as the last tier does, after waiting until no blocking tier has too much to write."""
+        if not self.wait_room(end) and end == 0.0:
             return None  # the caller already holds memory; it puts that first
-        return self._stored[-1].backend.stage(payload_bytes=payload_bytes, timeout=left(deadline))
+        return self._stored[-1].backend.stage(payload_bytes=payload_bytes, end=end)
 
-    def wait_room(self, timeout: Timeout = None) -> bool:
-        deadline = end_in(timeout)
-        return all(tier.backend.wait_room(left(deadline)) for tier in self._stored if tier.blocking)
+    def wait_room(self, end: End = None) -> bool:
+        return all(tier.backend.wait_room(end) for tier in self._stored if tier.blocking)
 
-    def batched_put(self, keys: Keys, staged: Sequence[Staged], *, timeout: Timeout = None) -> PutOutcome:
+    def batched_put(self, keys: Keys, staged: Sequence[Staged], end: End = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
         try:
             if self._closed:
@@ -150,18 +144,18 @@ class HybridBackend(StorageBackend):
             begun: list[_TierWrite] = []
             for tier in self._stored:
                 if tier.blocking:
-                    begun.append(_begin(tier, keys, items, timeout))
+                    begun.append(_begin(tier, keys, items, end))
                 else:
-                    self._behind.put(tier, keys, items, timeout)
+                    self._behind.put(tier, keys, items, end)
             return _Through(begun) if begun else Settled([Status.OK] * len(keys))
         finally:
             for item in items:
                 item.release()
 
-    def batched_remove(self, keys: Keys, *, timeout: Timeout = None, force: bool = False) -> list[Status]:
+    def batched_remove(self, keys: Keys, end: End = None, *, force: bool = False) -> list[Status]:
         statuses = [Status.MISSING] * len(keys)
         for tier in self.tiers:
-            for index, answer in enumerate(tier.backend.batched_remove(keys, timeout=timeout, force=force)):
+            for index, answer in enumerate(tier.backend.batched_remove(keys, end, force=force)):
                 # a key removed from one tier is gone, unless another tier still has it or cannot find out
                 if answer is not Status.MISSING and statuses[index] in (Status.MISSING, Status.OK):
                     statuses[index] = answer
@@ -174,8 +168,8 @@ class HybridBackend(StorageBackend):
     def unpin(self, keys: Keys) -> None:
         self.tiers[0].backend.unpin(keys)
 
-    def annotate(self, key: str, value: bytes, *, timeout: Timeout = None) -> Status:
-        answers = [tier.backend.annotate(key, value, timeout=timeout) for tier in self._stored]
+    def annotate(self, key: str, value: bytes, end: End = None) -> Status:
+        answers = [tier.backend.annotate(key, value, end) for tier in self._stored]
         return answers[-1]
 
     def close(self) -> None:
@@ -186,19 +180,19 @@ class HybridBackend(StorageBackend):
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def _read(self, keys: Keys, size: int, floor: int, deadline: float | None) -> Generator[list[Fetched], None, None]:
+    def _read(self, keys: Keys, size: int, floor: int, end: End) -> Generator[list[Fetched], None, None]:
         """Yields each key's outcome from the first tier that knows it, beginning with tier number `floor`.
 
         What a tier lacks after all is read from the tiers behind, misses in a row together. Then the tier is asked for the rest, one key, two,
         four at a time: it may be the only one that still has them. On average, it is asked for each key a constant number of times.
         """
         start = 0
-        for level, run in groupby(self._levels(keys, floor, left(deadline))):
+        for level, run in groupby(self._levels(keys, floor, end)):
             tier, together = self.tiers[level], len(list(run))
             stop = start + together
             while start < stop:
                 first, asked, lacking = start, keys[start : min(start + together, stop)], 0
-                fetches = tier.backend.batched_fetch(asked, payload_bytes=size, timeout=left(deadline))
+                fetches = tier.backend.batched_fetch(asked, payload_bytes=size, end=end)
                 with contextlib.closing(fetches):
                     for outcomes in fetches:
                         ready: list[Fetched] = []
@@ -220,7 +214,7 @@ class HybridBackend(StorageBackend):
                 if start == first and not lacking:
                     raise ValueError(f"tier {tier.metrics.tier} gave no outcome for {len(asked)} keys")
                 together = 1 if lacking else 2 * together
-                yield from self._read(keys[start : start + lacking], size, level + 1, deadline)
+                yield from self._read(keys[start : start + lacking], size, level + 1, end)
                 start += lacking
 
     def _outcome(self, level: int, key: str, fetched: Fetched) -> Fetched:
@@ -235,7 +229,7 @@ class HybridBackend(StorageBackend):
             return Fetched(None, lost.value)
         return fetched
 
-    def _levels(self, keys: Keys, floor: int, timeout: Timeout) -> list[int]:
+    def _levels(self, keys: Keys, floor: int, end: End) -> list[int]:
         """Returns, for each key, the number of the first tier from `floor` on that knows it, or the last tier's if no other does."""
         last = len(self.tiers) - 1
         levels = [last] * len(keys)
@@ -243,7 +237,7 @@ class HybridBackend(StorageBackend):
         for level, tier in enumerate(self.tiers[floor:-1], floor):
             if not unknown or not tier.backend.available:
                 continue
-            answers = tier.backend.batched_contains([keys[index] for index in unknown], timeout=timeout)
+            answers = tier.backend.batched_contains([keys[index] for index in unknown], end)
             for index, answer in zip(unknown, answers, strict=True):
                 # if the pool cannot find out, a read does; the second one is read after it
                 if answer is Status.OK or (answer is not Status.MISSING and tier is self._stored[-1]):
@@ -309,9 +303,9 @@ class _TierWrite(NamedTuple):
         return statuses
 
 
-def _begin(tier: Tier, keys: Keys, items: Sequence[Staged], timeout: Timeout) -> _TierWrite:
+def _begin(tier: Tier, keys: Keys, items: Sequence[Staged], end: End) -> _TierWrite:
     shares = [item.share() for item in items]
-    return _TierWrite(tier, tier.backend.batched_put(keys, shares, timeout=timeout), len(keys))
+    return _TierWrite(tier, tier.backend.batched_put(keys, shares, end), len(keys))
 
 
 class _Through(NamedTuple):
@@ -340,15 +334,15 @@ class _WriteBehind:
         self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True)
         self._thread.start()
 
-    def put(self, tier: Tier, keys: Keys, items: Sequence[Staged], timeout: Timeout) -> None:
+    def put(self, tier: Tier, keys: Keys, items: Sequence[Staged], end: End) -> None:
         """Begins to write the chunks that fit, and counts the others as dropped."""
         if tier.backend.kind == "memory":
-            _begin(tier, keys, items, timeout).results()
+            _begin(tier, keys, items, end).results()
             return
         with self._lock:
             fits = 0 if self._closed else min(len(keys), self._limit - self._under_way)
             if fits:
-                self._jobs.put(_begin(tier, keys[:fits], items[:fits], timeout))
+                self._jobs.put(_begin(tier, keys[:fits], items[:fits], end))
                 self._under_way += fits
         tier.metrics.dropped((Status.CLOSED if self._closed else Status.OVERLOADED).value, len(keys) - fits)
 

@@ -16,7 +16,7 @@ from pd_cache.metrics import TierMetrics
 from pd_cache.tiers.base import PutOutcome, Settled, StorageBackend
 from pd_cache.tiers.index import Entry, EvictingIndex
 from pd_cache.tiers.memory import Damage, Fetched, ObjectMemory, Staged, inspect, slots_of
-from transfer.deadlines import Timeout
+from transfer.deadlines import End, end_or
 from transfer.errors import Status
 from transfer.settings import Timeouts
 
@@ -55,13 +55,13 @@ class LocalBackend(StorageBackend):
     def wait_available(self, timeout: float) -> None:
         return
 
-    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
+    def batched_contains(self, keys: Keys, end: End = None) -> list[Status]:
         if self._closed:
             return [Status.CLOSED] * len(keys)
         return [Status.OK if found else Status.MISSING for found in self.index.contains(keys)]
 
     def batched_fetch(
-        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
+        self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         pins: list[Entry[Staged] | None] = []  # as many as `served` belong to outcomes
@@ -82,12 +82,10 @@ class LocalBackend(StorageBackend):
                 if left is not None:
                     self._unpin(left)
 
-    def stage(self, *, payload_bytes: int | None = None, timeout: Timeout = None) -> Staged | None:
-        return self.memory.stage(
-            self._timeouts.put_ms / 1000 if timeout is None else timeout, payload_bytes=payload_bytes
-        )
+    def stage(self, *, payload_bytes: int | None = None, end: End = None) -> Staged | None:
+        return self.memory.stage(end_or(end, self._timeouts.put_ms), payload_bytes=payload_bytes)
 
-    def batched_put(self, keys: Keys, staged: Sequence[Staged], *, timeout: Timeout = None) -> PutOutcome:
+    def batched_put(self, keys: Keys, staged: Sequence[Staged], end: End = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
         statuses: list[Status] = []
         try:
@@ -98,7 +96,7 @@ class LocalBackend(StorageBackend):
                 item.release()
         return Settled(statuses)
 
-    def batched_remove(self, keys: Keys, *, timeout: Timeout = None, force: bool = False) -> list[Status]:
+    def batched_remove(self, keys: Keys, end: End = None, *, force: bool = False) -> list[Status]:
         return [self._remove(key) for key in keys]
 
     def pin(self, keys: Keys) -> Keys:
@@ -121,7 +119,7 @@ class LocalBackend(StorageBackend):
                     if not pins:
                         del self._kept_pins[key]
 
-    def annotate(self, key: str, value: bytes, *, timeout: Timeout = None) -> Status:
+    def annotate(self, key: str, value: bytes, end: End = None) -> Status:
         return Status.CLOSED if self._closed else Status.OK  # nobody would read a note in memory
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import enum
 import struct
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -218,10 +217,10 @@ class ObjectMemory:
             raise ValueError(f"slots of {pool.slot_bytes} bytes cannot hold an object of {self.object_bytes} bytes")
         self.pool = pool
 
-    def stage(self, seconds: float, quota: Quota | None = None, *, payload_bytes: int | None = None) -> Staged | None:
-        """Returns memory for one payload, which counts in `quota`; None if none came free within `seconds`."""
+    def stage(self, end: float, quota: Quota | None = None, *, payload_bytes: int | None = None) -> Staged | None:
+        """Returns memory for one payload, which counts in `quota`; None if none came free by `end`."""
         size = self.sized(payload_bytes)
-        slot = self.pool.lease(time.monotonic() + seconds, quota)
+        slot = self.pool.lease(end, quota)
         return None if slot is None else Staged(self, slot, size)
 
     def read_size(self, payload_bytes: int | None) -> int:

@@ -16,7 +16,7 @@ from pd_cache.layout import checksum
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.memory import TRAILER_BYTES, Damage, Fetched, ObjectMemory, Staged, inspect, payload_size, slots_of
-from transfer.deadlines import Timeout, end_in, left
+from transfer.deadlines import End, end_or, left
 from transfer.errors import Status
 from transfer.staging import Pin, Quota, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
@@ -106,41 +106,37 @@ class MooncakeBackend(StorageBackend):
     def wait_available(self, timeout: float) -> None:
         self.store.wait_open(timeout)
 
-    def batched_contains(self, keys: Keys, *, timeout: Timeout = None) -> list[Status]:
-        return self.store.batch_exist(
-            list(keys), timeout=self._timeouts.exist_ms / 1000 if timeout is None else timeout
-        )
+    def batched_contains(self, keys: Keys, end: End = None) -> list[Status]:
+        seconds = self._timeouts.exist_ms / 1000 if end is None else left(end)
+        return self.store.batch_exist(list(keys), timeout=seconds)
 
     def batched_fetch(
-        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
+        self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
         longest = self._timeouts.get_ms / 1000
-        deadline = end_in(timeout)
         ahead: deque[_ReadBatch] = deque()
         started = 0
         try:
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < _READ_AHEAD:
-                    now = time.monotonic()
-                    end = now + longest if deadline is None else min(now + longest, deadline)
+                    until = time.monotonic() + longest
+                    until = until if end is None else min(until, end)
                     # only a reader that holds no slot waits for one, so two readers never wait for each other
-                    slots = self._lease(min(self.batch_size, len(keys) - started), now if ahead else end)
+                    slots = self._lease(min(self.batch_size, len(keys) - started), 0.0 if ahead else until)
                     if not slots:
                         break
                     batch = list(keys[started : started + len(slots)])
                     started += len(slots)
                     # the memory and the transfer share one deadline
-                    seconds = left(end)
-                    ahead.append(
-                        _ReadBatch(batch, slots, self.store.start_get(batch, list(slots), timeout=seconds), end)
-                    )
+                    call = self.store.start_get(batch, list(slots), timeout=left(until))
+                    ahead.append(_ReadBatch(batch, slots, call, until))
                 if not ahead:
                     down = not self._closed and not self.store.available
                     reason = Status.POOL_DOWN.value if down else self.memory.refusal
                     yield [Fetched(None, reason) for _ in keys[started:]]
                     return
-                batch_keys, slots, call, end = ahead[0]
+                batch_keys, slots, call, until = ahead[0]
                 together: list[Fetched] = []
                 try:
                     for key, result in zip(batch_keys, call.results(), strict=True):
@@ -148,7 +144,7 @@ class MooncakeBackend(StorageBackend):
                         if found in _DAMAGED and together:  # a reader holds nothing while it reads that again
                             ready, together = together, []
                             yield ready
-                        together.append(self._fetched(key, slots.popleft(), found, size, end))
+                        together.append(self._fetched(key, slots.popleft(), found, size, until))
                 except BaseException:
                     for fetched in together:
                         fetched.release()
@@ -161,38 +157,35 @@ class MooncakeBackend(StorageBackend):
                 for slot in batch_left.slots:
                     slot.release()
 
-    def stage(self, *, payload_bytes: int | None = None, timeout: Timeout = None) -> Staged | None:
-        return self.memory.stage(self._seconds(timeout, self._timeouts.put_ms), self._puts, payload_bytes=payload_bytes)
+    def stage(self, *, payload_bytes: int | None = None, end: End = None) -> Staged | None:
+        return self.memory.stage(end_or(end, self._timeouts.put_ms), self._puts, payload_bytes=payload_bytes)
 
-    def batched_put(self, keys: Keys, staged: Sequence[Staged], *, timeout: Timeout = None) -> PutOutcome:
+    def batched_put(self, keys: Keys, staged: Sequence[Staged], end: End = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
         try:
             sizes = [item.seal(key) for key, item in zip(keys, items, strict=True)]
-            seconds = self._seconds(timeout, self._timeouts.put_ms)
+            seconds = left(end_or(end, self._timeouts.put_ms))
             return self.store.start_put(list(keys), [item.slot for item in items], sizes, timeout=seconds)
         finally:
             # the call in flight holds its own references
             for item in items:
                 item.release()
 
-    def batched_remove(self, keys: Keys, *, timeout: Timeout = None, force: bool = False) -> list[Status]:
+    def batched_remove(self, keys: Keys, end: End = None, *, force: bool = False) -> list[Status]:
         if self._closed:
             return [Status.CLOSED] * len(keys)
-        return self.store.remove(list(keys), timeout=self._seconds(timeout, self._timeouts.exist_ms), force=force)
+        return self.store.remove(list(keys), timeout=left(end_or(end, self._timeouts.exist_ms)), force=force)
 
-    def annotate(self, key: str, value: bytes, *, timeout: Timeout = None) -> Status:
+    def annotate(self, key: str, value: bytes, end: End = None) -> Status:
         if self._closed:
             return Status.CLOSED
-        return self.store.put_small(key, value, timeout=self._seconds(timeout, self._timeouts.exist_ms))
+        return self.store.put_small(key, value, timeout=left(end_or(end, self._timeouts.exist_ms)))
 
     def close(self) -> None:
         self._closed = True
         self.store.close()
         if self._owns_memory:
             self.staging.close()
-
-    def _seconds(self, timeout: Timeout, default_ms: int) -> float:
-        return default_ms / 1000 if timeout is None else timeout
 
     def _lease(self, count: int, deadline: float) -> deque[Slot]:
         """Returns up to `count` slots. Waits for the first until `deadline`, and takes the others only if they are free."""

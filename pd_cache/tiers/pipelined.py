@@ -18,7 +18,7 @@ from typing import Any
 from pd_cache.chunks import Keys
 from pd_cache.tiers.base import StorageBackend
 from pd_cache.tiers.memory import Fetched
-from transfer.deadlines import Timeout
+from transfer.deadlines import End
 
 
 def _of_inner(name: str) -> Any:
@@ -54,15 +54,15 @@ class PipelinedBackend(StorageBackend):
     close = _of_inner("close")
 
     def batched_fetch(
-        self, keys: Keys, *, payload_bytes: int | None = None, timeout: Timeout = None
+        self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
     ) -> Generator[list[Fetched], None, None]:
-        fetches = self.inner.batched_fetch(keys, payload_bytes=payload_bytes, timeout=timeout)
+        fetches = self.inner.batched_fetch(keys, payload_bytes=payload_bytes, end=end)
         pump = ThreadPoolExecutor(1, "read-ahead")
         ahead: deque[Future[list[Fetched]]] = deque()
         taken = 0
         try:
             while taken < len(keys):
-                # needs no timeout: the backend's fetch has a deadline
+                # needs no time-out: the backend's fetch has one
                 together = ahead[0].result() if ahead else next(fetches)
                 if ahead:
                     ahead.popleft()

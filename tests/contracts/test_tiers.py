@@ -26,6 +26,7 @@ from tests.support.backends import (
     plant,
 )
 from tests.support.waiting import wait_for
+from transfer.deadlines import end_in
 from transfer.errors import Status
 
 PAYLOAD = 2 * 4096 - TRAILER_BYTES
@@ -105,8 +106,8 @@ def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it
 
 
 def test_memory_from_elsewhere_or_of_another_number_than_keys_is_refused(subject, key, make):
-    foreign = make("local").backend.stage(timeout=60)
-    own = subject.backend.stage(timeout=60)
+    foreign = make("local").backend.stage(end=end_in(60))
+    own = subject.backend.stage(end=end_in(60))
     assert foreign is not None
     assert own is not None
     for staged in ([foreign], [own, own], []):
@@ -314,7 +315,7 @@ def test_after_close_every_call_answers_at_once_and_finds_nothing(make_own, kind
     subject = make_own(kind)
     subject.put({key(0): value(0)})
     (held,) = subject.backend.batched_get([key(0)])
-    staged = subject.backend.stage(timeout=60)
+    staged = subject.backend.stage(end=end_in(60))
     assert staged is not None
     subject.backend.close()
     assert not subject.backend.available
@@ -325,7 +326,7 @@ def test_after_close_every_call_answers_at_once_and_finds_nothing(make_own, kind
     assert subject.get([key(0), key(1)]) == ["closed", "closed"]
     assert subject.backend.batched_put([key(2)], [staged]).results() == [Status.CLOSED]
     assert subject.backend.batched_remove([key(0)]) == [Status.CLOSED]
-    assert subject.backend.stage(timeout=0) is None
+    assert subject.backend.stage(end=0.0) is None
     assert subject.backend.annotate("note", b"x") is Status.CLOSED
     subject.backend.close()
 
@@ -341,7 +342,7 @@ def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key)
     def write():
         working.wait(60)
         for n in range(100_000):
-            staged = subject.backend.stage(timeout=0.2)
+            staged = subject.backend.stage(end=end_in(0.2))
             if staged is None:
                 if stop.is_set():
                     return

@@ -13,6 +13,7 @@ from pd_cache.config import CacheConfig, MooncakeTier
 from pd_cache.tiers.mooncake import MooncakeBackend
 from tests.support.engines import CHUNK, host
 from tests.support.waiting import beside, wait_for
+from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import ByteSize
 
@@ -46,18 +47,18 @@ def put(backend, keys):
     """Each with its own byte, one after the other."""
     statuses = []
     for key in keys:
-        staged = backend.stage(timeout=60)
+        staged = backend.stage(end=end_in(60))
         assert staged is not None, "no memory"
         staged.payload[:] = bytes([len(key) % 251]) * PAYLOAD
         staged.seal(key)
-        statuses += backend.batched_put([key], [staged], timeout=60).results()
+        statuses += backend.batched_put([key], [staged], end=end_in(60)).results()
     return statuses
 
 
 def get(backend, keys, timeout=None):
     """The reasons of the misses; empty for a hit."""
     reasons = []
-    for fetched in backend.batched_get(keys, timeout=timeout):
+    for fetched in backend.batched_get(keys, end=end_in(timeout)):
         reasons.append(backend.check(fetched))
         fetched.release()
     return reasons
@@ -108,11 +109,11 @@ def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads
 
         def pile_up():
             while not done.is_set():
-                staged = node.stage(timeout=0.2)
+                staged = node.stage(end=end_in(0.2))
                 if staged is None:
                     held_up.release()
                 else:
-                    node.batched_put(fresh(1), [staged], timeout=60)  # nobody waits for it
+                    node.batched_put(fresh(1), [staged], end=end_in(60))  # nobody waits for it
 
         with pool.nodes["store-0"].stopped(), beside(*[pile_up] * 6):
             try:

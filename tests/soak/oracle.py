@@ -19,6 +19,7 @@ import torch
 
 from pd_cache.cache import CacheEngine, PromptCache
 from pd_cache.server.client import RemoteCache
+from transfer.deadlines import end_in
 
 CHUNK = 16
 """Tokens per chunk, and tokens per block."""
@@ -235,7 +236,7 @@ class LaneCache:
     def remove(self, tokens: list[int], timeout: float) -> None:
         assert isinstance(self.cache, CacheEngine)
         database = self.cache.database
-        self.cache.backend.batched_remove(database.keys(database.name_chunks(tokens)), timeout=timeout)
+        self.cache.backend.batched_remove(database.keys(database.name_chunks(tokens)), end=end_in(timeout))
 
 
 def _session() -> str:

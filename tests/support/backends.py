@@ -12,6 +12,7 @@ from pd_cache.tiers.memory import TRAILER_BYTES, ObjectMemory
 from pd_cache.tiers.mooncake import MooncakeBackend
 from pd_cache.tiers.pipelined import PipelinedBackend
 from tests.support.waiting import wait_for
+from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import ByteSize, Timeouts
 from transfer.staging import StagingPool
@@ -61,7 +62,7 @@ class Subject:
         """Put all of them at once; their statuses. `sized`: payloads of their own sizes."""
         staged = []
         for value in values.values():
-            memory = self.backend.stage(payload_bytes=len(value) if sized else None, timeout=60)
+            memory = self.backend.stage(payload_bytes=len(value) if sized else None, end=end_in(60))
             assert memory is not None, "no memory came free"
             memory.payload[:] = value
             staged.append(memory)

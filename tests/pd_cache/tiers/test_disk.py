@@ -14,6 +14,7 @@ from pd_cache.tiers.disk import ObjectFolder, digest_of
 from tests.support.backends import TIMEOUTS
 from tests.support.disks import OBJECT, disk_of, file_of, files, value
 from tests.support.waiting import beside, together, wait_for
+from transfer.deadlines import end_in
 from transfer.errors import Status
 
 KEYS = [f"k{n}" for n in range(8)]
@@ -29,10 +30,10 @@ def expected(**otherwise):
 
 
 def put_one(subject, key, timeout=None):
-    staged = subject.backend.stage(timeout=60)
+    staged = subject.backend.stage(end=end_in(60))
     assert staged is not None
     staged.payload[:] = value(key)
-    return subject.backend.batched_put([key], [staged], timeout=timeout)
+    return subject.backend.batched_put([key], [staged], end=end_in(timeout))
 
 
 def put_with_ages(subject, count):
@@ -124,7 +125,7 @@ def test_every_option_stores_and_reads_also_for_a_caller_that_would_wait_for_eve
     assert subject.put(all_values()) == [Status.OK] * 8
     assert subject.get(KEYS) == expected()
     assert put_one(subject, "k", math.inf).results() == [Status.OK]
-    (fetched,) = subject.backend.batched_get(["k"], timeout=math.inf)
+    (fetched,) = subject.backend.batched_get(["k"], end=end_in(math.inf))
     assert subject.backend.check(fetched) == ""
     fetched.release()
 
@@ -353,7 +354,7 @@ def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(o
     subject.put({"k": value("k"), "l": value("l")})
     faults.go_on.clear()
     while "read" not in faults.begun:
-        (impatient,) = subject.backend.batched_get(["k"], timeout=0.05)
+        (impatient,) = subject.backend.batched_get(["k"], end=end_in(0.05))
         assert impatient.reason == "timeout"
     assert subject.backend.available, "an impatient caller says nothing about the disk"
     assert subject.get(["k", "l"]) == ["timeout", "timeout"]
@@ -384,13 +385,11 @@ def test_writes_to_a_disk_that_hangs_hold_half_of_the_memory_at_most(open_disk, 
         assert staged is not None, "there is memory for others"
         outcomes.append(subject.backend.batched_put([f"k{n}"], [staged]))
     assert memory.pool.in_use == 12
-    assert subject.backend.stage(timeout=0.0) is None, (
-        "a caller that would wait for the disk waits before it takes memory"
-    )
+    assert subject.backend.stage(end=0.0) is None, "a caller that would wait for the disk waits before it takes memory"
     faults.go_on.set()
     statuses = [status for outcome in outcomes for status in outcome.results()]
     assert statuses == [Status.OK] * 12 + [Status.OVERLOADED] * 18
-    staged = subject.backend.stage(timeout=5.0)
+    staged = subject.backend.stage(end=end_in(5.0))
     assert staged is not None
     staged.release()
 
@@ -398,7 +397,7 @@ def test_writes_to_a_disk_that_hangs_hold_half_of_the_memory_at_most(open_disk, 
 def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_disk, faults):
     subject = open_disk(objects=8, threads=4)
     subject.put(all_values())
-    held = list(subject.backend.batched_get(KEYS, timeout=5.0))
+    held = list(subject.backend.batched_get(KEYS, end=end_in(5.0)))
     assert [fetched.reason for fetched in held] == [""] * 8, "what was read does not wait for the disk any more"
     for fetched in held:
         fetched.release()
@@ -458,7 +457,7 @@ def test_queued_reads_of_a_disk_that_hangs_let_go_at_their_deadline_and_when_nob
     faults.go_on.clear()
     with beside(lambda: subject.get(["k7"])):
         wait_for(lambda: "read" in faults.begun, "a read that the disk holds")
-        fetches = subject.backend.batched_get(["k0", "k1"], timeout=0.2)
+        fetches = subject.backend.batched_get(["k0", "k1"], end=end_in(0.2))
         assert next(fetches).reason == "timeout"
         assert memory.pool.in_use == 2, "the first let go; the second is still asked for"
         fetches.close()

@@ -19,6 +19,7 @@ from tests.support.backends import Subject, count, make_disk, make_local, make_m
 from tests.support.engines import CHUNK, host, random_slots
 from tests.support.kv import holds_token
 from tests.support.waiting import together, wait_for
+from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
 
@@ -219,11 +220,11 @@ def test_a_store_waits_for_a_blocking_disk_that_is_slower_before_it_takes_memory
     faults.go_on.clear()
     outcomes = []
     try:
-        while (staged := hybrid.stage(timeout=0.0)) is not None:
+        while (staged := hybrid.stage(end=0.0)) is not None:
             outcomes.append(hybrid.batched_put([f"k{len(outcomes)}"], [staged]))
         assert len(outcomes) == memory.pool.in_use == 5, "one more than half of what writes may hold"
         threading.Timer(0.05, faults.go_on.set).start()
-        last = hybrid.stage(timeout=20.0)
+        last = hybrid.stage(end=end_in(20.0))
         assert last is not None, "it waited for the disk"
         last.release()
         assert [outcome.results() for outcome in outcomes] == [[Status.OK]] * 5

@@ -9,6 +9,7 @@ from pd_cache.tiers.local import LocalBackend
 from pd_cache.tiers.pipelined import PipelinedBackend
 from tests.support.backends import Subject, make_local, make_memory
 from tests.support.waiting import wait_for
+from transfer.deadlines import end_in
 from transfer.errors import Status
 
 PAYLOAD = 64
@@ -64,7 +65,7 @@ def inner(subject, monkeypatch):
 
 
 def test_the_first_chunk_comes_without_a_second_thread_and_the_next_are_fetched_meanwhile(subject, inner):
-    fetches = subject.backend.batched_get(KEYS, timeout=60)
+    fetches = subject.backend.batched_get(KEYS, end=end_in(60))
     first = next(fetches)
     assert inner.timeouts == [60]
     assert inner.fetched[0] == (KEYS[0], threading.current_thread().name)
