@@ -60,50 +60,25 @@ class Status(enum.Enum):
 OUTAGE = frozenset({Status.POOL_DOWN, Status.TRANSFER_FAILED, Status.TIMEOUT})
 """Outcomes that say something about the pool's health rather than about the key."""
 
-_BY_CODE = {
-    0: Status.OK,
-    -10: Status.NO_SPACE,  # BUFFER_OVERFLOW
-    -101: Status.NO_SPACE,  # SEGMENT_NOT_FOUND: nothing is mounted that could take the bytes
-    -102: Status.INVALID,
-    -103: Status.POOL_DOWN,  # CLIENT_NOT_FOUND: the master has forgotten this client, which has not registered again yet
-    -200: Status.NO_SPACE,
-    -400: Status.INVALID,
-    -500: Status.TRANSFER_FAILED,
-    -600: Status.INVALID,
-    -601: Status.INVALID,
-    -700: Status.TRANSFER_FAILED,
-    -701: Status.TRANSFER_FAILED,
-    -702: Status.MISSING,  # INVALID_REPLICA: only a kind of replica exists that this call cannot read
-    -703: Status.BUSY,
-    -704: Status.MISSING,
-    -705: Status.BUSY,
-    -706: Status.BUSY,
-    -707: Status.LEASE_EXPIRED,
-    -708: Status.BUSY,
-    -710: Status.MISSING,
-    -711: Status.BUSY,
-    -712: Status.MISSING,
-    -713: Status.MISSING,
-    -714: Status.BUSY,
-    -800: Status.TRANSFER_FAILED,
-    -801: Status.CHECKSUM,
-    -900: Status.POOL_DOWN,
-    -901: Status.POOL_DOWN,
-    -9001: Status.TIMEOUT,  # our own: `transfer.moves.LATE`
+_CODES = {
+    # -101, SEGMENT_NOT_FOUND: nothing is mounted that could take the bytes. The range has the quotas of tenants
+    Status.NO_SPACE: (-10, -101, -200, *range(-1799, -1699)),
+    Status.INVALID: (-102, -400, -600, -601, *range(-1599, -1499)),
+    # -103, CLIENT_NOT_FOUND: the master has forgotten this client, which has not registered again yet. The range has the codes of a master
+    # that does not serve: elections, etcd, "not in this state"
+    Status.POOL_DOWN: (-103, -900, -901, *range(-1099, -999)),
+    # the ranges have the codes of files, buckets and offload: of the disk tier behind a segment
+    Status.TRANSFER_FAILED: (-500, -700, -701, -800, *range(-1399, -1099), *range(-1699, -1599)),
+    # -702, INVALID_REPLICA: there are only replicas of a kind that this call cannot read
+    Status.MISSING: (-702, -704, -710, -712, -713),
+    Status.BUSY: (-703, -705, -706, -708, -711, -714),
+    Status.LEASE_EXPIRED: (-707,),
+    Status.CHECKSUM: (-801,),
+    Status.TIMEOUT: (-9001,),  # our own: `transfer.moves.LATE`
 }
-
-_BY_RANGE = (
-    (-1099, -1000, Status.POOL_DOWN),  # election, etcd and "not in this state" codes of a master that is not serving
-    (-1399, -1100, Status.TRANSFER_FAILED),  # files, buckets and offload: the disk tier behind a segment
-    (-1599, -1500, Status.INVALID),
-    (-1699, -1600, Status.TRANSFER_FAILED),
-    (-1799, -1700, Status.NO_SPACE),  # tenant quotas
-)
+_BY_CODE = {code: status for status, codes in _CODES.items() for code in codes}
 
 
 def status_of(code: int) -> Status:
     """Returns the meaning of a Mooncake return code. Positive values are byte counts and therefore `OK`."""
-    if code >= 0:
-        return Status.OK
-    in_range = (status for low, high, status in _BY_RANGE if low <= code <= high)
-    return _BY_CODE.get(code) or next(in_range, Status.INTERNAL)
+    return Status.OK if code >= 0 else _BY_CODE.get(code, Status.INTERNAL)
