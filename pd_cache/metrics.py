@@ -212,7 +212,8 @@ class TierMetrics:
 
     def __init__(self, owner: CacheMetrics, tier: str) -> None:
         self.tier = tier
-        self._owner = owner
+        self.counts = owner.counts
+        self._say = owner.say
         self._bytes = owner._tier_bytes.labels(tier)
         self._off = owner._tier_off.labels(tier)
         for family in ("tier_hits", "tier_evictions", "tier_healed"):
@@ -220,12 +221,12 @@ class TierMetrics:
 
     def hit(self) -> None:
         """Counts a chunk that was read from this tier."""
-        self._owner.counts.add("tier_hits", self.tier)
+        self.counts.add("tier_hits", self.tier)
 
     def missed(self, reason: str) -> None:
         """Counts a chunk that this tier should have had according to its own index; the next tier was asked."""
-        self._owner.counts.add("tier_misses", self.tier, reason)
-        self._owner.say(f"tier {self.tier}", reason, 1, "", "chunks not read")
+        self.counts.add("tier_misses", self.tier, reason)
+        self._say(f"tier {self.tier}", reason, 1, unit="chunks not read")
 
     def holds(self, nbytes: int) -> None:
         """Sets the number of bytes that the tier holds now."""
@@ -233,35 +234,35 @@ class TierMetrics:
 
     def evicted(self, chunks: int) -> None:
         """Counts chunks that were evicted to make room for others."""
-        self._owner.counts.add("tier_evictions", self.tier, by=chunks)
+        self.counts.add("tier_evictions", self.tier, by=chunks)
 
     def dropped(self, reason: str, chunks: int = 1) -> None:
         """Counts writes that did not happen."""
         if chunks:
-            self._owner.counts.add("tier_dropped_writes", self.tier, reason, by=chunks)
-            self._owner.say(f"tier {self.tier}", reason, chunks, "", "writes dropped")
+            self.counts.add("tier_dropped_writes", self.tier, reason, by=chunks)
+            self._say(f"tier {self.tier}", reason, chunks, unit="writes dropped")
 
     def healed(self) -> None:
         """Counts a damaged object that was removed, so that it can be written again."""
-        self._owner.counts.add("tier_healed", self.tier)
-        self._owner.say(f"tier {self.tier}", "damaged", 1, "", "objects removed, to be stored again")
+        self.counts.add("tier_healed", self.tier)
+        self._say(f"tier {self.tier}", "damaged", 1, unit="objects removed, to be stored again")
 
     def spoiled(self, what: str, error: str, detail: str) -> None:
         """Counts a file that could not be read, written or deleted because of an `error` that affects only this file."""
-        self._owner.counts.add("tier_file_errors", self.tier, error)
-        self._owner.say(f"tier {self.tier}: {what} failed", error, 1, detail, "files")
+        self.counts.add("tier_file_errors", self.tier, error)
+        self._say(f"tier {self.tier}: {what} failed", error, 1, detail, "files")
 
     def switched_off(self, reason: str) -> None:
         """Notes that the tier failed and is left alone for a while, or can only be read."""
         self._off.set(1)
-        self._owner.counts.add("tier_failures", self.tier, reason)
+        self.counts.add("tier_failures", self.tier, reason)
 
     def switched_on(self) -> None:
         """Notes that the tier is in use."""
         self._off.set(0)
 
     def off_unless(self, up: Callable[[], bool]) -> None:
-        """Has the tier count as switched off whenever `up` returns False."""
+        """Makes the tier count as switched off whenever `up` returns False."""
         self._off.set_function(lambda: float(not up()))
 
 

@@ -174,7 +174,7 @@ def test_a_damaged_object_that_was_replaced_meanwhile_is_not_removed(pool, monke
         assert get(node, keys) == ["corrupt", ""]
         assert looks == 2
         assert get(node, keys) == ["", ""]
-        metrics = node._metrics._owner.totals()
+        metrics = node._metrics.counts.totals()
         assert ("tier_healed", "mooncake") not in metrics or metrics["tier_healed", "mooncake"] == 0
 
 
