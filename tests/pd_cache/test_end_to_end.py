@@ -159,10 +159,10 @@ def test_memory_that_changes_between_the_seal_and_the_transfer_is_damage(writer,
     backend = writer.engine.backend
     put = backend.batched_put
 
-    def overwritten(keys, staged, **options):
+    def overwritten(keys, staged, *rest):
         for one in staged:
             one.payload[:] = bytes(len(one.payload))
-        return put(keys, staged, **options)
+        return put(keys, staged, *rest)
 
     monkeypatch.setattr(backend, "batched_put", overwritten)
     assert not any(reader.retrieve(stored(writer), ELSEWHERE))

@@ -187,7 +187,7 @@ def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(mak
     lost = [key for n, key in enumerate(keys) if not kept or n % kept == 0]
     # known to the index when it is asked, and gone when they are read
     local.batched_remove(lost)
-    monkeypatch.setattr(local, "batched_contains", lambda asked, **_: [Status.OK] * len(asked))
+    monkeypatch.setattr(local, "batched_contains", lambda asked, *_: [Status.OK] * len(asked))
     first, second = (Asked(one, monkeypatch, "batched_contains", "batched_fetch") for one in (local, disk))
     assert subject.get(keys) == [value(key) for key in keys]
     assert len(named(first.calls, "batched_contains")) == 1

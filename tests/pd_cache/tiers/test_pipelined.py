@@ -21,16 +21,16 @@ class Watched:
 
     def __init__(self, backend, monkeypatch):
         self.fetched = []
-        self.timeouts = []
+        self.ends = []
         self.closed = threading.Event()
         self.gate = threading.Semaphore(1000)
         self.fail_at = None
         real = backend.batched_fetch
 
-        def watched(keys, *, payload_bytes=None, timeout=None):
-            self.timeouts.append(timeout)
+        def watched(keys, *, payload_bytes=None, end=None):
+            self.ends.append(end)
             try:
-                for key, (fetched,) in zip(keys, real(keys, payload_bytes=payload_bytes, timeout=timeout), strict=True):
+                for key, (fetched,) in zip(keys, real(keys, payload_bytes=payload_bytes, end=end), strict=True):
                     if not self.gate.acquire(timeout=60):
                         raise AssertionError("held back for too long")
                     if key == self.fail_at:
@@ -65,9 +65,9 @@ def inner(subject, monkeypatch):
 
 
 def test_the_first_chunk_comes_without_a_second_thread_and_the_next_are_fetched_meanwhile(subject, inner):
-    fetches = subject.backend.batched_get(KEYS, end=end_in(60))
+    fetches = subject.backend.batched_get(KEYS, end=(end := end_in(60)))
     first = next(fetches)
-    assert inner.timeouts == [60]
+    assert inner.ends == [end]
     assert inner.fetched[0] == (KEYS[0], threading.current_thread().name)
     wait_for(lambda: len(inner.fetched) > 1, "reading ahead while the first is used")
     assert all(thread.startswith("read-ahead") for _, thread in inner.fetched[1:])
