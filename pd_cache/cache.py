@@ -455,25 +455,19 @@ class PromptCache:
         cache, size = self.cache, self.cache.chunk_size
         names = cache.name_chunks(tokens, hashes, extra_keys)
         length = len(tokens) if tokens is not None else len(hashes or ()) * cache.block_size
-        first = _unwanted_prefix(mask, length, size)
+        first = 0
+        if mask is not None:
+            wanted = mask if isinstance(mask, torch.Tensor) else torch.tensor(list(mask), dtype=torch.bool)
+            if wanted.dtype != torch.bool or tuple(wanted.shape) != (length,):
+                raise ValueError(f"mask must be {length} booleans, got {tuple(wanted.shape)} {wanted.dtype}")
+            first = length - int(wanted.sum())
+            if bool(wanted[:first].any()) or first % size:
+                raise ValueError(
+                    f"mask must be a False prefix of a whole number of chunks of {size} tokens, then True; got {first} "
+                    f"False of {length}"
+                )
         if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
             shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
             raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
         end = len(names) * size
         return _Wanted(names[first // size :], Slots(slot_mapping[min(first, end) : end]), first, length)
-
-
-def _unwanted_prefix(mask: Mask | None, length: int, chunk_size: int) -> int:
-    """Returns how many tokens, from the first, a mask of `length` leaves out. Raises ValueError for a mask of any other shape."""
-    if mask is None:
-        return 0
-    wanted = mask if isinstance(mask, torch.Tensor) else torch.tensor(list(mask), dtype=torch.bool)
-    if wanted.dtype != torch.bool or tuple(wanted.shape) != (length,):
-        raise ValueError(f"mask must be {length} booleans, got {tuple(wanted.shape)} {wanted.dtype}")
-    first = length - int(wanted.sum())
-    if bool(wanted[:first].any()) or first % chunk_size:
-        raise ValueError(
-            f"mask must be a False prefix of a whole number of chunks of {chunk_size} tokens, then True; "
-            f"got {first} False of {length}"
-        )
-    return first

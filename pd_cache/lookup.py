@@ -86,8 +86,12 @@ class LookupClient(ABC):
         isolation (cache_salt, LoRA name, multi-modal hashes). Whole chunks among the first `at_hand` tokens are not looked up, and count as
         found. `lookup_id` is that of `find`.
         """
+        configs = dict(request_configs or {})
         try:
-            names = self._database.name_chunks(token_ids, block_hashes, _extra_keys(request_configs))
+            extra_keys: Iterable[ExtraKey] = configs.pop("extra_keys", ())
+            if configs:
+                raise ValueError(f"unknown request_configs {sorted(configs)}; expected only extra_keys")
+            names = self._database.name_chunks(token_ids, block_hashes, extra_keys)
         except Exception as error:  # noqa: BLE001 - a lookup never fails its request
             self._count(error, lookup_id)
             return 0
@@ -142,16 +146,6 @@ class LookupClient(ABC):
 
     def _count(self, error: Exception, lookup_id: str | None) -> None:
         self.metrics.trouble("lookup", f"error_{type(error).__name__}", detail=f"{lookup_id or 'a lookup'}: {error}")
-
-
-def _extra_keys(request_configs: Mapping[str, Any] | None) -> Iterable[ExtraKey]:
-    if not request_configs:
-        return ()
-    unknown = set(request_configs) - {"extra_keys"}
-    if unknown:
-        raise ValueError(f"unknown request_configs {sorted(unknown)}; expected only extra_keys")
-    extra_keys: Iterable[ExtraKey] = request_configs["extra_keys"]
-    return extra_keys
 
 
 class HoldsKeys(Protocol):

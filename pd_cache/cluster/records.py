@@ -124,19 +124,24 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
 
     def telling(self, told: About) -> NodeRecord:
         """Returns the record with what `told` says about the node's caches, as far as the record does not say it itself."""
-        record = replace(self, weights=told.weights, streams=self.streams or told.streams, renders=told.renders)
-        capacity = replace(
-            record.capacity,
-            kv_tokens=record.capacity.kv_tokens or told.kv_tokens,
-            max_model_len=record.capacity.max_model_len or told.max_model_len,
+        capacity, described = self.capacity, self if self.fingerprint is not None else told
+        return replace(
+            self,
+            weights=told.weights,
+            capacity=replace(
+                capacity,
+                kv_tokens=capacity.kv_tokens or told.kv_tokens,
+                max_model_len=capacity.max_model_len or told.max_model_len,
+            ),
+            streams=self.streams or told.streams,
+            renders=told.renders,
+            # vLLM may run in an environment of its own
+            version=told.version or self.version,
+            mooncake=told.mooncake or self.mooncake,
+            fingerprint=described.fingerprint,
+            namespace=described.namespace,
+            further=described.further,
         )
-        record = replace(record, capacity=capacity)
-        # vLLM may run in an environment of its own
-        versions = told.version or record.version, told.mooncake or record.mooncake
-        record = replace(record, version=versions[0], mooncake=versions[1])
-        if record.fingerprint is not None:
-            return record
-        return replace(record, fingerprint=told.fingerprint, namespace=told.namespace, further=told.further)
 
     @property
     def label(self) -> str | None:

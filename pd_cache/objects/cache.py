@@ -393,7 +393,12 @@ class ObjectCache:
         deadline: Deadline,
     ) -> None:
         """Puts the values with these indices: first all parts but the heads, then the heads of values whose parts are there."""
-        headers = {index: self._header_of(*given[index]) for index in lacking}
+        headers: dict[int, PartHeader] = {}
+        for index in lacking:
+            raw, form = given[index]
+            # a value of one part needs no name for the others
+            total = checksum_of(raw) if len(raw) > self.part_bytes else 0
+            headers[index] = PartHeader.of(len(raw), total, 0, self.part_bytes, form)
         parts = [(index, number) for index in lacking for number in range(1, headers[index].parts)]
         pieces = [
             _Piece(
@@ -412,11 +417,6 @@ class ObjectCache:
             statuses[index] = status
             if status is Status.OK:
                 self.metrics.moved("put", len(given[index][0]))
-
-    def _header_of(self, raw: Memory, form: TensorForm | None) -> PartHeader:
-        # a value of one part needs no name for the others
-        total = checksum_of(raw) if len(raw) > self.part_bytes else 0
-        return PartHeader.of(len(raw), total, 0, self.part_bytes, form)
 
     def _put(self, pieces: Sequence[_Piece], deadline: Deadline) -> list[Status]:
         """Puts objects. One batch is filled while those before it are on their way."""
@@ -480,7 +480,10 @@ class ObjectCache:
             once = {reading.head: reading for reading in reversed(waiting)}
             now = [reading for reading in waiting if once[reading.head] is reading]
             waiting = [reading for reading in waiting if once[reading.head] is not reading]
-            self._read_heads(now, deadline)
+            for reading, reason in self._fetch({reading.head: (reading, 0) for reading in now}, deadline):
+                reading.reason = reason
+            # intact, and of no use to anybody: a put would find it there
+            self._drop([reading.head for reading in now if reading.reason == Damage.FOREIGN.value], deadline)
             self._read_parts(now, deadline)
         for reading in readings:
             if not reading.reason and reading.header is not None:
@@ -488,12 +491,6 @@ class ObjectCache:
             elif reading.reason != Status.MISSING.value:
                 self.metrics.trouble("get", reading.reason or Status.CLOSED.value)
         return [reading.reason for reading in readings]
-
-    def _read_heads(self, readings: Sequence[_Reading], deadline: Deadline) -> None:
-        for reading, reason in self._fetch({reading.head: (reading, 0) for reading in readings}, deadline):
-            reading.reason = reason
-        # intact, and of no use to anybody: a put would find it there
-        self._drop([reading.head for reading in readings if reading.reason == Damage.FOREIGN.value], deadline)
 
     def _read_parts(self, readings: Sequence[_Reading], deadline: Deadline) -> None:
         wanted: dict[str, tuple[_Reading, int]] = {}

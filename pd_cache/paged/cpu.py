@@ -55,7 +55,8 @@ class CpuPagedCopier(PagedCopier):
         super().__init__(layout)
         planes = plane_bytes(tensors, layout)
         places = [int(value) for plane in planes for value in (plane.storage_offset(), plane.stride(0))]
-        self._dtype = _widest([layout.page_bytes, *places])
+        sizes = [layout.page_bytes, *places]
+        self._dtype = next(dtype for width, dtype in _WIDTHS if all(size % width == 0 for size in sizes))
         self._own = threading.local()
         self._groups = [group.numpy().view(self._dtype) for group in _stack(planes)]
 
@@ -145,10 +146,6 @@ class CpuPagedCopier(PagedCopier):
             self._own.memory = np.empty(count, self._dtype)
         memory: Array = self._own.memory
         return memory[:count].reshape(shape)
-
-
-def _widest(divisors: Sequence[int]) -> type[np.generic]:
-    return next(dtype for width, dtype in _WIDTHS if all(value % width == 0 for value in divisors))
 
 
 def _stack(planes: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -291,7 +291,13 @@ class _Put(NamedTuple):
     """For each key its write, or the status of one that was not begun."""
 
     def results(self) -> list[Status]:
-        return [part if isinstance(part, Status) else self.backend._written(part) for part in self.parts]
+        statuses = []
+        for part in self.parts:
+            status = part if isinstance(part, Status) else part.outcome(Status.TIMEOUT)
+            if status is Status.TIMEOUT and isinstance(part, Call):
+                self.backend._late("a write", part.had_s, self.backend._timeouts.put_ms)
+            statuses.append(status)
+        return statuses
 
 
 class _Read(NamedTuple):
@@ -496,18 +502,11 @@ class LocalDiskBackend(StorageBackend):
         if entry is None:  # evicted meanwhile
             return Status.MISSING.value
         try:
-            return self._read_file(key, entry, target, size)
-        finally:
-            self._unpin(entry)
-
-    def _unpin(self, entry: Entry[str]) -> None:
-        if self.index.unpin(entry) and self.state is not Status.CLOSED:
-            self.folder.drop(entry.resource)
-            self._sweep_soon()
-
-    def _read_file(self, key: str, entry: Entry[str], target: Staged, size: int) -> int | str:
-        try:
             nbytes = self.folder.read(entry.resource, target.slot.pages)
+            self._strikes[False] = 0
+            whole = nbytes == self.folder.file_bytes
+            found = inspect(key, target.slot.view[: target.object_bytes if whole else nbytes], size)
+            return self._discard(entry, found) if isinstance(found, Damage) else found
         except OSError as error:
             if isinstance(error, FileNotFoundError) and self.folder.is_held:
                 self.index.discard(entry)
@@ -515,10 +514,13 @@ class LocalDiskBackend(StorageBackend):
                 return Status.MISSING.value
             status = self._failed("a read", error, writing=False)
             return self._discard(entry, Damage.UNREADABLE) if status is Status.INTERNAL else status.value
-        self._strikes[False] = 0
-        whole = nbytes == self.folder.file_bytes
-        found = inspect(key, target.slot.view[: target.object_bytes if whole else nbytes], size)
-        return self._discard(entry, found) if isinstance(found, Damage) else found
+        finally:
+            self._unpin(entry)
+
+    def _unpin(self, entry: Entry[str]) -> None:
+        if self.index.unpin(entry) and self.state is not Status.CLOSED:
+            self.folder.drop(entry.resource)
+            self._sweep_soon()
 
     def _discard(self, entry: Entry[str], damage: Damage) -> str:
         """Forgets a useless file, so that the next put of its key writes it again. Returns the damage as the reason of a miss."""
@@ -574,13 +576,6 @@ class LocalDiskBackend(StorageBackend):
             ended = functools.partial(self._write_ended, write)
             write.call = self._writes.submit(self._write, deadline, ended, write)
             return write.call or self._rejection()
-
-    def _written(self, call: Call[Status]) -> Status:
-        """Waits for a write until its deadline. Returns its status."""
-        status = call.outcome(Status.TIMEOUT)
-        if status is Status.TIMEOUT:
-            self._late("a write", call.had_s, self._timeouts.put_ms)
-        return status
 
     def _write(self, write: _Write) -> Status:
         """Writes and publishes an object, on a writing thread."""
