@@ -1,4 +1,4 @@
-# make demo | docs | test | test-vllm | test-next | test-lmcache | test-sglang | test-wheel | wheel | manifests | fuzz | soak | install | check
+# make demo | docs | test | test-vllm | models | test-next | test-lmcache | test-sglang | test-wheel | wheel | manifests | fuzz | soak | install | check
 #      VENV=.venv VLLM_VENV=.venv-vllm VLLM_TESTS=tests/vllm NEXT_VENV=.venv-next LMCACHE_VENV=.venv-lmcache SGLANG_VENV=.venv-sglang PYTHON=python3 JOBS=6
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 # the tests start hundreds of processes: each would compile our sources again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install manifests demo docs test install-vllm test-vllm install-next test-next install-lmcache test-lmcache install-sglang test-sglang wheel test-wheel fuzz soak check format clean
+.PHONY: install manifests demo docs test install-vllm test-vllm models install-next test-next install-lmcache test-lmcache install-sglang test-sglang wheel test-wheel fuzz soak check format clean
 
 install: $(VENV)/.installed
 
@@ -49,6 +49,10 @@ $(VLLM_VENV)/.installed: pyproject.toml tools/install.sh tools/install-vllm.sh
 test-vllm: install-vllm
 	$(VLLM_VENV)/bin/python -m pytest tests/contracts/test_adapters.py -k vllm-tier  # apart: tests/vllm changes Mooncake's patience
 	$(VLLM_VENV)/bin/python -m pytest -o timeout=1800 -o faulthandler_timeout=0 $(VLLM_TESTS)  # a server has 15 minutes to start
+
+# an hour or two; what build/models has results of is not run again
+models: install-vllm
+	$(VLLM_VENV)/bin/python -m tests.vllm.models build/models --page docs/models.md
 
 install-next: $(NEXT_VENV)/.installed
 

