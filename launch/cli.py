@@ -84,21 +84,6 @@ def _running(file: Path) -> ClusterConfig:
     return running_config(file) or load_config(file)
 
 
-class _Command(click.Command):
-    """Refuses words that are not UTF-8. Names of files may have any bytes."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        rest = super().parse_args(ctx, args)
-        for parameter in self.params:
-            word = ctx.params.get(parameter.name or "")
-            if isinstance(word, str) and not word.isascii():
-                try:
-                    word.encode()
-                except UnicodeEncodeError:
-                    raise click.BadParameter(f"{word!a} is not UTF-8", ctx, parameter) from None
-        return rest
-
-
 def _count(context: click.Context, parameter: click.Parameter, value: str) -> int:
     """A click callback for numbers above 0: `20M` is 20 million."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmg]?)", value.lower())
@@ -111,7 +96,6 @@ def _count(context: click.Context, parameter: click.Parameter, value: str) -> in
 class _Commands(click.Group):
     """Turns the project's exceptions, and a full disk as output, into one line and an exit code."""
 
-    command_class = _Command
     group_class = type
 
     def main(self, *args: Any, **extra: Any) -> Any:
@@ -144,6 +128,8 @@ class _Commands(click.Group):
                 raise
             said = f"{error.format_message()} The file goes after -c: {error.ctx.command_path} -c FILE."
             raise click.UsageError(said, error.ctx) from None
+        except UnicodeEncodeError as error:
+            raise click.UsageError(f"{error.object!a} is not UTF-8", ctx) from None
         except KeyboardInterrupt:
             ctx.exit(_INTERRUPTED)
         except PdCacheError as error:
