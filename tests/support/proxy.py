@@ -287,6 +287,13 @@ def message(kind, payload, action_id="a", version="1.0"):
     return json.dumps({"protocol_version": "0.1", "message_id": "m", "actions": [action]}).encode()
 
 
+def spelled(text, **words):
+    """The value of a JSON text in which words stand for what is long."""
+    for word, value in words.items():
+        text = text.replace(word, json.dumps(value))
+    return json.loads(text)
+
+
 def files_of(folder, **texts):
     """Writes files of a proxy, such as `api_keys`; the options that name them."""
     for name, text in texts.items():

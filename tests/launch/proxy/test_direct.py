@@ -23,7 +23,7 @@ from pd_cache.cluster import About, NodeRecord, ProxyConfig
 from pd_cache.lookup import LookupClient
 from pd_cache.reasons import Found
 from pd_cache.versions import Weights
-from tests.support.proxy import NAMESPACE, answers, cluster, hangs, says, scenario, until, view
+from tests.support.proxy import NAMESPACE, answers, cluster, hangs, says, scenario, spelled, until, view
 
 
 class Lookups(LookupClient):
@@ -84,36 +84,38 @@ async def tokenizes(request):
 @pytest.mark.parametrize(
     "body, found, went, looked_up",
     [
-        ({"prompt": [1] * 255}, 0, "short", False),
-        ({"prompt": "x" * 1000}, 0, "short", False),
-        ({"prompt": [1] * 256}, 0, "handed_over", True),
-        ({"prompt": IDS, "cache_salt": "tenant"}, 1024, "in_pool", True),
-        ({"prompt": IDS}, 1000, "in_pool", True),
-        ({"prompt": IDS}, 744, "handed_over", True),
-        ({"prompt": IDS, "model": "base"}, 1024, "in_pool", True),
-        ({"prompt": IDS, "model": "adapter"}, 1024, "handed_over", False),  # has KV of other names
-        ({"prompt": TEXT}, 1024, "in_pool", True),
-        ({"messages": CHAT}, 1024, "in_pool", True),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]}, 1024, "in_pool", True),
-        ({"messages": CHAT, "reasoning_effort": None}, 1024, "in_pool", True),
+        ('{"prompt": SHORT}', 0, "short", False),
+        ('{"prompt": FEW}', 0, "short", False),
+        ('{"prompt": CHUNK}', 0, "handed_over", True),
+        ('{"prompt": IDS, "cache_salt": "tenant"}', 1024, "in_pool", True),
+        ('{"prompt": IDS}', 1000, "in_pool", True),
+        ('{"prompt": IDS}', 744, "handed_over", True),
+        ('{"prompt": IDS, "model": "base"}', 1024, "in_pool", True),
+        ('{"prompt": IDS, "model": "adapter"}', 1024, "handed_over", False),  # has KV of other names
+        ('{"prompt": TEXT}', 1024, "in_pool", True),
+        ('{"messages": CHAT}', 1024, "in_pool", True),
+        ('{"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]}', 1024, "in_pool", True),
+        ('{"messages": CHAT, "reasoning_effort": null}', 1024, "in_pool", True),
         # their tokens are not all that they are
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}, PICTURE]}]}, 1024, "handed_over", False),
-        ({"messages": CHAT, "documents": [{"text": "x"}]}, 1024, "handed_over", False),
-        ({"messages": CHAT, "reasoning_effort": "high"}, 1024, "handed_over", False),
+        ('{"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}, PICTURE]}]}', 1024, "handed_over", False),
+        ('{"messages": CHAT, "documents": [{"text": "x"}]}', 1024, "handed_over", False),
+        ('{"messages": CHAT, "reasoning_effort": "high"}', 1024, "handed_over", False),
         # a template shows tools, so they are a part of the prompt
-        ({"messages": [{"role": "user", "content": "Hi"}], "tools": [{"description": TEXT}]}, 0, "handed_over", True),
+        ('{"messages": [{"role": "user", "content": "Hi"}], "tools": [{"description": TEXT}]}', 0, "handed_over", True),
         # vLLM computes what it is to score, whatever it has of it
-        ({"prompt": IDS, "prompt_logprobs": 0}, 0, "scored", True),
-        ({"prompt": IDS, "echo": True, "logprobs": 0}, 0, "scored", True),
-        ({"messages": CHAT, "echo": True}, 0, "scored", True),
-        ({"prompt": IDS, "prompt_logprobs": None, "echo": True, "logprobs": None}, 0, "handed_over", True),
-        ({"prompt": IDS, "echo": False, "logprobs": 5}, 0, "handed_over", True),
+        ('{"prompt": IDS, "prompt_logprobs": 0}', 0, "scored", True),
+        ('{"prompt": IDS, "echo": true, "logprobs": 0}', 0, "scored", True),
+        ('{"messages": CHAT, "echo": true}', 0, "scored", True),
+        ('{"prompt": IDS, "prompt_logprobs": null, "echo": true, "logprobs": null}', 0, "handed_over", True),
+        ('{"prompt": IDS, "echo": false, "logprobs": 5}', 0, "handed_over", True),
         # what is no prompt is left to the nodes
-        ({"prompt": [*IDS, "x"]}, 1024, "handed_over", None),
+        ('{"prompt": MIXED}', 1024, "handed_over", None),
     ],
 )  # fmt: skip
 @scenario
 async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_node_alone(body, found, went, looked_up):
+    shorts = {"SHORT": [1] * 255, "FEW": "x" * 1000, "CHUNK": [1] * 256}
+    body = spelled(body, IDS=IDS, MIXED=[*IDS, "x"], TEXT=TEXT, CHAT=CHAT, PICTURE=PICTURE, **shorts)
     client = Lookups(found)
     async with cluster(direct=rule(client, pool=POOL._replace(model="base"))) as c:
         c.decode[0].tokenize = tokenizes

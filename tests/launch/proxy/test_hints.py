@@ -38,6 +38,7 @@ from tests.support.proxy import (
     hangs,
     message,
     scenario,
+    spelled,
     until,
     view,
 )
@@ -224,38 +225,46 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time():
         assert (await k.ask("kv.retain", tokens=IDS, ttl_s=9))["status"] == "accepted", "as large as it was"
 
 
+def hint_of(text):
+    """A message with one hint, of its kind and its payload."""
+    kind, _, payload = text.partition(" ")
+    return message(
+        kind, spelled(payload, IDS=IDS, SHORT=[1] * 255, TEXT=TEXT, MANY=["00" * 16] * 16385, PICTURE=PICTURE)
+    )
+
+
 @pytest.mark.parametrize(
     "sent, reason",
     [
-        (message("kv.prefetch", {"request_id": "r"}), "a node needs the prompt itself"),
-        (message("kv.prefetch", {"tokens": IDS, "prompt": TEXT}), "exactly one of"),
-        (message("kv.prefetch", {"tokens": [1] * 255}), "no whole chunk"),
-        (message("kv.prefetch", {"tokens": IDS}), "load nothing before its request comes"),
-        (message("kv.share", {"tokens": IDS}), "kv.share 1.0 is not supported"),
+        ('kv.prefetch {"request_id": "r"}', "a node needs the prompt itself"),
+        ('kv.prefetch {"tokens": IDS, "prompt": TEXT}', "exactly one of"),
+        ('kv.prefetch {"tokens": SHORT}', "no whole chunk"),
+        ('kv.prefetch {"tokens": IDS}', "load nothing before its request comes"),
+        ('kv.share {"tokens": IDS}', "kv.share 1.0 is not supported"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9}, version="2.0"), "kv.retain 2.0 is not supported"),
-        (message("kv.retain", {"tokens": IDS}), "ttl_s"),
-        (message("kv.retain", {"tokens": IDS, "ttl_s": 0}), "ttl_s"),
-        (message("kv.retain", {"tokens": IDS, "ttl_s": "9"}), "ttl_s"),
-        (message("kv.retain", {"ttl_s": 9}), "exactly one of tokens, prompt, messages, block_hashes, request_id"),
-        (message("kv.retain", {"tokens": IDS, "prompt": TEXT, "ttl_s": 9}), "exactly one of"),
-        (message("kv.retain", {"request_id": "r", "tokens": IDS, "ttl_s": 9}), "exactly one of"),
-        (message("kv.retain", {"request_id": "r", "ttl_s": 9}), "does not know the prompt of such a request"),
-        (message("kv.retain", {"request_id": None, "ttl_s": 9}), "missing"),
-        (message("kv.retain", {"block_hashes": [], "ttl_s": 9}), "no whole chunk"),
-        (message("kv.retain", {"block_hashes": ["xyz"], "ttl_s": 9}), "block_hashes"),
-        (message("kv.retain", {"block_hashes": ["00" * 16], "ttl_s": 9, "model": "adapter"}), "only prompts for"),
-        (message("kv.retain", {"block_hashes": ["00" * 16] * 16385, "ttl_s": 9}), "length <= 16384"),
-        (message("kv.retain", {"tokens": TEXT, "ttl_s": 9}), "list of token ids"),
-        (message("kv.retain", {"tokens": [1, -1], "ttl_s": 9}), "list of token ids"),
-        (message("kv.retain", {"tokens": None, "ttl_s": 9}), "missing"),
-        (message("kv.retain", {"tokens": [1] * 255, "ttl_s": 9}), "no whole chunk"),
-        (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "model": "adapter"}), "only prompts for the model base"),
-        (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "cache_salt": 7}), "`cache_salt` must be text"),
-        (message("kv.retain", {"messages": [{"role": "user", "content": [PICTURE]}], "ttl_s": 9}), "cannot be named: no decode node renders chats"),
-        (message("kv.release", {"action_id": "none"}), "no such pin"),
-        (message("kv.release", {"action_id": 7}), "action_id"),
-        (message("kv.retain", {"tokens": IDS, "ttl_s": 9, "once": 1}), "once"),
-        (message("kv.retain", [1]), "Expected `object`"),
+        ('kv.retain {"tokens": IDS}', "ttl_s"),
+        ('kv.retain {"tokens": IDS, "ttl_s": 0}', "ttl_s"),
+        ('kv.retain {"tokens": IDS, "ttl_s": "9"}', "ttl_s"),
+        ('kv.retain {"ttl_s": 9}', "exactly one of tokens, prompt, messages, block_hashes, request_id"),
+        ('kv.retain {"tokens": IDS, "prompt": TEXT, "ttl_s": 9}', "exactly one of"),
+        ('kv.retain {"request_id": "r", "tokens": IDS, "ttl_s": 9}', "exactly one of"),
+        ('kv.retain {"request_id": "r", "ttl_s": 9}', "does not know the prompt of such a request"),
+        ('kv.retain {"request_id": null, "ttl_s": 9}', "missing"),
+        ('kv.retain {"block_hashes": [], "ttl_s": 9}', "no whole chunk"),
+        ('kv.retain {"block_hashes": ["xyz"], "ttl_s": 9}', "block_hashes"),
+        ('kv.retain {"block_hashes": ["00000000000000000000000000000000"], "ttl_s": 9, "model": "adapter"}', "only prompts for"),
+        ('kv.retain {"block_hashes": MANY, "ttl_s": 9}', "length <= 16384"),
+        ('kv.retain {"tokens": TEXT, "ttl_s": 9}', "list of token ids"),
+        ('kv.retain {"tokens": [1, -1], "ttl_s": 9}', "list of token ids"),
+        ('kv.retain {"tokens": null, "ttl_s": 9}', "missing"),
+        ('kv.retain {"tokens": SHORT, "ttl_s": 9}', "no whole chunk"),
+        ('kv.retain {"tokens": IDS, "ttl_s": 9, "model": "adapter"}', "only prompts for the model base"),
+        ('kv.retain {"tokens": IDS, "ttl_s": 9, "cache_salt": 7}', "`cache_salt` must be text"),
+        ('kv.retain {"messages": [{"role": "user", "content": [PICTURE]}], "ttl_s": 9}', "cannot be named: no decode node renders chats"),
+        ('kv.release {"action_id": "none"}', "no such pin"),
+        ('kv.release {"action_id": 7}', "action_id"),
+        ('kv.retain {"tokens": IDS, "ttl_s": 9, "once": 1}', "once"),
+        ("kv.retain [1]", "Expected `object`"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9}, action_id=""), "action_id"),
         (b'{"protocol_version": "0.1", "message_id": "m", "actions": [7]}', "Expected `object`"),
         (b'{"protocol_version": "0.2", "message_id": "m", "actions": []}', None),
@@ -267,6 +276,7 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time():
 )  # fmt: skip
 @scenario
 async def test_wrong_hints_are_refused_and_fail_no_completion(sent, reason):
+    sent = hint_of(sent) if isinstance(sent, str) else sent
     async with pinning(pool=POOL._replace(model="base")) as c:
         async with c.session.post(c.url + "/hints", data=sent) as response:
             if reason is None:
