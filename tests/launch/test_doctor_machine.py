@@ -27,7 +27,7 @@ def write(root, path, text):
     file.write_text(text + "\n")
 
 
-def device(root, name='mlx5_0', *, state='4: ACTIVE', layer='Ethernet', gids):  # fmt: skip
+def device(root, name="mlx5_0", *, state="4: ACTIVE", layer="Ethernet", gids):
     """An RDMA device with one port. `gids`: kind by GID, in their order."""
     port = f"sys/class/infiniband/{name}/ports/1"
     for key, value in {"state": state, "phys_state": "5: LinkUp", "link_layer": layer, "rate": "100 Gb/sec"}.items():
@@ -47,7 +47,7 @@ def by_check(findings):
     }
 
 
-def node(name, role='prefill', state='up', why='', difference='', **fields):  # fmt: skip
+def node(name, role="prefill", state="up", why="", difference="", **fields):
     record = NodeRecord(name=name, role=role, **{"address": "http://10.0.0.1:8100", **fields})
     return NodeStatus(record=record, state=state, why=why, difference=difference)
 

@@ -14,37 +14,36 @@ def parsed(**fields):
 
 
 REFUSED = {
-    "prompt": (
-        None, "", [], [[]], [""], ["a", "b"], [[1], [2]], [1, "a"], [1.5], [True], [None], 7, {"text": "x"},
-    ),
-    "max_tokens": (0, -1, 1.5, "x", True),
-    "stream": ("yes", 2),
-    "cache_salt": ("", 5, "x" * 2000),
-    "temperature": (-0.1, 0.7, "hot", True, 10**30),
-    "top_p": (0, 0.9),
-    "n": (2, True),
-    "echo": (True,),
-    "logprobs": (0, 5),
-    "stop": (["\n"],),
-    "logit_bias": ({"5": 1},),
-    "repetition_penalty": (1.1,),
-    "top_k": (5,),
-    "best_of": (2,),
-    "min_tokens": (5,),
-    "response_format": ({"type": "json_object"},),
-    "sampling_strategy": ("beam",),
-    "max_token": (5,),
-    "kv_transfer_params": ([], "x", {"do_remote_decode": True, "do_remote_prefill": True}),
-    "kv_transfer_params.do_remote_decode": ({"do_remote_decode": "yes"},),
-    "kv_transfer_params.pd_cache": ({"pd_cache": 3},),
-    "kv_transfer_params.pd_cache.prefix_tokens": tuple({"pd_cache": {"prefix_tokens": n}} for n in ("5", -1, 2**40)),
-    "kv_transfer_params.pd_cache.prefill": ({"pd_cache": {"prefill": 1}},),
+    "prompt": '[null, "", [], [[]], [""], ["a", "b"], [[1], [2]], [1, "a"], [1.5], [true], [null], 7, {"text": "x"}]',
+    "max_tokens": '[0, -1, 1.5, "x", true]',
+    "stream": '["yes", 2]',
+    "cache_salt": '["", 5, "LONG"]',
+    "temperature": '[-0.1, 0.7, "hot", true, 1000000000000000000000000000000]',
+    "top_p": "[0, 0.9]",
+    "n": "[2, true]",
+    "echo": "[true]",
+    "logprobs": "[0, 5]",
+    "stop": '[["."]]',
+    "logit_bias": '[{"5": 1}]',
+    "repetition_penalty": "[1.1]",
+    "top_k": "[5]",
+    "best_of": "[2]",
+    "min_tokens": "[5]",
+    "response_format": '[{"type": "json_object"}]',
+    "sampling_strategy": '["beam"]',
+    "max_token": "[5]",
+    "kv_transfer_params": '[[], "x", {"do_remote_decode": true, "do_remote_prefill": true}]',
+    "kv_transfer_params.do_remote_decode": '[{"do_remote_decode": "yes"}]',
+    "kv_transfer_params.pd_cache": '[{"pd_cache": 3}]',
+    "kv_transfer_params.pd_cache.prefix_tokens":
+        '[{"pd_cache": {"prefix_tokens": "5"}}, {"pd_cache": {"prefix_tokens": -1}}, {"pd_cache": {"prefix_tokens": 1099511627776}}]',
+    "kv_transfer_params.pd_cache.prefill": '[{"pd_cache": {"prefill": 1}}]',
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("param, values", REFUSED.items(), ids=list(REFUSED))
 def test_a_field_that_cannot_be_done_as_asked_is_refused_by_name(param, values):
-    for value in values:
+    for value in json.loads(values.replace("LONG", "x" * 2000)):
         with pytest.raises(ApiError) as caught:
             parsed(**{param.partition(".")[0]: value})
         assert (caught.value.status, caught.value.param) == (400, param), value
