@@ -226,9 +226,7 @@ def served_prompts(seed: int, count: int) -> list[list[int]]:
 class Client(threading.Thread):
     """Sends one request after the other through the proxy."""
 
-    def __init__(
-        self, number: int, seed: int, address: tuple[str, int], answers: list[tuple[list[int], list[int]]], books: Books
-    ) -> None:
+    def __init__(self, number: int, seed: int, address: tuple[str, int], answers: list[tuple[list[int], list[int]]], books: Books) -> None:  # fmt: skip
         """`answers`: prompts, and what the model says to each without a cache."""
         super().__init__(name=f"client-{number}", daemon=True)
         self._address, self._answers, self._books = address, answers, books

@@ -82,14 +82,7 @@ def enter() -> Path:
 class Node:
     """One node's process, which is started again when it ends. For the thread that made it."""
 
-    def __init__(
-        self,
-        name: str,
-        host: Host,
-        command: Callable[[int], tuple[str, ...]],
-        log: Path,
-        events: queue.Queue[tuple[str, dict[str, Any]]],
-    ) -> None:
+    def __init__(self, name: str, host: Host, command: Callable[[int], tuple[str, ...]], log: Path, events: queue.Queue[tuple[str, dict[str, Any]]]) -> None:  # fmt: skip
         """Nothing is started yet. `command` returns the command of the n-th start; `events` takes the JSON lines that it prints."""
         self.name, self.host, self.starts = name, host, 0
         self._command, self._log, self._events = command, log, events

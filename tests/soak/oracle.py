@@ -261,15 +261,7 @@ class Performed:
     raised: bool = False
 
 
-def perform(
-    cache: LaneCache,
-    buffer: PagedBuffer,
-    operation: Operation,
-    seed: int,
-    canary: int,
-    weights: Callable[[], int],
-    mark: Callable[[], None],
-) -> Performed:
+def perform(cache: LaneCache, buffer: PagedBuffer, operation: Operation, seed: int, canary: int, weights: Callable[[], int], mark: Callable[[], None]) -> Performed:  # fmt: skip
     """Prepares the buffer, calls the cache between two calls of `mark`, and compares the whole buffer.
 
     `weights` returns the number of the weights that the engine computes with.
