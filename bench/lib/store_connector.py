@@ -44,8 +44,13 @@ def vllm_config(layout: str = "BLHNC") -> Any:
 
 
 def layer_groups(config: Any) -> list[Any]:
-    """Returns the groups that vLLM makes: every layer has a window; all but two keep compressed tokens besides, and a compressor's state,
-    which vLLM treats as a window; those of ratio 4 have an indexer with the same two (`vllm/models/deepseek_v4`)."""
+    """Returns the groups that vLLM makes."""
+    return list(planning().get_kv_cache_groups(config, layer_specs(_LAYERS)))
+
+
+def layer_specs(layers: int) -> dict[str, Any]:
+    """Returns the specs of the first layers, by name: every layer has a window; all but two keep compressed tokens besides, and a compressor's
+    state, which vLLM treats as a window; those of ratio 4 have an indexer with the same two (`vllm/models/deepseek_v4`)."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
     def kept(ratio: int, size: int) -> Any:
@@ -59,7 +64,7 @@ def layer_groups(config: Any) -> list[Any]:
         )  # fmt: skip
 
     specs = {}
-    for number in range(_LAYERS):
+    for number in range(layers):
         name, ratio = f"layers.{number}", 0 if number < 2 else (4, 128)[number % 2]
         specs[f"{name}.window"] = window(64, 584, 128, torch.uint8)
         if ratio:
@@ -67,7 +72,7 @@ def layer_groups(config: Any) -> list[Any]:
             specs[f"{name}.state"] = window(*((4, 2048, 8) if ratio == 4 else (8, 1024, 128)), torch.float32)
         if ratio == 4:
             specs |= {f"{name}.index": kept(4, 132), f"{name}.index_state": window(4, 512, 8, torch.float32)}
-    return list(planning().get_kv_cache_groups(config, specs))
+    return specs
 
 
 def planning() -> Any:

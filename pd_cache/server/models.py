@@ -23,8 +23,8 @@ OpenBackend = Callable[[NodeSettings, int], StorageBackend]
 
 log = logging.getLogger(__name__)
 
-_MAX_BACKENDS = 4
-"""The most payload sizes at a time. Each has its own backend."""
+_MAX_BACKENDS = 8
+"""The most payload sizes at a time. Each has its own backend. A DeepSeek V4 has five."""
 
 
 class EngineGroup(NamedTuple):

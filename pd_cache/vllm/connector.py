@@ -262,9 +262,9 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         own = [layer for layer in own if (layer in self._draft.names) == bool(group.drafts)]
         parts = parts_of(group, config, self._draft)
         alone = not group.drafts and sum(not kept.drafts for kept in self._layers) == len(parts) == 1
-        found = []
+        found, chunk = [], self._settings.node.cache.chunk_tokens
         for kept, names in parts:
-            kv = group_tensors(kept, kv_caches, names, config.num_blocks, name)
+            kv = group_tensors(kept, kv_caches, names, config.num_blocks, name, chunk)
             plain = alone and kept.kind == "full"
             if plain and kv.layout.kind is PageKind.OPAQUE:
                 raise UnsupportedModelError(
@@ -273,7 +273,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 )
             others = set(own).difference(names)
             # each pipeline stage has some of the layers, and so a namespace of its own
-            chunk = self._settings.node.cache.chunk_tokens
             layers = None if plain and stages == 1 else described(kept, names, kv, chunk, drafter, sorted(others))
             metadata, stores = place_of(
                 identity,

@@ -3,7 +3,7 @@
 | vLLM's spec | kept | a load needs |
 |---|---|---|
 | `FullAttentionSpec`, `MLAAttentionSpec` | every chunk | every chunk |
-| `SlidingWindowSpec` | chunks at the ends of prompts, and behind them | the chunks that the window reaches into |
+| `SlidingWindowSpec`, `SlidingWindowMLASpec` | chunks at the ends of prompts, and behind them | the chunks that the window reaches into |
 | `MambaSpec`, mode `align` | the states that vLLM hands over | the state at the end |
 
 While vLLM computes, it frees the blocks that lie before a window, and overwrites states. So the connector must store what a load will need
@@ -59,8 +59,19 @@ class KeptLayers(NamedTuple):
             return 1
         if self.kind == "full":
             return 0
-        blocks = max(1, -(-(self.window - 1) // self.block_size))  # as vLLM counts them
-        return -(-blocks * self.block_size // chunk_size)
+        return -(-self._reach * self.block_size // chunk_size)
+
+    def kept_blocks(self, chunk_size: int) -> int:
+        """Returns how many blocks of a chunk, the last ones, a worker stores. Of windows of latents shorter than a chunk, about those that a load
+        needs: DeepSeek V4 has windows of 8 tokens, each of which takes as much memory as 56 others."""
+        per_chunk = chunk_size // self.block_size
+        needed = min(self._reach, per_chunk) if self.latent and self.kind == "window" else per_chunk
+        return next(count for count in range(needed, per_chunk + 1) if per_chunk % count == 0)
+
+    @property
+    def _reach(self) -> int:
+        """How many blocks a window reaches into, as vLLM counts them."""
+        return max(1, -(-(self.window - 1) // self.block_size))
 
     @property
     def ahead(self) -> int:
@@ -141,10 +152,10 @@ def parts_of(
 
 
 def _kept(number: int, spec: KVCacheSpec) -> KeptLayers:
-    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec, SlidingWindowSpec
 
     spec = getattr(spec, "first_spec", spec)  # all layers of a group are of one kind, with one window
-    latent = isinstance(spec, MLAAttentionSpec)
+    latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
     if isinstance(spec, SlidingWindowSpec):
         return KeptLayers(number, spec.block_size, "window", spec.sliding_window, latent)
     if isinstance(spec, MambaSpec):
@@ -228,12 +239,15 @@ def group_tensors(
     names: Sequence[str],
     blocks: int,
     model: str,
+    chunk_size: int,
 ) -> GroupTensors:
     """Returns the tensors of the layers `names`, in `blocks` blocks.
 
-    States move as opaque pages, and so do blocks that the attention kernel cuts into smaller blocks. Raises UnsupportedModelError if a block
-    of a tensor is not contiguous.
+    States move as opaque pages, and so do blocks that the attention kernel cuts into smaller blocks, and blocks of compressed tokens. If not all
+    blocks of a chunk are kept, the layout's blocks have as many more tokens. Raises UnsupportedModelError if a block of a tensor is not
+    contiguous.
     """
+    block_size = chunk_size // group.kept_blocks(chunk_size)
     found: dict[int, torch.Tensor | Sequence[torch.Tensor]] = {}
     for name in _in_layer_order(names):
         cache = kv_caches[name]
@@ -244,10 +258,10 @@ def group_tensors(
     try:
         if len(plain) == len(caches) and group.kind != "state":
             layout = KVLayout.from_tensors(plain)
-            if layout.block_size == group.block_size and layout.blocks == blocks:
+            if layout.block_size == block_size and layout.blocks == blocks:
                 return GroupTensors(plain, layout)
         pages = [_pages([cache] if isinstance(cache, torch.Tensor) else cache, blocks) for cache in caches]
-        layout = KVLayout.from_tensors(pages, PageKind.OPAQUE, block_size=group.block_size)
+        layout = KVLayout.from_tensors(pages, PageKind.OPAQUE, block_size=block_size)
         return GroupTensors(pages, layout, _inside(caches[0], blocks))
     except LayoutError as error:
         raise UnsupportedModelError(f"{model}: {error}") from None

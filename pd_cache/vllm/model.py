@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -41,7 +42,7 @@ _READS_NEXT = frozenset(("eagle", "eagle3", "mtp"))
 """Methods whose draft model computes a token's KV from the model's hidden state of this token and from the token after it."""
 _READS_SAME = frozenset(("draft_model",))
 """Methods whose draft model is a language model like any other."""
-_RESTORED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
+_RESTORED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec, MambaSpec)
 """vLLM's kinds of KV cache that `layers.py` can restore. Classes derived from these keep something else, and are refused."""
 
 

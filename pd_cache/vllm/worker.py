@@ -182,9 +182,8 @@ class WorkerSide:
             remaining, loaded = deadline - self._clock(), Loaded(0, "deadline")
             try:
                 if remaining > 0:
-                    loaded = cache.load(
-                        part.names, part.blocks, session=op.request_id, label=op.label, timeout=remaining
-                    )
+                    blocks = _kept_blocks(part, cache)
+                    loaded = cache.load(part.names, blocks, session=op.request_id, label=op.label, timeout=remaining)
                 else:
                     cache.metrics.trouble("retrieve", "deadline", len(part.names))
             except Exception as error:  # noqa: BLE001 - vLLM computes the blocks instead
@@ -212,7 +211,7 @@ class WorkerSide:
                 part = [StoreOutcome.NOT] * len(chunks.names)
                 try:
                     if not self._closing:
-                        part = cache.store(chunks.names, chunks.blocks, after=after, label=op.label)
+                        part = cache.store(chunks.names, _kept_blocks(chunks, cache), after=after, label=op.label)
                 except Exception as error:  # noqa: BLE001 - the chunk is computed again when it is needed
                     self._unexpected("store", len(chunks.names), error)
                 parts.append(part)
@@ -224,3 +223,10 @@ class WorkerSide:
 
     def _unexpected(self, op: str, chunks: int, error: Exception) -> None:
         self._first.metrics.trouble(op, f"error_{type(error).__name__}", chunks, detail=str(error))
+
+
+def _kept_blocks(chunks: GroupChunks, cache: BlockCache) -> list[int]:
+    """Returns the blocks that a part of the layers keeps: the last ones of each chunk."""
+    per_chunk = len(chunks.blocks) // len(chunks.names)
+    first = per_chunk - cache.chunk_size // cache.block_size
+    return [block for at, block in enumerate(chunks.blocks) if at % per_chunk >= first]

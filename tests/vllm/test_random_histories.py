@@ -73,6 +73,7 @@ class FailingCache:
     def __init__(self, history: History, layers: range) -> None:
         self._history = history
         self._layers = slice(layers.start, layers.stop)
+        self.chunk_size, self.block_size = history.setting.per_chunk * BLOCK, BLOCK
         self._rng = random.Random(history.rng.random())
         self.metrics = CacheMetrics()
 

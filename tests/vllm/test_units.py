@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from bench.lib.store_connector import layer_groups, planning, vllm_config
+from bench.lib.store_connector import layer_groups, layer_specs, planning, vllm_config
 from launch.cli import example_file
 from launch.discovery.directory import describe_node
 from launch.engines.vllm_command import refused_flags, vllm_program
@@ -28,9 +28,12 @@ from pd_cache.errors import ConfigError, UnsupportedModelError
 from pd_cache.events import EventEndpoints, EventSubscriber, Step
 from pd_cache.groups import LayerGroups, judge
 from pd_cache.layout import KVLayout, PageKind
+from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import open_copier
+from pd_cache.paged.base import plan_named
 from pd_cache.reasons import Loaded, StoreOutcome
 from pd_cache.runtime import own_folder
+from pd_cache.versions import WeightsVersion
 from pd_cache.vllm.layers import (
     NO_DRAFT,
     DraftLayers,
@@ -44,7 +47,9 @@ from pd_cache.vllm.layers import (
     parts_of,
 )
 from pd_cache.vllm.settings import read_settings
-from pd_cache.vllm.steps import StepReport
+from pd_cache.vllm.steps import GroupChunks, LoadOp, StepReport, StoreOp
+from pd_cache.vllm.steps import Step as Move
+from pd_cache.vllm.worker import WorkerSide
 from tests.support.names import group
 from tests.support.pool import free_port
 from tests.support.waiting import wait_for
@@ -572,7 +577,7 @@ def test_what_a_namespace_says_of_a_group_tells_layers_windows_and_states_apart(
     for one in kept:
         names = groups[one.number].layer_names
         caches: Any = dict(zip(names, [pages, pages] if one.kind == "state" else attention, strict=True))
-        tensors = group_tensors(one, caches, names, 8, "m")
+        tensors = group_tensors(one, caches, names, 8, "m", 64)
         told.append(described(one, names, tensors, 64))
     assert [(one.layers, one.tail) for one in told] == [("1,4", 0), ("0,3", 1), ("2,5", 1)]
     assert [one.keeps for one in told] == [
@@ -647,19 +652,19 @@ def test_a_draft_model_is_its_weights_and_method_but_not_how_many_tokens_it_draf
 def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_bytes() -> None:
     memory = torch.arange(4096, dtype=torch.int16)
     conv, ssm = memory.as_strided((8, 10), (64, 1)), memory.as_strided((8, 4, 4), (64, 4, 1), 12)
-    state = group_tensors(KeptLayers(0, 64, "state"), {"0": [conv, ssm]}, ["0"], 8, "m")
+    state = group_tensors(KeptLayers(0, 64, "state"), {"0": [conv, ssm]}, ["0"], 8, "m", 64)
     assert state.layout.page_bytes == state.layout.block_bytes == 2 * 28
     assert state.tensors[0][3].tolist() == list(memory[3 * 64 : 3 * 64 + 28].view(torch.uint8))
     split = torch.arange(16 * 2 * 16 * 4, dtype=torch.float32).view(16, 2, 16, 4)
-    pages = group_tensors(KeptLayers(0, 32), {"0": split}, ["0"], 8, "m")
+    pages = group_tensors(KeptLayers(0, 32), {"0": split}, ["0"], 8, "m", 32)
     assert (pages.layout.block_size, pages.layout.blocks) == (32, 8)
     assert torch.equal(pages.tensors[0][5], split[10:12].reshape(-1).view(torch.uint8))
     with pytest.raises(UnsupportedModelError, match=r"m: .* are not contiguous"):
-        group_tensors(KeptLayers(0, 32), {"0": split.as_strided((16, 2, 8, 4), (128, 64, 4, 1))}, ["0"], 8, "m")
+        group_tensors(KeptLayers(0, 32), {"0": split.as_strided((16, 2, 8, 4), (128, 64, 4, 1))}, ["0"], 8, "m", 32)
     with pytest.raises(UnsupportedModelError, match="lie apart"):
-        group_tensors(KeptLayers(0, 64, "state"), {"0": [conv, memory.as_strided((8, 4), (32, 1))]}, ["0"], 8, "m")
+        group_tensors(KeptLayers(0, 64, "state"), {"0": [conv, memory.as_strided((8, 4), (32, 1))]}, ["0"], 8, "m", 64)
     with pytest.raises(UnsupportedModelError, match="does not hold 8 blocks"):
-        group_tensors(KeptLayers(0, 64, "state"), {"0": [memory.as_strided((9, 4), (32, 1))]}, ["0"], 8, "m")
+        group_tensors(KeptLayers(0, 64, "state"), {"0": [memory.as_strided((9, 4), (32, 1))]}, ["0"], 8, "m", 64)
 
 
 def specs_of_model(model: str) -> tuple[dict[str, Any], str]:
@@ -677,6 +682,8 @@ def specs_of_model(model: str) -> tuple[dict[str, Any], str]:
 
     each = [f"model.layers.{number}.self_attn" for number in range(4)]
     indexer = latent(132, torch.uint8)
+    if model == "DeepSeek V4":
+        return layer_specs(4), "BLHNC"
     if model in ("DeepSeek V3.2", "GLM-5"):
         leads = [model == "DeepSeek V3.2" or number % 2 == 0 for number in range(4)]
         specs = {
@@ -690,81 +697,139 @@ def specs_of_model(model: str) -> tuple[dict[str, Any], str]:
     layers = {
         "Nemotron-NAS": [heads(count) for count in (8, 4, 8, 2)],
         "Gemma 4, one group": [heads(8), heads(2, 128), heads(8), heads(2, 128)],
-        "MiniMax M3": [
-            heads(4),
-            heads(4),
-            heads(4),
-            latent(
-                132,
-                torch.uint8,
-            ).copy_with_new_block_size(16),
-        ],
+        "MiniMax M3": [heads(4), heads(4), heads(4), indexer.copy_with_new_block_size(16)],
         "windows": [heads(count, sliding_window=32) for count in (8, 4, 8, 2)],
     }[model]
     return dict(zip(each, layers, strict=True)), "LBHNC"
 
 
+class Copied:
+    """A cache of a part of a layer group whose chunks are in a dictionary."""
+
+    chunk_size = 256
+
+    def __init__(self, kv: GroupTensors, payloads: dict[Any, torch.Tensor]) -> None:
+        self.metrics, self.block_size = CacheMetrics(), kv.layout.block_size
+        self._layout, self._copier, self._payloads = kv.layout, open_copier(kv.tensors, kv.layout), payloads
+
+    def mark(self) -> None:
+        return None
+
+    def store(self, names: Any, blocks: Any, **_: Any) -> list[StoreOutcome]:
+        for name, chunk in zip(
+            names, plan_named(names, blocks, self._layout, 256, may_leave_out="nothing"), strict=True
+        ):
+            self._payloads[name] = torch.empty(self._layout.chunk_bytes(256), dtype=torch.uint8)
+            self._copier.gather(chunk, self._payloads[name]).wait()
+        return [StoreOutcome.NEW] * len(names)
+
+    def load(self, names: Any, blocks: Any, **_: Any) -> Loaded:
+        for name, chunk in zip(
+            names, plan_named(names, blocks, self._layout, 256, may_leave_out="nothing"), strict=True
+        ):
+            self._copier.scatter(chunk, self._payloads[name]).wait()
+        return Loaded(len(names))
+
+
 @pytest.mark.parametrize(
     "model, expected",
     [
-        ("DeepSeek V3.2", {"0-3.self_attn.attn": True, "0-3.self_attn.indexer.k_cache": True}),
-        ("DeepSeek V3.2, fp8", {"0-3.self_attn.attn": True, "0-3.self_attn.indexer.k_cache": True}),
+        ("DeepSeek V3.2", {"0-3.self_attn.attn": 4, "0-3.self_attn.indexer.k_cache": 4}),
+        ("DeepSeek V3.2, fp8", {"0-3.self_attn.attn": 4, "0-3.self_attn.indexer.k_cache": 4}),
+        ("GLM-5", {"0,2.self_attn.attn": 4, "1,3": 4, "0,2.self_attn.indexer.k_cache": 4}),
         (
-            "GLM-5",
-            {"0,2.self_attn.attn": True, "1,3": True, "0,2.self_attn.indexer.k_cache": True},
+            "DeepSeek V4",
+            {
+                "0": 2,
+                "1": 2,
+                "2.window": 2,
+                "3.window": 2,
+                "2.kept": 1,
+                "2.state": 2,
+                "2.index": 1,
+                "2.index_state": 2,
+                "3.kept": 1,
+                "3.state": 16,
+            },
         ),
-        ("Nemotron-NAS", {"0,2": False, "1": False, "3": False}),
-        ("Gemma 4, one group", {"0,2": False, "1,3": False}),
-        ("MiniMax M3", {"0-2": False, "3": True}),
-        ("windows", {"0,2": False, "1": False, "3": False}),
+        ("Nemotron-NAS", {"0,2": 16, "1": 16, "3": 16}),
+        ("Gemma 4, one group", {"0,2": 16, "1,3": 16}),
+        ("MiniMax M3", {"0-2": 16, "3": 16}),
+        ("windows", {"0,2": 16, "1": 16, "3": 16}),
     ],
 )
-def test_a_group_of_layers_with_pages_of_different_size_moves_in_parts_byte_by_byte(model, expected):
-    """The group, its tensors and what its scheduler knows are made by vLLM. Expected: for each part, whether it keeps latents."""
+def test_layers_with_pages_of_different_size_in_a_group_move_in_parts_byte_by_byte(model: str, expected: Any) -> None:
+    """The groups, their tensors and what the scheduler knows are made by vLLM. Expected: for each part, how many blocks of a chunk of 256 tokens
+    are kept, the last ones."""
     from vllm.v1 import kv_cache_interface as vllm
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     specs, layout = specs_of_model(model)
-    vllm_settings, blocks = vllm_config(layout), 6
-    groups = planning().get_kv_cache_groups(vllm_settings, specs)
+    groups, rng = planning().get_kv_cache_groups(vllm_config(layout), specs), random.Random(1)
     assert isinstance(groups[0].kv_cache_spec, vllm.UniformTypeKVCacheSpecs)
-    size = sum(spec.page_size_bytes for spec in specs.values())
-    worker = planning().get_kv_cache_config_from_groups(vllm_settings, groups, blocks * size)
-    scheduler = generate_scheduler_kv_cache_config([worker])
-    memory = [
-        torch.randint(-128, 128, (blocks * size,), dtype=torch.int8),
-        torch.zeros(blocks * size, dtype=torch.int8),
-    ]
+    # two chunks of each group, and as many blocks that nothing may touch
+    counts = [2 * 256 // group.kv_cache_spec.block_size for group in groups]
+    vllm_settings = vllm_config(layout)
+    vllm_settings.cache_config.num_gpu_blocks_override = blocks = 2 * sum(counts)
+    worker = planning().get_kv_cache_config_from_groups(vllm_settings, groups, 1 << 40)
+    memory = [torch.zeros(worker.kv_cache_tensors[0].size, dtype=torch.int8) for _ in range(2)]
+    memory[0].random_(-128, 128)
     caches: list[dict[str, torch.Tensor]] = [{}, {}]
-    where: dict[str, Any] = {}
+    pages: list[dict[str, torch.Tensor]] = [{}, {}]
     for tensor in worker.kv_cache_tensors:
         spec = specs[tensor.layers[0]]
-        for raw, found in zip(memory, caches, strict=True):
+        content = spec.unpadded_page_size_bytes
+        for raw, found, bare in zip(memory, caches, pages, strict=True):
             views = vllm.create_kv_cache_views(raw, spec, blocks, KVCacheLayout[layout], tensor)
             found |= dict(zip(tensor.layers, views, strict=True))
-        for number, layer in enumerate(tensor.layers):
-            begin = tensor.offset + number * tensor.layer_stride
-            where[layer] = [
-                slice(at, at + spec.page_size_bytes)
-                for at in range(begin, begin + blocks * tensor.block_stride, tensor.block_stride)
-            ]
-    (group,) = kept_layers(scheduler)
-    assert [one._replace(latent=group.latent) for one in kept_layers(worker)] == [group]
-    parts, moved = parts_of(group, worker, NO_DRAFT), memory[1].clone()
-    told = {}
-    for kept, names in parts:
-        source, target = (group_tensors(kept, found, names, blocks, "m") for found in caches)
-        others = [layer for layer in specs if layer not in names]
-        told[described(kept, names, source, 256, others=others).layers] = kept.latent
-        payload = torch.empty(source.layout.chunk_bytes(2 * kept.block_size), dtype=torch.uint8)
-        checksum = open_copier(source.tensors, source.layout).gather(torch.tensor([1, 4]), payload).wait()
-        assert open_copier(target.tensors, target.layout).scatter(torch.tensor([5, 2]), payload).wait() == checksum
-        for layer in names:
-            for here, there in ((1, 5), (4, 2)):
-                moved[where[layer][there]] = memory[0][where[layer][here]]
+            for number, layer in enumerate(tensor.layers):
+                start = tensor.offset + number * tensor.layer_stride
+                bare[layer] = raw.as_strided((blocks, content), (tensor.block_stride, 1), start)
+    kept, known = kept_layers(worker), kept_layers(generate_scheduler_kv_cache_config([worker]))
+    assert [one._replace(latent=False) for one in kept] == [one._replace(latent=False) for one in known]
+    told: dict[str, int] = {}
+    of_layer: dict[str, int] = {}
+    sides: list[list[Any]] = [[], []]
+    for kind in kept:
+        parts = parts_of(kind, worker, NO_DRAFT)
+        source, target = (
+            [group_tensors(one, found, names, blocks, "m", 256) for one, names in parts] for found in caches
+        )
+        for kv, (one, names) in zip(source, parts, strict=True):
+            others = [layer for layer in specs if layer not in names]
+            told[described(one, names, kv, 256, others=others).layers] = 256 // kv.layout.block_size
+            of_layer |= dict.fromkeys(names, 256 // kv.layout.block_size)
+        payloads: list[dict[Any, torch.Tensor]] = [{} for _ in parts]
+        for side, some in zip(sides, (source, target), strict=True):
+            side.append([(Copied(*one), True) for one in zip(some, payloads, strict=True)])
     assert told == expected
-    assert torch.equal(memory[1], moved)
+    free = [rng.sample(range(blocks), blocks) for _ in range(2)]
+    places = [[[ids.pop() for _ in range(counts[kind.number])] for kind in kept] for ids in free]
+    here, there = ([GroupChunks(at, [b"a" * 16, b"b" * 16], ids) for at, ids in enumerate(some)] for some in places)
+    with ExitStack() as stack:
+        from_, to = (
+            WorkerSide(side, load_timeout_s=60, device=torch.device("cpu"), version=WeightsVersion()) for side in sides
+        )
+        for side in (from_, to):
+            stack.callback(side.close, 60)
+        from_.save(Move(stores=[StoreOp(at, chunks) for at, chunks in enumerate(here)]))
+        stored: set[int] = set()
+        wait_for(
+            lambda: ((report := from_.take_report(Move())) and stored.update(report.jobs)) or len(stored) == len(kept)
+        )
+        bare = pages[1]
+        to.start(Move(loads=[LoadOp("a", there, [])]))
+        wait_for(lambda: to.take_loads(Move(), set()).finished)
+    for kind, source_ids, target_ids in zip(kept, *places, strict=True):
+        per_chunk = len(source_ids) // 2
+        for layer in groups[kind.number].layer_names:
+            told_of = of_layer[layer]
+            for at, (source_id, target_id) in enumerate(zip(source_ids, target_ids, strict=True)):
+                if at % per_chunk >= per_chunk - told_of:
+                    assert torch.equal(bare[layer][target_id], pages[0][layer][source_id]), (layer, at)
+                    bare[layer][target_id] = 0
+    assert not bool(memory[1].any()), "nothing else is touched"
 
 
 @pytest.mark.parametrize("name", ["cluster", "rdma"])

@@ -22,6 +22,8 @@ CHUNKS = GroupChunks(0, NAMES, BLOCKS)
 class Cache:
     """Loads `loads` chunks, or raises it. Answers while `gate` is open."""
 
+    chunk_size, block_size = 8, 4
+
     def __init__(self):
         self.metrics = CacheMetrics()
         self.gate = threading.Event()
