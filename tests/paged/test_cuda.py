@@ -348,6 +348,8 @@ class Streams:
 class Copying:
     """A cache whose copies begin when the gate is open."""
 
+    chunk_size, block_size = CHUNK_BLOCKS, 1
+
     def __init__(self, copier, mark):
         self.metrics, self.gate, self.mark = CacheMetrics(), threading.Event(), mark
         self._copier = copier
