@@ -143,12 +143,11 @@ class Costs:
         expected = line.seconds(shared, 1 / shared) if line.known else 0.0
         self._loading[request_id] = _Load(now, tokens, line, shared, expected)
 
-    def load_ended(self, request_id: str, now: float, *, measure: bool) -> tuple[int, float] | None:
-        """Notes the end of a load. Returns its tokens and seconds; None if it is not to be measured, or is unknown."""
+    def load_ended(self, request_id: str, seconds: float | None) -> tuple[int, float] | None:
+        """Notes the end of a load, which took `seconds`; None if that says nothing. Returns its tokens and seconds, if they count."""
         load = self._loading.pop(request_id, None)
-        if load is None or not measure:
+        if load is None or seconds is None:
             return None
-        seconds = now - load.began
         load.line.add(load.shared, 1 / load.shared, seconds)
         return sum(load.tokens), seconds
 

@@ -258,10 +258,11 @@ class SchedulerSide:
                 self._lookup.stored([name for name, outcome in ended if outcome is not StoreOutcome.NOT])
         for request_id, (ranks, loaded) in report.streams.items():
             self.streams.advance(request_id, ranks, loaded)
-        now = self._clock()
-        self._count("compute", None if report.work is None else self._costs.step_ended(report.work, now))
+        if report.work is not None:
+            self._count("compute", self._costs.step_ended(report.work, self._clock()))
         for request_id, loaded in report.loads.items():
-            self._count("load", self._costs.load_ended(request_id, now, measure=loaded.reason in ("none", "deadline")))
+            took = report.took.get(request_id) if loaded.reason in ("none", "deadline") else None
+            self._count("load", self._costs.load_ended(request_id, took))
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.load_ended(loaded)
 
@@ -273,7 +274,7 @@ class SchedulerSide:
         self._outdated.forget(request_id)
         self._holding.pop(request_id, None)
         self.streams.leave(request_id)
-        self._costs.load_ended(request_id, 0.0, measure=False)
+        self._costs.load_ended(request_id, None)
         if tracked is None:
             return None
         tracked.end_span("the request ended")

@@ -74,6 +74,9 @@ class StepReport:
     """Store jobs: how many ranks are done, and the outcome of each chunk."""
     loads: dict[str, Loaded] = field(default_factory=dict)
     """Loads that have ended: the end of the layer group that failed, or else of the first group. A load that failed has another reason than `none`."""
+    took: dict[str, float] = field(default_factory=dict)
+    """The seconds of each of these loads, from the step that began it. The scheduler hears of its end only with the report of a step, which may
+    take longer than the load."""
     streams: dict[str, tuple[int, Loaded]] = field(default_factory=dict)
     """Parts of streams: how many ranks are done, and the worst of their ends."""
     work: StepWork | None = None
@@ -88,11 +91,12 @@ class StepReport:
             jobs[job] = (before + ranks, both)
         for request_id, loaded in other.loads.items():
             loads[request_id] = _worst(loads.get(request_id, loaded), loaded)
+        took = {**other.took, **{load: max(seconds, other.took.get(load, 0.0)) for load, seconds in self.took.items()}}
         streams = dict(self.streams)
         for request_id, (ranks, loaded) in other.streams.items():
             before, worst = streams.get(request_id, (0, loaded))
             streams[request_id] = (before + ranks, _worst(worst, loaded))
-        return StepReport(jobs, loads, streams, self.work or other.work)
+        return StepReport(jobs, loads, took, streams, self.work or other.work)
 
 
 def _worst(*ends: Loaded) -> Loaded:

@@ -159,6 +159,7 @@ class WorkerSide:
                     self._wanted.discard(op.request_id)
                     self._ended.finished.add(op.request_id)
                     if wanted:
+                        self._report.took[op.request_id] = self._clock() - deadline + self._load_timeout_s
                         self._note_end(op, end)
                 self._changed.notify_all()
 

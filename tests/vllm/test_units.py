@@ -347,12 +347,17 @@ def test_a_scheduler_that_hears_nothing_of_its_workers_says_why() -> None:
 
 def test_reports_of_ranks_add_up() -> None:
     new, before, lost = StoreOutcome.NEW, StoreOutcome.BEFORE, StoreOutcome.NOT
-    one = StepReport({1: (1, [new, new]), 2: (1, [new])}, {"a": Loaded(3), "b": Loaded(2, "damaged"), "c": Loaded(3)})
-    two = StepReport({1: (1, [before, lost])}, {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline")})
+    one = StepReport(
+        {1: (1, [new, new]), 2: (1, [new])},
+        {"a": Loaded(3), "b": Loaded(2, "damaged"), "c": Loaded(3)},
+        {"a": 1.0, "c": 1.0},
+    )
+    two = StepReport({1: (1, [before, lost])}, {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline")}, {"a": 2.0})
     for first, second in ((one, two), (two, one)):
         both = first.aggregate(second)
         assert both.jobs == {1: (2, [new, lost]), 2: (1, [new])}
         assert both.loads == {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline"), "c": Loaded(3)}, "the worst"
+        assert both.took == {"a": 2.0, "c": 1.0}
 
 
 def test_statistics_of_several_steps_add_up_for_vllms_log() -> None:

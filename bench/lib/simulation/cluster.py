@@ -116,9 +116,10 @@ class _Node:
                     verdict = learned.judge(tokens, 0, self.engine.ahead, time.now)
                     found = found if verdict is None else verdict.probe and -(-PROBE_TOKENS // size)
                 if found:
-                    learned.load_began(name := str(id(generating)), (0, 0, found * size), time.now)
+                    begun = time.now
+                    learned.load_began(name := str(id(generating)), (0, 0, found * size), begun)
                     generating.loaded = size * (yield from cluster.load(self, names[:found]))
-                    learned.load_ended(name, time.now, measure=True)
+                    learned.load_ended(name, time.now - begun)
                 return
             yield time.after(min(pause, deadline - time.now))
             pause = next_pause(pause)

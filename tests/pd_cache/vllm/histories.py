@@ -278,9 +278,9 @@ class Scene:
         told = list(outcomes) or [StoreOutcome.NEW] * len(store.chunks.names)
         self.side.take_report(StepReport({store.job: (1, told)}))
 
-    def loaded(self, loaded, request_id="a"):
+    def loaded(self, loaded, request_id="a", seconds=0.0):
         """The workers report the end of a load."""
-        self.side.take_report(StepReport(loads={request_id: loaded}))
+        self.side.take_report(StepReport(loads={request_id: loaded}, took={request_id: seconds}))
 
     def finish(self, request):
         """The request ends. Returns the `kv_transfer_params` of its answer."""

@@ -25,8 +25,8 @@ class Engine:
         """One load after the other, each `by` times as long as usual."""
         for tokens in several:
             self.costs.load_began("a", (0, 0, tokens), self.now)
-            self.now += by * (self.fixed + self.load * tokens)
-            self.costs.load_ended("a", self.now, measure=True)
+            self.now += (seconds := by * (self.fixed + self.load * tokens))
+            self.costs.load_ended("a", seconds)
 
     def steps(self, *several):
         """One step after the other, of so many tokens behind so many others."""
@@ -117,7 +117,7 @@ def test_loads_under_way_and_prompts_in_front_count():
     assert engine.judged(4096) is None, "the other load is almost over"
     engine.costs.load_began("c", (0, 0, 4096), engine.now)
     assert engine.judged(4096) is not None
-    engine.costs.load_ended("c", engine.now, measure=False)
+    engine.costs.load_ended("c", None)
     assert engine.judged(4096) is None
 
 
@@ -130,7 +130,7 @@ def test_each_tier_has_costs_of_its_own():
     for _ in range(3):
         engine.costs.load_began("a", (4096, 0, 0), engine.now)
         engine.now += 0.001
-        engine.costs.load_ended("a", engine.now, measure=True)
+        engine.costs.load_ended("a", 0.001)
     assert engine.costs.judge((4096, 0, 0), 0, (), engine.now) is None, "worth it"
     assert engine.costs.judge((4096, 0, 4096), 0, (), engine.now) is None
     assert engine.costs.judge((2048, 0, 4096), 0, (), engine.now) is not None
@@ -155,8 +155,7 @@ def known(load_s, compute_s, *layers, **options):
         loaded = Request(name, [*range(length), 0])
         scene.has(loaded)
         assert scene.load(loaded, 0, *[[0] * 49] * 2) == (length, True)
-        scene.clock.now += load_s
-        scene.loaded(Loaded(24), name)
+        scene.loaded(Loaded(24), name, load_s)
         scene.finish(loaded)
         scene.begin(Request(name.upper(), [*range(length)]), *[[0] * 48] * 2)
         step = scene.step(**{name.upper(): length})
@@ -229,8 +228,7 @@ def test_after_a_minute_without_a_load_512_tokens_of_a_declined_prefix_correct_t
         else:
             probe = request
         if number == 1:  # the pool is as fast as it was once
-            scene.clock.now += 0.01
-            scene.loaded(Loaded(64), "d0")
+            scene.loaded(Loaded(64), "d0", 0.01)
             told = ended(scene, probe)
             assert (told.found, told.loaded, told.reason) == (800, 512, "not_worth")
     assert scene.metrics.totals()["loads_declined_tokens",] == 288 + 800
@@ -250,6 +248,5 @@ def test_a_load_that_missed_its_deadline_is_measured_and_one_that_failed_otherwi
     scene, request = Scene(), Request()
     scene.has(request, 100)
     scene.load(request)
-    scene.clock.now += 10
-    scene.loaded(Loaded(3 if reason == "none" else 0, reason))
+    scene.loaded(Loaded(3 if reason == "none" else 0, reason), "a", 10.0)
     assert scene.metrics.totals().get(("measured_seconds", "load"), 0) == (10 if counts else 0)

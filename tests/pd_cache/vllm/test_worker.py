@@ -107,12 +107,18 @@ def begun(side, cache, *requests):
         (RuntimeError("no"), "", set(BLOCKS[1:]), Loaded(0, "error")),
     ],
 )
-def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv(make, cache, loads, reason, bad, told):
+def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv_and_its_time(
+    make, cache, clock, loads, reason, bad, told
+):
     cache.loads, cache.reason = loads, reason
     side = make()
+    cache.gate.clear()
     side.start(Step(loads=[load("a", [-1, *BLOCKS[1:]])]))
+    wait_for(lambda: cache.calls)
+    clock.now += 2
+    cache.gate.set()
     assert ended(side, "a") == EndedLoads({"a"}, set(), bad)
-    assert wait_for(lambda: side.take_report(Step())) == StepReport(loads={"a": told})
+    assert wait_for(lambda: side.take_report(Step())) == StepReport(loads={"a": told}, took={"a": 2.0})
     assert (side.take_loads(Step(), set()), side.take_report(Step())) == (EndedLoads(set(), set(), set()), None)
     assert cache.calls == [("a", 5.0)]
     if isinstance(loads, Exception):
