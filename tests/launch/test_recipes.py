@@ -69,7 +69,6 @@ def test_an_existing_mooncake_cluster_serves_whose_master_nobody_of_ours_has_sta
     """docs/migrate.md: nothing but Mooncake's own ports is asked of the master."""
     port, metrics = free_port(), free_port()
     program = find_program("mooncake_master")
-    assert program is not None
     master = subprocess.Popen([program, f"--rpc_port={port}", f"--metrics_port={metrics}"], stderr=subprocess.DEVNULL)
     roles = ("prefill", "decode", "proxy")
     nodes = [

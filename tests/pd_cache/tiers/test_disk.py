@@ -31,7 +31,6 @@ def expected(**otherwise):
 
 def put_one(subject, key, timeout=None):
     staged = subject.backend.stage(end=end_in(60))
-    assert staged is not None
     staged.payload[:] = value(key)
     return subject.backend.batched_put([key], [staged], end=end_in(timeout))
 
@@ -390,7 +389,6 @@ def test_writes_to_a_disk_that_hangs_hold_half_of_the_memory_at_most(open_disk, 
     statuses = [status for outcome in outcomes for status in outcome.results()]
     assert statuses == [Status.OK] * 12 + [Status.OVERLOADED] * 18
     staged = subject.backend.stage(end=end_in(5.0))
-    assert staged is not None
     staged.release()
 
 
@@ -407,7 +405,6 @@ def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_
     with beside(*[lambda: outcomes.append(subject.get(KEYS))] * 6):
         wait_for(lambda: memory.pool.in_use == 6, "a quarter taken")
         other = memory.stage(1.0)
-        assert other is not None
         assert memory.pool.in_use == 7, "what others lease does not count, and readers took no more meanwhile"
         other.release()
         faults.go_on.set()
@@ -439,7 +436,6 @@ def test_a_damaged_file_goes_although_others_are_reading_it(open_disk):
     with file.open("r+b") as opened:
         opened.write(b"!")
     other = index.pin(digest_of("k"))
-    assert other is not None
     assert subject.get(["k"]) == ["corrupt"]
     assert not subject.has("k")
     assert subject.put({"k": value("k")}) == [Status.OK]

@@ -42,7 +42,6 @@ def holds(subject, tier, key):
 
 def switch_off_disk(subject):
     disk = subject.bases["disk"]
-    assert isinstance(disk, LocalDiskBackend)
     disk.state = Status.TIER_OFF  # the keeper does not hear of it
 
 
@@ -58,12 +57,10 @@ def test_a_chunk_read_from_a_later_tier_is_put_into_the_first_without_a_copy(mak
     subject = make()
     only_on_disk(subject, "k")
     (fetched,) = subject.backend.batched_get(["k"])
-    assert fetched.payload is not None
     assert not holds(subject, "local", "k"), "it might be damaged"
     assert subject.backend.check(fetched) == ""
     local = subject.bases["local"]
     (again,) = local.batched_get(["k"])
-    assert again.payload is not None
     fetched.payload[:1] = b"!"  # the same memory
     assert bytes(again.payload[:1]) == b"!"
     fetched.release()
@@ -183,7 +180,6 @@ def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(mak
     for start in range(0, len(keys), 8):
         subject.put({key: value(key) for key in keys[start : start + 8]})
     local, disk = subject.bases["local"], subject.bases["disk"]
-    assert isinstance(local, LocalBackend)
     lost = [key for n, key in enumerate(keys) if not kept or n % kept == 0]
     # known to the index when it is asked, and gone when they are read
     local.batched_remove(lost)
@@ -362,7 +358,6 @@ def test_metrics_say_how_much_staging_memory_is_in_use_besides_what_local_tiers_
         staging = (16 << 20) // 8192 * 8192
         assert levels(metrics) == {"staging_bytes": staging, "staging_used_bytes": 0, "pool_up": 1}
         staged = backend.stage()
-        assert staged is not None
         assert levels(metrics)["staging_used_bytes"] == 8192
         assert isinstance(backend, HybridBackend)
         assert backend.tiers[0].backend.batched_put(["kept"], [staged]).results() == [Status.OK]

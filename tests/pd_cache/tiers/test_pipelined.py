@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from pd_cache.tiers.local import LocalBackend
 from pd_cache.tiers.pipelined import PipelinedBackend
 from tests.support.backends import Subject, make_local, make_memory
 from tests.support.waiting import wait_for
@@ -60,7 +59,6 @@ def subject():
 @pytest.fixture
 def inner(subject, monkeypatch):
     local = subject.bases["local"]
-    assert isinstance(local, LocalBackend)
     return Watched(local, monkeypatch)
 
 
@@ -103,7 +101,6 @@ def test_a_reader_that_stops_does_not_wait_for_what_is_under_way(subject, inner)
     inner.gate.release(100)
     assert inner.closed.wait(60), "the thread ends with the fetch that it waited for"
     local = subject.bases["local"]
-    assert isinstance(local, LocalBackend)
     wait_for(lambda: local.batched_remove(KEYS) == [Status.OK] * len(KEYS), "nothing pinned any more")
 
 
