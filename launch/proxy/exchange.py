@@ -11,6 +11,7 @@ from aiohttp import web
 from launch.openai import ID_HEADER
 from launch.proxy.bodies import BodyShare, ClientGone
 from launch.proxy.keys import Client, Keys
+from launch.proxy.metrics import REPORT_BYTES
 from launch.proxy.prefixes import NamedPrompt
 from launch.proxy.routing import Hop, RetryBudget, Trial
 from launch.proxy.trips import HopReport, Trip
@@ -46,8 +47,8 @@ class Exchange:
         """The memory that its body takes."""
         self.response: web.StreamResponse | None = None
         """Set when the first byte is about to be sent."""
-        self.event_ended = True
-        """Whether what was sent so far ends with a blank line, as each server-sent event does."""
+        self.ending = bytearray()
+        """At least the last `REPORT_BYTES` of what was sent so far."""
         self.tracing = tracing
         self.span = tracing.begin(
             "pd_cache.proxy", trace_headers(request.headers), kind="server", request_id=self.id, path=request.path
@@ -97,4 +98,8 @@ class Exchange:
             await self.response.write(data)
         except ConnectionError as error:
             raise ClientGone from error
-        self.event_ended = data.endswith((b"\n\n", b"\r\n\r\n"))
+
+    def note_sent(self, data: bytes) -> None:
+        self.ending += data
+        if len(self.ending) > 2 * REPORT_BYTES:
+            del self.ending[:-REPORT_BYTES]

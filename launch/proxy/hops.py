@@ -28,7 +28,7 @@ from launch.proxy.bodies import (
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
 from launch.proxy.exchange import HINTS_HEADER, Exchange
 from launch.proxy.keys import Keys
-from launch.proxy.metrics import REPORT_BYTES, ProxyMetrics, RecentTrips, read_report
+from launch.proxy.metrics import ProxyMetrics, RecentTrips, read_report
 from launch.proxy.nodes import (
     HopError,
     NodePools,
@@ -42,6 +42,7 @@ from launch.proxy.nodes import (
     send,
 )
 from launch.proxy.prefixes import NamedPrompt, PromptTokens, RoutedPrompt
+from launch.proxy.relay import Shortcut
 from launch.proxy.routing import Attempts, Hop, Reason
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.decoding import one_line
@@ -310,16 +311,18 @@ class Hops:
         if exchange.hinted is not None:
             response.headers[HINTS_HEADER] = (await exchange.hinted).decode()
         exchange.response = response
+        if exchange.request.version < aiohttp.HttpVersion11:
+            response.force_close()  # that is how the client knows the answer's end
         try:
             await response.prepare(exchange.request)
-            data, ending = first, b""
+            data = first
             while data:
-                ending = (ending + data)[-REPORT_BYTES:]
+                exchange.note_sent(data)
                 if answer.content.at_eof():
-                    self._note(exchange, ending)  # before the client can know that this is all
+                    self._note(exchange)  # before the client can know that this is all
                 await exchange.write(data)
-                data = await read_some(answer)
-            self._note(exchange, ending)
+                data = await Shortcut(exchange, answer).taken() or await read_some(answer)
+            self._note(exchange)
             await response.write_eof()
         except HopError as error:
             self._failed(exchange, "decode", node, None, error)
@@ -328,8 +331,8 @@ class Hops:
             raise ClientGone from error
         return response
 
-    def _note(self, exchange: Exchange, ending: bytes) -> None:
-        exchange.reports["decode"] = read_report(ending)
+    def _note(self, exchange: Exchange) -> None:
+        exchange.reports["decode"] = read_report(exchange.ending)
         self.trips.note(exchange.id, exchange.trip())
 
     # --- the list of models --------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class RecentTrips:
         return trip
 
 
-def read_report(answer: bytes) -> RequestReport | None:
+def read_report(answer: bytes | bytearray) -> RequestReport | None:
     """Returns the last report in a node's answer or in the end of one; None if there is none.
 
     A report is a flat object, so it ends at the first closing brace. Inside a JSON string, such as a generated text, the quotes around the

@@ -11,8 +11,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NoReturn
 
 import aiohttp
@@ -50,6 +49,7 @@ host, and ends the connection after 10 s without an answer. The request then fai
 its kernel answers the probes."""
 
 
+_FAILURES = (aiohttp.ClientError, OSError, UnicodeError)
 _MAX_REFUSAL = 4 << 20
 _REFUSAL_S = 2.0
 """How long the body of a refusal may take. It is short, because there may be another node to ask."""
@@ -105,8 +105,10 @@ async def send(
     data: bytes | AsyncIterator[bytes] | None = body
     if body is not None and len(body) > _PIECE:
         data, headers = _pieces(body), {**headers, "Content-Length": str(len(body))}
-    with _mapped():
+    try:
         return await session.request(method, url, data=data, headers=headers, allow_redirects=False)
+    except _FAILURES as error:
+        raise _hop_error(error) from error
 
 
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:
@@ -117,8 +119,10 @@ async def _pieces(body: bytes) -> AsyncIterator[bytes]:
 
 async def read_some(answer: aiohttp.ClientResponse) -> bytes:
     """Returns the bytes of the body that have arrived, at least one; empty at the end. Raises HopError if the body broke off."""
-    with _mapped():
+    try:
         return await answer.content.readany()
+    except _FAILURES as error:
+        raise _hop_error(error) from error
 
 
 async def read_all(answer: aiohttp.ClientResponse, limit: int) -> bytes:
@@ -160,18 +164,14 @@ async def check_status(answer: aiohttp.ClientResponse) -> None:
     raise HopError("busy" if status == 503 else "error", f"status {status}", refusal)
 
 
-@contextmanager
-def _mapped() -> Iterator[None]:
-    try:
-        yield
-    except (aiohttp.InvalidURL, UnicodeError, aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-        raise HopError("unreachable", _text_of(error)) from error  # UnicodeError: a host name that cannot be looked up
-    except TimeoutError as error:  # an OSError, too, from Python 3.11 on
-        raise HopError("timeout", _text_of(error)) from error
-    except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, OSError) as error:
-        raise HopError("disconnected", _text_of(error)) from error
-    except aiohttp.ClientError as error:
-        raise HopError("garbage", _text_of(error)) from error
+def _hop_error(error: Exception) -> HopError:
+    if isinstance(error, (aiohttp.InvalidURL, UnicodeError, aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)):
+        return HopError("unreachable", _text_of(error))  # UnicodeError: a host name that cannot be looked up
+    if isinstance(error, TimeoutError):  # an OSError, too, from Python 3.11 on
+        return HopError("timeout", _text_of(error))
+    if isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, OSError)):
+        return HopError("disconnected", _text_of(error))
+    return HopError("garbage", _text_of(error))
 
 
 def _text_of(error: BaseException) -> str:

@@ -12,13 +12,14 @@ import re
 import resource
 import socket
 import time
+from functools import partial
 
 import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
 
-from launch.proxy import nodes
+from launch.proxy import hops, nodes
 from launch.proxy import requests as requests_module
 from launch.proxy.app import Proxy
 from launch.proxy.metrics import REPORT_BYTES, read_report
@@ -91,6 +92,56 @@ async def test_a_large_prompt_and_a_large_answer_pass():
         async with c.post(data=io.BytesIO(json.dumps({"prompt": prompt}).encode())) as response:
             assert await response.read() == answer
         assert c.prefill[0].bodies[0]["prompt"] == c.decode[0].bodies[0]["prompt"] == prompt
+
+
+@pytest.mark.parametrize("version", [aiohttp.HttpVersion10, aiohttp.HttpVersion11])
+@scenario
+async def test_the_pieces_of_an_answer_pass_without_steps_of_their_request(version, monkeypatch):
+    steps = []
+
+    async def read_some(answer):
+        steps.append(answer)
+        return await nodes.read_some(answer)
+
+    monkeypatch.setattr(hops, "read_some", read_some)
+    pieces = [*EVENTS[:1] * 200, *EVENTS]
+    async with cluster(0, 1) as c, aiohttp.ClientSession(version=version) as c.session:
+        for length in ({}, {"Content-Length": str(len(b"".join(pieces)))}):
+            c.decode[0].default = partial(begin_and_end, pieces, length)
+            assert await c.ask({"prompt": "x", "stream": True}) == b"".join(pieces)
+            assert await c.ask({"prompt": "x", "stream": True}) == b"".join(pieces)
+        assert len(steps) < 20
+        assert len(set(c.decode[0].peers)) == 1
+
+
+async def begin_and_end(pieces, headers, request):
+    response = await begin(request, *pieces, **headers)
+    await response.write_eof()
+    return response
+
+
+@scenario
+async def test_a_client_that_reads_no_more_holds_the_node_up_and_misses_no_byte():
+    pieces, sent = [os.urandom(size) for size in (70_000, 3, 200_000)] * 200, 0
+
+    async def writes(request):
+        nonlocal sent
+        response = await begin(request)
+        for piece in pieces:
+            await response.write(piece)
+            sent += len(piece)
+        return response
+
+    async with cluster(0, 1) as c:
+        c.decode[0].default = writes
+        async with c.post({"prompt": "x", "stream": True}) as response:
+            before = -1
+            while sent > before:  # all of them are in this loop
+                before = sent
+                for _ in range(100):
+                    await asyncio.sleep(0)
+            assert sent < 27_000_000, "half of it"
+            assert await response.read() == b"".join(pieces)
 
 
 # --- nodes that fail, and clients that make them --------------------------------------------------------------------------
