@@ -326,7 +326,8 @@ class SimulatedCluster:
             # a step of one request and a step of many take nearly as long: room is what decode nodes run out of
             "decode": _mean([node.engine.held() / self.costs.engine.kv_tokens for node in self.nodes["decode"]])
             / seconds,
-            "links": _mean([max(machine.outgoing.asked, machine.incoming.asked) for machine in machines]) / seconds,
+            # that of the node with the chunk that all prompts begin with
+            "busiest link": max(max(machine.outgoing.asked, machine.incoming.asked) for machine in machines) / seconds,
             "nodes' cores": _mean([machine.cores.asked for machine in machines]) / cores,
         }
 

@@ -84,7 +84,7 @@ def test_a_prefill_node_computes_and_a_decode_node_loads():
     # the decode node looks up until what was announced is there, then computes the last token
     assert outcome.first == pytest.approx(1.0 + 0.001, abs=0.02)
     assert outcome.error == ""
-    assert set(uses) >= {"master", "proxy", "prefill", "decode", "links"}
+    assert set(uses) >= {"master", "proxy", "prefill", "decode", "busiest link"}
 
 
 def test_what_a_step_has_computed_is_there_for_others_before_the_prompt_is():
