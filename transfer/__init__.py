@@ -1,6 +1,6 @@
-"""Moves bytes between machines. Everything that knows Mooncake is here, and nothing else is.
+"""Moves bytes between machines. Everything that knows Mooncake is here, and nothing else.
 
-Importing this package loads no shared library. `MooncakeStore(...)` loads them, and says which one is missing.
+Importing this package loads no shared library. `MooncakeStore(...)` loads them, and names a missing one.
 """
 
 from transfer.errors import (

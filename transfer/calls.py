@@ -1,6 +1,6 @@
 """Runs blocking calls on a bounded set of threads. Callers wait for them with a deadline.
 
-A call into Mooncake cannot be cancelled. So the caller waits only until its own deadline, and `on_end` lets go of what the call was given
+A call into Mooncake cannot be cancelled. So the caller waits only until its own deadline, and `on_end` releases what the call was given
 (staging slots). `on_end` runs exactly once, when nothing can touch these any more:
 
 1. after the call has returned, if a thread has begun it;
@@ -67,7 +67,7 @@ class Call(Generic[T]):
         self.had_s = 0.0
         """How many seconds were left until the deadline when a thread began the call."""
         self.started = False
-        """Whether a thread has begun the call. None does after the deadline."""
+        """Whether a thread has begun the call. No thread begins it after the deadline."""
 
     def outcome(self, otherwise: D) -> T | D:
         """Returns what the call returned, or `otherwise` if the call has not ended by the deadline. Raises what the call raised."""
@@ -83,15 +83,15 @@ class Call(Generic[T]):
         return otherwise if self._value is None else self._value
 
     def abandon(self) -> None:
-        """Drops the call if it is still queued, so that it lets go of what it was given. Idempotent.
+        """Drops the call if it is still queued, so that it releases what it was given. Idempotent.
 
-        Call it when no thread needs the outcome any more.
+        Call this when no thread needs the outcome any more.
         """
         if self._taken.acquire(blocking=False):
             self._end()
 
     def _end(self) -> None:
-        """Lets go of what the call was given. Call it once, if `_taken` is held."""
+        """Releases what the call was given. Call it once, with `_taken` held."""
         self._function, self._args = None, ()
         on_end, self._on_end = self._on_end, None
         try:

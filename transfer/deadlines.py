@@ -1,4 +1,4 @@
-"""The one form of time below the public edge: `end`, on the monotonic clock; None if nothing ends."""
+"""Time below the public edge has one form: `end`, on the monotonic clock; None if nothing ends."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def end_or(end: End, ms: int) -> float:
 
 
 def end_in(seconds: float | None) -> float | None:
-    """Returns when `seconds` from now are over."""
+    """Returns the time in `seconds` from now; None for None."""
     return None if seconds is None else time.monotonic() + seconds

@@ -1,9 +1,12 @@
 """Reads of objects in peers' memory over a transfer engine of our own. The caller sleeps until the bytes have come.
 
 Mooncake's client asks for a transfer's state without a pause, which takes a core from other programs (docs/mooncake.md, "It waits by
-spinning"). Other reads stay with the client: the first one from a peer, because it takes a minute if the peer is stopped; those from a peer
-from which a read has failed, because the engine keeps the addresses that it heard first; those that come while the engine connects to a
-peer; and those of what does not lie in another node's memory.
+spinning"). The client still does some reads:
+
+- the first read from a peer, because it takes a minute if the peer is stopped;
+- reads from a peer from which a read has failed, because the engine keeps the addresses that it learned first;
+- reads that come while the engine connects to a peer;
+- reads of objects that do not lie in another node's memory.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class TransferEngine(Protocol):
 
 
 idle: list[TransferEngine] = []
-"""Engines of closed stores, for those that come: to destroy one takes a second, in which no other thread of the process runs Python."""
+"""Engines of closed stores, for the stores to come. To destroy an engine takes a second, during which no other thread of the process runs
+Python."""
 
 
 def _taken_engine() -> TransferEngine | None:
@@ -47,9 +51,9 @@ def _taken_engine() -> TransferEngine | None:
         from mooncake.engine import TransferEngine as Engine
 
         engine: TransferEngine = Engine()
-        with hushed():  # no peer ever calls this one, so its address does not matter
+        with hushed():  # no peer ever calls this engine, so its address does not matter
             return engine if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0 else None
-    except Exception:  # the client reads, too
+    except Exception:  # the client can read, too
         log.exception("no transfer engine")
         return None
 
@@ -81,7 +85,7 @@ class DirectReads:
         self._met |= peers - self._failed
 
     def read(self, reads: Sequence[Read], end: float) -> list[int] | None:
-        """Returns for each the bytes read, or Mooncake's code for a failed transfer. Returns None if the client has to read them.
+        """Returns for each read its bytes, or Mooncake's code for a failed transfer. Returns None if the client has to read.
 
         A transfer that has not ended by `end` counts as failed, and may still go on.
         """
@@ -95,7 +99,7 @@ class DirectReads:
             if self._engine is None:
                 return None
             for peer, peer_address, address, nbytes in reads:
-                # looking for the way to a peer that has just stopped takes a minute: once, not for each object
+                # to look for a peer that has just stopped takes a minute: this does so once, not for each object
                 begun = 0
                 if peer not in unreachable:
                     begun = self._engine.batch_transfer_async_read(peer, [address], [peer_address], [nbytes])

@@ -10,7 +10,7 @@ import enum
 
 
 class PdCacheError(Exception):
-    """The root of every exception that pd-cache raises, except ValueError for a caller's mistake."""
+    """The root of all exceptions of pd-cache, except ValueError for a caller's mistake."""
 
 
 class TransferError(PdCacheError):
@@ -58,7 +58,7 @@ class Status(enum.Enum):
 
 
 OUTAGE = frozenset({Status.POOL_DOWN, Status.TRANSFER_FAILED, Status.TIMEOUT})
-"""Outcomes that say something about the pool's health rather than about the key."""
+"""Outcomes that concern the pool's health rather than the key."""
 
 _CODES = {
     # -101, SEGMENT_NOT_FOUND: nothing is mounted that could take the bytes. The range has the quotas of tenants

@@ -1,6 +1,6 @@
 """Whether the pool and its peers answer: the breaker of a pool, and the peers that are silent. Neither waits for anything.
 
-A *peer* is a node with a segment. Each read from a peer that hangs stalls for seconds, which says nothing about other peers, nor about the
+A *peer* is a node with a segment. Each read from a peer that hangs stalls for seconds, which says nothing about other peers or the
 master. So the pool counts as down only after calls to the master have failed, and each peer has a breaker of its own.
 """
 
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 _FAIR = 0.9
 """The part of its usual time that a call must have had before its time-out counts against the pool."""
 _WELL_S = 5.0
-"""For how long after an answer to Mooncake's client lookups may ask the master directly."""
+"""After each answer to Mooncake's client, lookups may ask the master directly for this time."""
 
 TRIAL_S = 65.0
 """How long one trial of a peer may take: Mooncake waits a minute for a peer with which this process has never spoken."""
 FORGOTTEN_S = 60.0
-"""After how long a silent peer is forgotten if no object was found at it meanwhile: the master drops the objects of a node that is gone."""
+"""A silent peer is forgotten after this time if no object was found at it meanwhile: the master drops the objects of a node that is gone."""
 
 
 class CircuitBreaker:

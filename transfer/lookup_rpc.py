@@ -1,13 +1,14 @@
 """LookupRpc: asks a master which keys it has, over connections of our own.
 
-Mooncake's client cannot be given a deadline: a request blocks for as long as the master does not answer. So requests run on other threads
-(`transfer.calls`), and waking two of them costs as much as the request itself. A lookup is one such request. On a socket it has its
-deadline without another thread.
+Mooncake's client has no deadlines: a request blocks for as long as the master does not answer. So requests run on other threads
+(`transfer.calls`), and to wake two threads costs as much as the request itself. A lookup is one such request. On a socket it has its
+deadline without another thread. For 16 to 128 keys, the median was 0.16 to 0.6 ms against 0.6 to 0.8 with one thread that asks, 0.27 to 0.5
+against 0.65 to 1.3 with four, and 0.7 to 1.0 against 1.6 to 2.6 with eight (one pool, one process).
 
-The request is `BatchExistKey`, byte for byte as Mooncake's client sends it, which is no public interface. So this is only a short cut.
-Whatever it cannot do goes the long way, through the client: if there is no connection, if all of them are in use, if a key is one
-that it cannot spell. Requests carry a hash of the method's name and one of its parameters' types, so a master of another version refuses
-them. After an answer that is not as expected, all requests go the long way for a minute.
+The request is `BatchExistKey`, byte for byte as Mooncake's client sends it. That is no public interface, so this is only a short cut. The
+other way, through the client, serves requests that come while there is no connection or all of them are in use, and keys that this module
+cannot spell. A request carries a hash of the method's name and one of its parameters' types, so a master of another version refuses
+it. After an unexpected answer, all requests go the other way for a minute.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from collections.abc import Callable, Sequence
 log = logging.getLogger(__name__)
 
 _MOST = 4
-"""Connections of one store. Further threads go the long way meanwhile."""
+"""The most connections of one store. Further threads go the other way meanwhile."""
 _FRESH_S = 30.0
-"""A connection that was not used for longer is closed: firewalls forget idle ones without a word."""
+"""A connection that was idle for longer is closed: firewalls forget idle connections without notice."""
 _CONNECT_S = 0.5
-"""How long connecting may take for each of the master's addresses, and the trial of the connection."""
+"""How long connecting may take for each of the master's addresses, and how long the connection's trial."""
 _AGAIN_S = 1.0
-"""How long after a failed attempt to connect the next one may follow."""
+"""The pause after a failed attempt to connect."""
 _STRANGER_S = 60.0
-"""The same after an unexpected answer."""
+"""The pause after an unexpected answer."""
 _LOOK_S = 100e-6
-"""For so long an answer is looked for again and again before its thread goes to sleep: being woken takes as long as most answers."""
+"""How long a thread polls for its answer before it sleeps: to be woken takes as long as most answers."""
 _PIECE = 1 << 14
 """The most bytes that are read at once: the verdicts on 8000 keys."""
 _LONGEST_S = 3600.0
@@ -52,14 +53,14 @@ _METHOD = 0xB89FA6B0
 _PARAMETERS = bytes.fromhex("638df700 0c fd84800c800cff 00")
 """A vector of strings and a string: the hash of the types, "sizes have two bytes", and the types once more, spelled out."""
 _TENANT = b"\x07\x00default"
-"""The tenant of every client that `setup()` is given none for."""
+"""The tenant of every client whose `setup()` names none."""
 _MOST_KEYS, _LONGEST_KEY = 0xFFFF, 4096
 _RESULTS = [(bytes.fromhex("5d8c5f2a 04 84870b0100"), 1), (bytes.fromhex("5d8c5f2a 0c 84870b0100"), 2)]
-"""How a vector of `expected<bool, ErrorCode>` begins, with the bytes of its size: the hash of the types, how wide sizes are, the types."""
+"""How a vector of `expected<bool, ErrorCode>` begins (the hash of the types, how wide sizes are, the types), and the bytes of its size."""
 
 
 class UnexpectedAnswerError(Exception):
-    """The master does not speak as the version of Mooncake that this was made for."""
+    """The master does not speak like the version of Mooncake that this was made for."""
 
 
 class NoVerdictError(Exception):
@@ -73,7 +74,7 @@ def lookup_rpc(master: str) -> LookupRpc | None:
 
 
 def why_silent(master: str, seconds: float) -> str | None:
-    """Returns why no master answers at `host:port`, of whatever version; None if one does, for elected ones, and if that cannot be asked.
+    """Returns why no master answers at `host:port`, of any version. Returns None if one answers, for elected masters, and if this cannot ask.
 
     Takes at most twice `seconds`, for each of the host's addresses.
     """
@@ -101,7 +102,7 @@ def _over_tcp() -> bool:
 
 
 class LookupRpc:
-    """Connections to one master. Thread-safe; closed ones answer nothing."""
+    """Connections to one master. Thread-safe. Answers nothing after `close`."""
 
     def __init__(self, host: str, port: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Connects to nothing yet."""
@@ -109,7 +110,7 @@ class LookupRpc:
         self._clock = clock
         self._lock = threading.Lock()
         self._idle: deque[tuple[socket.socket, float]] = deque()
-        """Connections that no thread uses, and since when. The one used last is at the end."""
+        """Connections that no thread uses, and since when. The last one was used last."""
         self._connections: set[socket.socket] = set()
         self._connecting = threading.Lock()
         self._not_before = 0.0
@@ -119,7 +120,7 @@ class LookupRpc:
     def ask(self, keys: Sequence[str], deadline: float) -> bytes | None:
         """Returns 1 or 0 for each key: whether the master has it. It leases those that it has.
 
-        Returns None if the keys have to go the long way. Raises TimeoutError if the master has not answered by `deadline`, on the clock.
+        Returns None if the keys have to go the other way. Raises TimeoutError if the master has not answered by `deadline`, on the clock.
         """
         if not self._idle:
             return None
@@ -145,7 +146,7 @@ class LookupRpc:
             answered = True
         except TimeoutError:
             raise
-        except OSError:  # the master is gone, or was started anew: the long way finds out which
+        except OSError:  # the master is gone, or was started anew: the other way finds out which
             self.drop_idle()
         except UnexpectedAnswerError as error:
             self._give_up(error)
@@ -191,7 +192,7 @@ class LookupRpc:
                 self._discard(self._idle.pop()[0])
 
     def close(self) -> None:
-        """Closes the connections, also for forked children; one in use, as soon as its request is over. Idempotent."""
+        """Closes the connections, also for forked children. A connection in use is closed when its request is over. Idempotent."""
         self._closed = True
         self.drop_idle()
 
@@ -205,7 +206,7 @@ class LookupRpc:
     def _discard(self, connection: socket.socket) -> None:
         self._connections.discard(connection)
         with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)  # a forked child may still have it open
+            connection.shutdown(socket.SHUT_RDWR)  # a forked child may still have the socket open
         connection.close()
 
     def _give_up(self, error: UnexpectedAnswerError) -> None:
@@ -214,7 +215,7 @@ class LookupRpc:
         self.drop_idle()
 
     def _exchange(self, connection: socket.socket, body: bytes, keys: int, deadline: float) -> bytes:
-        """Sends a request within the connection's time-out. Returns its answer as `ask` does, or raises what `ask` handles."""
+        """Sends a request within the connection's time-out, and returns the verdicts. Raises the errors that `ask` handles."""
         number = next(self._numbers) & 0xFFFFFFFF
         connection.sendall(_REQUEST.pack(_MAGIC, 0, 0, 0, number, _METHOD, len(body), 0) + body)
         answer, look_until = b"", self._clock() + _LOOK_S
@@ -258,7 +259,7 @@ def _spelled(keys: Sequence[str]) -> bytes:
 def read_answer(answer: bytes, number: int, keys: int) -> bytes | None:
     """Returns 1 or 0 for each key of the request `number`; None if this is only the beginning of an answer.
 
-    Raises UnexpectedAnswerError if it is no answer to that request, NoVerdictError if there is an error in place of a verdict.
+    Raises UnexpectedAnswerError if it does not answer that request, NoVerdictError if it has an error in place of a verdict.
     """
     if len(answer) < _ANSWER.size:
         return None

@@ -103,7 +103,7 @@ class Watch:
 
 
 class Batch(NamedTuple):
-    """Objects that move together: their keys, the slots in which they lie, and how many bytes of each slot they take."""
+    """Objects that move together: their keys, their slots, and how many bytes of each slot they take."""
 
     keys: list[str]
     slots: list[Slot]
@@ -124,12 +124,12 @@ class Batch(NamedTuple):
             yield self.take(range(first, min(first + size, len(self.keys))))
 
     def retain(self) -> None:
-        """Takes one more reference to each slot, for a call that may use it."""
+        """Takes another reference to each slot, for a call that may use the slot."""
         for slot in self.slots:
             slot.retain()
 
     def release(self) -> None:
-        """Gives the references of `retain` back. A reader settles a slot when it takes what was read into it."""
+        """Gives the references of `retain` back. A reader settles a slot when it takes the bytes that were read into it."""
         for slot in self.slots:
             slot.release()
 
@@ -154,7 +154,7 @@ class Moves:
         own_peer: str = "",
         direct: DirectReads | None = None,
     ) -> None:
-        """`memory`: what is registered with the client; the caller may add to it. `own_peer`: the address of this process's own segment,
+        """`memory`: the memory that is registered with the client; the caller may add to it. `own_peer`: the address of this process's own segment,
         which it reads without a transfer; empty if it has none. `direct`: reads that do not go through Mooncake's client."""
         self._client = client
         self._breaker = breaker
@@ -163,14 +163,14 @@ class Moves:
         self._step = keys_per_step(settings)
         self._stall_s = stall_seconds(settings)
         self._lease_s = settings.timeouts.get_ms / 1000
-        """For how long an object is surely leased once the master has said where it lies: the checks of a cluster's file demand it."""
+        """An object is leased for at least this time once the master has said where it lies: the checks of a cluster's file demand it."""
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
         self.direct = direct
         self.own_peer = own_peer
         self._unrevoked: set[str] = set()
         """Keys whose put sessions were given up but are still open in Mooncake's client."""
         self._stalled: dict[int, frozenset[str]] = {}
-        """For each thread, the peers that have held it up for longer than a peer may stall."""
+        """For each thread, the peers that have held it for longer than a peer may stall."""
         self._reading: dict[int, tuple[float, list[str]]] = {}
         """For each thread, when its read began and the keys of that read."""
 
@@ -221,7 +221,7 @@ class Moves:
         return codes
 
     def _read(self, asked: Batch, buffers: dict[str, Any], leased: Watch) -> list[int]:
-        """Reads the objects without Mooncake's client if all of them lie in the memory of peers that it has met, and fit; otherwise with it."""
+        """Reads the objects directly if all of them fit and lie in the memory of peers that Mooncake's client has met; otherwise with the client."""
         direct = self.direct
         found: list[int] | None = None
         if direct is not None and all(
@@ -312,7 +312,7 @@ class Moves:
             if broken := [part.keys[i] for i in ours if codes[i] != 0]:
                 self._revoke(broken)
         self._forfeit_if_given_up(part, codes, watch)
-        # 3. other keys are already there, or were begun by another writer, perhaps on another thread of ours
+        # 3. other keys are there already, or were begun by another writer, perhaps on another thread of ours
         others = [index for index, code in enumerate(codes) if status_of(code) in (Status.BUSY, Status.INVALID)]
         if others:
             there = self._client.batch_is_exist([part.keys[i] for i in others])
@@ -356,7 +356,7 @@ class Moves:
         return [index for index, key in enumerate(keys) if key not in where or asked[where[key]]]
 
     def _learn(self, keys: list[str], codes: list[int], where: dict[str, str]) -> None:
-        """Learns from a read which peers deliver."""
+        """Learns from the codes of a read which peers deliver."""
         now = time.monotonic()
         peers = [where.get(key, "") for key in keys]
         delivered = {peer for peer, code in zip(peers, codes, strict=True) if peer and code >= 0}

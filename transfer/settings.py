@@ -1,4 +1,4 @@
-"""The `transfer` section of the YAML, with a node's part in the pool; and sizes such as `4GiB`."""
+"""The `transfer` section of the YAML file, a node's part in the pool, and sizes such as `4GiB`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 _LARGEST = 2**60
 
 WHEELS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
-"""Mooncake's wheels, all of which install the package `mooncake`: without CUDA, for CUDA 12, for CUDA 13."""
+"""Mooncake's wheels: without CUDA, for CUDA 12, for CUDA 13. Each installs the package `mooncake`."""
 
 MIN_SEGMENT = 16 << 20
 """The smallest segment: Mooncake refuses smaller ones with -600 (measured). 0 means none and is allowed."""
@@ -51,7 +51,7 @@ class ByteSize(int):
     """A number of bytes: an integer, or a text such as `4GiB`. `4G` and `4Gi` mean the same; `4GB` is 4 × 1000³."""
 
     def __new__(cls, size: int | str) -> ByteSize:
-        """Raises ValueError, which says what is allowed, if `size` is no size."""
+        """Raises ValueError if `size` is no size."""
         if isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= _LARGEST:
             return super().__new__(cls, size)
         if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
@@ -80,13 +80,13 @@ def decode_custom(kind: type, value: Any) -> object:
     """Converts values of the types that settings have besides the built-in ones: msgspec's `dec_hook`."""
     if kind is ByteSize:
         return ByteSize(value)
-    raise NotImplementedError(kind)  # says to msgspec that the type is not one of ours
+    raise NotImplementedError(kind)  # for msgspec: the type is not one of ours
 
 
 class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings whose values are checked wherever they are made; msgspec checks those of a file only.
+    """Settings that check their values wherever they are made; msgspec checks only those of a file.
 
-    Raises ValueError, which names the field and what is allowed.
+    Raises ValueError, with the field and what is allowed.
     """
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ Positive = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class Timeouts(Checked, frozen=True):
-    """Time limits of the calls to the pool. The caller abandons a call that outlives its limit."""
+    """Time limits of calls to the pool. A caller abandons a call that outlives its limit."""
 
     exist_ms: Milliseconds = 500
     get_ms: Milliseconds = 10_000
@@ -120,19 +120,19 @@ class Timeouts(Checked, frozen=True):
 
 
 class BreakerSettings(Checked, frozen=True):
-    """When the pool counts as down. Calls then return at once, and one probe per interval finds out when it is back."""
+    """When the pool counts as down. Calls then return at once, and a probe in each interval finds out when the pool is back."""
 
     failures: Positive = 3
     probe_interval_ms: Milliseconds = 1_000
 
 
 class Placement(Checked, frozen=True, kw_only=True):
-    """Says where in the pool a writer's objects go, and how long they stay."""
+    """Where in the pool a writer's objects go, and how long they stay."""
 
     replicas: Annotated[int, Meta(ge=1, le=16)] = 1
-    """How many copies of each object there are, on different segments; fewer if there are fewer segments."""
+    """How many copies each object has, on different segments; fewer if there are fewer segments."""
     pin: Literal["none", "soft", "hard"] = "none"
-    """`soft`: evicted only when nothing unpinned is left. `hard`: never evicted, so a pool can stay full for good."""
+    """`soft`: evicted only when nothing unpinned is left. `hard`: never evicted, so the pool can stay full for good."""
     soft_pin_ttl_s: Annotated[int, Meta(ge=1, le=86_400)] = 1_800
     """How long a soft pin holds."""
     preferred_segment: Annotated[str, Meta(pattern=r"^(own|any|[^\s:]+:[0-9]{1,5})\Z")] = "own"
@@ -151,13 +151,13 @@ class TransferSettings(Checked, frozen=True):
     segment_size: Bytes = ByteSize(0)
     """The memory that each node gives to the pool, unless the node sets its own; 0 gives none."""
     staging_size: Bytes = ByteSize(512 << 20)
-    """The registered memory between the paged cache and the network: the only copy of a chunk on its way."""
+    """The registered memory between the paged cache and the network. It holds the only copy of a chunk on its way."""
     prefault: bool = True
     """Whether to touch segment and staging memory at start, so that no first write pays for page faults."""
     threads: Annotated[int, Meta(ge=1, le=64)] = 1
-    """How many transfer calls may be in flight at once in each direction. One saturates TCP; give RDMA 2 to 4."""
+    """How many transfer calls may be in flight in each direction. One call saturates TCP; give RDMA 2 to 4."""
     direct_lookups: bool = True
-    """Whether lookups ask a master that is not elected over connections of our own (`transfer.lookup_rpc`). `false`: only
+    """Whether lookups ask the master over connections of our own (`transfer.lookup_rpc`), unless it is elected. `false`: only
     through Mooncake's client, which takes longer."""
     timeouts: Timeouts = Timeouts()
     breaker: BreakerSettings = BreakerSettings()
@@ -186,7 +186,7 @@ MAX_TRANSFERS = 1000
 
 
 def split_master(master: str) -> tuple[str, str | None]:
-    """Returns a master's address in Mooncake's form, and the name of the election in `etcd://host:port;host:port/NAME` or None."""
+    """Returns a master's address in Mooncake's form, and the election's name in `etcd://host:port;host:port/NAME`, or else None."""
     if not master.startswith("etcd://"):
         return master, None
     endpoints, _, name = master.removeprefix("etcd://").partition("/")
@@ -199,7 +199,7 @@ def stall_seconds(settings: TransferSettings) -> int:
 
 
 def prepare(settings: TransferSettings, election: str | None = None) -> None:
-    """Sets the variables that Mooncake's client reads, unless the user has set them. docs/mooncake.md says what each does, as measured.
+    """Sets the variables that Mooncake's client reads, unless the user has set them. docs/mooncake.md has what each does, as measured.
 
     Mooncake reads them when it is imported and at the first `setup()` of a process, so call this before both. `election`: see
     `split_master`.
@@ -226,8 +226,8 @@ _hush, _hushing = threading.Lock(), 0
 
 @contextlib.contextmanager
 def hushed(when: bool = True) -> Iterator[None]:
-    """Keeps Mooncake's log silent while the block runs: an engine looks for its segment before it has registered one, and each time
-    says so as an error. Does nothing if the user chose a log level, or if this wheel's glog is no library of its own."""
+    """Keeps Mooncake's log silent while the block runs: an engine looks for its segment before it has registered one, and logs that as an
+    error. Does nothing if the user chose a log level, or if this wheel's glog is no library of its own."""
     global _hushing
     level = None
     if when:

@@ -29,12 +29,12 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; older kernels answer EINVAL
 
 Pin = Callable[[int, int], Callable[[], None]]
-"""Page-locks `(address, bytes)` for a GPU and returns a function that undoes it. `pd_cache.paged.cuda` has the one for CUDA."""
+"""Page-locks `(address, bytes)` for a GPU, and returns a function that undoes this. `pd_cache.paged.cuda` has the one for CUDA."""
 
 _forfeited: list[memoryview] = []
 """Memory that a transfer may still use. Its addresses stay mapped until the process ends."""
 _FORFEITS = 8
-"""How many times its own size a pool may forfeit and replace. This costs addresses, not memory: the pages are given back."""
+"""How many times its own size a pool may forfeit and replace. That costs addresses, not memory: the pages are given back."""
 
 
 class RegistersMemory(Protocol):
@@ -53,11 +53,11 @@ class _SlotMemory(NamedTuple):
 class Quota:
     """Bounds how many slots may wait for peers, for one direction of transfers. The lock of its pool guards it.
 
-    A slot counts from its lease until `Slot.settle`, or until its last reference is given back. A late call has one until it returns.
+    A slot counts from its lease until `Slot.settle`, or until its last reference is given back. A late call has a reference until it returns.
     """
 
     def __init__(self, most: int, headroom: int = 0) -> None:
-        """`headroom`: how many of these slots a lease that does not wait leaves to leases that wait."""
+        """`headroom`: how many of these slots stay free for leases that wait."""
         self.most = max(1, most)
         self.headroom = min(headroom, self.most - 1)
         self.taken = 0
@@ -89,7 +89,7 @@ class Slot:
             self._references += 1
 
     def release(self) -> None:
-        """Lets go of one reference. The last one gives the slot back to its pool."""
+        """Gives one reference back. The last one gives the slot back to its pool."""
         with self._pool._changed:
             if self._references < 1:
                 raise TransferError("a staging slot was released more often than it was retained")
@@ -117,7 +117,7 @@ class StagingPool:
     def __init__(
         self, size: int, slot_bytes: int, *, prefaulted: bool = True, pin: Pin | None = None, headroom: int = 0
     ) -> None:
-        """Maps the memory. `headroom`: how many slots a lease that does not wait leaves to leases that wait.
+        """Maps the memory. `headroom`: how many slots stay free for leases that wait.
 
         Raises ValueError if not even one slot fits.
         """
@@ -133,13 +133,13 @@ class StagingPool:
         self.forfeited_bytes = 0
         """How many bytes of memory were given up because a transfer may still write to them."""
         self._changed = threading.Condition()
-        """Guards all slots, and says when one was given back or settled."""
+        """Guards all slots. Notified when a slot was given back or settled."""
         self._prefaulted = prefaulted
         self._pin = pin
         self._unpins: list[Callable[[], None]] = []
         self._closed = False
         self._clients: list[RegistersMemory] = []
-        """Those that can transfer from and to this memory. `_registering` guards them, and the mappings."""
+        """The clients that can transfer from and to this memory. `_registering` guards them, and the mappings."""
         self._mappings: list[tuple[int, int]] = []
         """The address and the bytes of all memory that was ever mapped."""
         self._registering = threading.Lock()
@@ -191,8 +191,8 @@ class StagingPool:
         return None
 
     def register(self, client: RegistersMemory) -> int:
-        """Registers all of the memory with a client of a pool, and whatever takes its place later. Returns 0, or a negative code if the client
-        refuses."""
+        """Registers all of the memory with a client of a pool, and later the memory that takes its place. Returns 0, or a negative code if the
+        client refuses."""
         with self._registering:
             code = min(client.register_buffer(address, nbytes) for address, nbytes in self._mappings)
             if code == 0:
@@ -200,7 +200,7 @@ class StagingPool:
         return code
 
     def forget(self, client: RegistersMemory) -> None:
-        """Registers nothing with this client any more: it is about to be closed."""
+        """Registers no more memory with this client, which is about to be closed."""
         with self._registering:
             self._clients = [one for one in self._clients if one is not client]
 
@@ -255,11 +255,11 @@ class StagingPool:
             self._unpins.pop()()
 
     def _take_back(self, slot: Slot) -> None:
-        """Frees a slot that nothing refers to any more. For `Slot.release`, with the lock held."""
+        """Frees a slot to which nothing refers any more. For `Slot.release`, with the lock held."""
         if slot.address in self._places:
             del self._leased[slot.address]
             self._free[slot.address] = self._places[slot.address]
-            self._changed.notify_all()  # all, because their quotas decide which of them can use the slot
+            self._changed.notify_all()  # all waiting threads: their quotas decide which of them can use the slot
         elif self._pin is None:  # forfeited: its bytes are no longer needed; its addresses stay mapped for a late write
             _madvise(slot.address, len(slot.pages), _MADV_DONTNEED)
 
@@ -316,7 +316,7 @@ def mapping_at(address: int, maps: Iterable[str]) -> range | None:
 
 
 def prefault_segment(size: int, base: int | None) -> None:
-    """Makes the freshly mounted segment of `size` bytes resident, if that is possible.
+    """Makes the new segment of `size` bytes resident, if that is possible.
 
     Mooncake maps a segment without touching it, so the first writer of each page pays for the fault: 0.25 to 1.2 GB/s, while later writes
     reach 2.4 (measured). `base`: the address of the first object in the segment; None if it is not known.

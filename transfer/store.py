@@ -1,13 +1,13 @@
 """MooncakeStore: wraps a Mooncake store client. Only this module and `transfer.moves` call one.
 
-A bare client is dangerous (docs/mooncake.md). A call before setup or after close kills the process. With a dead master each
-call blocks for seconds, with a stopped peer for a minute. So here:
+A bare client is dangerous (docs/mooncake.md). A call before setup or after close kills the process. A call blocks for seconds if the
+master is dead, and for a minute if a peer is stopped. So here:
 
 1. A state (`opening`, `open` or `failed`, `closing`, `closed`) guards every call, and `close()` drains before it closes.
 2. Calls run on a bounded set of threads, and the caller waits only until its own deadline.
 3. Staging memory that an abandoned call may still touch stays quarantined until that call returns. If the call returned before
    its transfers ended, the memory is never used again (`transfer.moves`).
-4. While the master is down, a circuit breaker lets calls return at once, and one probe per interval checks whether it is back. Peers
+4. While the master is down, a circuit breaker makes calls return at once, and a probe in each interval checks whether it is back. Peers
    that do not deliver have their own breakers (`transfer.health`).
 5. If the master is not there yet, the store opens by itself when it comes.
 6. In a forked child, where none of its threads runs and Mooncake would hang or crash, the store counts as closed.
@@ -46,15 +46,15 @@ SYSTEM_PACKAGES = {
     "libmlx5": "ibverbs-providers",
     "libcurl": "libcurl4",
 }
-"""The Debian packages of the libraries that Mooncake's wheels need and do not bring."""
+"""The Debian packages of the libraries that Mooncake's wheels need and do not contain."""
 
 _EXISTS = {1: Status.OK, 0: Status.MISSING}
 
 _CONNECT_S = 2.0
 _BOUNCE_BYTES = 16 << 20
-"""Mooncake's own buffer, which it copies through only for small control objects."""
+"""Mooncake's own buffer. Only small control objects are copied through it."""
 _HEADROOM = 4
-"""One in this many slots is kept for leases that wait: see `StagingPool.lease`."""
+"""One in this many slots stays free for leases that wait: see `StagingPool.lease`."""
 
 _undrained: list[object] = []
 """Clients and engines that could not be closed, with the memory that they may still write to."""
@@ -169,7 +169,7 @@ class Pending(Generic[R]):
 
 
 class MooncakeStore:
-    """A client of one Mooncake pool, with its own segment or without one.
+    """A client of one Mooncake pool, with or without a segment of its own.
 
     Thread-safe. Every timeout is in seconds. Each key has its own result, and no call raises because the pool is in trouble.
     """
@@ -201,8 +201,8 @@ class MooncakeStore:
         self._module = module
         self._placement = placement or Placement()
         self._put_config: Any = None
-        """Mooncake's form of the store's own placement, once it is open."""
-        # two copies, as far as there are segments: one store node's end should not take control objects along
+        """The store's own placement in Mooncake's form, once the store is open."""
+        # two copies if there are two segments, so that control objects outlive a store node
         self._pinned = self._config(Placement(replicas=2, pin="hard", preferred_segment="any"))
         self._regions: list[StagingPool] = []
         self._breaker = CircuitBreaker(self._master, settings)
@@ -210,7 +210,7 @@ class MooncakeStore:
         self._moves = Moves(self._client, settings, self._breaker, self._regions)
         """Replaced when the store opens. Nothing moves before."""
         self._control = CallThreads("mooncake-control", 2)
-        # separate threads, so that a prompt on its way out does not hold up one on its way in
+        # separate threads, so that stores do not hold up loads
         self._gets, self._puts = (
             CallThreads(f"mooncake-{name}", settings.threads, spare=settings.threads) for name in ("get", "put")
         )
@@ -218,7 +218,7 @@ class MooncakeStore:
         self._changed = threading.Condition()
         self._setup_error = ""
         self._mounted = False
-        """Whether `setup()` has succeeded. If so, the client must be closed."""
+        """Whether `setup()` has succeeded. Then the client must be closed."""
         _stores.add(self)
         self._keeper = threading.Thread(target=self._keep, name="mooncake-keeper", daemon=True)
         self._keeper.start()
@@ -289,7 +289,7 @@ class MooncakeStore:
         drained = True
         for threads in (self._gets, self._puts, self._control):
             drained &= threads.close(left(end))
-        # the keeper may be inside setup() or a probe; to close the client meanwhile would be a use after free
+        # the keeper may be inside setup() or a probe, and to close the client meanwhile would be a use after free
         self._keeper.join(left(end))
         drained &= not self._keeper.is_alive()
         for pool in self._regions:  # another store may go on to use it
@@ -324,15 +324,14 @@ class MooncakeStore:
             return [self._refusal()] * len(keys)
         deadline, rpc = time.monotonic() + timeout, self._lookup_rpc
         codes: Sequence[int] | None = None
-        # only a pool that has just answered Mooncake's client is asked directly: so the breaker hears of the client's own trouble, and only
-        # of that
+        # asks directly only a pool that has just answered Mooncake's client: so the breaker learns of the client's own trouble, and of no other
         if rpc is not None and time.monotonic() < self._breaker.well_until:
             try:
                 codes = rpc.ask(keys, deadline)
             except TimeoutError:
                 if self._breaker.is_fair(timeout):
                     self._breaker.well_until = 0.0
-                    rpc.drop_idle()  # they are no younger than the one that has gone silent
+                    rpc.drop_idle()  # they are no younger than the connection that has gone silent
                 return [Status.TIMEOUT] * len(keys)
         if codes is None:
             call = self._control.submit(self._exist, deadline, None, keys)
@@ -377,8 +376,8 @@ class MooncakeStore:
     ) -> Pending[Status]:
         """Begins to write the first `sizes[i]` bytes of slot i under key i.
 
-        `placement`, or else that of the store, says where the objects go. If there is no room, Mooncake takes another segment without
-        reporting it.
+        `placement`, by default the store's, says where the objects go. If there is no room, Mooncake takes another segment, and does not
+        report it.
 
         OK means that the pool holds the object. It may have been there before; its key names its contents, so the bytes are the same. BUSY
         means that another writer has begun the key and not ended it.
@@ -400,9 +399,10 @@ class MooncakeStore:
         return [Status.TIMEOUT] * len(keys) if codes is None else [status_of(code) for code in codes]
 
     def start_move(self, key: str, source: str, target: str, *, timeout: float) -> Status:
-        """Has a key moved from one segment to another, leased or not. OK means that the owner of `source` will be asked to, within seconds."""
-        told = self._call(self._control, timeout, self._client.create_move_task, key, source, target)
-        return Status.TIMEOUT if told is None else status_of(told[1])
+        """Asks for a key to be moved from one segment to another, leased or not. OK means that the owner of `source` gets the task within
+        seconds."""
+        task = self._call(self._control, timeout, self._client.create_move_task, key, source, target)
+        return Status.TIMEOUT if task is None else status_of(task[1])
 
     def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
         """Writes a control object, which is never evicted. Returns OK also if it was there before, INVALID if it is empty."""
@@ -438,8 +438,8 @@ class MooncakeStore:
     def _call(self, threads: CallThreads, timeout: float, function: Callable[..., R], *args: Any) -> R | None:
         """Returns what a call returns; None if the pool is not available or did not answer in time.
 
-        Control objects are transferred on other threads than the control calls', and late ones say nothing about the master: a store
-        node that is silent holds up neither the control calls nor, by the breaker, all others.
+        Control objects are transferred on other threads than control calls, and their time-outs say nothing about the master. So a silent
+        store node holds up no control calls, and does not open the breaker.
         """
         call = threads.submit(function, time.monotonic() + timeout, None, *args) if self.available else None
         if call is None:
@@ -450,7 +450,7 @@ class MooncakeStore:
         return answer
 
     def _refusal(self) -> Status:
-        """The reason why a call was not begun."""
+        """Returns why a call was not begun."""
         if self._state in ("closing", "closed"):
             return Status.CLOSED
         return Status.OVERLOADED if self.available else Status.POOL_DOWN
@@ -504,7 +504,7 @@ class MooncakeStore:
             "rdma_devices": ",".join(settings.devices),
             "master_server_addr": self._master,
         }
-        with hushed(not self._setup_error.startswith("setup()")):  # a second attempt says why the first failed
+        with hushed(not self._setup_error.startswith("setup()")):  # a second attempt logs why the first failed
             code = self._client.setup(given)
         if code != 0:
             if self._setup_error != (error := f"setup() answered {code}; is a master at that address?"):
@@ -535,7 +535,7 @@ class MooncakeStore:
         return True
 
     def _probe_segment(self) -> Any | None:
-        """Returns the descriptor of a small object put into the fresh segment, whose address is that of the segment; None if that failed.
+        """Returns the descriptor of a small object that it puts into the new segment; None if that fails. The object's address is the segment's.
 
         Mooncake's client reports neither the segment's address nor that of its transport.
         """
