@@ -47,14 +47,14 @@ class BlockCache(Protocol):
 
     @property
     def label(self) -> str | None:
-        """The label of this engine's weights (`pd_cache.versions`); None from a change of theirs until somebody names them."""
+        """The label of this engine's weights (`pd_cache.versions`). None from the time when they change until they get a label."""
 
     @property
     def available(self) -> bool:
-        """False while the pool or the server is known to be unreachable: every call is then a miss, immediately."""
+        """False while the pool or the server is known to be unreachable. Every call is then a miss at once."""
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Uses these KV tensors, one per layer, in layer order, for calls that name no others."""
+        """Uses these KV tensors, one per layer, in layer order, for calls that name no tensors."""
 
     def name_chunks(
         self, tokens: Tokens | None, hashes: Names | None = None, extra_keys: Iterable[ExtraKey] = ()
@@ -80,11 +80,12 @@ class BlockCache(Protocol):
     ) -> list[StoreOutcome]:
         """Stores the chunks that lie in `blocks` of `kv_caches` (by default, of the registered tensors). Returns the outcome of each.
 
-        `label` is the engine's label from before the chunks were computed, by default the present one. Nothing is stored if that was None, or if
-        the engine has another one by now.
+        `label` is the label that the engine had before the chunks were computed, by default the present one. Nothing is stored if it is None, or
+        if the engine has another label by now. If the engine has gone back to the same label in between, this cannot know it: do not store
+        such chunks.
 
         `after` is a `mark`: the chunks are read once the work before it is done. If only the ends of prefixes need these layers
-        (`LayerGroup.tail`), the first blocks may be -1: no load will want them, and zeros are stored. `timeout` is in seconds.
+        (`LayerGroup.tail`), the first blocks may be -1: no load needs them, and zeros are stored. `timeout` is in seconds.
         """
 
     def load(
@@ -99,9 +100,9 @@ class BlockCache(Protocol):
     ) -> Loaded:
         """Loads chunks into `blocks`. Returns how many of them, from the first, are there now, from which tiers, and why not more.
 
-        The first blocks may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten;
-        all other blocks are untouched. `label` is the engine's label from before the lookup of these chunks, by default the present one: if the
-        engine has another one when the load ends, nothing was loaded. `timeout` is in seconds.
+        The first and the last blocks may be -1: they are skipped. Blocks of chunks that were not loaded may have been overwritten; all
+        other blocks are untouched. `label` is the label that the engine had before the lookup, by default the present one. If the engine has
+        another label when the load ends, nothing counts as loaded. `timeout` is in seconds.
         """
 
     def end(self, session: str) -> None:
@@ -117,11 +118,11 @@ class BlockCache(Protocol):
 # --- the cache of this process ----------------------------------------------------------------------
 
 _REMEMBERED = 4
-"""How many sets of KV tensors are remembered per engine. An engine has one; tests and re-registrations have a few."""
+"""How many sets of KV tensors an engine remembers. An engine has one; tests and new registrations have a few."""
 
 
 class _Pages(NamedTuple):
-    """One set of KV tensors, and a copier for each shard that this rank holds."""
+    """A set of KV tensors, and a copier for each shard that this rank holds."""
 
     tensors: list[torch.Tensor]
     copiers: list[PagedCopier]
@@ -149,7 +150,7 @@ class CacheEngine(PrefixLookup):
         metrics: CacheMetrics | None = None,
         version: WeightsVersion | None = None,
     ) -> None:
-        """Takes over `backend`, which is closed with the engine. `version` is that of the weights; by default the engine has its
+        """Takes over `backend`, and closes it with the engine. `version` is the version of the weights; by default the engine has one of its
         own. Raises ValueError if layout and metadata disagree."""
         described = CacheMetadata.of(
             metadata.model,
@@ -193,7 +194,7 @@ class CacheEngine(PrefixLookup):
         """Returns the names of a prompt's whole chunks, first to last, 8 to 16 bytes each.
 
         The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the request's isolation, and go
-        with token ids only. Raises ValueError for both or neither, or for the one by which the namespace does not name chunks.
+        with token ids only. Raises ValueError for both or neither, and for the form by which the namespace does not name chunks.
         """
         return self.database.name_chunks(tokens, hashes, extra_keys)
 
@@ -210,7 +211,7 @@ class CacheEngine(PrefixLookup):
         timeout: Timeout = None,
     ) -> list[StoreOutcome]:
         """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each transfer has the configured
-        timeout."""
+        time-out."""
         end, pages = end_in(timeout), self._pages(kv_caches)
         run = self._run(names, blocks, label, leaving_out(loads=False, keeps_tail=self._keeps_tail))
         if after is not None:
@@ -230,9 +231,9 @@ class CacheEngine(PrefixLookup):
         """Loads chunks into `blocks` of `kv_caches`. Returns how many of them, from the first, are there now, and why not more.
 
         `blocks` are the ids of the chunks' blocks, `chunk_size // block_size` for each name, or the `Slots` of their tokens.
-        The first may be -1, and so may the last: they are skipped. Blocks of chunks that were not loaded may have been overwritten.
-        `label` is this engine's from before the lookup, by default the present one. `timeout` is in seconds. Raises ValueError, before
-        anything moves, for blocks that the KV tensors do not have or that do not go with the names.
+        The first and the last blocks may be -1: they are skipped. Blocks of chunks that were not loaded may have been overwritten.
+        `label` is the label that this engine had before the lookup, by default the present one. `timeout` is in seconds. Raises ValueError,
+        before anything moves, for blocks that the KV tensors do not have, or that are not as many as the names need.
         """
         end, pages = end_in(timeout), self._pages(kv_caches)
         return self.mover.load(self._run(names, blocks, label, "ends"), pages.lend, end)
@@ -241,11 +242,11 @@ class CacheEngine(PrefixLookup):
         """Does nothing: a lookup protects nothing here."""
 
     def mark(self) -> DeviceMark:
-        """Returns a mark of the work that the calling thread has given the device so far: `store(after=…)` waits for it."""
+        """Returns a mark of the work that the calling thread has given the device so far. `store(after=…)` waits for that work."""
         return DeviceMark(self._pages(None).tensors[0])
 
     def close(self) -> None:
-        """Waits at most `transfer.timeouts.close_ms` for moves under way, then closes the backend and releases the KV tensors.
+        """Waits at most `transfer.timeouts.close_ms` for loads and stores under way, then closes the backend and releases the KV tensors.
         Idempotent."""
         if not self.mover.close(self.settings.transfer.timeouts.close_ms / 1000):
             return
@@ -275,7 +276,7 @@ class CacheEngine(PrefixLookup):
         tensors = layer_tensors(kv_caches)
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             raise ValueError("kv_caches must hold one tensor a layer")
-        # a copier keeps its tensors' memory alive, so an address cannot come back as something else
+        # a copier keeps its tensors' memory alive, so no other tensor can get this address
         place = tuple((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
         with self._lock:
             pages = self._remembered.get(place)
@@ -292,7 +293,7 @@ class CacheEngine(PrefixLookup):
                 self._remembered[place] = pages
                 if len(self._remembered) > _REMEMBERED:
                     # the tensors that were used longest ago, apart from the registered ones
-                    oldest = next(key for key, one in self._remembered.items() if one is not self._registered)
+                    oldest = next(key for key, used in self._remembered.items() if used is not self._registered)
                     self._remembered.pop(oldest).close()
             return pages
 
@@ -409,8 +410,8 @@ class PromptCache:
 
         The prompt is `tokens`, n ids, or `hashes`, one per block, with n = blocks * block_size. mask: bool [n], `FFFTTT`; the False
         prefix is a whole number of chunks that need no storing. slot_mapping: int [n], `block * block_size + offset` of each token.
-        kv_caches: the engine's tensors, one per layer; by default the registered ones. label: that of the weights with which they were
-        computed, if weights change while the engine runs (`BlockCache.label`). timeout (s) bounds the whole call; without it, each
+        kv_caches: the engine's tensors, one per layer; by default the registered ones. label: the label of the weights that computed
+        them, if weights change while the engine runs (`BlockCache.store`). timeout (s) bounds the whole call; without it, each
         transfer has the configured timeout.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
@@ -434,8 +435,8 @@ class PromptCache:
         Returns a bool tensor [n] on the CPU: True for each token whose KV is now in the buffer, one contiguous run from the mask's first
         True. Slots of wanted tokens that are False in it may have been overwritten; all other slots are untouched.
 
-        The arguments are those of `store`, except that the mask's False prefix is not wanted and that the wanted slots may begin with
-        whole blocks of -1. Those blocks are skipped: the engine has them. timeout (s) bounds the whole call.
+        The arguments are those of `store`, except that the mask's False prefix is not wanted, and that the wanted slots may begin with
+        whole blocks of -1. Those blocks are skipped, because the engine has them. timeout (s) bounds the whole call.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
         loaded = self.cache.load(wanted.names, wanted.places, kv_caches=kv_caches, session=session, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Lookups: the longest contiguous prefix of a prompt that a pool or an engine holds, and the clients that need no cache server."""
+"""Lookups: find the longest contiguous prefix of a prompt that a pool or an engine holds. The clients here need no cache server."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from transfer.errors import Status
 from transfer.store import MooncakeStore
 
 _RENEWED = 1 << 14
-"""How many leases one request renews. It takes 7 to 9 ms."""
+"""How many leases a request renews. It takes 7 to 9 ms."""
 
 
 class LooksUp(ABC):
-    """What a lookup client asks: a cache, all layer groups of an engine together, or the pool itself."""
+    """Answers the lookups of a `LookupClient`: a cache, all layer groups of an engine together, or the pool itself."""
 
     def __init__(self, version: WeightsVersion | None, metrics: CacheMetrics | None) -> None:
-        """`version`: that of the engine's weights, by default one of its own."""
+        """`version`: the version of the engine's weights; by default a new one."""
         self.version = version or WeightsVersion()
         self.metrics = metrics or CacheMetrics()
 
     @property
     def label(self) -> str | None:
-        """The label of the engine's weights; None from a change of theirs until somebody names them."""
+        """The label of the engine's weights. None from the time when they change until they get a label."""
         return self.version.label
 
     def reset(self, version: str | None = None) -> None:
@@ -49,7 +49,7 @@ class LooksUp(ABC):
 
 
 class LookupClient(ABC):
-    """Finds prefixes: `lookup` counts in tokens, `find` in chunks. Counts any error; the result is then what is already at hand."""
+    """Finds prefixes: `lookup` counts in tokens, `find` in chunks. An error is counted, and nothing more than what is at hand is found."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class LookupClient(ABC):
         cache: LooksUp | None = None,
         timeout: Timeout = None,
     ) -> None:
-        """`database` names the chunks, and `cache` is asked for them; without one, nothing is found. A lookup waits `timeout` seconds for
-        its answer; None: as long as `cache` does by itself."""
+        """`database` names the chunks, and `cache` finds them; without a cache, nothing is found. A lookup waits `timeout` seconds for
+        its answer; with None, as long as `cache` does by itself."""
         self.metrics = metrics or CacheMetrics()
         self._database = database
         self._cache = cache
@@ -68,7 +68,7 @@ class LookupClient(ABC):
 
     @property
     def available(self) -> bool:
-        """False while the process that answers lookups is known to be unreachable: every lookup is then an immediate miss."""
+        """False while the process that answers lookups is known to be unreachable. Every lookup is then a miss at once."""
         return self._cache is not None and self._cache.available
 
     def lookup(
@@ -99,10 +99,10 @@ class LookupClient(ABC):
         return self.find(names, lookup_id, at_hand=at_hand // size).chunks * size
 
     def find(self, names: Names, lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
-        """Returns how many chunks, from the first, are found of a prompt whose chunks are already named, and why not more.
+        """Returns how many chunks of a prompt, from the first, are found, and why not more.
 
         The first `at_hand` chunks are not looked up, and count as found. `lookup_id` names the request in log lines. If a lookup protects
-        what it found, it does so for that id, until the prefix is loaded or until `end`.
+        what it finds, it does so for that id, until the prefix is loaded or until `end`.
         """
         reason: MissReason = "not_asked"
         if self._cache is not None:
@@ -115,24 +115,24 @@ class LookupClient(ABC):
         return Found(at_hand, at_hand, "none" if at_hand == len(names) else reason)
 
     def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now, those of `version`: up to 64 letters, digits, dots, dashes and underscores.
+        """Notes that the engine has other weights now. `version` is their label: up to 64 letters, digits, dots, dashes and underscores.
 
-        Engines share what they store exactly if their versions are equal, so give equal ones for equal weights only. Without a `version`, the
-        engine finds, loads and stores nothing until it gets one. Raises ValueError for a label that cannot be one.
+        Engines with equal labels share what they store, so give equal labels to equal weights only. Without a label, the engine finds, loads
+        and stores nothing until it gets one. Raises ValueError for text that cannot be a label.
         """
         if self._cache is not None:
             self._cache.reset(version)
 
     def stored(self, names: Names) -> None:  # noqa: B027 - only some clients keep a history
-        """Notes that the engine has stored these chunks, so that they count as evicted if a later lookup does not find them."""
+        """Notes that the engine has stored these chunks. If a later lookup does not find them, they count as evicted."""
 
     def end(self, lookup_id: str) -> None:  # noqa: B027 - only some clients protect anything
-        """Releases what the lookups of this id protect. Call it when the request is over."""
+        """Releases what the lookups of this id protect. Call this when the request is over."""
 
     def renew(self, names: Names) -> tuple[str, int] | None:
-        """Keeps the objects of these chunks, in all groups of layers, from eviction for another lease, as far as the pool has them.
+        """Protects the objects of these chunks, in all layer groups, from eviction for another lease, if the pool has them.
 
-        Returns the weights' label and how many objects the pool has. None if one of them is not known, or if this client has no pool.
+        Returns the weights' label and how many objects the pool has. Returns None if either is unknown, or if this client has no pool.
         """
         return None
 
@@ -149,7 +149,7 @@ class LookupClient(ABC):
 
 
 class HoldsKeys(Protocol):
-    """What a lookup asks about keys: tiers, or the pool alone. See `StorageBackend`."""
+    """Says which keys are there: tiers, or the pool alone. See `StorageBackend`."""
 
     @property
     def near(self) -> Callable[[Keys], TierChunks] | None: ...
@@ -161,7 +161,7 @@ class HoldsKeys(Protocol):
 
 
 class PrefixLookup(LooksUp):
-    """Looks up all chunks of a prompt, in all groups of layers, with one request. Thread-safe."""
+    """Looks up all chunks of a prompt, in all layer groups, with one request. Thread-safe."""
 
     def __init__(
         self,
@@ -171,8 +171,8 @@ class PrefixLookup(LooksUp):
         metrics: CacheMetrics | None = None,
         history: ChunkHistory | None = None,
     ) -> None:
-        """Looks in the weights version `version`. `history` remembers the chunks that lookups find, so that a later miss is known as an
-        eviction. Without it, no miss is."""
+        """Looks up chunks of the weights version `version`. `history` remembers the chunks that lookups find, so that later misses of them are
+        known as evictions."""
         self.groups = groups
         super().__init__(version, metrics)
         self.backend = backend
@@ -180,19 +180,19 @@ class PrefixLookup(LooksUp):
 
     @property
     def available(self) -> bool:
-        """False while the pool is known to be down: lookups are then misses and stores are dropped, immediately."""
+        """False while the pool is known to be down. Lookups are then misses, and stores are dropped, at once."""
         return self.backend.available
 
     @property
     def _closed(self) -> bool:
-        """Whether nothing is asked any more."""
+        """Whether it is closed: then it asks nothing."""
         return False
 
     def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
         """Returns how many chunks, from the first, the tiers hold with every shard, and why not more.
 
         The first `at_hand` chunks are not looked up and count as found. `session` has no effect: a lookup protects nothing here. `timeout`
-        is in seconds. Raises ValueError for names that are no names of chunks.
+        is in seconds. Raises ValueError for names that chunks cannot have.
         """
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
@@ -228,7 +228,7 @@ def count_found(lookup: PrefixLookup, names: Names, at_hand: int, statuses: Sequ
         history.follow(label)
         if reason != "none":
             reason = history.explain(reason, asked[found.chunks])
-        # of groups that all have a tail, only the end of a prefix is known to be there
+        # if all groups have a tail, only the end of a prefix is known to be there
         history.note(asked[0 if groups.need_all else max(0, found.leading - 1) : found.leading])
     if lookup.backend.near is not None:
         near = lookup.backend.near(groups.first.keys(asked[: found.chunks], (0,), label))
@@ -236,7 +236,7 @@ def count_found(lookup: PrefixLookup, names: Names, at_hand: int, statuses: Sequ
 
 
 class _Pools:
-    """A pool and perhaps a second one, which is asked for what the first lacks."""
+    """A pool, and perhaps a second one for what the first lacks."""
 
     near = None
 
@@ -255,14 +255,14 @@ class _Pools:
         if self.second is not None and lacking:
             answers = self.second.batch_exist([keys[index] for index in lacking], timeout=left(end))
             for index, status in zip(lacking, answers, strict=True):
-                if status is Status.OK:  # any other answer says nothing of the first pool
+                if status is Status.OK:  # any other answer says nothing about the first pool
                     statuses[index] = status
         return statuses
 
 
 class MooncakeLookupClient(LookupClient):
-    """Does one `batch_is_exist` per lookup, for all chunks and all shards, in all groups of layers; and one more for what is not there, if
-    `cache.tiers` has a second pool."""
+    """Looks up all chunks and shards, in all layer groups, with one `batch_is_exist`. If `cache.tiers` has a second pool, another request asks
+    it for what is not there."""
 
     def __init__(
         self,
@@ -277,11 +277,13 @@ class MooncakeLookupClient(LookupClient):
     ) -> None:
         """Begins to connect to the master at `master_addr` (`host:port`); lookups find nothing until it answers.
 
-        `metadata` is the engine's, or the namespace that it has told. `further` are the model's other groups of layers, if it has several.
-        `history` tells evicted chunks from those that were never stored; without it, both are `missing`. `version`: that of the weights, by
-        default that of the engine's files.
+        `metadata` is the engine's metadata or its namespace. `further` are the same of the model's other layer groups, if it has several.
+        With a `history`, evicted chunks are known from chunks that were never stored; without it, both are `missing`. `version`: the version
+        of the weights, by default that of the engine's files.
         """
-        spaces = (one if isinstance(one, Namespace) else one.namespace(config.cache) for one in (metadata, *further))
+        spaces = (
+            given if isinstance(given, Namespace) else given.namespace(config.cache) for given in (metadata, *further)
+        )
         groups = LayerGroups([ChunkedTokenDatabase(space) for space in spaces])
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
         self.second: MooncakeStore | None = None

@@ -32,11 +32,11 @@ from transfer.errors import Status
 log = logging.getLogger(__name__)
 
 _RETRIES = 8
-"""How often one load reads a damaged object again: once for each tier, which removes it."""
+"""How often a load reads a damaged object again: once for each tier, which removes it."""
 
 
 Pages = Callable[[], AbstractContextManager[Sequence[PagedCopier]]]
-"""Lends the copier of each shard for one batch of copies. Raises, on the way in or out, if the blocks must not be touched."""
+"""Lends the copier of each shard for a batch of copies. Raises when it is entered or left if the blocks must not be touched."""
 
 
 class ChunkRun(NamedTuple):
@@ -49,7 +49,7 @@ class ChunkRun(NamedTuple):
     """The blocks of each chunk."""
     shards: int
     label: str | None = FIRST
-    """The label of the weights in the keys; None if these had none, so that nothing is moved."""
+    """The label of the weights in the keys. If it is None, nothing is moved."""
 
     def part(self, first: int, end: int) -> ChunkRun:
         """Returns the run of the chunks from `first` to before `end`."""
@@ -65,7 +65,7 @@ class ChunkRun(NamedTuple):
     ) -> list[int]:
         """Copies between the blocks of the objects whose keys have these indices and the payloads. `begin` is `PagedCopier.gather` or
         `scatter`, of the copier that it is given. Returns the checksums of what the blocks hold."""
-        if not payloads:  # no copy, no fence: the reason why there is nothing to copy is to be counted
+        if not payloads:  # nothing to copy: the caller counts the reason why, not that of a fence
             return []
         copies: list[PendingCopy] = []
         with pages() as copiers:
@@ -108,17 +108,17 @@ class ChunkMover:
         metrics: CacheMetrics,
         version: WeightsVersion | None = None,
     ) -> None:
-        """`version`: that of the engine's weights; None if the caller compares a run's label with it."""
+        """`version`: the version of the engine's weights; None if the caller compares the labels of runs itself."""
         self.backend = backend
         self.metrics = metrics
         self.history = ChunkHistory()
-        """What was stored or found here."""
+        """The chunks that were stored or found here."""
         self._database = database
         self._payload_bytes = database.namespace.chunk_bytes // database.namespace.shards
         self._version = version
         self._annotated = False
         self.closed = False
-        """Whether it was closed. True in a forked child, too: the threads that move chunks do not exist there."""
+        """True after `close`, and in a forked child, where the threads that move chunks do not exist."""
         self._under_way = 0
         self._idle = threading.Condition()
         _movers.add(self)
@@ -126,7 +126,7 @@ class ChunkMover:
     def store(self, run: ChunkRun, pages: Pages, end: End = None) -> list[StoreOutcome]:
         """Stores the objects of `pages` that the backend lacks. Returns the outcome of each chunk.
 
-        The call ends by `end`, on the monotonic clock; without it, each transfer has the configured timeout.
+        The call ends by `end`, on the monotonic clock; without it, each transfer has the configured time-out.
         """
         shards, chunk_size = run.shards, self._database.chunk_size
         outcomes = [StoreOutcome.NOT] * len(run.keys)
@@ -153,13 +153,14 @@ class ChunkMover:
         self.metrics.tokens("store", "stored", stored * chunk_size // shards)
         if shards > 1:
             outcomes = [StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)]
-        self.history.note([name for name, one in zip(run.names, outcomes, strict=True) if one is not StoreOutcome.NOT])
+        stored_names = [name for name, got in zip(run.names, outcomes, strict=True) if got is not StoreOutcome.NOT]
+        self.history.note(stored_names)
         return outcomes
 
     def load(self, run: ChunkRun, pages: Pages, end: End = None) -> Loaded:
         """Loads chunks into `pages`, in order, up to the first that is missing. Returns how many were loaded, from where, and why not more.
 
-        None counts as loaded if the engine has another label at the end. The call ends by `end`, as in `store`.
+        No chunk counts as loaded if the engine has another label at the end. The call ends by `end`, as in `store`.
         """
         self.metrics.tokens("retrieve", "requested", len(run.keys) * self._database.chunk_size // run.shards)
         with self._moving() as may_move, self.metrics.timed("retrieve"):
@@ -217,11 +218,11 @@ class ChunkMover:
                 self._idle.notify_all()
 
     def _put(self, run: ChunkRun, pages: Pages, missing: list[int], end: End) -> list[Status]:
-        """Returns one status for each of the `missing`, in order; fewer if there was no memory for the last ones."""
+        """Returns a status for each of the `missing`, in order; fewer if there was no memory for the last objects."""
         outcomes: list[PutOutcome] = []
         done = 0
         while done < len(missing):
-            # one chunk first: it is on its way while the others are gathered
+            # first a single chunk, which is on its way while the others are gathered
             indices = missing[done : done + (self.backend.batch_size if done else 1)]
             staged = self._gather(run, pages, indices, end)
             if not staged:
@@ -235,9 +236,9 @@ class ChunkMover:
         return statuses
 
     def _gather(self, run: ChunkRun, pages: Pages, indices: list[int], end: End) -> list[Staged]:
-        """Stages the objects of `indices`, from the first, as far as there is memory. Stages none only if no memory became free in time.
+        """Stages the objects of `indices`, from the first, as far as there is memory. Stages none if no memory became free in time.
 
-        Only the first object waits for memory, so that two stores that hold some never wait for each other. Each object is sealed with the
+        Only the first object waits for memory, so that two stores that hold memory never wait for each other. Each object is sealed with the
         checksum of what the engine has, so that any change of the memory is detected.
         """
         staged: list[Staged] = []
@@ -260,7 +261,7 @@ class ChunkMover:
     def _get(self, run: ChunkRun, pages: Pages, end: End, kinds: list[TierKind]) -> str:
         """Scatters objects in order up to the first that is missing. Returns why not more; `none` if all were scattered.
 
-        Adds to `kinds` the kind of tier that each one came from.
+        Adds to `kinds` the kind of tier that each object came from.
 
         An object that turns out to be damaged is read again: its tier has removed it, and another tier may have a good one. The places that
         a damaged object was scattered to are not loaded, whatever they hold.
@@ -297,7 +298,7 @@ class ChunkMover:
                             fetched.release()
             if len(kinds) > first:
                 failures, known = 0, ""
-            # it is no other trouble that an object which was damaged is gone now
+            # a damaged object is gone now: that is no further trouble
             if reason and not (known and reason in (known, Status.MISSING.value)):
                 self.metrics.trouble("retrieve", reason, len(run.keys) - len(kinds) if reason == "deadline" else 1)
             if damaged:

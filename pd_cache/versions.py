@@ -1,12 +1,12 @@
-"""Weights versions: with which of a model's weights a chunk was computed, if weights change while engines run.
+"""Weights versions: which of a model's weights computed a chunk, if weights change while engines run.
 
-A version is a *label*, which is part of each chunk's key. Equal labels mean equal weights. The empty label, `FIRST`, is that of an engine's files:
-the namespace identifies these, and keys do not mention it. Four rules keep KV of other weights out:
+A version is a *label*, which is part of each chunk's key. Equal labels mean equal weights. The empty label, `FIRST`, means the weights of the
+engine's files: the namespace identifies them, and keys do not mention the label. Four rules keep KV of other weights out:
 
-1. Each engine holds its own label. It starts with that of its files, and no other process knows better.
+1. Each engine holds its own label. It starts with the label of its files.
 2. When an engine hears that its weights have changed, it is *out*: it finds, loads and stores nothing.
-3. A label is given to one state of one engine, by the state's id. Each change makes another state. So a command that comes late, or twice, or
-   after a restart, changes nothing.
+3. A command gives a label to a state of an engine, by the state's id. Each change makes a new state. So a command that comes late, twice or
+   after a restart changes nothing.
 4. A store uses the label that the engine had before it computed the chunk, and a load counts only if the engine has the chunk's label at the
    load's end.
 """
@@ -33,7 +33,7 @@ _Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one engine's weights, as its node's `/health` says it. Another state has another id."""
+    """The state of an engine's weights, as its node's `/health` reports it. Another state has another id."""
 
     id: _Id
     label: Label | None = FIRST
@@ -47,7 +47,7 @@ class Naming(msgspec.Struct, frozen=True, kw_only=True):
 
     label: Label
     ids: Annotated[tuple[_Id, ...], Meta(max_length=4096)]
-    """The states that get it. An engine in another state stays as it is."""
+    """The states that get the label. An engine in another state keeps its own."""
 
 
 class WeightsVersion:
@@ -65,21 +65,22 @@ class WeightsVersion:
         return self.state.label
 
     def why_not(self, label: str | None) -> Literal["", "reset", "weights_unnamed"]:
-        """Returns why chunks of a version are not to be used now; empty if the engine has that version."""
+        """Returns why chunks with this label must not be used now; empty if the engine has the label."""
         own = self.state.label
         if own is None or label is None:
             return "weights_unnamed"
         return "" if label == own else "reset"
 
     def reset(self, label: str | None = None) -> None:
-        """Notes that the engine has other weights: those of `label`. Without one, it is out. Raises ValueError for a label that cannot be one."""
+        """Notes that the engine has other weights, with this label. Without a label, the engine is out. Raises ValueError for text that cannot be a
+        label."""
         if label is not None and not re.match(LABEL, label):
             raise ValueError(f"a version is up to 64 letters, digits, dots, dashes and underscores, not {label!r}")
         with self._lock:
             self.state = self._new(label)
 
     def name(self, naming: Naming) -> Weights:
-        """Gives the engine a label if `naming` means its state. Returns the state after that."""
+        """Gives the engine a label if `naming` has its state. Returns the state after that."""
         with self._lock:
             if self.state.id in naming.ids:
                 self.state = self._new(naming.label)
