@@ -1,4 +1,4 @@
-"""Storage for chunk objects: one interface, the tiers behind it, and `open_backend`, which opens what `cache.tiers` describes."""
+"""Storage for chunk objects: an interface, the tiers behind it, and `open_backend`, which opens the tiers that `cache.tiers` describes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def open_backend(
 ) -> StorageBackend:
     """Returns the backend that `cache.tiers` describes, for payloads of one size.
 
-    Waits neither for the pool nor for a disk. `pin` page-locks the memory for a GPU. `batch_bytes`: how much one transfer moves at most,
-    by default 64 MiB; less lets more of short reads overlap. Raises ValueError if `transfer.staging_size`
-    is too small for one chunk.
+    Waits neither for the pool nor for a disk. `pin` page-locks the memory for a GPU. `batch_bytes`: the most bytes of a transfer, by default
+    64 MiB; with fewer, more of short reads overlaps. Raises ValueError if `transfer.staging_size` is too small for a chunk.
     """
     tiers, transfer, metrics = settings.cache.tiers, settings.transfer, metrics or CacheMetrics()
     kinds = [str(tier.__struct_config__.tag) for tier in tiers]
@@ -46,7 +45,7 @@ def open_backend(
         StagingPool.stride_of(payload_bytes + TRAILER_BYTES),
         slots_of(transfer.staging_size, payload_bytes),
     )
-    if not staging:  # the slots of local tiers are no substitute: once a tier is full, none of them is free
+    if not staging:  # the slots of local tiers are no substitute: a full tier leaves none of them free
         raise ValueError(
             f"the staging memory holds no slot of {payload_bytes + TRAILER_BYTES} bytes; make it at least {slot_bytes} bytes"
         )
@@ -101,8 +100,8 @@ def open_backend(
 def _levels(
     memory: ObjectMemory, slots: int, shelves: Sequence[LocalBackend], store: MooncakeStore | None
 ) -> Callable[[], BackendLevels | None]:
-    """Returns a function that reports on the memory and on the pool for as long as the memory is open. Keeps nothing alive. `shelves`: the
-    tiers that keep objects in the memory besides these `slots`."""
+    """Returns a function that reports on the memory and on the pool for as long as the memory is open. The function keeps nothing alive.
+    `shelves`: the tiers that keep objects in the memory besides these `slots`."""
     opened, keeping = weakref.ref(memory), [weakref.ref(shelf) for shelf in shelves]
     reached = None if store is None else weakref.ref(store)
 
@@ -110,7 +109,7 @@ def _levels(
         memory, store = opened(), None if reached is None else reached()
         if memory is None or memory.pool.closed:
             return None
-        kept = sum(len(shelf.index) for one in keeping if (shelf := one()) is not None)
+        kept = sum(len(shelf.index) for reference in keeping if (shelf := reference()) is not None)
         slot_bytes = StagingPool.stride_of(memory.object_bytes)
         used, forfeited = max(0, memory.pool.in_use - kept) * slot_bytes, memory.pool.forfeited_bytes
         if store is None:
@@ -123,7 +122,7 @@ def _levels(
 
 
 def _up(second: MooncakeBackend) -> Callable[[], bool]:
-    """Returns a function that returns False while a second pool is known to be unusable, until it is closed. Keeps nothing alive."""
+    """Returns a function that returns False while a second pool is known to be unusable. The function keeps nothing alive."""
     opened, reached = weakref.ref(second.memory), weakref.ref(second.store)
 
     def up() -> bool:

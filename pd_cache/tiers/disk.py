@@ -4,19 +4,18 @@
     <path>/<file bytes>/<n>/tmp/<serial>                being written
     <path>/<file bytes>/<n>/<xx>/<digest>-<serial>      an object; xx are the digest's first two digits
 
-A file is an object (payload and trailer) and whatever lay behind it in memory, up to the size of the largest object in whole pages, so
+A file is an object (payload and trailer) and the bytes behind it in memory, up to the size of the largest object in whole pages, so
 that direct I/O can move it in one piece. It is written under a temporary name and renamed when it is whole. The serial keeps two writers
-of one key apart. The digest is that of the key, so that any key makes a safe name. Names are not trusted: objects are checked when they
-are read.
+of a key apart. The digest is the key's, so that any key makes a safe name. Names are not trusted: objects are checked when they are read.
 
-Processes that share a path each take their own folder, the first that is free. However a process ends, its folder becomes free, and
-the next process that starts finds it with its contents.
+Each process that shares a path takes a folder of its own, the first free one. However a process ends, its folder becomes free, and
+the next process finds it with its contents.
 
 Reads and writes run on threads of their own, with bounded queues and deadlines (`transfer.calls`). The index knows which object lies in
 which file, without a system call.
 
 1. A file that cannot be read or written costs only its object, which the next put writes again. Three such errors in a row switch the tier
-   off, as does a call that gets no answer within two seconds. Then every call returns at once. Callers can only make the state worse; only
+   off, and so does a call without an answer within two seconds. Then every call returns at once. Callers can only make the state worse; only
    the keeper, a thread that tries the folder every `retry_s`, makes it better.
 2. A file system that is full, or cannot be written, is still read. A file that cannot be deleted stops writes until it can be, so the budget
    holds.
@@ -66,16 +65,16 @@ _FOLDERS = 64
 _NAME = re.compile(r"(?P<digest>[0-9a-f]{32})-(?P<serial>[0-9a-f]{1,16})")
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _STRIKES = 3
-"""So many errors in a row are not those of single files."""
+"""This many errors in a row are not errors of single files."""
 _FAIR_S = 2.0
 """A disk that has not answered within this time hangs."""
 _FAIR = 0.9
-"""The part of that time that a call must have had."""
+"""The part of that time that a call must have had to prove that the disk hangs."""
 
 _CANNOT_WRITE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), Status.NO_SPACE) | dict.fromkeys(
     (errno.EROFS, errno.EACCES, errno.EPERM), Status.READ_ONLY
 )
-"""Errors that say that nothing can be written, and how the tier then answers puts. It can still be read."""
+"""Errors after which nothing can be written, and the status that puts then get. The tier can still be read."""
 
 
 def digest_of(key: str) -> str:
@@ -92,9 +91,9 @@ def _symbol(error: OSError) -> str:
 
 
 class ObjectFolder:
-    """Reads, writes and deletes one process's files. The I/O methods raise OSError. They may run on several threads at once.
+    """Reads, writes and deletes a process's files. The I/O methods raise OSError. They may run on several threads at once.
 
-    Files that are of no use any more wait in line until `sweep` deletes them.
+    Useless files wait in line until `sweep` deletes them.
     """
 
     def __init__(self, path: Path, file_bytes: int, *, direct: bool) -> None:
@@ -119,9 +118,10 @@ class ObjectFolder:
             return False
 
     def open(self) -> list[tuple[str, str]]:
-        """Takes a folder and returns the digest and the name of each object in it, oldest first; of two objects with one digest, the newer.
+        """Takes a folder and returns the digest and the name of each object in it, oldest first. Of two objects with the same digest, returns
+        the newer.
 
-        Lets go of the folder that was taken before. Leaves files that are not ours alone, and drops those of ours that are not whole."""
+        Gives the folder back that it held before. Leaves foreign files alone, and drops our own files that are not whole."""
         self.close()
         self._lock = self._take()
         try:
@@ -158,11 +158,11 @@ class ObjectFolder:
             os.close(descriptor)
 
     def drop(self, *names: str) -> None:
-        """Has objects deleted by the next `sweep`."""
+        """Lets the next `sweep` delete objects."""
         self._litter += map(self.path_of, names)
 
     def sweep(self) -> None:
-        """Deletes what is of no use any more. A file that cannot be deleted stays first in line."""
+        """Deletes useless files. A file that cannot be deleted stays first in line."""
         with self._sweeping:
             while self._litter:
                 self._litter[0].unlink(missing_ok=True)
@@ -186,7 +186,7 @@ class ObjectFolder:
             raise
 
     def close(self) -> None:
-        """Lets go of the folder. Idempotent."""
+        """Gives the folder back. Idempotent."""
         descriptor, self._lock = self._lock, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -240,7 +240,7 @@ class ObjectFolder:
         return list(newest.items())
 
     def _write_temporary(self, pages: memoryview) -> Path:
-        """Writes a new file with these bytes. Returns its path; the name is a serial that no object has."""
+        """Writes these bytes to a new file. Returns its path, whose name is a serial that no object has."""
         path = self.root / "tmp" / f"{next(self._serials):x}"
         try:
             descriptor = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -276,7 +276,7 @@ class ObjectFolder:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Write:
-    """One object on its way to the disk."""
+    """An object on its way to the disk."""
 
     digest: str
     staged: Staged
@@ -288,7 +288,7 @@ class _Put(NamedTuple):
 
     backend: LocalDiskBackend
     parts: list[Call[Status] | Status]
-    """For each key its write, or the status of one that was not begun."""
+    """For each key its write, or the status if no write was begun."""
 
     def results(self) -> list[Status]:
         statuses = []
@@ -316,7 +316,7 @@ class _Read(NamedTuple):
 
 
 class LocalDiskBackend(StorageBackend):
-    """Keeps objects in one folder, within a byte budget."""
+    """Keeps objects in a folder, within a byte budget."""
 
     kind = "disk"
 
@@ -347,16 +347,16 @@ class LocalDiskBackend(StorageBackend):
         self.state = Status.TIER_OFF
         """The status that puts get: OK, or why the tier takes none. With NO_SPACE and READ_ONLY it still serves reads."""
         self.trouble = ""
-        """Why the state is not OK; empty before the folder was opened for the first time."""
+        """Why the state is not OK; empty before the folder is opened for the first time."""
         self._strikes = {True: 0, False: 0}
-        """How many errors in a row writes and reads met."""
+        """How many errors in a row writes (True) and reads (False) have met."""
         self._writing = 0
         """How many slots writes hold."""
         self._under_way: dict[str, _Write] = {}
-        """The writes that are not published, by digest. A removed key leaves at once."""
+        """The writes that are not published yet, by digest. A removed key leaves at once."""
         slots = memory.pool.slots if slots is None else slots
         self._ahead = tier.threads + 1
-        # enough for one reader with everything that it reads ahead, unless memory is short
+        # enough for a reader with everything that it reads ahead, unless memory is short
         self._reading = Quota(max(slots // 4, min(self._ahead, slots // 2)))
         self._most_writing = max(1, slots // 2)
         # every call except notes and deletions holds a slot
@@ -464,7 +464,7 @@ class LocalDiskBackend(StorageBackend):
             )
 
     def _rejection(self) -> Status:
-        """Returns why no thread took a call: the threads are closed or overloaded."""
+        """Returns why no thread took a call."""
         return Status.CLOSED if self.state is Status.CLOSED else Status.OVERLOADED
 
     def _count(self) -> None:
@@ -490,12 +490,12 @@ class LocalDiskBackend(StorageBackend):
         return _Read(call, staged, "" if call is not None else self._rejection().value)
 
     def _read_ended(self, target: Staged) -> None:
-        """Runs exactly once, when a read has ended or can never begin. Its slot no longer waits for the disk."""
+        """Runs exactly once, when a read has ended or can never begin. Then its slot no longer waits for the disk."""
         target.slot.settle()
         target.release()
 
     def _read(self, key: str, digest: str, target: Staged, size: int) -> int | str:
-        """Reads an object, on a reading thread. Returns the checksum that its payload must have, or the reason why it is of no use."""
+        """Reads an object, on a reading thread. Returns the checksum that its payload must have, or why it cannot be used."""
         if self.state is Status.TIER_OFF:
             return Status.TIER_OFF.value
         entry = self.index.pin(digest)
@@ -548,7 +548,7 @@ class LocalDiskBackend(StorageBackend):
         return Fetched(read.staged, expected=found, source=key, tier=self.kind)
 
     def _forget(self, damaged: Fetched) -> None:
-        # not `_remove`, which others who are reading the object would hold up
+        # not `_remove`, which other readers of the object would hold up
         if (entry := self.index.pin(digest_of(damaged.source))) is not None:
             self._discard(entry, Damage.CORRUPT)
             self._unpin(entry)
@@ -558,7 +558,7 @@ class LocalDiskBackend(StorageBackend):
     def _begin(self, key: str, item: Staged, deadline: float) -> Call[Status] | Status:
         """Begins to write an object, or joins the write of the same key. A key names its content, so both have the same bytes.
 
-        Returns OK if it is there, and BUSY if another put is writing it for longer than this one would wait.
+        Returns OK if the object is there, and BUSY if another put writes it with a later deadline.
         """
         digest = digest_of(key)
         item.seal(key)
@@ -588,7 +588,7 @@ class LocalDiskBackend(StorageBackend):
             return refusal
         name = ""
         try:
-            self.folder.sweep()  # before it uses the room of what was evicted
+            self.folder.sweep()  # before the write uses the room of evicted objects
             name = self.folder.write(write.digest, write.staged.slot.pages)
         except OSError as error:
             return self._failed("a write", error, writing=True)
@@ -597,7 +597,7 @@ class LocalDiskBackend(StorageBackend):
                 self.index.unreserve()
         self._strikes[True] = 0
         with self.changed:
-            # leaves the list and enters the index in one step, so that a removal finds it in one of them
+            # leaves the list and enters the index in one step, so that a removal finds the object in one of the two
             if self._under_way.get(write.digest) is write:
                 del self._under_way[write.digest]
                 published = self.index.fill(write.digest, name)
@@ -679,7 +679,7 @@ class LocalDiskBackend(StorageBackend):
                 self._settle(state, trouble, reason)
 
     def _settle(self, state: Status, trouble: str = "", reason: str = "") -> None:
-        """Sets the state, and says so if it is news. A closed tier stays closed."""
+        """Sets the state, and logs a change. A closed tier stays closed."""
         with self.changed:
             before, known = self.state, self.trouble
             if before is Status.CLOSED or (before is state and bool(known) == bool(trouble)):
@@ -707,7 +707,7 @@ class LocalDiskBackend(StorageBackend):
             except OSError as error:
                 state = _CANNOT_WRITE.get(error.errno or 0) if self.folder.is_held else None
                 self._settle(state or Status.TIER_OFF, f"opening the folder failed: {error}", _symbol(error))
-            except Exception as error:  # nothing but close() ends this thread
+            except Exception as error:  # only close() ends this thread
                 log.exception("tier %s: the keeper of its folder failed; it goes on", self._metrics.tier)
                 self._settle(Status.TIER_OFF, f"opening the folder failed: {error!r}", Status.INTERNAL.value)
             with self.changed:
@@ -716,7 +716,7 @@ class LocalDiskBackend(StorageBackend):
                     return
 
     def _tend(self) -> None:
-        """Opens the folder and fills the index with what it holds, oldest first; deletes what is of no use; tries whether it works again."""
+        """Opens the folder and fills the index with its objects, oldest first. Deletes useless files. Tries whether the folder works again."""
         if not self.folder.is_held:
             self.index.clear()
             for digest, name in self.folder.open():
@@ -724,7 +724,9 @@ class LocalDiskBackend(StorageBackend):
                 self.folder.drop(*evicted)
                 if refusal is None:
                     self.index.fill(digest, name)
-                elif refusal is Status.NO_SPACE:  # a tier that was closed meanwhile leaves its files to the next
+                elif (
+                    refusal is Status.NO_SPACE
+                ):  # a tier that was closed meanwhile leaves its files to the next process
                     self.folder.drop(name)
             self._count()
             room = os.statvfs(self.folder.root)

@@ -2,13 +2,13 @@
 
 1. All tiers share one memory, so an object is gathered once, written everywhere from there, and promoted without a copy.
 2. A key is read from the first tier that knows it. The last tier, the pool, is asked only for keys that all other tiers lack.
-   If a tier claims a key wrongly, that is counted, and the next tier is asked. A damaged payload shows only when it was used. Its tier then
-   gives it up.
-3. A reader that waits for memory holds none itself: only one tier reads ahead for it at a time.
-4. A put waits for the blocking tiers. Its outcome is that of the last one, the pool if there is one. What another
-   tier did not take is counted, but does not change the outcome. Tiers that do not block write behind, within half
-   of the staging memory. What does not fit is dropped and counted.
-5. Behind the pool there may be a second one, in which nothing is stored. Whatever it cannot answer or deliver is missing there, and counted.
+   If a tier claims a key wrongly, that is counted, and the next tier is asked. A damaged payload shows only after its use. Then its tier
+   forgets it.
+3. A reader that waits for memory holds none itself: only one tier at a time reads ahead for it.
+4. A put waits for the blocking tiers. Its outcome is the outcome of the last tier, which is the pool if there is one. Objects that another
+   tier did not take are counted, and do not change the outcome. Tiers that do not block write behind, within half of the staging memory.
+   Objects that do not fit are dropped and counted.
+5. Behind the pool there may be a second pool, in which nothing is stored. What it cannot answer or deliver counts as missing there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from transfer.errors import PoolUnavailableError, Status
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 1 << 16
-"""How many keys that were read once a tier remembers, for promotion on the second hit."""
+"""How many keys with one read a tier remembers, for promotion on the second hit."""
 
 
 class Tier(NamedTuple):
@@ -48,21 +48,21 @@ class Tier(NamedTuple):
     promote: PromotionName = "always"
     """When to put a chunk that was read from a later tier into this one."""
     stores: bool = True
-    """False for a second pool, which stands last and is only read. No trouble of its own says anything of the cache."""
+    """False for a second pool, which stands last and is only read. Its troubles are not those of the cache."""
 
 
 class HybridBackend(StorageBackend):
     """Joins tiers into one backend, which owns them."""
 
     def __init__(self, tiers: Sequence[Tier], *, backlog: int | None = None, close_s: float = 5.0) -> None:
-        """`tiers`: at least one; all share one memory. `backlog`: how many chunks may be written behind at the same time. The default is half
+        """`tiers`: at least one; all share one memory. `backlog`: how many chunks may be written behind at the same time, by default half
         of the memory's slots."""
         first = tiers[0].backend
         self.tiers = tuple(tiers)
         self.memory = first.memory
         self.payload_bytes = first.payload_bytes
         self._stored = [tier for tier in tiers if tier.stores]
-        """The tiers in which chunks are stored. The last one decides what became of a put."""
+        """The tiers in which chunks are stored. The last one decides the outcome of a put."""
         self.batch_size = min(tier.backend.batch_size for tier in self._stored)
         self._seen = [_SecondHit() if tier.promote == "second_hit" else None for tier in tiers]
         self._behind = _WriteBehind(max(1, self.memory.pool.slots // 2 if backlog is None else backlog), close_s)
@@ -73,7 +73,7 @@ class HybridBackend(StorageBackend):
         return any(tier.backend.available for tier in self.tiers)
 
     def wait_available(self, timeout: float) -> None:
-        """Waits until every tier is open in which chunks are stored. Raises PoolUnavailableError if the last one is not after `timeout` seconds.
+        """Waits until every tier that stores chunks is open. Raises PoolUnavailableError if the last one is not after `timeout` seconds.
 
         Other tiers may fail; the cache works without them.
         """
@@ -106,8 +106,8 @@ class HybridBackend(StorageBackend):
         return TierChunks(counts["memory"], counts["disk"])
 
     def batched_wants(self, keys: Keys, end: End = None) -> list[Status]:
-        """Returns MISSING for a key that the last tier lacks in which chunks are stored, or that no such tier has while that one cannot find
-        out."""
+        """Returns MISSING for a key that the last storing tier lacks. If that tier cannot find out, returns MISSING if no other one has the
+        key."""
         *before, last = self._stored
         statuses = last.backend.batched_wants(keys, end)
         unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
@@ -140,7 +140,7 @@ class HybridBackend(StorageBackend):
             if self._closed:
                 return Settled([Status.CLOSED] * len(keys))
             for key, item in zip(keys, items, strict=True):
-                item.seal(key)  # once, and before any tier reads the bytes
+                item.seal(key)  # before any tier reads the bytes
             begun: list[_TierWrite] = []
             for tier in self._stored:
                 if tier.blocking:
@@ -162,7 +162,7 @@ class HybridBackend(StorageBackend):
         return statuses
 
     def pin(self, keys: Keys) -> Keys:
-        """Pins in the first tier only, so that it is clear which tier has a pin."""
+        """Pins in the first tier only, so that it is clear which tier has the pin."""
         return self.tiers[0].backend.pin(keys)
 
     def unpin(self, keys: Keys) -> None:
@@ -183,8 +183,8 @@ class HybridBackend(StorageBackend):
     def _read(self, keys: Keys, size: int, floor: int, end: End) -> Generator[list[Fetched], None, None]:
         """Yields each key's outcome from the first tier that knows it, beginning with tier number `floor`.
 
-        What a tier lacks after all is read from the tiers behind, misses in a row together. Then the tier is asked for the rest, one key, two,
-        four at a time: it may be the only one that still has them. On average, it is asked for each key a constant number of times.
+        Keys that a tier lacks after all are read from the tiers behind, misses in a row together. Then the tier is asked for the rest, for one
+        key, two, four at a time: it may be the only tier that still has them. On average, it is asked for each key a constant number of times.
         """
         start = 0
         for level, run in groupby(self._levels(keys, floor, end)):
@@ -201,7 +201,7 @@ class HybridBackend(StorageBackend):
                                 tier.metrics.missed(fetched.reason)
                                 lacking += 1
                             elif lacking:
-                                # it is read again later: the next tier may have to wait for memory, and a waiting reader must hold none
+                                # to be read again later: the next tier may have to wait for memory, and a waiting reader must hold none
                                 for unused in outcomes[place:]:
                                     unused.release()
                                 fetches.close()
@@ -218,7 +218,7 @@ class HybridBackend(StorageBackend):
                 start += lacking
 
     def _outcome(self, level: int, key: str, fetched: Fetched) -> Fetched:
-        """Returns what a tier answered as this backend's answer."""
+        """Returns a tier's answer as this backend's."""
         if fetched.payload is not None:
             fetched.level = level, key
         elif not self.tiers[level].stores:
@@ -239,14 +239,14 @@ class HybridBackend(StorageBackend):
                 continue
             answers = tier.backend.batched_contains([keys[index] for index in unknown], end)
             for index, answer in zip(unknown, answers, strict=True):
-                # if the pool cannot find out, a read does; the second one is read after it
+                # if the pool cannot find out, a read does; the second pool is read after it
                 if answer is Status.OK or (answer is not Status.MISSING and tier is self._stored[-1]):
                     levels[index] = level
             unknown = [index for index in unknown if levels[index] == last]
         return levels
 
     def check(self, fetched: Fetched, payload_checksum: int | None = None) -> str:
-        """Does what `StorageBackend.check` does. Counts the outcome, once, and puts an intact object into the tiers before its own, as their
+        """Does the same as `StorageBackend.check`. Counts the outcome once, and puts an intact object into the tiers before its own, as their
         policies say."""
         if fetched.level is None or fetched.payload is None:
             return super().check(fetched, payload_checksum)
@@ -269,7 +269,7 @@ class HybridBackend(StorageBackend):
 
 
 class _SecondHit:
-    """Remembers keys that were read once."""
+    """Remembers keys with one read."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[str, None] = OrderedDict()
@@ -318,9 +318,9 @@ class _Through(NamedTuple):
 
 
 class _WriteBehind:
-    """Writes for which no caller waits. Each begins at once, if no more than `limit` chunks are then under way.
+    """Writes for which no caller waits. A write begins at once, if no more than `limit` chunks are then under way.
 
-    One thread waits for each outcome, which has a deadline, and counts what was dropped.
+    A thread waits for the outcomes, each of which has a deadline, and counts what was dropped.
     """
 
     def __init__(self, limit: int, close_s: float) -> None:

@@ -1,10 +1,10 @@
-"""EvictingIndex: a tier's keys, where their bytes are, which of them are being read, and which goes next. No I/O, no waiting.
+"""EvictingIndex: a tier's keys, where their bytes are, which keys are being read, and which key goes next. No I/O, no waiting.
 
-Each entry takes one of `capacity` places. `reserve` makes room for an entry that is still to come, by evicting others. Then the caller
+Each entry takes one of `capacity` places. `reserve` makes room for an entry to come, and evicts others. Then the caller
 puts the entry in with `fill`, or gives the place back with `unreserve`. Pinned entries are being read: they are neither evicted nor removed.
 
-An eviction policy (LRU, LFU or S3-FIFO) decides which entry goes. It knows only keys: the index reports which come, are used and go, and
-asks for the next victim. A policy passes over pinned entries; LRU and LFU then treat them as just used. Every step is O(1), amortized.
+An eviction policy (LRU, LFU or S3-FIFO) decides which entry goes. It knows only keys: the index reports which keys come, are used and go,
+and asks for the next victim. A policy passes over pinned entries; LRU and LFU then treat them as just used. Every step is O(1), amortized.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class Entry(Generic[R]):
-    """One key. `resource` says where its bytes are. They stay there for as long as the entry is pinned."""
+    """A key. `resource` says where its bytes are. They stay there for as long as the entry is pinned."""
 
     __slots__ = ("key", "pins", "resource")
 
@@ -38,7 +38,7 @@ class Reservation(NamedTuple, Generic[R]):
     refusal: Status | None
     """None if a place is reserved; OK if the key is already there, NO_SPACE if every entry is being read or the capacity is 0, or CLOSED."""
     evicted: list[R]
-    """The resources of evicted entries, which the caller must let go of."""
+    """The resources of evicted entries, which the caller must release."""
 
 
 class EvictingIndex(Generic[R]):
@@ -65,7 +65,7 @@ class EvictingIndex(Generic[R]):
             return [key in entries for key in keys]
 
     def pin(self, key: str) -> Entry[R] | None:
-        """Keeps an entry until `unpin`. Returns None if there is none. Counts as a use."""
+        """Returns an entry, and keeps it until `unpin`; None if there is none. Counts as a use."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
@@ -75,7 +75,7 @@ class EvictingIndex(Generic[R]):
             return entry
 
     def unpin(self, entry: Entry[R]) -> bool:
-        """Ends one reader's use. Returns True if the entry is gone and this was its last reader, which must then let go of the resource."""
+        """Ends a reader's use. Returns True if the entry is gone and this was its last reader, which must then release the resource."""
         with self._lock:
             entry.pins -= 1
             if entry.pins:
@@ -85,7 +85,7 @@ class EvictingIndex(Generic[R]):
             return not there
 
     def reserve(self, key: str) -> Reservation[R]:
-        """Makes room for a key that is to come, unless it is already there. The caller must `fill` or `unreserve` a reserved place."""
+        """Makes room for a key to come, unless it is already there. The caller must `fill` or `unreserve` a reserved place."""
         with self._lock:
             if key in self._entries:
                 self._policy.used(key)
@@ -116,7 +116,7 @@ class EvictingIndex(Generic[R]):
             return True
 
     def remove(self, key: str) -> R | Status:
-        """Takes a key out. Returns its resource, which the caller must let go of; MISSING if there is none, BUSY if it is being read."""
+        """Takes a key out. Returns its resource, which the caller must release; MISSING if there is none, BUSY if it is being read."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -134,7 +134,7 @@ class EvictingIndex(Generic[R]):
                 self._pinned -= 1
 
     def clear(self) -> None:
-        """Forgets every entry, because their resources are gone. Readers keep what they hold."""
+        """Forgets every entry, because their resources are gone. Readers keep their entries."""
         with self._lock:
             self._forget()
 
@@ -174,12 +174,12 @@ class EvictingIndex(Generic[R]):
 
 # --- which entry goes -------------------------------------------------------------------------------------------------
 #
-# A policy is told of each key that is `added`, `used`, and `removed` for another reason than eviction. `evict` chooses a victim among those
-# that are not pinned, of which there must be one, and forgets it. Not thread-safe.
+# The index reports each key that is `added`, `used`, or `removed` for another reason than eviction. `evict` chooses a victim among the keys
+# that are not pinned, and forgets it. There must be such a key. Not thread-safe.
 
 Pinned = Callable[[str], bool]
 _MOST_USES = 63
-"""How far LFU counts."""
+"""The most uses that LFU counts."""
 
 
 class Counting:
@@ -188,7 +188,7 @@ class Counting:
     def __init__(self, most: int) -> None:
         self._most = most
         self._uses: dict[str, int] = {}
-        # not plain dicts: to find its first key takes ever longer when its head is deleted again and again
+        # no plain dicts: when the head of a dict is deleted again and again, to find its first key takes ever longer
         self._by_uses: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(most + 1)]
 
     def added(self, key: str) -> None:
@@ -219,16 +219,16 @@ class Counting:
 
 
 class S3FIFO:
-    """Keeps three queues: a small one for new keys, a main one for keys that were used there, and a ghost queue of keys that were not.
+    """Keeps three queues: a small queue for new keys, a main queue for keys that were used there, and a ghost queue of keys that were not.
 
-    "FIFO queues are all you need for cache eviction", Yang et al., SOSP 2023. One-off prompts pass through the small queue
-    without pushing out what is used again and again.
+    "FIFO queues are all you need for cache eviction", Yang et al., SOSP 2023. One-off prompts pass through the small queue, and push out no
+    key that is used again and again.
     """
 
     _MOST = 3
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: the most entries that there will be. The small queue gets a tenth of it."""
+        """`capacity`: the most entries. The small queue gets a tenth of them."""
         self._small: OrderedDict[str, int] = OrderedDict()
         self._main: OrderedDict[str, int] = OrderedDict()
         self._ghost: OrderedDict[str, None] = OrderedDict()

@@ -1,7 +1,7 @@
 """LocalBackend: keeps objects in this process's memory.
 
-Nothing is copied: an entry is a reference to the slot that its object lies in (`memory.py`), and a reader gets the slot itself. Each entry
-takes a whole slot, so memory cannot fragment. An entry that is being read is pinned, and never evicted.
+Nothing is copied: an entry is a reference to its object's slot (`memory.py`), and a reader gets the slot itself. Each entry takes a
+whole slot, so memory cannot fragment. An entry that is being read is pinned, and never evicted.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 64 << 20
 _TOGETHER_BYTES = 256 << 20
-"""What a reader gets at once: so much that the end of one GPU's copies does not hold up the next ones."""
+"""The most bytes that a reader gets at once: enough for the end of a GPU's copies not to hold up the next copies."""
 
 
 class LocalBackend(StorageBackend):
-    """Keeps objects in the slots that they came in, within a byte budget, by an eviction policy."""
+    """Keeps objects in their slots, within a byte budget, by an eviction policy."""
 
     kind = "memory"
 
     def __init__(self, memory: ObjectMemory, tier: LocalTier, timeouts: Timeouts, metrics: TierMetrics) -> None:
-        """`memory` must have slots to spare for the objects that the tier has room for."""
+        """`memory` must have spare slots for all objects that fit into the tier."""
         self.memory = memory
         self._timeouts = timeouts
         self.payload_bytes = memory.payload_bytes
@@ -67,7 +67,7 @@ class LocalBackend(StorageBackend):
         pins: list[Entry[Staged] | None] = []  # as many as `served` belong to outcomes
         served = 0
         try:
-            # all at once, so that what this reader brings in does not evict what it is about to read
+            # pins all at once, so that objects which this reader brings in do not evict objects which it is about to read
             for key in keys:
                 pins.append(self.index.pin(key))
             while served < len(keys):

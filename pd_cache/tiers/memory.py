@@ -1,8 +1,8 @@
 """The memory that the tiers of a node share, and the objects in it.
 
-The memory is equal slots, each with room for one object. An object lies in one slot from the moment the engine gathers it until the last
-tier lets go of it. A put hands the same slot to every tier, and each holds a reference for as long as it needs the bytes: a transfer while
-it runs, the local tier until the entry is evicted. A read leaves the bytes in a slot, which the local tier keeps by taking one more
+The memory is equal slots, each with room for one object. An object lies in the same slot from the moment when the engine gathers it until
+the last tier releases it. A put hands the slot to every tier, and each tier holds a reference for as long as it needs the bytes: a transfer
+while it runs, the local tier until it evicts the entry. A read leaves the bytes in a slot, and the local tier keeps them with another
 reference. So neither write-through nor promotion copies anything.
 
 An object is its payload, then a 32-byte trailer:
@@ -107,7 +107,7 @@ def inspect(key: str, data: memoryview, payload_bytes: int) -> Damage | int:
 
 
 class Staged:
-    """Memory for one payload, lent by `StorageBackend.stage`: one reference to a slot that is being filled or that holds a whole object.
+    """Memory for a payload, lent by `StorageBackend.stage`: a reference to a slot that is being filled or that holds a whole object.
 
     The caller fills `payload`, and gives this to `batched_put` or releases it.
     """
@@ -128,7 +128,7 @@ class Staged:
         return len(self.payload) + TRAILER_BYTES
 
     def cut(self, payload_bytes: int) -> None:
-        """Makes the payload as long as it should be, after an intact object was read into the slot."""
+        """Cuts the payload to its length after an intact object was read into the slot."""
         self.payload = self.slot.view[: payload_size(self.slot.view, payload_bytes)]
 
     @property
@@ -139,10 +139,10 @@ class Staged:
         return self._slot
 
     def seal(self, key: str, payload_checksum: int | None = None) -> int:
-        """Marks the payload as complete and as `key`'s. Any other payload is damage, whenever it was changed.
+        """Marks the payload as complete and as `key`'s. A payload that changes from then on is damaged.
 
-        `payload_checksum` is that of the bytes the payload was copied from; by default it is taken of the payload. Returns the object's
-        size in bytes.
+        `payload_checksum` is the checksum of the bytes from which the payload was copied; by default it is taken of the payload. Returns the
+        object's size in bytes.
         """
         if self.sealed_for != key:
             seal(key, self.slot.view, len(self.payload), payload_checksum)
@@ -150,20 +150,20 @@ class Staged:
         return self.object_bytes
 
     def share(self) -> Staged:
-        """Returns one more reference to the same bytes. They must not be written to any more."""
+        """Returns another reference to the same bytes, which must not be written to any more."""
         slot = self.slot
         slot.retain()
         return Staged(self.memory, slot, len(self.payload), self.sealed_for)
 
     def release(self) -> None:
-        """Lets go of this reference. Idempotent."""
+        """Gives this reference back. Idempotent."""
         slot, self._slot = self._slot, None
         if slot is not None:
             slot.release()
 
 
 class Fetched:
-    """One key's outcome. A hit holds one reference to the slot that its object lies in.
+    """A key's outcome. A hit holds a reference to the slot of its object.
 
     `payload` is valid until `release()`, and None for a miss. It may be damaged: see `StorageBackend.check`. `reason` is that of a miss, a
     `Status` or `Damage` value, and empty for a hit. `tier` is the kind of tier that the object was read from.
@@ -181,8 +181,8 @@ class Fetched:
         tier: TierKind = "pool",
         on_release: Callable[[], None] | None = None,
     ) -> None:
-        """Takes an object whose payload should have the checksum `expected`, or the `reason` why there is none. `source` is what its
-        tier needs to forget it. `on_release` runs once, for a hit only."""
+        """Takes an object whose payload should have the checksum `expected`, or the `reason` why there is none. `source` lets its tier forget
+        it. `on_release` runs once, for a hit only."""
         self.staged = staged
         self._on_release = on_release
         self.expected = expected
@@ -194,7 +194,7 @@ class Fetched:
         """Until the object is checked: the number of the tier that it came from, and its key. None with a single tier."""
 
     def share(self) -> Staged | None:
-        """Returns one more reference to the object, for another tier to keep; None for a miss."""
+        """Returns another reference to the object, for another tier to keep; None for a miss."""
         return None if self.staged is None else self.staged.share()
 
     def release(self) -> None:
@@ -224,11 +224,11 @@ class ObjectMemory:
         return None if slot is None else Staged(self, slot, size)
 
     def read_size(self, payload_bytes: int | None) -> int:
-        """Does the same as `sized` for a reader, who may also give `SELF_SIZED`."""
+        """Does the same as `sized` for a reader, which may also give `SELF_SIZED`."""
         return SELF_SIZED if payload_bytes == SELF_SIZED else self.sized(payload_bytes)
 
     def sized(self, payload_bytes: int | None) -> int:
-        """Returns the size of a payload, by default the largest. Raises ValueError for one that no slot holds."""
+        """Returns the size of a payload, by default the largest. Raises ValueError for a size that no slot holds."""
         size = self.payload_bytes if payload_bytes is None else payload_bytes
         if not 0 <= size <= self.payload_bytes:
             raise ValueError(f"payloads have at most {self.payload_bytes} bytes here, got {size}")
@@ -236,11 +236,11 @@ class ObjectMemory:
 
     @property
     def refusal(self) -> str:
-        """The reason why `stage` lent nothing, as the reason of a miss."""
+        """Why `stage` lent nothing, as the reason of a miss."""
         return Status.CLOSED.value if self.pool.closed else "no_staging"
 
     def own(self, staged: Sequence[Staged], keys: Keys) -> list[Staged]:
-        """Returns `staged`, checked. Raises ValueError unless `stage` lent each piece and there is one for each key."""
+        """Returns `staged`. Raises ValueError unless `stage` lent each piece and there are as many pieces as keys."""
         own = [item for item in staged if item.memory.pool is self.pool]
         if len(own) != len(keys) or len(staged) != len(keys):
             raise ValueError(

@@ -1,6 +1,6 @@
 """MooncakeBackend: the shared pool. Objects move between staging memory and the network without another copy.
 
-Reads run ahead: while the caller scatters one batch of chunks, the next batches are in flight, as far as staging memory allows.
+Reads run ahead: while the caller scatters a batch of chunks, the next batches are in flight, as far as staging memory allows.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from transfer.staging import Pin, Quota, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
 
 _BATCH_BYTES = 64 << 20
-"""The most bytes of one transfer call: enough for full speed, yet moved in well under a second. A lease must last for three batches."""
+"""The most bytes of a transfer call: enough for full speed, and moved in well under a second. A lease must last for three batches."""
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
-"""The most batches of one reader that are in flight or being scattered."""
+"""The most batches of a reader that are in flight or being scattered."""
 _SHARE = 8
 """The batches of all transfer threads together take at most one in this many slots. If a peer hangs, each thread and its spare hold a
-batch: a quarter of the slots in each direction. Quotas bound what queued calls and waiting readers hold."""
+batch: a quarter of the slots in each direction. Quotas bound how much queued calls and waiting readers hold."""
 _READS, _PUTS, _SECOND_READS = 5, 4, 2
-"""How many eighths of the slots reads and puts may hold while they wait for a peer. If one direction hangs, the other still has one eighth
-besides the two eighths of its own late calls. A reader whose object is damaged reads it again into a slot that no longer counts. Of a second
-pool, reads have two eighths, and batches are half as large, so that late calls leave room for others."""
+"""How many eighths of the slots reads and puts may hold while they wait for a peer. If one direction hangs, the other still has an eighth
+besides the two eighths of its own late calls. A reader reads a damaged object again into a slot that no longer counts. For a second pool,
+reads have two eighths, and batches are half as large, so that late calls leave room for others."""
 
 _DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status.CHECKSUM.value})
-"""Reasons to remove an object. `checksum` is that of Mooncake itself, for an object that another client wrote."""
+"""Reasons to remove an object. `checksum` is Mooncake's own, for an object that another client wrote."""
 
 
 class _ReadBatch(NamedTuple):
@@ -47,7 +47,7 @@ class _ReadBatch(NamedTuple):
 
 
 class MooncakeBackend(StorageBackend):
-    """Chunk objects in the pool of one Mooncake master, through one store client and one staging pool, which a second pool shares."""
+    """Chunk objects in the pool of a Mooncake master, through a store client and a staging pool, which a second pool shares."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class MooncakeBackend(StorageBackend):
         """Maps the staging memory and begins to open the store. Does not wait for the pool.
 
         `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides `transfer.staging_size`, for local
-        tiers that keep objects in the same memory. A batch has about `batch_bytes`, by default 64 MiB. `shared`: the memory of the first pool, if this is a second
-        one, which then maps none. Raises ValueError if `transfer.staging_size` is too small for one chunk.
+        tiers that keep objects in the same memory. A batch has about `batch_bytes`, by default 64 MiB. `shared`: for a second pool, the
+        memory of the first; the second maps none. Raises ValueError if `transfer.staging_size` is too small for a chunk.
         """
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
@@ -141,7 +141,7 @@ class MooncakeBackend(StorageBackend):
                 try:
                     for key, result in zip(batch_keys, call.results(), strict=True):
                         found = self._object(key, slots[0], result, size)
-                        if found in _DAMAGED and together:  # a reader holds nothing while it reads that again
+                        if found in _DAMAGED and together:  # a reader holds no outcomes while it reads the object again
                             ready, together = together, []
                             yield ready
                         together.append(self._fetched(key, slots.popleft(), found, size, until))
@@ -197,7 +197,7 @@ class MooncakeBackend(StorageBackend):
         return slots
 
     def _fetched(self, key: str, slot: Slot, found: str | int, size: int, end: float) -> Fetched:
-        """Returns a key's outcome, of which `_object` said `found`. Takes over its slot."""
+        """Returns a key's outcome. `found` is the result of `_object`. Takes over the slot."""
         try:
             if found in _DAMAGED:
                 found = self._look_again(key, slot, str(found), size, end)
@@ -224,9 +224,9 @@ class MooncakeBackend(StorageBackend):
         return "other_size" if result.status is Status.INVALID else result.status.value
 
     def _look_again(self, key: str, slot: Slot, reason: str, size: int, end: float) -> str | int:
-        """Reads a damaged object a second time, and removes it if it is still damaged in the same way, so that its next writer replaces it.
+        """Reads a damaged object again, and removes it if it is still damaged in the same way, so that its next writer replaces it.
 
-        Returns what `_object` does, with the first `reason` if the object is still of no use.
+        Returns what `_object` does, and the first `reason` if the object still cannot be used.
 
         Another reader may have found the damage, and a writer may have replaced the object. Mooncake has no conditional removal, so a
         replacement that comes after the second read is removed, too. That costs a miss.
@@ -235,7 +235,7 @@ class MooncakeBackend(StorageBackend):
         found = self._object(key, slot, result, size)
         if isinstance(found, int) and checksum(slot.view[: payload_size(slot.view, size)]) != found:
             found = Damage.CORRUPT.value
-        # a part that an object is too short for cannot be told from one that Mooncake refused for another reason
+        # Mooncake refuses to read an object that is too short in the same way as for other reasons
         if found == reason or (reason == "other_size" and found in _DAMAGED):
             # by force: each lookup renews its lease, which would keep it as long as its prompt is looked up
             seconds = min(self._timeouts.exist_ms / 1000, end - time.monotonic())
