@@ -12,9 +12,9 @@ from transfer.staging import Pin
 
 
 class DeviceMark:
-    """The work that the calling thread has given the device of `tensor` so far, so that another thread's work can follow it.
+    """Marks the work that the calling thread has given the device of `tensor` so far, so that another thread's work can follow it.
 
-    On the CPU, a call's work is done when it returns, and there is nothing to wait for.
+    On the CPU, a call's work is done when the call returns, so there is nothing to wait for.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -45,8 +45,8 @@ def open_copier(tensors: Sequence[torch.Tensor], layout: KVLayout) -> PagedCopie
 
 
 def own_stream(device: torch.device) -> None:
-    """Gives the calling thread a stream of its own on a GPU: from now on its copies wait for nothing that another thread has given the device,
-    but for marks that it follows, and nothing waits for them. Does nothing on the CPU."""
+    """Gives the calling thread a stream of its own on a GPU. From now on, its copies wait only for marks that it follows, and no other thread's
+    work waits for them. Does nothing on the CPU."""
     if device.type == "cuda":
         from pd_cache.paged.cuda import take_stream
 
@@ -63,8 +63,8 @@ def has_gpu() -> bool:
 
 
 def host_pin() -> Pin | None:
-    """Returns the function that page-locks staging memory in the context of the GPU that is now the calling thread's, whichever thread
-    calls it; None if there is no GPU."""
+    """Returns a function that page-locks staging memory in the context of the calling thread's present GPU. Any thread may call the function.
+    Returns None if there is no GPU."""
     if not has_gpu():
         return None
     from pd_cache.paged.cuda import pin_here

@@ -1,4 +1,4 @@
-"""Moving pages between an engine's paged cache and contiguous chunk objects: the interface and its pure parts.
+"""Moves pages between an engine's paged cache and contiguous chunk objects: the interface and its pure parts.
 
 A chunk object holds its pages in the order plane (layer by layer), block, content of the page, in `layout.chunk_bytes(chunk_size)` bytes;
 see `pd_cache.layout` for planes and pages.
@@ -24,7 +24,7 @@ class Slots(NamedTuple):
 
 
 BlocksOrSlots = Sequence[int] | Slots
-"""Where chunks lie in a paged cache: the blocks, in order, or the slots of the tokens."""
+"""The places of chunks in a paged cache: the blocks, in order, or the slots of the tokens."""
 
 
 class PendingCopy(Protocol):
@@ -33,7 +33,7 @@ class PendingCopy(Protocol):
     def wait(self) -> int:
         """Waits for the end: then a gathered buffer can be read, and a scattered one reused. Returns the checksum of the chunk object.
 
-        It is end to end: of what the pages hold, and not of staging memory, to which a transfer that was given up may still write.
+        The checksum is end to end: of the bytes in the pages, not in staging memory, to which a transfer that was given up may still write.
         """
 
 
@@ -50,8 +50,8 @@ class CopyDone:
 class PagedCopier(ABC):
     """Copies chunks out of and into the tensors of one paged cache.
 
-    A chunk is given by its blocks: int64 `[chunk_size / block_size]`, on the CPU. Negative ones, at the start and at the end, are left out: a
-    scatter does not write them, and a gather makes them zeros.
+    A chunk is given by its blocks: int64 `[chunk_size / block_size]`, on the CPU. Negative blocks, at the start and at the end, are left out:
+    a scatter does not write them, and a gather writes zeros for them.
 
     The engine keeps ownership of the tensors; the copier never allocates cache memory. Thread-safe as long as no two calls write the same
     blocks.
@@ -80,7 +80,7 @@ LeavingOut = Literal["nothing", "start", "ends"]
 
 
 def leaving_out(*, loads: bool, keeps_tail: bool) -> LeavingOut:
-    """Returns where a load, or a store, may leave out blocks. A store may do so only of layers that keep the ends of prefixes."""
+    """Returns where a load, or a store, may leave out blocks. A store may do so only for layers that keep the ends of prefixes."""
     if loads:
         return "ends"
     return "start" if keeps_tail else "nothing"
@@ -89,10 +89,10 @@ def leaving_out(*, loads: bool, keeps_tail: bool) -> LeavingOut:
 def plan(
     places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: LeavingOut = "nothing"
 ) -> list[torch.Tensor]:
-    """Returns the blocks of each of some whole chunks, as copiers take them.
+    """Returns the blocks of each chunk, as copiers take them.
 
-    `may_leave_out` says where blocks may be `LEFT_OUT`. Raises ValueError for places outside the cache, for places that occur twice, for a
-    number of places that is not a whole number of chunks, or for slots that are not of whole blocks.
+    `may_leave_out` says where blocks may be `LEFT_OUT`. Raises ValueError for places outside the cache, for places that occur twice, for places
+    of a part of a chunk, or for slots of a part of a block.
     """
     blocks = _blocks_of(places, layout.block_size) if isinstance(places, Slots) else _integers("blocks", places)
     per_chunk = chunk_size // layout.block_size
@@ -117,8 +117,7 @@ def plan(
 def plan_named(
     names: Names, places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: LeavingOut
 ) -> list[torch.Tensor]:
-    """Returns `plan` of the places of these chunks. Raises ValueError as it does, for other names, or for places of another number of
-    chunks."""
+    """Does the same for named chunks. Also raises ValueError for bad names, or for places of another number of chunks."""
     check_names(names)
     chunks = plan(places, layout, chunk_size, may_leave_out=may_leave_out)
     if len(chunks) != len(names):
@@ -141,7 +140,7 @@ def _blocks_of(places: Slots, size: int) -> torch.Tensor:
 
 
 def _integers(what: str, places: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """Returns a copy on the CPU, which the caller cannot change after it was checked."""
+    """Returns a copy on the CPU, which the caller cannot change after the check."""
     try:
         blocks = torch.as_tensor(places if len(places) else torch.empty(0, dtype=torch.int64))
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:

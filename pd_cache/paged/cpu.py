@@ -1,15 +1,14 @@
 """Gather and scatter on CPU tensors.
 
-NumPy moves the bytes, not torch. NumPy's index operations run on the calling thread alone and release the GIL. Torch's wake a team of
-OpenMP threads, which then spin for a while beside the transfers that run at the same time: on two cores that cost a fifth of the
-throughput (measured).
+NumPy moves the bytes, not torch. NumPy's index operations run on the calling thread alone and release the GIL. Torch's operations wake
+OpenMP threads, which then spin for a while beside the transfers: on two cores that cost a fifth of the throughput (measured).
 
 Pages move as the widest elements that their size and address allow. If all planes are evenly spaced in one storage (vLLM's single
 allocation), one operation moves pages of several layers.
 
-A chunk moves step by step, and its checksum is taken of each step's bytes while they are in the processor's cache: never of staging
-memory, to which a transfer that was given up may still write, but of the engine's pages, before a gather and after a scatter. Small
-pages go through memory of the thread, and the checksum is taken there.
+A chunk moves step by step, and its checksum is taken of each step's bytes while they are in the processor's cache: of the engine's pages,
+before a gather and after a scatter, and never of staging memory, to which a transfer that was given up may still write. Small
+pages go through memory of the thread, and their checksum is taken there.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from pd_cache.paged.base import CopyDone, PagedCopier, PendingCopy, check_payloa
 Array = npt.NDArray[Any]
 
 _LARGE_PAGE = 16 << 10
-"""Pages of at least so many bytes are hashed one by one where they lie; of smaller ones, Python's share of the time would be too large."""
+"""Pages of at least this size are hashed one by one in place. For smaller pages, Python's share of the time would be too large."""
 _STEP_BYTES = 1 << 20
-"""The bytes of a step: few enough for the caches of one core, and so many that Python's share of the time is small."""
+"""The bytes of a step: few enough for the caches of a core, and enough for Python's share of the time to be small."""
 
 _WIDTHS = ((16, np.complex128), (8, np.int64), (4, np.int32), (2, np.int16), (1, np.uint8))
 
 
 class _Places(NamedTuple):
-    """Where some blocks of a chunk lie."""
+    """The places of some blocks of a chunk."""
 
     cut: slice
     """Which blocks of the chunk they are."""
@@ -45,7 +44,7 @@ class _Places(NamedTuple):
     kept: range
     """Which of them are not left out."""
     in_place: list[int]
-    """The blocks, if their pages are hashed where the engine has them; empty if a copy is hashed."""
+    """The blocks, if their pages are hashed in place; empty if a copy is hashed."""
 
 
 class CpuPagedCopier(PagedCopier):
@@ -127,7 +126,7 @@ class CpuPagedCopier(PagedCopier):
         if planes.flags.c_contiguous:
             # clip: the indices were checked, and only this mode writes to `out` without a copy in between
             np.take(planes, places.blocks, axis=1, out=pages, mode="clip")
-        else:  # `take` would first copy all of a strided array
+        else:  # `take` would first copy the whole strided array
             pages[...] = planes[:, places.blocks]
         pages[:, : places.kept.start] = 0
         pages[:, places.kept.stop :] = 0
