@@ -37,7 +37,7 @@ KEY_FORMAT = "pdc1"
 HASH_BYTES = 16
 TOKEN_BYTES = 4
 _INT32 = ("i", "<i") if sys.byteorder == "little" else ("<i",)
-"""How a buffer of little-endian int32 says what it has."""
+"""The formats of buffers of little-endian int32."""
 _TOKEN_HASH = "blake2b"
 """Names the hash `h` in the namespace, so that a version with another one shares no chunk with this one."""
 NAME_WIDTHS = range(8, HASH_BYTES + 1)
@@ -56,11 +56,11 @@ class TokenArray(Protocol):
 
 
 Tokens = TokenArray | memoryview | Sequence[int]
-"""Token ids, each of which must fit an int32. A NumPy array, an `array.array("i")` and a memoryview of int32 are named in less than half of the
-time of a list: there, each integer is an object that has to be looked at."""
+"""Token ids, each of which must fit an int32. To name a NumPy array, an `array.array("i")` or a memoryview of int32 takes less than half of the
+time that a list takes, whose integers are objects."""
 
 ExtraKey = str | bytes | int
-"""One part of a request's isolation: its cache_salt, digest of its LoRA adapter, multi-modal hash."""
+"""A part of a request's isolation: its cache_salt, the digest of its LoRA adapter, a multi-modal hash."""
 
 
 class MediaItem(NamedTuple):
@@ -75,19 +75,19 @@ class MediaItem(NamedTuple):
 
 
 def salt_keys(cache_salt: str | None) -> tuple[ExtraKey, ...]:
-    """Returns the isolation of a request to the completions API that has this `cache_salt`."""
+    """Returns the isolation of a request with this `cache_salt`."""
     return () if cache_salt is None else ("salt", cache_salt)
 
 
 class LayerGroup(Struct, frozen=True, kw_only=True):
-    """Layers that keep their KV alike, of a model whose layers do not all do, or that is cut into pipeline stages."""
+    """Layers that keep their KV alike. A model has several such groups if not all of its layers do, or if it is cut into pipeline stages."""
 
     layers: Annotated[str, Meta(min_length=1, max_length=4096)]
     """Which layers, e.g. `0-4,6-10`."""
     keeps: Annotated[str, Meta(min_length=1, max_length=4096)]
     """What they keep, e.g. `the last 256 tokens`."""
     tail: Annotated[int, Meta(ge=0, lt=1 << 32)]
-    """How many chunks, the last ones, a prefix needs of them; 0 for all."""
+    """How many of its last chunks a prefix needs of them; 0 for all chunks."""
     ahead: Annotated[int, Meta(ge=0, le=1)] = 0
     """1 if a chunk's KV depends on tokens behind the chunk, and is therefore stored under the name of the chunk after it."""
 
@@ -110,11 +110,11 @@ class Namespace(Struct, frozen=True, kw_only=True):
     hash_seed: str = ""
     """Hash mode: what the engine's block hashes depend on besides tokens (algorithm and seed)."""
     group: str = ""
-    """Which of the model's layers; empty for all, if they all keep the KV of every token. Each group of layers has a namespace of its own."""
+    """Which of the model's layers. Empty for all layers, if they all keep the KV of every token. Each layer group has a namespace of its own."""
     keeps: str = ""
     """What these layers keep, if there are groups; see `LayerGroup`."""
     tail: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
-    """How many chunks, the last ones, a prefix needs of these layers; 0 for all."""
+    """How many of its last chunks a prefix needs of these layers; 0 for all chunks."""
     ahead: Annotated[int, Meta(ge=0, le=1)] = 0
     """1 if a chunk is stored under the name of the chunk after it; see `LayerGroup`."""
 
@@ -125,8 +125,8 @@ class Namespace(Struct, frozen=True, kw_only=True):
         return planes * self.layers * self.page_bytes * self.shards * (self.chunk_size // self.block_size)
 
     def _fields(self) -> dict[str, Any]:
-        """Returns all fields. Those that came later are left out where they say nothing, so that older objects keep their keys. If tokens
-        name the chunks, one more says by which hash."""
+        """Returns all fields. Leaves out newer fields that have their defaults, so that older objects keep their keys. Adds the name of the hash
+        if tokens name the chunks."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         if not self.ahead:
             del fields["ahead"]
@@ -143,16 +143,16 @@ class Namespace(Struct, frozen=True, kw_only=True):
     @classmethod
     def read(cls, manifest: bytes) -> Namespace:
         """Reads what `manifest` returned. Raises ValueError for any other text, and for another version's manifest."""
-        told: dict[str, str | int] = decode_json(manifest, dict[str, str | int])
-        if told.pop("format", None) != KEY_FORMAT:
+        fields: dict[str, str | int] = decode_json(manifest, dict[str, str | int])
+        if fields.pop("format", None) != KEY_FORMAT:
             raise ValueError(f"no manifest of format {KEY_FORMAT}: {manifest[:200]!r}")
-        if told.pop("token_hash", None) != (_TOKEN_HASH if told.get("hash_mode") == "tokens" else None):
+        if fields.pop("token_hash", None) != (_TOKEN_HASH if fields.get("hash_mode") == "tokens" else None):
             raise ValueError(f"chunks are named by another hash than {_TOKEN_HASH}: {manifest[:200]!r}")
-        return msgspec.convert(told, prepared(cls))
+        return msgspec.convert(fields, prepared(cls))
 
     def described(self, further: Sequence[Namespace] = ()) -> dict[str, Any]:
-        """Returns the fields by which a node reports its namespace. `further` are those of the model's other groups of layers."""
-        others = {"further": [one._fields() for one in further]} if further else {}
+        """Returns the fields by which a node reports its namespace. `further` are the namespaces of the model's other layer groups."""
+        others = {"further": [space._fields() for space in further]} if further else {}
         return {"fingerprint": self.fingerprint(), "namespace": self._fields(), **others}
 
     def fingerprint(self) -> str:
@@ -161,7 +161,7 @@ class Namespace(Struct, frozen=True, kw_only=True):
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """Returns token ids as little-endian int32. Raises ValueError for an id that does not fit, and for what is not 1-D or not of integers."""
+    """Returns token ids as little-endian int32. Raises ValueError for an id that does not fit, and unless `tokens` is 1-D and of integers."""
     if hasattr(tokens, "dtype"):
         return _array_bytes(tokens)
     try:
@@ -182,7 +182,7 @@ def token_bytes(tokens: Tokens) -> bytes:
 
 
 def _array_bytes(values: Any) -> bytes:
-    """The same for a NumPy array or a tensor."""
+    """Does the same for a NumPy array or a tensor."""
     if hasattr(values, "untyped_storage") and not (values.is_floating_point() or values.is_complex()):
         values = values.detach().cpu().numpy()
     if values.ndim != 1 or getattr(values.dtype, "kind", None) not in ("i", "u"):
@@ -199,7 +199,7 @@ def root(extra_keys: Iterable[ExtraKey] = ()) -> bytes:
     """Returns `H_{-1}`, which keeps requests of different isolation apart. Each part is tagged and length-prefixed, so that ("ab", "c")
     and ("a", "bc") differ, and so do "1" and 1."""
     if isinstance(extra_keys, str | bytes):
-        raise ValueError(f"extra_keys must be a sequence of keys, got one {type(extra_keys).__name__}: write (salt,)")
+        raise ValueError(f"extra_keys must be a sequence of keys, got {type(extra_keys).__name__}: write (salt,)")
     digest = hashlib.sha256(b"pd-cache root")
     for part in extra_keys:
         if isinstance(part, bool) or not isinstance(part, (str, bytes, int)):
@@ -211,18 +211,18 @@ def root(extra_keys: Iterable[ExtraKey] = ()) -> bytes:
 
 
 _EMPTY = hashlib.blake2b(digest_size=HASH_BYTES)
-"""Copied for each chunk: that takes less time than a new hash with a `digest_size`."""
+"""Copied for each chunk: a copy takes less time than a new hash with a `digest_size`."""
 _RUN_BYTES = 16 << 10
-"""Prompts are remembered in runs of about as many bytes, in whole chunks: 4096 tokens. Shorter runs make prompts that are new take longer."""
+"""Prompts are remembered in runs of about this size, in whole chunks: 4096 tokens. With shorter runs, new prompts take longer."""
 _MOST_BYTES = 16 << 20
-"""Of all runs together: 4 million tokens. Their names come on top."""
+"""The most bytes of all runs together: 4 million tokens. Their names come on top."""
 
 
 class ChunkNamer:
     """Names the chunks of prompts. Thread-safe.
 
     It remembers runs of chunks of recent prompts, each with the name before it and the names of its chunks. The run that was not used for the
-    longest time goes first. Bytes are compared, so what is remembered is what hashing would return.
+    longest time goes first. Bytes are compared, so a remembered name is the name that hashing would return.
     """
 
     def __init__(
@@ -232,12 +232,12 @@ class ChunkNamer:
         self.chunk_size = chunk_size
         self.blocks_per_chunk = blocks_per_chunk
         self.mode = mode
-        """By what the namespace names chunks, `tokens` or `blocks`; None if that is not known yet."""
+        """What the namespace names chunks by, `tokens` or `blocks`; None if that is not known yet."""
         self._chunk_bytes = chunk_size * TOKEN_BYTES
         self._run_bytes = max(1, _RUN_BYTES // self._chunk_bytes) * self._chunk_bytes
         self._most = max(1, most_bytes // self._run_bytes)
         self._runs: OrderedDict[bytes, tuple[bytes, list[bytes]]] = OrderedDict()
-        """For the name before a run and the run's last tokens, the run and its names: runs that part rarely end alike."""
+        """For the name before a run and the run's last tokens, the run and its names. Different runs rarely end alike."""
         self._lock = threading.Lock()
 
     def name_chunks(
@@ -245,7 +245,7 @@ class ChunkNamer:
     ) -> list[bytes]:
         """Returns the name of each whole chunk of a prompt, given as tokens or as the engine's block hashes.
 
-        The name of a chunk of tokens is its chained hash. Raises ValueError for both or neither, for the one that is not the namespace's, and
+        The name of a chunk of tokens is its chained hash. Raises ValueError for both or neither, for the form that is not the namespace's, and
         for a token that does not fit an int32.
         """
         if (tokens is None) == (hashes is None):
@@ -299,7 +299,7 @@ class ChunkNamer:
 
 
 def stride_hashes(block_hashes: Names, blocks_per_chunk: int) -> list[bytes]:
-    """Returns, from an engine's chained block hashes, the hash of each chunk's last block; nothing is hashed twice.
+    """Returns, from an engine's chained block hashes, the hash of each chunk's last block. Nothing is hashed again.
 
     Short hashes are kept whole; longer ones are truncated to 16 bytes.
     """
@@ -310,12 +310,12 @@ def stride_hashes(block_hashes: Names, blocks_per_chunk: int) -> list[bytes]:
 
 
 def fold_names(names: Iterable[bytes], identity: bytes) -> list[bytes]:
-    """Returns names that also depend on `identity`, 1 to 64 bytes: equal if and only if both the name and the identity are."""
+    """Returns names that also depend on `identity` (1 to 64 bytes). They are equal if and only if name and identity are."""
     return [hashlib.blake2b(name, key=identity, digest_size=HASH_BYTES).digest() for name in names]
 
 
 def check_names(names: Names) -> None:
-    """Raises ValueError if these cannot be names of one prompt's chunks: they are bytes, all of one width in `NAME_WIDTHS`."""
+    """Raises ValueError unless these can be names of a prompt's chunks: bytes, all of one width in `NAME_WIDTHS`."""
     widths = set(map(len, names)) if set(map(type, names)) <= {bytes} else {-1}
     if len(widths) > 1 or not widths <= set(NAME_WIDTHS):
         raise ValueError(
@@ -325,7 +325,7 @@ def check_names(names: Names) -> None:
 
 
 class CacheMetadata(Struct, frozen=True, kw_only=True):
-    """What a serving engine says about its model and its place in it. Together with `CacheConfig` it determines the namespace."""
+    """A serving engine's model, and its place in it. Together with `CacheConfig` it determines the namespace."""
 
     model: str
     """Identifies the weights; a name alone is not enough: see `Namespace.model`."""
@@ -433,13 +433,12 @@ class ChunkedTokenDatabase(ChunkNamer):
         return names + self.name_chunks(tokens[len(names) * chunk :], None, isolation)
 
     def keys(self, names: Iterable[bytes], shards: Sequence[int] | None = None, label: str = "") -> list[str]:
-        """Returns the pool's keys of some shards, by default of all, chunk by chunk: the keys of a chunk are adjacent. `label` is that of the
-        weights."""
+        """Returns the pool's keys of some shards, by default of all. The keys of a chunk are adjacent. `label` is the weights' label."""
         start = f"{self._prefix}.{label}" if label else self._prefix
         shards = range(self.namespace.shards) if shards is None else shards
         if len(shards) == 1:
             only = f"{start}/{shards[0]}/"
-            return [only + name.hex() for name in names]  # half as long as the general form
+            return [only + name.hex() for name in names]  # takes half of the time of the general form
         prefixes = [f"{start}/{shard}/" for shard in shards]
         return [prefix + name for name in (value.hex() for value in names) for prefix in prefixes]
 
@@ -456,7 +455,7 @@ class UnknownHashesError(PdCacheError):
 
 def describe_hashes(algorithm: str, seed: str, own: str, step: int | None = None) -> str:
     """Returns what vLLM's block hashes depend on besides tokens, for `Namespace.hash_seed`. `own` is the `hash_seed` of the cluster's
-    file. `step`: the tokens of each hash, if those are not the tokens of a block.
+    file. `step`: the tokens of each hash, if they are not as many as a block has.
 
     The description holds a digest of the seed, so that a node with the same seed can recognise it. The digest keeps no secret:
     PYTHONHASHSEED has 32 bits, so anyone who sees the digest can find it. The seed need not be secret for sha256; for xxhash, vLLM
@@ -470,10 +469,10 @@ class BlockHasher:
     """Hashes blocks as the engines of one namespace do."""
 
     def __init__(self, block_size: int, described: str, seeds: Iterable[str] = ()) -> None:
-        """`block_size` is the namespace's, and `described` what `describe_hashes` returned. `seeds` are further candidates for its seed, besides this process's own and the
-        default.
+        """`block_size` is the namespace's, and `described` what `describe_hashes` returned. `seeds` are candidates for its seed, besides this
+        process's own seed and the default.
 
-        Raises UnknownHashesError, which says why, if the hashes cannot be computed here.
+        Raises UnknownHashesError if the hashes cannot be computed here.
         """
         named, _, rest = described.partition(":")
         algorithm, _, step = named.partition("/")

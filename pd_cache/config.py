@@ -1,4 +1,4 @@
-"""What a cache is: how chunks are named, which tiers keep them, and what a process needs to know to open one. No files, no YAML.
+"""The settings of a cache: how chunks are named, which tiers keep them, and what a process needs to open a cache. No files, no YAML.
 
 `pd_cache.cluster` reads these structs from a cluster's file; a program that embeds the cache makes them itself.
 """
@@ -29,21 +29,21 @@ USUAL_CHUNK = 256
 """Tokens per chunk unless the model or the user wants another size."""
 
 MAX_SHARDS = 1024
-"""The most objects that a chunk may be cut into: a lookup asks for each of them."""
+"""The most objects into which a chunk may be cut: a lookup asks for each of them."""
 
 EvictionName = Literal["lru", "lfu", "s3fifo"]
 PromotionName = Literal["always", "second_hit", "never"]
 
 
 class Section(Checked, frozen=True, kw_only=True):
-    """Settings that accept only the declared keys when they are read from a mapping."""
+    """Settings that accept only declared keys when they are read from a mapping."""
 
 
 class LocalTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="local"):
-    """Memory of each process that caches."""
+    """Memory of each process that has a cache."""
 
     capacity: Bytes
-    """Besides `transfer.staging_size`, and one registered memory region with it, so that nothing is copied."""
+    """Besides `transfer.staging_size`. Both are one registered memory region, so that nothing is copied."""
     policy: EvictionName = "lru"
     promote: PromotionName = "always"
     """When to put a chunk that was read from a later tier into this one."""
@@ -65,33 +65,33 @@ class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk")
     threads: Annotated[int, Meta(ge=1, le=64)] = 4
     """How many files are read at the same time, and how many are written."""
     retry_s: Seconds = 30.0
-    """How long a disk that failed or cannot be written is left alone."""
+    """How long the tier leaves a disk alone that failed or cannot be written."""
 
 
 class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
-    """The shared pool, and where in it this node's chunks go; or, with a `master`, a second pool, in which nothing is stored."""
+    """The shared pool, and where in it this node's chunks go. With a `master`, a second pool, in which nothing is stored."""
 
     blocking: bool = True
     """Whether a store waits for the pool."""
     master: MasterAddress | None = None
-    """The master of a second pool, `host:port` or `etcd://host:port;host:port/NAME`. It is asked for what the first pool lacks, and what is
-    loaded from it is put into the first. None for the first pool, whose master is that of the node."""
+    """The master of a second pool, `host:port` or `etcd://host:port;host:port/NAME`. Lookups ask it for what the first pool lacks, and what is
+    loaded from it is put into the first pool. None for the first pool, whose master is the node's."""
 
 
 StorageTier = LocalTier | DiskTier | MooncakeTier
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):
-    """The `cache` section: what a chunk is, and where chunks live. Nodes share hits only if they agree on it."""
+    """The `cache` section: what a chunk is, and where chunks live. Nodes that share hits agree on it."""
 
     chunk_size: Positive | Literal["auto"] = "auto"
-    """Tokens per chunk, a multiple of the engine's block size. `auto`: 256, or the next size that fits the model's blocks; an engine knows
-    them, and sets the size before it opens a cache."""
+    """Tokens per chunk, a multiple of the engine's block size. `auto`: 256, or the next size that fits the model's blocks. The engine sets
+    this size before it opens a cache."""
     hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
     """Whether chunks are named by hashing tokens or by the engine's own block hashes; `auto` means blocks for vLLM, otherwise tokens."""
     hash_seed: LineOrEmpty = ""
     shards: Annotated[int, Meta(ge=0, le=MAX_SHARDS)] = 0
-    """How many parts a chunk's KV heads are cut into: a common multiple of the tensor-parallel sizes of all nodes that share chunks. 0
+    """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all nodes that share chunks. 0
     means the least common multiple for the nodes in this file."""
     tiers: Annotated[tuple[StorageTier, ...], Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
     """Where chunks live, fastest first."""
@@ -114,7 +114,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
 
 
 class NodeSettings(Section, frozen=True, kw_only=True):
-    """Everything that the cache inside one process needs to know: a node's view of the file, or an embedding program's own."""
+    """Everything that the cache inside a process needs to know: a node's view of the file, or the settings of an embedding program."""
 
     master: Annotated[str, Meta(pattern=rf"^({_MASTER}:[0-9]{{1,5}}|)\Z", description=_MASTERS)]
     """`host:port` of Mooncake's master, or `etcd://host:port` of elected ones; empty if this process uses no pool."""
@@ -125,8 +125,8 @@ class NodeSettings(Section, frozen=True, kw_only=True):
 
     @property
     def second_pool(self) -> NodeSettings | None:
-        """The settings of a client of the second pool; None if there is none. A lookup there has what the first pool leaves of its time, so
-        one that fails after half of `exist_ms` counts against the second pool."""
+        """The settings of a client of the second pool; None if there is none. A lookup there has the time that the first pool leaves, so a lookup
+        that fails after half of `exist_ms` counts against the second pool."""
         tier = next((tier for tier in self.cache.tiers if isinstance(tier, MooncakeTier) and tier.master), None)
         if tier is None or tier.master is None:
             return None
@@ -137,7 +137,7 @@ class NodeSettings(Section, frozen=True, kw_only=True):
 
 
 class TracingConfig(Section, frozen=True, kw_only=True):
-    """Where spans of requests are sent (`pd_cache/tracing.py`)."""
+    """Where the spans of requests go (`pd_cache/tracing.py`)."""
 
     endpoint: (
         Annotated[
@@ -152,13 +152,13 @@ class TracingConfig(Section, frozen=True, kw_only=True):
     ) = None
     """None: there are no spans."""
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """The share of requests without a `traceparent` that are traced. For the others, their `traceparent` decides."""
+    """The share of the requests without a `traceparent` that are traced. For other requests, their `traceparent` decides."""
 
 
 class ServerSettings(Section, frozen=True, kw_only=True):
     """How a cache server divides its threads and memory among the engines of its host."""
 
     threads: Annotated[int, Meta(ge=2, le=64)] = 3
-    """Threads that serve engines: one answers lookups, the others move bytes."""
+    """Threads that serve engines: one thread answers lookups, the others move bytes."""
     session_s: Seconds = 60.0
-    """How long a lookup protects what it found from eviction if nothing loads it."""
+    """How long a lookup protects the chunks that it found from eviction if nothing loads them."""

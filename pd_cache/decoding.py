@@ -1,4 +1,4 @@
-"""Decodes JSON and msgpack that other processes wrote; the only module that does.
+"""Decodes JSON and msgpack that other processes wrote. Only this module does.
 
 msgspec reports bad bytes in three ways: MsgspecError for a wrong syntax or schema, UnicodeDecodeError for text that is not UTF-8, and
 RecursionError for deep nesting. If a caller catches only some of them, one bad record stops it. Here all of them become
@@ -59,7 +59,7 @@ def msgpack_decoder(kind: Any) -> Callable[[Buffer], Any]:
 
 
 def prepared(kind: T) -> T:
-    """Returns `kind` once it is safe for any thread to decode or convert to it.
+    """Returns `kind` once any thread may decode or convert to it.
 
     msgspec examines a type at its first use. If two threads do that at the same time, the process crashes (seen with 0.22).
     """

@@ -8,7 +8,7 @@ class ConfigError(PdCacheError):
 
 
 class LayoutError(PdCacheError, ValueError):
-    """KV tensors whose shape, stride or type does not allow pages to be moved in and out."""
+    """KV tensors whose pages cannot be moved, because of their shape, strides or type."""
 
 
 class UnsupportedModelError(PdCacheError, ValueError):
@@ -16,7 +16,7 @@ class UnsupportedModelError(PdCacheError, ValueError):
 
 
 class CacheServerError(PdCacheError):
-    """A request to a cache server did not succeed. `reason` says why, in a word that names a counter."""
+    """A request to a cache server failed. `reason` is a word that names a counter."""
 
     reason = "server_lost"
 

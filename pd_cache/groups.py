@@ -1,7 +1,7 @@
 """Which chunks of each layer group a prefix needs. Pure.
 
 A model has several layer groups if its layers do not all keep the KV of every token, or if it has a draft model or pipeline stages. Each
-group has a namespace, and so keys, of its own. The names of chunks are the same in all groups. A group of full attention needs every chunk
+group has its own namespace, and so its own keys. The names of chunks are the same in all groups. A group of full attention needs every chunk
 of a prefix. A group of windows or states needs only the last ones, its *tail*: the chunks that the window reaches into, or the one chunk
 whose object is the state at the prefix's end.
 
@@ -35,7 +35,7 @@ class LayerGroups:
         self.ahead = max(space.ahead for space in spaces)
         """How many names behind a prefix's end the groups need: 1 if a group is ahead, otherwise 0."""
         self.need_all = any(not space.tail for space in spaces)
-        """Whether a prefix needs all of its chunks of some group."""
+        """Whether a group needs all chunks of a prefix."""
         self.keys_per_chunk = sum(space.shards for space in spaces)
         """How many objects a chunk has in all groups together."""
 
@@ -55,13 +55,13 @@ class LayerGroups:
 def judge(groups: LayerGroups, statuses: Sequence[Status]) -> Found:
     """Returns how long a prefix can be, and why it is not longer. `statuses` are those of the objects, in the order of `LayerGroups.keys`.
 
-    The engine has the chunks before those that were asked for at hand, in every group that needs them.
+    In every group that needs them, the engine has the chunks before the asked ones at hand.
     """
     count = len(statuses) // groups.keys_per_chunk
     if not groups.ahead and statuses.count(Status.OK) == len(statuses):
         return Found(count, count)
     by_group: list[tuple[int, list[Sequence[Status]], list[int]]] = []
-    """The tail of each group; for each chunk, the statuses of its shards, and how many chunks in a row are there, it included and last."""
+    """For each group: its tail; the statuses of each chunk's shards; how many chunks in a row are there, up to each chunk."""
     start = 0
     for database in groups.databases:
         space, end = database.namespace, start + count * database.namespace.shards

@@ -1,4 +1,4 @@
-"""What a prefill node says to a decode node about a prompt: our part of `kv_transfer_params`. No other module knows this format.
+"""What a prefill node tells a decode node about a prompt: our part of `kv_transfer_params`. No other module knows this format.
 
 A proxy sends `do_remote_decode: true` to the prefill node, and forwards the node's answer to the decode node unread:
 
@@ -6,13 +6,13 @@ A proxy sends `do_remote_decode: true` to the prefill node, and forwards the nod
                                              "prefill": {"cached_tokens": 1024, "computed_tokens": 3072,
                                                          "reason": "never_stored"}}}
 
-The chunks may still be on their way when the answer arrives. The decode node waits for them, up to `handoff.wait_ms`.
+The chunks may still be on their way when the answer arrives. The decode node waits for them, at most for `handoff.wait_ms`.
 
-A proxy may send the prompt to the decode node before that, in a request of its own (a *stream*), so that the node loads chunks as they
+A proxy may send the prompt to the decode node earlier, in a request of its own (a *stream*), so that the node loads chunks as they
 appear in the pool: `{"do_remote_prefill": true, "pd_cache": {"stream": true}}`. The proxy cancels this request at the first byte of the
 answer, or when no prefill node computes the prompt any more.
 
-If a prompt has images, `media_hashed: true` beside these keys says that the proxy has removed the names that the client gave them: vLLM
+If a prompt has images, `media_hashed: true` beside these keys says that the proxy has removed the client's names of them, so that vLLM
 names them by hashes of their content.
 """
 
@@ -33,7 +33,8 @@ Space = Annotated[str, Meta(pattern=r"^[!-~]{0,160}\Z")]
 
 
 def next_pause(pause_s: float = 0.0) -> float:
-    """Returns the seconds between two lookups of what another node is storing, if the pause before was `pause_s`; 0 if there was none."""
+    """Returns the seconds until the next lookup of what another node is storing. `pause_s` is the pause before the last lookup; 0 if there was
+    none."""
     return min(2 * pause_s or 0.001, 0.020)
 
 
@@ -43,7 +44,7 @@ class PrefillWork(Struct, frozen=True):
     cached_tokens: Count = 0
     computed_tokens: Count = 0
     reason: Annotated[str, Meta(pattern=r"^[a-z_]{0,32}\Z")] = ""
-    """Why it computed them (`pd_cache.reasons.MissReason`); empty if the node does not say. A later version may know other reasons."""
+    """Why it computed them (`pd_cache.reasons.MissReason`); empty if unknown. A later version may know other reasons."""
 
 
 class Announcement(Struct, frozen=True, kw_only=True):
@@ -52,15 +53,16 @@ class Announcement(Struct, frozen=True, kw_only=True):
     prefix_tokens: Count = 0
     """Whole chunks, from the start of the prompt."""
     namespace: Space = ""
-    """The namespace and weights version in which the chunks are stored, as in their keys; a node of another need not wait. Empty if unknown."""
+    """The namespace and weights version of the chunks, as in their keys. A node with another one need not wait. Empty if unknown."""
     further: Annotated[tuple[Space, ...], Meta(max_length=256)] = ()
-    """The same of the model's other layer groups. A node that needs one that is not among them need not wait."""
+    """The same for the model's other layer groups. A node that needs another one need not wait."""
     prefill: PrefillWork | None = None
     stream: bool = False
-    """Whether this request only has the prompt's chunks loaded as they appear."""
+    """Whether this request only loads the prompt's chunks, as they appear."""
 
     def serves(self, namespaces: Sequence[str]) -> bool:
-        """Returns whether a node can load what was announced. `namespaces` are those of its layer groups, as in keys, the first first. Returns True if the announcement names no namespace."""
+        """Returns whether a node can load the announced chunks. `namespaces` are those of its layer groups, in order, as in keys. Returns True if
+        the announcement names no namespace."""
         first, *others = namespaces
         return not self.namespace or (self.namespace == first and set(others) <= set(self.further))
 
@@ -93,7 +95,7 @@ class _Params(Struct, frozen=True):
 
 
 class BadParams(ValueError):
-    """`kv_transfer_params` that are wrong. `path` is the path of the wrong key, with dots; empty if the value as a whole is wrong."""
+    """Wrong `kv_transfer_params`. `path` is the path of the wrong key, with dots; empty if the value as a whole is wrong."""
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(f"kv_transfer_params{path and '.' + path}: {message}")
@@ -104,12 +106,12 @@ class Handoff(Struct, frozen=True):
     """A request's `kv_transfer_params`, as a node understands them."""
 
     announce: bool = False
-    """Whether another node decodes this prompt, so that this node has to say what it stored."""
+    """Whether another node decodes this prompt. Then this node announces what it stored."""
     announced: Announcement | None = None
     media_hashed: bool = False
     """Whether the names of the prompt's images are hashes of their content."""
     max_load_tokens: int | None = None
-    """The most tokens to load beyond those that the engine has at hand, as in vLLM's own connectors; None for any number."""
+    """The most tokens to load beyond those at hand, as in vLLM's own connectors; None for any number."""
     max_offload_tokens: int | None = None
     """The most tokens to store, from the start of the prompt."""
     load_tiers: tuple[TierMatch, ...] = (TierMatch(),)
@@ -125,10 +127,9 @@ class Handoff(Struct, frozen=True):
 
 
 def read_params(params: object) -> Handoff:
-    """Returns what a request's `kv_transfer_params` say. Ignores keys of other connectors.
+    """Parses a request's `kv_transfer_params`. Ignores keys of other connectors.
 
-    `params` may be any value that an engine received; None and an empty mapping ask for nothing. Raises BadParams, which says what is
-    wrong.
+    `params` may be any value that an engine received; None and an empty mapping ask for nothing. Raises BadParams for a wrong value.
     """
     if params is None:
         return Handoff()

@@ -38,9 +38,9 @@ KVCaches = Mapping[str, "torch.Tensor"] | Sequence["torch.Tensor"]
 """An engine's KV tensors, one per layer, in layer order."""
 
 Digest = xxhash.xxh3_64
-"""Takes the checksum of a chunk's payload piece by piece, in order. The bytes are those that the engine has: see `pd_cache.paged.base`."""
+"""Takes the checksum of a chunk's payload piece by piece, in order, of the bytes that the engine has: see `pd_cache.paged.base`."""
 checksum = xxhash.xxh3_64_intdigest
-"""The same of a whole payload at once."""
+"""Takes the checksum of a whole payload."""
 
 
 class PageKind(enum.Enum):
@@ -102,7 +102,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @functools.cached_property
     def page_format(self) -> str:
-        """What lies inside a page, in a word, e.g. `heads_first.8x16x512`; part of the namespace."""
+        """The content of a page in a word, e.g. `heads_first.8x16x512`; part of the namespace."""
         return f"{self.kind.value}.{self.pieces}x{self.block_size}x{self.piece_bytes}"
 
     def chunk_bytes(self, chunk_size: int) -> int:

@@ -1,7 +1,7 @@
-"""What the cache counts, as Prometheus metrics, and the log lines that report troubles.
+"""Prometheus metrics of the cache, and the log lines that report troubles.
 
 Metrics live in a registry that the caller owns; nothing is registered globally. An outage is never counted as a plain miss:
-`pd_cache_troubles_total` has a `reason` for every chunk that could not be stored, and for each that ended a load.
+`pd_cache_troubles_total` has a `reason` for every chunk that could not be stored, and for every chunk that ended a load.
 """
 
 from __future__ import annotations
@@ -63,31 +63,31 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "tier_healed": (("tier",), "Removals of damaged objects that succeeded, by tier"),
     "tier_dropped_writes": (("tier", "reason"), "Chunks not written to a tier, by reason"),
     "tier_failures": (("tier", "reason"), "Times that a tier was switched off"),
-    "tier_file_errors": (("tier", "error"), "Errors that were one file's alone"),
+    "tier_file_errors": (("tier", "error"), "Errors that affected a single file"),
 }
-"""The labels of each family of counters, and what it counts."""
+"""For each family of counters, its labels, and what it counts."""
 HISTOGRAMS = {"op_seconds": (("op",), "Duration of an operation")}
 """The same for durations."""
 
 
 class BackendLevels(NamedTuple):
-    """What a backend has in use at the moment. Sizes are bytes."""
+    """What a backend uses at the moment. Sizes are bytes."""
 
     staging: int
     """The memory between paged caches and tiers, without what local tiers keep in it."""
     staging_used: int
     staging_forfeited: int
-    """What was given up since the start, because a transfer may still write to it."""
+    """The memory that was given up since the start, because a transfer may still write to it."""
     pool_up: bool | None
     """Whether calls go to the pool: its client is open and its breaker closed. None without a pool."""
     segment: str = ""
-    """The name of the segment that this process gives to the pool; empty if there is none."""
+    """The name of the segment that this process gives to the pool; empty if it gives none."""
     segment_bytes: int = 0
 
 
 class Counts(Collector):
-    """Everything that one process has counted, by family and labels: Prometheus reads all of it, vLLM's statistics what was added since they
-    read last. Thread-safe.
+    """All numbers that a process has counted, by family and labels. Prometheus reads all of them; vLLM's statistics read what was added since
+    they last read. Thread-safe.
 
     The durations of an operation are counted as `("op_seconds_sum", op)` and `("op_seconds_count", op)`.
     """
@@ -95,17 +95,17 @@ class Counts(Collector):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._before: dict[tuple[str, ...], float] = {}
-        """What was counted before the last `take_added`."""
+        """The numbers counted before the last `take_added`."""
         self._added: dict[tuple[str, ...], float] = {}
-        """What was counted since."""
+        """The numbers counted since then."""
         self._buckets = {op: [0] * (len(_SECONDS) + 1) for op in _OPS}
-        """How many durations of each operation end in each bucket. The last bucket has those that are longer than all bounds."""
+        """How many durations of each operation are in each bucket. The last bucket has durations beyond all bounds."""
         for op in _OPS:
             self.show("op_seconds_sum", op)
             self.show("op_seconds_count", op)
 
     def show(self, *key: str) -> None:
-        """Has a counter appear at 0, so that the first that it counts is an increase."""
+        """Makes a counter appear at 0, so that its first count is an increase."""
         self._before.setdefault(key, 0.0)
 
     def add(self, *key: str, by: float = 1) -> None:
@@ -122,12 +122,12 @@ class Counts(Collector):
                 self._added[key] = self._added.get(key, 0.0) + by
 
     def totals(self) -> dict[tuple[str, ...], float]:
-        """Returns everything counted so far."""
+        """Returns all numbers counted so far."""
         with self._lock:
             return _add(dict(self._before), self._added)
 
     def take_added(self) -> dict[tuple[str, ...], float]:
-        """Returns what was counted since the last call; fast, so that an engine may ask in each step."""
+        """Returns the numbers counted since the last call. Fast, so that an engine may call this in each step."""
         with self._lock:
             added, self._added = self._added, {}
             _add(self._before, added)
@@ -159,14 +159,14 @@ def _add(totals: dict[tuple[str, ...], float], added: Mapping[tuple[str, ...], f
 
 
 class LevelCollector(Collector):
-    """Asks the backends of one process for their levels whenever the metrics are read."""
+    """Asks the backends of a process for their levels when the metrics are read."""
 
     def __init__(self) -> None:
         self._sources: list[Callable[[], BackendLevels | None]] = []
         self._lock = threading.Lock()
 
     def add(self, source: Callable[[], BackendLevels | None]) -> None:
-        """Asks `source`, too, until it returns None: its backend is closed."""
+        """Asks `source`, too, until it returns None because its backend is closed."""
         with self._lock:
             self._sources.append(source)
 
@@ -176,34 +176,34 @@ class LevelCollector(Collector):
         levels = {source: source() for source in sources}
         with self._lock:
             self._sources = [source for source in self._sources if levels.get(source, ()) is not None]
-        found = [one for one in levels.values() if one is not None]
+        found = [level for level in levels.values() if level is not None]
         if not found:
             return
-        if any(one.staging for one in found):
+        if any(level.staging for level in found):
             yield GaugeMetricFamily(
                 "pd_cache_staging_bytes",
                 "Staging memory, without what local tiers keep in it",
-                sum(one.staging for one in found),
+                sum(level.staging for level in found),
             )
             yield GaugeMetricFamily(
                 "pd_cache_staging_used_bytes",
                 "Staging memory that is leased or quarantined",
-                sum(one.staging_used for one in found),
+                sum(level.staging_used for level in found),
             )
             yield GaugeMetricFamily(
                 "pd_cache_staging_forfeited_bytes",
                 "Staging memory given up since the start, because a transfer may still write to it",
-                sum(one.staging_forfeited for one in found),
+                sum(level.staging_forfeited for level in found),
             )
-        pools = [one.pool_up for one in found if one.pool_up is not None]
+        pools = [level.pool_up for level in found if level.pool_up is not None]
         if pools:
             yield GaugeMetricFamily("pd_cache_pool_up", "0 while calls do not go to the pool", float(all(pools)))
         segments = GaugeMetricFamily(
             "pd_cache_segment_bytes", "Memory given to the pool, by the segment's name", labels=["segment"]
         )
-        for one in found:
-            if one.segment:
-                segments.add_metric([one.segment], one.segment_bytes)
+        for level in found:
+            if level.segment:
+                segments.add_metric([level.segment], level.segment_bytes)
         yield segments
 
 
@@ -253,7 +253,7 @@ class TierMetrics:
         self._say(f"tier {self.tier}: {what} failed", error, 1, detail, "files")
 
     def switched_off(self, reason: str) -> None:
-        """Notes that the tier failed and is left alone for a while, or can only be read."""
+        """Notes that the tier failed and is left alone for a while, or that it can only be read."""
         self._off.set(1)
         self.counts.add("tier_failures", self.tier, reason)
 
@@ -282,7 +282,7 @@ class CacheMetrics:
         self._tier_bytes = Gauge("pd_cache_tier_bytes", "Bytes held, by tier", ["tier"], registry=self.registry)
         self._tier_off = Gauge("pd_cache_tier_off", "1 while a tier is switched off", ["tier"], registry=self.registry)
         self.levels = LevelCollector()
-        """Reports on the backends that are counted here."""
+        """The levels of the backends that are counted here."""
         self.registry.register(self.levels)
         self._log = SparseLog()
 
@@ -297,7 +297,7 @@ class CacheMetrics:
             self.counts.add("group_bytes", op, layers, by=nbytes)
 
     def request(self, report: RequestReport) -> None:
-        """Counts what became of a prompt."""
+        """Counts a prompt by its report."""
         self.counts.add("requests", report.reason)
         for source in ("at_hand", "loaded", "computed"):
             self.counts.add("prompt_tokens", source, by=getattr(report, source))
@@ -311,7 +311,7 @@ class CacheMetrics:
         self.say(op, reason, chunks, detail)
 
     def say(self, what: str, reason: str, chunks: int, detail: str = "", unit: str = "chunks") -> None:
-        """Write a log line, at most one in ten seconds for each pair of subject and reason."""
+        """Writes a log line, at most one in ten seconds for each pair of subject and reason."""
         total = self._log.admit((what, reason), chunks)
         if total is not None:
             log.warning("%s: %d %s: %s%s", what, total, unit, reason, detail and f" ({detail})")
@@ -321,11 +321,11 @@ class CacheMetrics:
         return TierMetrics(self, name)
 
     def totals(self) -> dict[tuple[str, ...], float]:
-        """Returns everything counted so far: (family, labels...) -> value. A duration appears as sum and number, without buckets."""
+        """Returns all numbers counted so far: (family, labels...) -> value. A duration has a sum and a number, and no buckets."""
         return self.counts.totals()
 
     def take_added(self) -> dict[tuple[str, ...], float]:
-        """Returns what was counted since the last call, as `totals` does; fast, so that an engine may ask in each step."""
+        """Returns the numbers counted since the last call, as `totals` does. Fast, so that an engine may call this in each step."""
         return self.counts.take_added()
 
     def outages(self, op: str, statuses: Sequence[Status]) -> None:
@@ -337,7 +337,7 @@ class CacheMetrics:
 
     @contextmanager
     def timed(self, op: str) -> Iterator[None]:
-        """Observes the duration of the block, however it ends."""
+        """Counts the duration of the block, however it ends."""
         start = time.perf_counter()
         try:
             yield

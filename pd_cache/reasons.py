@@ -1,8 +1,8 @@
 """Why a chunk was not there: the reasons, a history that knows evicted chunks, and the report on a request. Pure.
 
-A pool says no more than that a key is missing. Whether the key was ever there, only a process that stored or found it can know. So each
+A pool says only that a key is missing. Whether the key was ever there, only a process that stored or found it can know. So each
 process that stores or looks up chunks remembers their names. A name that it remembers and that is missing now was evicted or removed.
-Any other missing name counts as never stored, although another node may have stored it, and the pool evicted it, before this process asked.
+Any other missing name counts as never stored, although another node may have stored it, and the pool may have evicted it, before.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ MissReason = Literal[
     "not_asked",
     "error",
 ]
-"""Why the first chunk that was not there was not there. `MEANINGS` explains each."""
+"""Why the first chunk that a prompt lacked was not there. `MEANINGS` explains each reason."""
 
 MEANINGS: dict[MissReason, str] = {
     "none": "every whole chunk of the prompt was there",
-    "too_short": "the prompt is shorter than a chunk, so it has nothing that the cache could hold",
+    "too_short": "the prompt is shorter than a chunk, so the cache cannot hold any of it",
     "never_stored": "the node that looked has neither stored this chunk nor found it before",
     "evicted": "the node that looked had stored this chunk or found it before; since then it was evicted or removed",
     "reset": "the chunk was computed with weights that have changed since",
     "missing": "it was never stored or it was evicted; no record says which",
-    "no_tail": "layers with a window or a state keep only the ends of prompts, and none of those that are there is behind this place",
+    "no_tail": "layers with a window or a state keep only the ends of prompts, and the pool has none behind this place",
     "lease_expired": "the read outlived the lease that protected the chunk: raise the master's lease, or see why the read was slow",
     "damaged": "the bytes under its key were not the chunk: damaged, truncated, foreign or of another version",
     "being_stored": "another client was writing the chunk, or moving it, at that moment",
@@ -66,16 +66,16 @@ MEANINGS: dict[MissReason, str] = {
     "deadline": "a deadline passed first",
     "no_staging": "no staging memory, or no thread for the transfer, came free in time",
     "no_blocks": "the engine had too few free blocks for the load",
-    "media_unidentified": "what names the prompt's images, audio or video may not come from their content: see `connector.trust_media_ids`",
+    "media_unidentified": "the names of the prompt's images, audio or video may not come from their content: see `connector.trust_media_ids`",
     "limited": "the request's `max_load_tokens` or `kv_load_tiers` allows no more",
     "not_worth": "to load the chunk would have taken longer than to compute it",
     "not_asked": "the cache was not asked: the request or `connector.load` excludes it, its prompt cannot be named, or an earlier load failed",
-    "error": "an error that has no reason of its own; the node's log has it",
+    "error": "another error, which is in the node's log",
 }
 
 
 def reason_text(reason: MissReason, detail: str = "") -> str:
-    """Returns a reason for people, with `detail` or else its meaning."""
+    """Returns a reason as text, with `detail` or else its meaning."""
     return f"{'no miss' if reason == 'none' else reason}: {detail or MEANINGS[reason]}"
 
 
@@ -108,7 +108,7 @@ def miss_reason(trouble: str) -> MissReason:
 def worst_reason(statuses: Iterable[Status]) -> MissReason:
     """Returns why a chunk whose objects have these statuses is not there; `none` if all are OK.
 
-    A status that says more than that an object is missing comes first.
+    Any other status wins over MISSING.
     """
     found: MissReason = "none"
     for status in statuses:
@@ -120,17 +120,17 @@ def worst_reason(statuses: Iterable[Status]) -> MissReason:
 
 
 _MARK = 8
-"""How many bytes of a name are remembered."""
+"""How many bytes of a name the history remembers."""
 _PLACES = 1 << 17
-"""How many names are remembered at most: chunks of 256 tokens of 33 million tokens."""
+"""The most names that a history remembers: those of 33 million tokens in chunks of 256."""
 
 
 class ChunkHistory:
     """Remembers the names of chunks that were there once: stored or found by this process. Thread-safe.
 
     It is a table of 131,072 places of 8 bytes, so 1 MiB, and after a reset as much again for the weights before. The first 8
-    bytes of a name, which is a hash, determine its place, and a name takes the place of the one that was there before. So names are
-    forgotten after a while, and then count as never stored.
+    bytes of a name, which is a hash, determine its place. A name takes the place of an older name. So names are forgotten after a
+    while, and then count as never stored.
     """
 
     def __init__(self, places: int = _PLACES) -> None:
@@ -142,7 +142,7 @@ class ChunkHistory:
         self._label = ""  # of the weights that the namespace identifies
 
     def note(self, names: Sequence[bytes]) -> None:
-        """Remembers that chunks of these names, of one width from 8 bytes on, were there. Takes 0.1 µs a name."""
+        """Remembers that chunks of these names were there. All names have one width, of at least 8 bytes. Takes 0.1 µs a name."""
         if not names:
             return
         if not self._table:
@@ -154,7 +154,7 @@ class ChunkHistory:
             table[mark & mask] = mark
 
     def follow(self, label: str) -> None:
-        """Notes the weights version of a lookup. What was there in the one before is gone for another reason than eviction."""
+        """Notes the weights' label of a lookup. Chunks of the label before are gone for another reason than eviction."""
         if label != self._label:
             self._label, self._before, self._table = label, self._table, array("Q")
 
@@ -163,7 +163,7 @@ class ChunkHistory:
         return bool(table) and table[mark & self._mask] == mark
 
     def explain(self, reason: MissReason, name: bytes) -> MissReason:
-        """Returns `reason`, or for `missing` whether the chunk was evicted, belongs to earlier weights, or was never stored."""
+        """Returns `reason`. In place of `missing`, returns whether the chunk was evicted, belongs to earlier weights, or was never stored."""
         if reason != "missing":
             return reason
         if self._is_in(self._table, name):
@@ -206,12 +206,12 @@ class Found(Struct, frozen=True, array_like=True, tag_field="type", tag="found")
     chunks: Count
     """How many chunks a load can restore."""
     leading: Count
-    """How many chunks the groups without a tail have: 5 with 3 `chunks` means that only layers with a window or a state lack something,
-    at the ends of the prefixes of 4 and 5 chunks."""
+    """How many chunks the groups without a tail have. 5 with 3 `chunks` means that only layers with a window or a state lack chunks, at
+    the ends of the prefixes of 4 and 5 chunks."""
     reason: MissReason = "none"
     """Why the prefix is not longer; `none` if it has all chunks that it can have."""
     near: TierChunks = TierChunks()
-    """How many of the chunks behind those at hand lay in tiers of the host that looked; the others are in the pool, which is not counted."""
+    """How many of the chunks that were found lie in tiers of the host that looked. The others are in the pool, which is not counted."""
 
 
 class Loaded(Struct, frozen=True, array_like=True, tag_field="type", tag="loaded"):
@@ -220,32 +220,32 @@ class Loaded(Struct, frozen=True, array_like=True, tag_field="type", tag="loaded
     chunks: Count
     """How many of the wanted chunks, from the first, are in their blocks now."""
     reason: MissReason = "none"
-    """Why the chunk behind these was not loaded; `none` if all were."""
+    """Why the next chunk was not loaded; `none` if all were."""
     tiers: TierChunks = TierChunks()
-    """Where the loaded chunks came from. An object of the first shard speaks for its chunk."""
+    """The tiers that the loaded chunks came from. The object of the first shard stands for its chunk."""
 
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 KEY = "report"
-"""The key of a request's report in the object `pd_cache` of an answer, see docs/troubleshooting.md."""
+"""The key of a request's report in the object `pd_cache` of an answer (docs/troubleshooting.md)."""
 
 
 class RequestReport(Struct, frozen=True, kw_only=True):
-    """What became of one prompt on one node, in tokens. `at_hand + loaded + computed == asked`."""
+    """Where a node got the KV of a prompt, in tokens. `at_hand + loaded + computed == asked`."""
 
     asked: Tokens
     """The prompt's length."""
     at_hand: Tokens = 0
-    """Tokens that the engine's own cache had."""
+    """Tokens that the engine's own cache held."""
     streamed: Tokens = 0
     """Tokens, at hand or loaded, that came while a prefill node computed the prompt."""
     found: Tokens = 0
-    """Tokens behind those at hand that the lookup found, in whole chunks."""
+    """Tokens that the lookup found behind those at hand, in whole chunks."""
     loaded: Tokens = 0
     """Tokens whose KV was loaded and used. At least the last token of a prompt is always computed."""
     memory: Tokens = 0
-    """Tokens of the chunks that were read from this host's memory."""
+    """Tokens of chunks that were read from this host's memory."""
     disk: Tokens = 0
     """The same for this host's disk."""
     pool: Tokens = 0
@@ -257,7 +257,7 @@ class RequestReport(Struct, frozen=True, kw_only=True):
     """The figures behind the reason, if it has any."""
 
     def text(self) -> str:
-        """Returns the report for people, as indented lines."""
+        """Returns the report as indented lines of text."""
         loaded = f"{self.loaded} loaded" + (f" of {self.found} found" if self.found != self.loaded else "")
         tiers = {"memory": self.memory, "disk": self.disk, "pool": self.pool}
         if read := ", ".join(f"{tier} {tokens}" for tier, tokens in tiers.items() if tokens):
@@ -283,7 +283,7 @@ class RequestReport(Struct, frozen=True, kw_only=True):
         streamed: int = 0,
         detail: str = "",
     ) -> RequestReport:
-        """Returns the report on a prompt of `asked` tokens. `tiers` are chunks, all else is tokens.
+        """Returns the report on a prompt of `asked` tokens. `tiers` counts chunks; all other numbers are tokens.
 
         A prompt without a whole chunk gets the reason `too_short`, whatever `reason` says.
         """
@@ -305,7 +305,7 @@ class RequestReport(Struct, frozen=True, kw_only=True):
         )
 
     def line(self) -> str:
-        """Returns the report as part of a line of a log."""
+        """Returns the report as a part of a log line."""
         return (
             f"asked={self.asked} at_hand={self.at_hand} found={self.found} loaded={self.loaded} (memory={self.memory} "
             f"disk={self.disk} pool={self.pool}) streamed={self.streamed} computed={self.computed} reason={self.reason}"

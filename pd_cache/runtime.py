@@ -1,12 +1,11 @@
-"""Where processes of one user leave files for one another: sockets, locks, and notes about what runs.
+"""The folder in which processes of a user leave files for one another: sockets, locks, and notes about what runs.
 
-All such files are in one folder that belongs to the user alone, `$XDG_RUNTIME_DIR/pd-cache` or `/tmp/pd-cache-UID`. In /tmp, every local
-user can create that folder first, or a link of that name. So nothing in it is trusted until the folder itself has been opened without
-following a link, and its owner and mode have been read from the open folder. After that no other user can replace it: /tmp is sticky, and
-the folder's mode is 0700.
+The folder belongs to the user alone: `$XDG_RUNTIME_DIR/pd-cache` or `/tmp/pd-cache-UID`. In /tmp, every local user can create that folder
+first, or a link of that name. So nothing in it is trusted until the folder itself has been opened without following a link, and its owner
+and mode have been read from the open folder. After that no other user can replace it: /tmp is sticky, and the folder's mode is 0700.
 
 A file is valid only while its writer holds a lock on it. The kernel releases the lock when the writer ends, however it ends. A pid would
-not do: it could have been given to another process.
+not do, because the kernel may have given it to another process.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _READ_LIMIT = 4 << 20
 
 
 class RuntimeFolderError(PdCacheError):
-    """A folder for runtime files that is not provably this user's own."""
+    """A folder for runtime files that may not be this user's own."""
 
 
 def runtime_folder() -> Path:
@@ -37,7 +36,7 @@ def runtime_folder() -> Path:
 
 
 def _folders() -> list[Path]:
-    """Returns the folders that a process of this user may have chosen: not every process has XDG_RUNTIME_DIR."""
+    """Returns the folders that processes of this user may have chosen: not every process has XDG_RUNTIME_DIR."""
     shared = _SHARED / f"pd-cache-{os.geteuid()}"
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named.startswith("/"):
@@ -82,7 +81,7 @@ def temporary_folder() -> Iterator[Path]:
                 shutil.rmtree(base / name, ignore_errors=True)
         new = Path(tempfile.mkdtemp(prefix="new-", dir=base))
         holder = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        # locked before it has its name, so that no other process finds it unlocked and takes it for a dead process's folder
+        # locked before it has its name: another process would take an unlocked folder for a dead process's
         fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         folder = new.rename(base / f"{_TEMPORARY}{new.name.removeprefix('new-')}")
     try:
@@ -126,7 +125,7 @@ def read_note(name: str) -> str | None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            if number:  # not the folder that we use, and not ours: ignore what another user planted there
+            if number:  # not the folder that we use, and another user's
                 continue
             raise RuntimeFolderError(f"{path}: {error.strerror}; {_REPAIR}") from None
         try:
@@ -207,7 +206,7 @@ def _is_in_use(name: str, folder: int) -> bool:
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     except OSError:
-        return True  # not a folder of ours: leave it alone
+        return True  # not our folder
     try:
         return _locked(descriptor)
     finally:

@@ -1,4 +1,4 @@
-"""SparseLog: how often a line that repeats itself may be written."""
+"""SparseLog bounds how often a repeated line is written."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class SparseLog:
         self._clock = clock
         self._lock = threading.Lock()
         self._last: dict[Hashable, tuple[float, int]] = {}
-        """For each key, when an event was let through, and how much has been held back since."""
+        """For each key, when the last event was let through, and how much was held back since."""
 
     def admit(self, key: Hashable = None, count: int = 1) -> int | None:
-        """Returns None if an event is to be held back; else how much it and those held back before it count together.
+        """Returns None to hold an event back. Otherwise, returns how much it and the events held back before it count together.
 
-        The number of keys must be bounded by the caller.
+        The caller bounds the number of keys.
         """
         with self._lock:
             now = self._clock()

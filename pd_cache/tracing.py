@@ -1,8 +1,8 @@
-"""Spans of requests, for OpenTelemetry. Off unless a collector is configured; then nothing of OpenTelemetry is imported.
+"""Spans of requests, for OpenTelemetry. Without a configured collector there are none, and nothing of OpenTelemetry is imported.
 
-A span is begun under the `traceparent` of the request that it belongs to (W3C Trace Context), and ended on whatever thread its work
-ends. Ended spans wait in a bounded queue of the SDK, which a thread of its own sends. When the queue is full, spans are dropped: a
-collector that is slow, or gone, costs nothing else. This is the only module that imports OpenTelemetry.
+A span begins under the `traceparent` of its request (W3C Trace Context), and may end on any thread. Ended spans wait in a bounded queue of
+the SDK, whose own thread sends them. When the queue is full, spans are dropped. A slow or dead collector costs nothing else. Only this
+module imports OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _EXPORT_S = 2.0
 _LONGEST_ERROR = 300
 _QUIET_S = 60.0
 _MOST_STATE = 512
-"""The longest `tracestate` that is passed on, in characters: what W3C asks for at least."""
+"""The longest `tracestate` that is passed on, in characters: the least that W3C demands."""
 
 
 class TraceSpan:
-    """Work of one request. Ends with its `with` block, or with `end`. This one is not sent."""
+    """Work for a request. Ends with its `with` block, or with `end`. This class sends nothing."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         self._parent = headers
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What work that is done for this span gets as its parent."""
+        """The parent of spans for parts of this work."""
         return self._parent
 
     def note(self, **attributes: Attribute) -> None:
         """Adds attributes. Their names get the prefix `pd_cache.`."""
 
     def end(self, error: str = "") -> None:
-        """Ends it. Further calls do nothing. `error`: why it failed, if it did."""
+        """Ends the span. Further calls do nothing. `error`: why the work failed, if it did."""
 
     def __enter__(self) -> TraceSpan:
         return self
@@ -63,7 +63,7 @@ class TraceSpan:
 
 
 class Tracing:
-    """Begins spans. This one begins none; `open_tracing` returns one that does."""
+    """Begins spans. The spans of this class send nothing; `open_tracing` returns an object whose spans do."""
 
     def begin(
         self,
@@ -77,7 +77,7 @@ class Tracing:
         return TraceSpan(parent or {})
 
     def close(self, timeout: float = 2.0) -> None:
-        """Sends what waits, for at most `timeout` seconds."""
+        """Sends the waiting spans, for at most `timeout` seconds."""
 
 
 UNTRACED = Tracing()
@@ -89,7 +89,7 @@ def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def open_tracing(config: TracingConfig, service: str, node: str) -> Tracing:
-    """Returns what begins spans of this process: nothing without `config.endpoint`. `service` is the role, `node` the node's name.
+    """Returns the tracing of this process; without `config.endpoint`, one that sends nothing. `service` is the role, `node` the node's name.
 
     Does not wait for the collector. Raises ConfigError if the extra `otel` is not installed.
     """
@@ -194,9 +194,9 @@ def _prefixed(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
 
 
 class _Quiet(logging.Handler):
-    """Passes on one complaint of the exporter a minute, where the SDK logs each batch and each retry.
+    """Passes on one complaint of the exporter a minute; the SDK logs each batch and each retry.
 
-    What the SDK says about a client's headers is not passed on: it holds their text.
+    Does not pass on what the SDK logs about a client's headers, which contains their text.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""Digests of a model's folder and of a LoRA adapter's, which distinguish two of the same name, shape and size. Does nothing but read files.
+"""Digests of the folders of models and LoRA adapters. They distinguish two of the same name, shape and size. Only reads files.
 
 A model's digest covers config.json whole, and samples of the weight files, which may be hundreds of gigabytes. For a safetensors file the
 samples are the whole header and four places in every tensor, so that a fine-tune that changed a single matrix differs. For other formats
-they are 256 places in the file. Files that differ only in a few scattered numbers may get the same digest: give such models a revision of
-their own (`connector.revision`). An adapter's files are small, and are read whole.
+they are 256 places in the file. Files that differ only in a few scattered numbers may get the same digest: give each such model a revision of its
+own (`connector.revision`). An adapter's files are small, and are read whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAMPLE = 4096
 _SAMPLES_OF_A_TENSOR = 4
 _SAMPLES_OF_A_FILE = 256
 _LONGEST_HEADER = 100 << 20
-"""Bytes of a safetensors file's header: the format's own limit."""
+"""The format's own limit of a safetensors file's header, in bytes."""
 
 
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -35,7 +35,7 @@ class WeightsError(PdCacheError):
 
 
 class FileStamp(NamedTuple):
-    """By what a file that was written again is recognised without reading it."""
+    """Shows without a read whether a file was written again."""
 
     name: str
     inode: int
@@ -92,7 +92,7 @@ def _adapter_files(folder: Path) -> list[Path]:
 
 
 def _places(opened: BinaryIO, file: Path, size: int) -> Iterator[tuple[int, int]]:
-    """Yields what to read: (start, length) in bytes."""
+    """Yields the parts to read: (start, length) in bytes."""
     header = _safetensors_header(opened, size) if file.suffix == ".safetensors" else None
     if header is None:
         yield from _spread(0, size, _SAMPLES_OF_A_FILE)
