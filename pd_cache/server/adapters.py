@@ -1,9 +1,8 @@
 """What serving engines call: the API of LMCache's multi-process adapters in vLLM.
 
 `SchedulerAdapter` and `WorkerAdapter` are thin over a `RemoteCache`. Only their constructors and `register_kv_caches` wait; a scheduler may
-call thousands of times a second. LMCache's API leaves three things open, which are decided here: a failed store is counted; a failed retrieve
-reports which blocks the engine has to compute; and no block is returned to the engine before it is certain that the server no longer touches
-it.
+call thousands of times a second. LMCache's API leaves three things open, which these classes decide: a failed store is counted; a failed
+retrieve reports which blocks the engine has to compute; the engine gets a block back only when the server cannot touch it any more.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from pd_cache.server.protocol import EngineIdentity
 from pd_cache.versions import PRESENT
 
 _REMEMBERED = 65_536
-"""How many finished requests are remembered so that they are not reported again."""
+"""How many finished requests a worker remembers, so that it does not report them again."""
 
 
 class SchedulerAdapter:
-    """Lookups for one engine. Any failure is a miss, with a counter for each reason."""
+    """Lookups for an engine. Any failure is a miss, with a counter for each reason."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class SchedulerAdapter:
         return self._cache.label
 
     def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`. Each worker needs `WorkerAdapter.reset` before its next op."""
+        """Notes that the engine has other weights now; see `LookupClient.reset`. Call `WorkerAdapter.reset` of each worker before its next op."""
         self._cache.reset(version)
 
     def maybe_submit_lookup_request(
@@ -80,8 +79,8 @@ class SchedulerAdapter:
     ) -> None:
         """Begins a lookup for a request, unless one has already begun.
 
-        Needs exactly one of `block_hashes` (one per block; hash mode) and `token_ids` (token mode); raises ValueError otherwise. What is
-        found is protected from eviction until it is retrieved, until `end_session`, or until the session's deadline at the server.
+        Needs exactly one of `block_hashes` (one per block; hash mode) and `token_ids` (token mode); raises ValueError otherwise. The found
+        chunks are protected from eviction until they are retrieved, until `end_session`, or until the session's deadline at the server.
         `extra_keys` is the request's isolation (cache salt, LoRA name, ...), in token mode.
         """
         if request_id not in self._lookups:
@@ -107,7 +106,7 @@ class SchedulerAdapter:
         self._lookups.pop(request_id, None)
 
     def end_session(self, request_id: str) -> None:
-        """Informs the server that a request has ended, so that it need no longer protect what its lookup found."""
+        """Informs the server that a request has ended, so that it need not protect the found chunks any longer."""
         self._cache.end(request_id)
 
     def shutdown(self) -> None:
@@ -117,7 +116,7 @@ class SchedulerAdapter:
 
 @dataclass
 class LoadStoreOp:
-    """Which tokens to load or store, and the blocks for their KV.
+    """Tokens to load or store, and the blocks for their KV.
 
     In hash mode, `block_hashes` has one hash for each of `block_ids`. In token mode, `token_ids` is the whole prompt, because a chunk's
     name depends on everything before it, and `block_ids` are those of the tokens from `start` to `end`.
@@ -129,11 +128,11 @@ class LoadStoreOp:
     start: int = 0
     """Token mode: a whole number of chunks."""
     end: int = 0
-    """Token mode: a last part that is not a whole chunk is left out."""
+    """Token mode: the tokens behind the last whole chunk are left out."""
     extra_keys: tuple[ExtraKey, ...] = ()
     """Token mode: the request's isolation."""
     label: str | None = PRESENT
-    """That of the weights (`SchedulerAdapter.label`): for a store, as it was before the first of these tokens was computed."""
+    """The label of the weights (`SchedulerAdapter.label`): for a store, from before the first of these tokens was computed."""
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -148,7 +147,7 @@ class _Submitted(NamedTuple):
 
 
 class WorkerAdapter:
-    """Stores and retrieves for one rank of an engine. For use by one thread."""
+    """Stores and retrieves for a rank of an engine. For use by one thread."""
 
     def __init__(
         self,
@@ -176,7 +175,7 @@ class WorkerAdapter:
         self._retrieves: list[_Submitted] = []
         self._waiting: set[str] = set()
         """Requests that the engine has finished, but whose stores have not ended."""
-        self._told: OrderedDict[str, None] = OrderedDict()
+        self._reported: OrderedDict[str, None] = OrderedDict()
         """Requests whose stores were reported as finished, the latest last."""
         self._bad_blocks: set[int] = set()
 
@@ -205,7 +204,7 @@ class WorkerAdapter:
         """
         pending = self._cache.begin_store(*self._chunks(op), session=request_id, after=event, label=op.label)
         self._stores.append(_Submitted(request_id, pending, ()))
-        self._told.pop(request_id, None)
+        self._reported.pop(request_id, None)
 
     def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
         """Begins to load. The server may write to the blocks until `get_finished` reports the request.
@@ -242,12 +241,12 @@ class WorkerAdapter:
         for move in ended:
             self._bad_blocks.update(move.blocks[move.pending.wait().chunks * self._blocks_per_chunk :])
         retrieved = {move.request_id for move in ended} - {move.request_id for move in self._retrieves}
-        self._waiting |= {request_id for request_id in finished_req_ids_from_engine if request_id not in self._told}
+        self._waiting |= {request_id for request_id in finished_req_ids_from_engine if request_id not in self._reported}
         stored = self._waiting - {move.request_id for move in self._stores}
         self._waiting -= stored
-        self._told.update(dict.fromkeys(stored))
-        while len(self._told) > _REMEMBERED:
-            self._told.popitem(last=False)
+        self._reported.update(dict.fromkeys(stored))
+        while len(self._reported) > _REMEMBERED:
+            self._reported.popitem(last=False)
         return stored, retrieved
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""The cache of this host's cache server: `RemoteCache`, in terms of chunk names and block ids, and lookup clients over it."""
+"""The cache in this host's cache server: `RemoteCache`, by chunk names and block ids, and the lookup client over it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _GIVE_UP_S = 5.0
 
 
 class RemoteCache(LooksUp):
-    """A `BlockCache` (see there) over the connection of one engine rank. Thread-safe.
+    """A `BlockCache` (see there) over the connection of an engine rank. Thread-safe.
 
-    Each operation has a twin that only begins it and returns a pending object, for callers that must not wait. What the server cannot do
-    is counted when the end of the operation is seen.
+    Each operation has a twin that only begins it, for callers that must not wait. What the server cannot do is counted when the caller sees
+    the end of the operation.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class RemoteCache(LooksUp):
         """Connects to the server at `url`, e.g. `ipc:///run/pd-cache.sock`.
 
         kind: a scheduler only looks up. context: a ZMQ context to use, None to create one. If `identity` leaves the chunk size to the
-        server, this waits up to `connect_timeout_s` for it. An operation without a timeout of its own is given up after
-        `lookup_timeout_s` or `move_timeout_s`. version: that of the engine's weights; by default the cache has its own. Raises the errors
+        server, this waits up to `connect_timeout_s` for it. An operation without a time-out of its own is given up after
+        `lookup_timeout_s` or `move_timeout_s`. version: the version of the engine's weights; by default a new one. Raises the errors
         of `ServerConnection`.
         """
         super().__init__(version, metrics)
@@ -77,7 +77,7 @@ class RemoteCache(LooksUp):
         self.chunk_size = self.connection.chunk_size
         self.block_size = identity.block_size
         self.blocks_per_chunk = self.chunk_size // self.block_size
-        """A whole number, or the server would have refused the engine."""
+        """A whole number; otherwise the server refuses the engine."""
         self._namer = ChunkNamer(self.chunk_size, self.blocks_per_chunk)
         self._lookup_timeout_s = lookup_timeout_s
         self._move_timeout_s = move_timeout_s
@@ -108,7 +108,7 @@ class RemoteCache(LooksUp):
         """Returns the names of a prompt's whole chunks, first to last, 8 to 16 bytes each.
 
         The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the request's isolation, and go
-        with token ids only. Raises ValueError for both or neither, or for the one by which the namespace does not name chunks.
+        with token ids only. Raises ValueError for both or neither, and for the form by which the namespace does not name chunks.
         """
         if (welcome := self.connection.welcome) is not None:
             self._namer.mode = welcome.hash_mode
@@ -173,7 +173,7 @@ class RemoteCache(LooksUp):
         pending = UnderWay(self, "lookup", functools.partial(self._found, len(names), at_hand))
         if at_hand == len(names):
             pending.result = Found(at_hand, at_hand)
-        elif not self.connection.ready:  # a server that does not know us yet would answer only once it does
+        elif not self.connection.ready:  # a server answers only clients that it knows
             pending.outcome = "server_lost"
         elif (label := self.version.state.label) is None:
             pending.outcome = "weights_unnamed"
@@ -225,13 +225,13 @@ class RemoteCache(LooksUp):
         return record_event(self._tensors[0])
 
     def close(self) -> None:
-        """Takes the KV tensors back from the server and disconnects. Idempotent."""
+        """Takes the KV tensors back from the server, and disconnects. Idempotent."""
         self.connection.close()
 
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _check(self, kv_caches: Any) -> None:
-        """Raises ValueError for tensors other than those registered: a server copies only what it was lent."""
+        """Raises ValueError for tensors other than the registered ones: a server copies only tensors that it was lent."""
         if kv_caches is None:
             return
         tensors = layer_tensors(kv_caches)
@@ -277,7 +277,7 @@ class RemoteCache(LooksUp):
     # --- what answers mean -----------------------------------------------------------------------------------------
 
     def _found(self, chunks: int, at_hand: int, answer: Answer | str) -> Found:
-        """Returns what a lookup of so many chunks has found, those at hand included. Counts it."""
+        """Returns the result of a lookup of `chunks` chunks, including those at hand. Counts it."""
         if not isinstance(answer, Found) or not at_hand <= answer.chunks <= answer.leading <= chunks:
             return Found(at_hand, at_hand, self._failed("lookup", 1, answer))
         self.metrics.counts.add("tokens", "lookup", "requested", by=(chunks - at_hand) * self.chunk_size)
@@ -285,7 +285,7 @@ class RemoteCache(LooksUp):
         return answer
 
     def _loaded(self, chunks: int, label: str | None, answer: Answer | str) -> Loaded:
-        """Returns how many of so many chunks, in the weights version `label`, are in their blocks. Counts them."""
+        """Returns how many of `chunks` chunks of the weights version `label` are in their blocks. Counts them."""
         if not isinstance(answer, Loaded) or answer.chunks > chunks:
             return Loaded(0, self._failed("retrieve", chunks, answer))
         if outdated := self.version.why_not(label):
@@ -296,7 +296,7 @@ class RemoteCache(LooksUp):
         return answer
 
     def _stored(self, chunks: int, answer: Answer | str) -> list[StoreOutcome]:
-        """Returns the outcome of each of so many chunks. Counts them."""
+        """Returns the outcome of each chunk of a store. Counts them."""
         if not isinstance(answer, Stored) or len(answer.outcomes) != chunks:
             self._failed("store", chunks, answer)
             return [StoreOutcome.NOT] * chunks
@@ -306,7 +306,7 @@ class RemoteCache(LooksUp):
         return [StoreOutcome(outcome) for outcome in answer.outcomes]
 
     def _failed(self, op: str, chunks: int, answer: Answer | str) -> MissReason:
-        """Returns why there was no proper answer: the word of `Future.outcome`, or an answer that cannot be. Counts it."""
+        """Returns why there was no proper answer. `answer` is the word of `Future.outcome`, or an impossible answer. Counts it."""
         word = answer if isinstance(answer, str) else "nonsense"
         self.metrics.trouble(op, word, chunks)
         reason = miss_reason(word)
@@ -322,7 +322,7 @@ class UnderWay(Generic[R]):
     """A lookup, load or store under way. The server may touch its blocks until `query` returns True. For use by one thread."""
 
     def __init__(self, cache: RemoteCache, op: str, judge: Callable[[Answer | str], R]) -> None:
-        """`judge` makes the result of the answer, or of the word that says why there is none, and counts it."""
+        """`judge` makes the result from the answer, or from the word that says why there is none, and counts it."""
         self._cache = cache
         self._judge = judge
         self.op = op
@@ -330,8 +330,8 @@ class UnderWay(Generic[R]):
         """Known once it has ended."""
         self.future: Future | None = None
         self.place: tuple[int, int] | None = None
-        """Its slot and ticket of the fence, until the blocks are the engine's again. A lookup has none."""
-        self.event: object = None  # the server opens it by its handle
+        """Its slot and ticket of the fence, until the blocks are the engine's again; None for a lookup."""
+        self.event: object = None  # kept alive: the server opens it by its handle
         self.outcome: Answer | str | None = None
         """The answer, or why there is none; None while it is under way."""
 
@@ -367,9 +367,9 @@ class UnderWay(Generic[R]):
         return self.result
 
     def give_up(self) -> None:
-        """Returns when the server touches the blocks no more, whatever has become of the move.
+        """Returns once the server cannot touch the blocks any more.
 
-        Waits, for a load, for as long as one copy lasts. If the server stands still in the middle of that, the fence goes on trying.
+        For a load, waits for as long as a copy lasts. If the server stands still in the middle of a copy, the fence goes on trying.
         """
         end = time.monotonic() + _GIVE_UP_S
         while self.place is not None and time.monotonic() < end:
@@ -382,7 +382,7 @@ class UnderWay(Generic[R]):
 
 
 class ServerLookupClient(LookupClient):
-    """Asks the cache server of this host, which protects what it found for the request that asked."""
+    """Asks the cache server of this host, which protects what it finds for the request that asks."""
 
     def __init__(
         self,
@@ -397,7 +397,7 @@ class ServerLookupClient(LookupClient):
     ) -> None:
         """Begins to connect; lookups find nothing while there is no server. Raises ValueError for a bad address.
 
-        A lookup waits at most `timeout_s` for its answer. `further` are the model's other groups of layers, if it has several.
+        A lookup waits at most `timeout_s` for its answer. `further` are the model's other layer groups, if it has several.
         `version`: as in `RemoteCache`.
         """
         identity, metrics = EngineIdentity.of(metadata, config.cache, further), metrics or CacheMetrics()

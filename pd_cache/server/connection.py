@@ -1,7 +1,7 @@
-"""A connection of one engine process to its cache server, which outlives the server.
+"""A connection of an engine process to its cache server, which outlives the server.
 
 The calling thread sends requests (`link.py`). A thread of the connection keeps it up: it says hello, registers the KV tensors, notices
-when the server is gone, and does it all again when one is back. Meanwhile every request fails immediately, with an error that adapters
+when the server is gone, and does all that again when a server is back. Meanwhile every request fails at once, with an error that adapters
 turn into a miss.
 """
 
@@ -38,13 +38,13 @@ _GREETING_S = 2.0
 _REGISTER_S = 120.0
 """Mapping and touching a large cache, and opening the backend for it, take a while."""
 _SOON_S, _AGAIN_S = 0.02, 0.2
-"""The first and the longest pause between two attempts to connect, or to say hello: ZMQ connects a moment later than the Unix socket."""
+"""The first and the longest pause between attempts to connect, or to say hello: ZMQ connects a moment later than the Unix socket."""
 _WATCH_S = 0.5
 _MOST_STORAGES = 200
 
 
 class ServerConnection:
-    """One process's connection, for one engine rank. Thread-safe."""
+    """A process's connection, for an engine rank. Thread-safe."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ServerConnection:
         """Connects to the server at `url`, e.g. `ipc:///run/pd-cache.sock`. `context` is a ZMQ context; None to create one. An observer
         has no identity.
 
-        If `identity` has a chunk size, this does not wait: a server that is not there yet is treated like one that comes back. Otherwise
+        If `identity` has a chunk size, this does not wait: a server that is not there yet is like a server that comes back. Otherwise
         it waits up to `connect_timeout_s` for the server's chunk size. Raises ServerRefusedError if the server does not take this engine,
         NoAnswerError if it does not answer, ValueError for a bad address.
         """
@@ -69,12 +69,12 @@ class ServerConnection:
         self.welcome: Welcome | None = None
         """The server's latest welcome; None before its first answer."""
         self.ready = False
-        """Whether the server is there and knows this client, tensors included."""
+        """Whether the server is there, and knows this client and its tensors."""
         self._lent: tuple[KVCaches, PageKind | None] | None = None
         """The KV tensors that the server has, or will have."""
         self._problem: CacheServerError | SharingError | None = None
         self._connected = False
-        """Whether a server is there, as far as the keeper knows. It may not know this client yet."""
+        """Whether the keeper knows that a server is there. The server may not know this client yet."""
         self._changed = threading.Condition()
         self._closing = False
         self._errors_logged = SparseLog()
@@ -96,7 +96,7 @@ class ServerConnection:
     def chunk_size(self) -> int:
         """Tokens per chunk."""
         size = self.hello.engine.chunk_size if self.welcome is None else self.welcome.chunk_size
-        assert size is not None  # otherwise the constructor has waited for the welcome
+        assert size is not None  # or the constructor has waited for the welcome
         return size
 
     def ask(self, request: Request, timeout: float, descriptors: Sequence[int] | None = None) -> Answer:
@@ -201,7 +201,7 @@ class ServerConnection:
         passes = problem is None or getattr(problem, "reason", "") in ("busy", "unknown_client", "closing")
         lasts = isinstance(problem, SharingError | ServerRefusedError) and not passes
         with self._changed:
-            if lent is not self._lent:  # the server has tensors, or refused some, that are not in use any more: again
+            if lent is not self._lent:  # the server has, or has refused, tensors that are not in use any more: again
                 self.link.nudge()
                 return
             self.ready = problem is None
@@ -215,7 +215,7 @@ class ServerConnection:
             log.debug("cache server %s: %s", self.url, problem)
 
     def _introduce(self) -> None:
-        """Says hello. Raises CacheServerError if the server does not take this engine, or serves it in another way than before."""
+        """Says hello. Raises CacheServerError if the server does not take this engine, or names or sizes chunks in another way than before."""
         welcome = self.ask(self.hello, _GREETING_S)
         if not isinstance(welcome, Welcome):
             raise ServerLostError(f"the server answered hello with {type(welcome).__name__}")

@@ -1,15 +1,16 @@
 """Decides which process may touch an engine's blocks: a page that an engine and its server share, and the kernel's locks on it.
 
-A server that is late, stopped or cut off may still be about to copy blocks that its engine has given to another request. So each move gets a
-*slot* of the fence, with its *ticket* in it. The server copies only while the ticket is there. An engine that gives a move up removes it.
+A server that is late, stopped or cut off may still be about to copy blocks that its engine has given to another request. So each load or
+store gets a *slot* of the fence, with its *ticket* in it. The server copies only while the ticket is there. An engine that gives up a load
+or store removes the ticket.
 
 A load writes to the blocks. So the server locks the slot's bytes around each copy, of one chunk or of several that are there together, and
-the engine removes the ticket under the same lock: after that, no part of the move can touch the blocks. The kernel drops the locks of a
-process that dies, so a dead server delays no engine. A stopped server delays one only if it was stopped in the middle of a copy.
+the engine removes the ticket under the same lock: after that, no part of the load can touch the blocks. The kernel drops the locks of a
+process that dies, so a dead server delays no engine. A stopped server delays an engine only if it was stopped in the middle of a copy.
 
-A store reads the blocks, without a lock: the server looks for the ticket again after each copy, and if it is gone, does not use what it has
-copied. So nothing delays an engine that gives a store up. That needs the ticket's removal to be seen before what is written to the blocks
-later: x86 keeps the order of writes, and elsewhere both sides have taken locks of their own in between.
+A store reads the blocks, without a lock: the server looks for the ticket again after each copy, and if it is gone, does not use the
+copied bytes. So nothing delays an engine that gives up a store. The ticket's removal must be seen before later writes to the blocks: x86
+keeps the order of writes, and on other processors both sides have taken locks of their own in between.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from typing import NamedTuple
 from pd_cache.server.memory import new_memory
 
 SLOTS = 1024
-"""The most moves of one worker at a time."""
+"""The most loads and stores of a worker at a time."""
 _SLOT = struct.Struct("<Q")
 _NBYTES = SLOTS * _SLOT.size
 
 
 class AbandonedError(Exception):
-    """The engine has given up the move, so its blocks must not be touched."""
+    """The engine has given up the load or store, so its blocks must not be touched."""
 
 
 class _Page:
@@ -72,7 +73,7 @@ class _Page:
 
 
 class _Admitted(NamedTuple):
-    """The move that has a slot."""
+    """The load or store that has a slot."""
 
     ticket: int
     loads: bool
@@ -98,7 +99,7 @@ class Fence:
     def admit(self, *, loads: bool) -> tuple[int, int] | None:
         """Returns a slot with a new ticket in it, as (slot, ticket); None if all slots are taken.
 
-        `loads`: whether the move writes to the blocks; otherwise it reads them. The caller must `revoke` the ticket in the end.
+        `loads`: whether it writes to the blocks; otherwise it reads them. The caller must `revoke` the ticket in the end.
         """
         with self._lock:
             if self._closed or len(self._taken) == SLOTS:
@@ -142,7 +143,7 @@ class Fence:
         with self._lock:
             self._closed = True
         end = time.monotonic() + timeout
-        while left := [slot for slot, one in list(self._taken.items()) if not self.revoke(slot, one.ticket)]:
+        while left := [slot for slot, taken in list(self._taken.items()) if not self.revoke(slot, taken.ticket)]:
             if time.monotonic() >= end:
                 return len(left)
             time.sleep(0.001)
@@ -161,7 +162,7 @@ class FenceView:
         # a passed descriptor shares the engine's open file, whose locks are the engine's; our own locks need our own open file
         self._page = _Page(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
         self._turns = [threading.Lock() for _ in range(SLOTS)]
-        """The kernel's locks do not tell this process's threads apart: one that is late would release the lock of the slot's next move."""
+        """The kernel's locks do not distinguish this process's threads: a late thread would release the lock of the slot's next user."""
 
     @contextlib.contextmanager
     def writing(self, slot: int, ticket: int) -> Iterator[None]:
@@ -177,7 +178,7 @@ class FenceView:
 
     @contextlib.contextmanager
     def reading(self, slot: int, ticket: int) -> Iterator[None]:
-        """Raises AbandonedError if the ticket is gone, before or after the block: then what was read in it may be another move's."""
+        """Raises AbandonedError if the ticket is gone, before or after the block. Then the bytes that it read may be another request's."""
         self._check(slot, ticket)
         yield
         self._check(slot, ticket)

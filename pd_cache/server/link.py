@@ -2,13 +2,13 @@
 
 Requests and answers travel over ZMQ. Each engine also opens a Unix socket to its server, for two things that ZMQ cannot do. It carries file
 descriptors, so that shared memory needs no name and nothing is left over when a process is killed: a request with descriptors goes over
-this socket, and its answer over ZMQ. And the kernel closes it when a process ends, so that the other side learns of that immediately.
+this socket, and its answer over ZMQ. And the kernel closes it when a process ends, so that the other side notices at once.
 
 Only one thread at a time may use a ZMQ socket. If a thread of ours owned it, each request would cost two thread switches, and beside a
 thread that spins, the owner would get the GIL milliseconds late. So no thread owns the socket. Each thread that sends or looks for answers
 uses it, under a lock that no thread holds while it waits. One thread at a time waits for the socket's file descriptor, outside the lock.
-That descriptor is edge-triggered: any use of the socket may swallow the edge, so a thread that used it and finds frames left to read wakes
-the waiting thread.
+That descriptor is edge-triggered, and any use of the socket may swallow the edge. So a thread that used the socket and finds frames left to
+read wakes the waiting thread.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _EVENTS, _READABLE, _NOW = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 """ZMQ's events as plain integers: enumerations cost as much as the calls."""
 _HIGH_WATER = 4096
 _SERVER_INCOMING = 32
-"""How many messages of one client ZMQ reads ahead. Each has up to `MAX_FRAME` bytes. Further messages stay with the client."""
+"""How many messages of a client ZMQ reads ahead. Each has up to `MAX_FRAME` bytes. Further messages stay with the client."""
 _WAIT_SLICE_S = 0.5
 _MAX_DESCRIPTORS = 250  # of the 253 that the kernel takes in a message
 _BESIDE_BYTES = 1 << 20
 """The largest message over the Unix socket, more than the kernel usually sends at once."""
 _AWAKE_S = 0.0002
-"""How long a thread that waits for an answer polls before it sleeps. A lookup takes less, and to fall asleep and wake up would take as
-long as the rest of it."""
+"""How long a thread polls for an answer before it sleeps. A lookup takes less, and to fall asleep and wake up would take as long as its
+other steps together."""
 
 
 def path_beside(url: str) -> Path:
@@ -132,18 +132,18 @@ class Future:
         self.deadline = deadline
 
     def query(self) -> bool:
-        """Looks for an answer without waiting. Returns True once there is one or it is clear that there will be none."""
+        """Looks for an answer without waiting. Returns True once there is one, or once it is clear that none will come."""
         return self.answer is not None or self._link.look(self)
 
     def outcome(self) -> Answer | str:
-        """Waits for the answer, at most until the deadline. Returns it, or why there is none, in a word that names a counter."""
+        """Waits for the answer, at most until the deadline. Returns it, or why there is none: a word that names a counter."""
         if self.answer is None:
             self._link.wait(self)
         assert self.answer is not None
         return self.answer.reason if isinstance(self.answer, CacheServerError) else self.answer
 
     def result(self) -> Answer:
-        """Does the same, but raises a `CacheServerError` if there is no answer."""
+        """Does the same, and raises a `CacheServerError` if there is no answer."""
         self._link.wait(self)
         assert self.answer is not None
         if isinstance(self.answer, CacheServerError):
@@ -152,7 +152,7 @@ class Future:
 
 
 class ClientLink:
-    """Sends requests to one server. Thread-safe; has no thread of its own, and never waits to send.
+    """Sends requests to a server. Thread-safe. Has no thread of its own, and never waits to send.
 
     ZMQ reconnects by itself. The Unix socket shows whether a server is there: the caller opens it (`attach`), waits for its end (`watch`), and
     then fails all outstanding requests (`fail_all`).
@@ -189,7 +189,7 @@ class ClientLink:
         self._futures: dict[int, Future] = {}
         self._next = 1
         self._waited_for: Future | None = None
-        """The future of the one thread that waits at the socket. Other threads wait until that thread wakes them."""
+        """The future of the thread that waits at the socket. Other threads wait until that thread wakes them."""
         self._closed = False
         self._nudged = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._unix: socket.socket | None = None
@@ -203,7 +203,7 @@ class ClientLink:
     def request(self, message: Message, timeout: float, descriptors: Sequence[int] | None = None) -> Future:
         """Sends a request. Returns a future, which gets the answer or, after `timeout` seconds, the reason why there is none.
 
-        A request with `descriptors`, be it none at all, goes over the Unix socket; the server gets duplicates of them.
+        A request with `descriptors`, even an empty sequence, goes over the Unix socket; the server gets duplicates of them.
         """
         with self._changed:
             future = Future(self, self._next, time.monotonic() + timeout)
@@ -239,7 +239,7 @@ class ClientLink:
                 self._read()
 
     def look(self, future: Future) -> bool:
-        """Reads the answers that have arrived, without waiting. Returns whether the future is settled, which it is after its deadline."""
+        """Reads the answers that have arrived, without waiting. Returns whether the future is settled, as it is after its deadline."""
         with self._changed:
             self._read()
             if future.answer is None and time.monotonic() >= future.deadline:
@@ -275,7 +275,7 @@ class ClientLink:
                     self._read()
                     self._changed.notify_all()
 
-    # --- for the one thread that keeps the connection up -----------------------------------------------------------
+    # --- for the thread that keeps the connection up -----------------------------------------------------------
 
     def watch(self, timeout: float) -> bool:
         """Waits until the server ends, until `nudge`, or for `timeout` seconds. Returns whether the Unix socket is open at both ends."""
@@ -371,13 +371,13 @@ class Incoming(NamedTuple):
     number: int
     request: Request
     descriptors: Sequence[int] | None = None
-    """If it came over the Unix socket, the descriptors that came with it. They are closed when its handler returns."""
+    """The descriptors that came with it over the Unix socket; None if it came over ZMQ. They are closed when its handler returns."""
 
 
 class ServerLink:
     """Receives requests from any number of clients, and answers them. An error of one request does not stop the others.
 
-    A thread reads ZMQ's socket. One accepts connections of the Unix socket, and each of these has a thread, which also handles the
+    A thread reads ZMQ's socket. Another one accepts connections of the Unix socket, and each connection has a thread, which also handles the
     requests that come over it: to map an engine's memory takes seconds, and holds up that engine only.
     """
 
@@ -391,8 +391,8 @@ class ServerLink:
         """Binds to `url`, and begins to receive with `start`. Raises CacheServerError if it cannot listen.
 
         Args:
-            handle: returns the answer, or None if another thread will call `answer`. It may raise RefusalError. It must not wait, other
-                than for requests that came over the Unix socket.
+            handle: returns the answer, or None if another thread will call `answer`. It may raise RefusalError. It must not wait, except
+                for requests that came over the Unix socket.
             gone: called when a client's Unix socket has ended. It must not wait.
             metrics: counts refusals and unreadable frames.
         """
@@ -426,7 +426,7 @@ class ServerLink:
         self.url = bytes(requests.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         self._wire = _Wire(requests)
         self._waiting = False
-        """Whether the receiving thread found nothing to read and waits, or is about to."""
+        """Whether the receiving thread found nothing to read, and waits or is about to wait."""
         self._stopping = False
         self._attached: dict[bytes, socket.socket] = {}
         """The Unix socket of each client that has one."""
@@ -470,7 +470,7 @@ class ServerLink:
         """Stops listening, after `stop`."""
         self._listener.close()
         self.path.unlink(missing_ok=True)
-        self._receiver.join()  # it must not use a socket that is closed
+        self._receiver.join()  # it must not use a closed socket
         self._wire.close()
         self._context.term()
 

@@ -1,8 +1,8 @@
-"""Answers lookups, and keeps what they found. Lookups that wait at the same time become one request to each backend.
+"""Answers lookups, and protects the chunks that they found. Lookups that wait at the same time become one request to each backend.
 
-A *session* keeps what a lookup found until it is loaded, or until a deadline. It belongs to the client that made the lookup, and holds the
-keys found, shard by shard. In local tiers a key is pinned by reference count. The server keeps the pool's objects by looking them up again
-before their lease ends; that takes one `batch_is_exist` for all sessions together.
+A *session* protects the chunks that a lookup found until they are loaded, or until a deadline. It belongs to the client that made the
+lookup, and holds the keys, shard by shard. In local tiers a key is pinned by reference count. To protect the pool's objects, the server
+looks them up again before their lease ends, with one `batch_is_exist` for all sessions together.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from transfer.errors import Status
 log = logging.getLogger(__name__)
 
 REQUEST_KEYS = 1 << 16
-"""The most keys of one request to a backend."""
+"""The most keys of a request to a backend."""
 MOST_KEYS = 1 << 18
-"""The most keys that one lookup asks for. Keys behind these count as not found."""
+"""The most keys that a lookup asks for. Further keys count as not found."""
 
 MAX_KEYS = 1 << 20
 """The most keys of all sessions. More keys end the oldest sessions."""
 
 
 class FoundChunks(NamedTuple):
-    """What a lookup found of one model: a group of an engine's layers."""
+    """The chunks that a lookup found of a model, that is, of a layer group of an engine."""
 
     model: Hashable
     backend: StorageBackend
     names: Names
     shards: Sequence[Sequence[str]]
-    """The chunks' keys, one list for each rank, which loads its own."""
+    """The chunks' keys, a list for each rank, which loads its own."""
 
 
 class _Pins(NamedTuple):
-    """What a session holds for one rank of a model."""
+    """The keys that a session holds for a rank of a model."""
 
     backend: StorageBackend
     names: frozenset[bytes]
@@ -56,15 +56,15 @@ class _Pins(NamedTuple):
 
 
 class Session(NamedTuple):
-    """One request's pins."""
+    """A request's pins."""
 
     client: str
     name: str
     deadline: float
     pins: dict[tuple[Hashable, int], _Pins]
-    """What is not loaded yet, by model and rank."""
+    """The pins of chunks that are not loaded yet, by model and rank."""
     size: int
-    """How many keys it was opened with."""
+    """How many keys the session was opened with."""
 
 
 class Sessions:
@@ -90,7 +90,7 @@ class Sessions:
             return sum(len(pins.pinned) + len(pins.leased) for pins in held)
 
     def open(self, client: str, name: str, found: Sequence[FoundChunks], lifetime: float) -> None:
-        """Pins what a lookup found. Ends the client's earlier session of this name."""
+        """Pins the chunks that a lookup found. Ends the client's earlier session of this name."""
         pins, size = {}, 0
         for model, backend, names, shards in found:
             for rank, keys in enumerate(shards):
@@ -107,9 +107,9 @@ class Sessions:
                 self._end(*next(iter(self._sessions)))
 
     def loaded(self, name: str, model: Hashable, rank: int, names: Names) -> None:
-        """Releases what the request's session holds for a rank, which has loaded it.
+        """Releases the chunks that the request's session holds for a rank, which has loaded them.
 
-        The client that looks up and the client that loads belong to one engine. If several engines of a model have requests of the
+        The client that looks up and the client that loads belong to the same engine. If several engines of a model have requests of the
         same name, any session that holds these chunks will do, because it holds the same keys.
         """
         with self._lock:
@@ -123,7 +123,7 @@ class Sessions:
                     return
 
     def end(self, client: str, name: str) -> None:
-        """Ends one session; nothing happens if there is none."""
+        """Ends a session. Does nothing if there is none."""
         with self._lock:
             self._end(client, name)
 
@@ -165,16 +165,16 @@ class Sessions:
 
 
 class LookupJob(NamedTuple):
-    """A lookup, and who asks."""
+    """A lookup, and the client that asks."""
 
     models: Sequence[Model]
-    """One for each of the groups of layers in `prefix`."""
+    """The models of the layer groups in `prefix`."""
     prefix: PrefixLookup
     client: str
     request: Lookup
 
     def found(self, end: int) -> list[FoundChunks]:
-        """Returns, for each group of layers, the chunks that a load up to `end` needs."""
+        """Returns, for each layer group, the chunks that a load up to `end` needs."""
         found = []
         for model, needed in zip(self.models, self.prefix.groups.needed(self.request.at_hand, end), strict=True):
             names = self.request.names[needed.start : needed.stop]
@@ -191,9 +191,9 @@ class LookupJob(NamedTuple):
 def answer_lookups(
     jobs: Sequence[LookupJob], sessions: Sessions, metrics: CacheMetrics, session_s: float
 ) -> list[Answer]:
-    """Returns the answer to each job. Asks each backend for the keys of all of them together. Never raises.
+    """Returns the answer to each job. Asks each backend for the keys of all jobs together. Never raises.
 
-    What a job has found is pinned for its session, for `session_s` seconds.
+    The chunks that a job found are pinned for its session, for `session_s` seconds.
     """
     asked: list[list[tuple[StorageBackend, int]]] = []
     """For each job, the backends and how many keys each is asked for."""
@@ -223,10 +223,10 @@ def answer_lookups(
         statuses: list[Status] = []
         answer: Answer | None = None
         for backend, count in parts:
-            if isinstance(said := known[backend], Refused):
-                answer = said
+            if isinstance(found_there := known[backend], Refused):
+                answer = found_there
             else:
-                statuses += itertools.islice(said, count)
+                statuses += itertools.islice(found_there, count)
         client, request = job.client, job.request
         try:
             if answer is None:

@@ -1,7 +1,7 @@
 """Shares KV tensors: an engine and its server map the same memory, so no connection carries the bytes of a cache.
 
 On the CPU, a torch storage moves to shared memory in place, so that every view of it stays valid. The engine passes it as a file
-descriptor. On a GPU, the engine passes a CUDA IPC handle. Either way the server sees the engine's own pages.
+descriptor. On a GPU, the engine passes a CUDA IPC handle. In both cases the server sees the engine's own pages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def new_memory(name: str, nbytes: int) -> int:
 
 
 def reseat(source: int, address: int, nbytes: int) -> None:
-    """Moves the memory at `address` out of /dev/shm, which may be small, in place. It must be a shared mapping of the whole file `source`.
+    """Moves the memory at `address` out of /dev/shm, which may be small, in place. The memory must be a shared mapping of all of `source`.
 
     Afterwards the same addresses map new memory with the same contents, and the descriptor `source` refers to that memory. Nothing may
     write there meanwhile. Raises OSError, with nothing changed, if there is not enough memory.
@@ -85,7 +85,7 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 class SharingError(PdCacheError):
-    """KV tensors that cannot be shared, or that do not lie where the engine says."""
+    """KV tensors that cannot be shared, or that are not where the engine says."""
 
 
 class Shared(NamedTuple):
@@ -94,7 +94,7 @@ class Shared(NamedTuple):
     storages: tuple[Storage, ...]
     tensors: tuple[TensorView, ...]
     descriptors: list[int]
-    """One for each CPU storage, in order. The caller must close them."""
+    """A descriptor for each CPU storage, in order. The caller must close them."""
 
 
 def share_tensors(kv_caches: KVCaches) -> Shared:
@@ -139,7 +139,7 @@ def share_tensors(kv_caches: KVCaches) -> Shared:
 
 
 def record_event(tensor: torch.Tensor) -> Any:
-    """Returns a CUDA event after all work on the calling thread's present stream of the tensor's device; None on a CPU."""
+    """Returns a CUDA event behind all work on the calling thread's present stream of the tensor's device; None on a CPU."""
     if tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
@@ -148,7 +148,7 @@ def record_event(tensor: torch.Tensor) -> Any:
 
 
 def event_handle(event: Any) -> bytes:
-    """Returns a handle with which another process can wait for an event of `record_event`; empty for None."""
+    """Returns a handle by which another process can wait for an event of `record_event`; empty for None."""
     return b"" if event is None else bytes(event.ipc_handle())
 
 
@@ -159,14 +159,14 @@ def wait_for_event(device: torch.device, handle: bytes) -> None:
 
 
 def own_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Returns a function whose contexts make one new stream of a GPU the calling thread's; they are empty for a CPU."""
+    """Returns a function whose contexts give the calling thread a new stream of a GPU, always the same. For a CPU they are empty."""
     if device.type != "cuda":
         return contextlib.nullcontext
     return functools.partial(torch.cuda.stream, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which a GPU is the calling thread's; an empty one for a CPU."""
+    """Returns a context in which a GPU is the calling thread's present one; an empty context for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -207,7 +207,7 @@ def import_cuda(storage: CudaStorage) -> torch.Tensor:
             "engines in CUDA_VISIBLE_DEVICES"
         )
     ordinal = here.index(storage.gpu)
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # otherwise torch ends the process, if this is the first that it does with a GPU
+    torch.cuda.init()  # type: ignore[no-untyped-call]  # without this, torch ends the process if it has not used a GPU before
     try:
         untyped = torch.UntypedStorage._new_shared_cuda(
             ordinal,

@@ -28,7 +28,7 @@ _MAX_BACKENDS = 8
 
 
 class EngineGroup(NamedTuple):
-    """What engines say about themselves. Engines that say the same share chunks if their tensors agree, too."""
+    """The part of an engine's identity by which it shares chunks, if its tensors agree, too."""
 
     model: str
     world_size: int
@@ -39,11 +39,11 @@ class EngineGroup(NamedTuple):
     hash_seed: str
     chunk_size: int
     layers: LayerGroup | None
-    """The layer group that the engines mean; None for all of the model's layers."""
+    """The layer group; None for all of the model's layers."""
 
 
 class Model:
-    """What is known about an engine group once one of its workers has registered."""
+    """An engine group of which a worker has registered."""
 
     def __init__(
         self,
@@ -67,16 +67,16 @@ class Model:
 
 
 def memory_size(payload_bytes: int, object_sizes: Sequence[int]) -> int:
-    """Returns the size of the slots for the payloads of a layer group, in bytes: `payload_bytes`, or a larger one of `object_sizes`.
+    """Returns the slot size for the payloads of a layer group, in bytes: `payload_bytes`, or a larger one of `object_sizes`.
 
-    `object_sizes` are the payload sizes of all layer groups of the engine. These are nearly the same, so the groups need not have a backend
-    each. A slot is at most twice as large as its payload. The result does not depend on the order in which the groups register.
+    `object_sizes` are the payload sizes of all layer groups of the engine. They are nearly the same, so not every group needs a backend
+    of its own. A slot is at most twice as large as its payload. The result does not depend on the order in which the groups register.
     """
     size = 0
-    for one in sorted({payload_bytes, *object_sizes}, reverse=True):
-        if not size or size > 2 * one:
-            size = one
-        if one == payload_bytes:
+    for larger in sorted({payload_bytes, *object_sizes}, reverse=True):
+        if not size or size > 2 * larger:
+            size = larger
+        if larger == payload_bytes:
             break
     return size
 
@@ -91,18 +91,18 @@ class ServedModels:
         released: Callable[[StorageBackend], None],
         opens: OpenBackend | None = None,
     ) -> None:
-        """`released` is called with each backend that is about to be closed. `opens` replaces the configured tiers, for tests."""
+        """`released` is called with each backend before it is closed. `opens` replaces the configured tiers, for tests."""
         self._settings = settings
         self._metrics = metrics
         self._opens = opens or (lambda node, size: open_backend(node, size, pin=host_pin(), metrics=metrics))
         self._released = released
         self._opening = threading.Lock()
         self.by_group: dict[EngineGroup, Model] = {}
-        """The model of each group of which a worker has registered."""
+        """The model of each engine group of which a worker has registered."""
         self._backends: dict[int, StorageBackend] = {}
         """By payload size."""
         self._segment_of: int | None = None
-        """The size whose backend has given the segment to the pool. Only one backend gives it."""
+        """The size whose backend gives the segment to the pool. Only one backend does."""
 
     def groups(self, engine: EngineIdentity) -> list[EngineGroup]:
         """Returns an engine group for each of an engine's layer groups. The engine may choose the hash mode if the file says `auto`.
@@ -201,8 +201,8 @@ class ServedModels:
         return opened
 
     def _make_room(self) -> None:
-        """Closes the backends without a worker, because engines of another size need the memory. The one with the segment goes only if there
-        is no place without it, because other nodes have chunks in it."""
+        """Closes the backends without a worker, because engines of another size need the memory. The backend with the segment goes only if
+        there is no place otherwise, because other nodes have chunks in it."""
         used = {id(model.mover.backend) for model in self if model.workers}
         idle = [size for size, backend in self._backends.items() if id(backend) not in used]
         for size in sorted(idle, key=lambda one: one == self._segment_of):

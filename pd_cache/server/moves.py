@@ -1,6 +1,6 @@
-"""What a client has lent the server, and the stores and retrieves that it asks for.
+"""The KV tensors that clients have lent the server, and their stores and retrieves.
 
-The server maps a worker's KV tensors (`MappedTensors`) when it registers, and touches them as the fence allows.
+The server maps a worker's KV tensors (`MappedTensors`) when the worker registers, and touches them as the fence allows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 _UNMAP_S = 5.0
 TURN_BYTES = 1 << 30
-"""The bytes that one store or retrieve moves before others have their turn: about a second's work."""
+"""The bytes that a store or retrieve moves before others have their turn: about a second's work."""
 
 
 class MappedTensors:
@@ -71,7 +71,7 @@ class MappedTensors:
         self._users = 0
         self._closed = False
         self._copiers: list[PagedCopier] = []
-        """One for each shard."""
+        """A copier for each shard."""
         try:
             tensors = self._map(request, list(descriptors))
             kind = PageKind(request.layout_kind) if request.layout_kind else None
@@ -94,9 +94,9 @@ class MappedTensors:
         end: float,
         on_stream: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> Iterator[Sequence[PagedCopier]]:
-        """Yields the copier of each shard, for the blocks of one move, on its stream. The memory stays mapped for as long as the block runs.
+        """Yields the copier of each shard, for the blocks of a load or store, on its stream. The memory stays mapped while the block runs.
 
-        Raises AbandonedError after `unmap`, if the engine has given up the move, and after its `end`.
+        Raises AbandonedError after `unmap`, after `end`, and if the engine has given up the load or store.
         """
         with self._lock:
             if self._closed or time.monotonic() > end:
@@ -114,9 +114,9 @@ class MappedTensors:
                     self._lock.notify_all()
 
     def unmap(self, timeout: float) -> bool:
-        """Lets no more copies begin, and waits up to `timeout` seconds for running ones. Returns True if the memory is then unmapped.
+        """Lets no more copies begin, and waits up to `timeout` seconds for running copies. Returns True if the memory is then unmapped.
 
-        If it returns False, a thread that still copies will unmap the memory.
+        Otherwise, the thread that still copies will unmap it.
         """
         with self._lock:
             if not self._closed:
@@ -160,14 +160,14 @@ def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Worker(NamedTuple):
-    """A registration: mapped tensors, which may be touched as their fence allows."""
+    """A registration: mapped tensors, which the server touches as their fence allows."""
 
     model: Model
     rank: int
     tensors: MappedTensors
 
     def begin(self, request: Move, end: float) -> tuple[ChunkRun, Pages]:
-        """Returns what a request is to move, and the pages for it. No copy begins after `end`.
+        """Returns the chunks of a request, and their pages. No copy begins after `end`.
 
         Raises RefusalError, before anything moves, if the request does not fit the layout.
         """
@@ -179,10 +179,10 @@ class Worker(NamedTuple):
             raise RefusalError("invalid", str(error)) from None
         shards = self.model.shards[self.rank]
         keys = database.keys(request.names, shards, request.label)
-        # a stream for the move, whose turns change threads: what waits for the engine's event is this move's copies, and no other's
+        # a stream for the request, whose turns change threads: only this request's copies wait for the engine's event
         pages = functools.partial(self.tensors.copiers, request, end, own_stream(self.tensors.device))
         if request.event:
-            with pages():  # an engine that has given up the move has no event any more
+            with pages():  # an engine that has given up the request has no event any more
                 wait_for_event(self.tensors.device, request.event)
         return ChunkRun(request.names, keys, chunks, len(shards), request.label), pages
 
@@ -191,12 +191,12 @@ class Client:
     """A client that has said hello."""
 
     def __init__(self, hello: Hello, groups: Sequence[EngineGroup]) -> None:
-        """`groups`: those of its tensors, or of its lookups."""
+        """`groups`: the engine groups of its tensors, or of its lookups."""
         self.hello = hello
         self.groups = tuple(groups)
         self.worker: Worker | None = None
         self.models: Sequence[Model] = ()
-        """Those of its groups at its last lookup, with what looks up in them."""
+        """The models of its groups at its last lookup."""
         self.prefix: PrefixLookup | None = None
         self.gone = False
         self.registering = threading.Lock()
@@ -217,7 +217,7 @@ class Client:
                 self._map(request, descriptors, models)
             except (SharingError, LayoutError) as error:
                 raise RefusalError("mismatch", str(error)) from None
-        if self.gone:  # it went while the lock was taken
+        if self.gone:  # it left while the lock was taken
             self.leave()
         return Done()
 
@@ -229,7 +229,7 @@ class Client:
         return Done()
 
     def leave(self) -> None:
-        """Makes the server begin none of the client's work and unmap its tensors as soon as nothing copies. Never waits.
+        """Begins no more of the client's work, and unmaps its tensors as soon as nothing copies. Never waits.
 
         Called when the client is gone.
         """
@@ -264,10 +264,10 @@ class Client:
 
 
 def turns(client: Client, request: Move, sessions: Sessions, end: float) -> Iterator[Answer | None]:
-    """Stores or retrieves in turns, one for each `next`. Yields None after a turn that is not the last, and then the answer.
+    """Stores or retrieves in turns, one for each `next`. Yields None after each turn but the last, and then the answer.
 
-    `end` is when the engine gives the request up. A retrieve releases what its session in `sessions` holds for the client. Raises RefusalError
-    if the request does not fit or is late, AbandonedError if the engine has given it up, or what the memory raises.
+    The engine gives the request up at `end`. A retrieve releases the chunks that its session in `sessions` holds for the client. Raises
+    RefusalError if the request does not fit or is late, AbandonedError if the engine has given it up, and errors of the memory.
     """
     if (worker := client.worker) is None:
         raise RefusalError("unknown_client", "register the KV tensors first")

@@ -1,4 +1,4 @@
-"""The table of all messages between an engine and a cache server, or a lookup client and its server.
+"""All messages between a cache server and its engines and lookup clients.
 
 A frame is a 16-byte header and a msgpack body:
 
@@ -34,7 +34,7 @@ _MAGIC = b"PDCM"
 
 MAX_CHUNKS = 1 << 16
 MAX_FRAME = 4 << 20
-"""The most bytes of a frame. A store of three million tokens in blocks of 16 takes a quarter of that."""
+"""The most bytes of a frame. A store of three million tokens in blocks of 16 takes a quarter of them."""
 
 Text = Annotated[str, Meta(min_length=1, max_length=512)]
 Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -47,7 +47,7 @@ Names = Annotated[tuple[Name, ...], Meta(max_length=MAX_CHUNKS)]
 
 
 class Message(Struct, frozen=True, array_like=True, tag_field="type"):
-    """A row of the table."""
+    """A message."""
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
@@ -61,12 +61,12 @@ BlockSize = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class FurtherLayers(Struct, frozen=True, array_like=True):
-    """A group of layers besides the first, of an engine with several."""
+    """A layer group besides the first, of an engine with several."""
 
     layers: LayerGroup
     block_size: BlockSize
     world_size: Shards
-    """The fields of `EngineIdentity`, for these layers: all ranks hold the same latents, for example, and each a part of the states beside them."""
+    """As in `EngineIdentity`, for these layers. For example, all ranks hold the same latents, and each rank a part of the states beside them."""
     shards_per_rank: Shards
 
 
@@ -85,15 +85,15 @@ class EngineIdentity(Struct, frozen=True, kw_only=True):
     chunk_size: Annotated[int, Meta(ge=1, lt=1 << 40)] | None = None
     """Tokens per chunk; None to use the server's."""
     hash_mode: Literal["", "tokens", "blocks"] = ""
-    """Whether this engine names chunks by tokens or by its own blocks' hashes; empty to use the setting in the server's file."""
+    """Whether this engine names chunks by tokens or by its blocks' hashes; empty to use the setting in the server's file."""
     hash_seed: Annotated[str, Meta(max_length=4096)] = ""
     """What those hashes depend on besides tokens; empty to use the setting in the server's file."""
     layers: LayerGroup | None = None
-    """Which of the model's layers; None if all are kept alike. An engine has a connection for each group of layers."""
+    """Which of the model's layers; None if all are kept alike. An engine has a connection for each layer group."""
     further: Annotated[tuple[FurtherLayers, ...], Meta(max_length=256)] = ()
-    """The other groups of layers that lookups ask for."""
+    """The other layer groups that lookups ask for."""
     object_sizes: Annotated[tuple[ObjectSize, ...], Meta(max_length=256)] = ()
-    """The payload bytes of a chunk's object in each group of layers of this worker; those of similar size share the server's memory."""
+    """The payload bytes of a chunk's object in each layer group of this worker. Groups of similar sizes share the server's memory."""
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size % self.block_size:
@@ -101,14 +101,14 @@ class EngineIdentity(Struct, frozen=True, kw_only=True):
         if self.rank >= self.world_size:
             raise ValueError(f"rank must be less than world_size {self.world_size}, got {self.rank}")
         groups: list[EngineIdentity | FurtherLayers] = [self, *self.further]
-        shards = max(one.world_size * one.shards_per_rank for one in groups)
+        shards = max(group.world_size * group.shards_per_rank for group in groups)
         if shards > MAX_SHARDS:
             raise ValueError(f"ranks and their shards make {shards} shards of a chunk; {MAX_SHARDS} are the most")
 
     @classmethod
     def of(cls, metadata: CacheMetadata, cache: CacheConfig, further: Sequence[CacheMetadata] = ()) -> EngineIdentity:
-        """Returns the identity of an engine's rank, whose chunks are sized and named as `cache` says. `further` are its other groups of
-        layers, for lookups."""
+        """Returns the identity of an engine's rank, whose chunks are sized and named as `cache` says. `further` are its other layer groups, for
+        lookups."""
         return cls(
             model=metadata.model,
             block_size=metadata.block_size,
@@ -128,11 +128,11 @@ class EngineIdentity(Struct, frozen=True, kw_only=True):
 
 
 NOBODY = EngineIdentity(model="", block_size=1)
-"""What an observer says about itself."""
+"""The identity of an observer."""
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Introduces the client: the first message of a connection. Answered with `Welcome`."""
+    """Introduces the client: the first message of a connection. The answer is `Welcome`."""
 
     client: Token
     """The name of this process's connection, also on its Unix socket."""
@@ -175,7 +175,7 @@ class TensorView(Message, frozen=True):
 
 
 class Register(Message, frozen=True, tag="register"):
-    """Lends the server a worker's KV tensors. Answered with `Done` once they are mapped.
+    """Lends the server a worker's KV tensors. The answer is `Done`, once they are mapped.
 
     It comes over the Unix socket, with the file descriptors of the fence and of each CPU storage.
     """
@@ -187,13 +187,13 @@ class Register(Message, frozen=True, tag="register"):
 
 
 class Unregister(Message, frozen=True, tag="unregister"):
-    """Takes the KV tensors back. Answered with `Done` once nothing touches them. It comes over the Unix socket."""
+    """Takes the KV tensors back. The answer is `Done`, once nothing touches them. It comes over the Unix socket."""
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
-    """Asks how many of these chunks, from the first on, are there. Answered with `Found`.
+    """Asks how many of these chunks, from the first on, are there. The answer is `Found`.
 
-    If `session` is not empty, the chunks found are protected for that session.
+    If `session` is not empty, the found chunks are protected for that session.
     """
 
     session: str
@@ -205,7 +205,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
 
 class Move(Message, frozen=True):
-    """Chunks of one request, and the blocks from or to which they are copied. The blocks of the first chunk come first.
+    """Chunks of a request, and the blocks from or to which they are copied. The blocks of the first chunk come first.
 
     A retrieve may leave out blocks at the start that the engine already holds.
     """
@@ -215,21 +215,21 @@ class Move(Message, frozen=True):
     blocks: Annotated[tuple[Block, ...], Meta(max_length=1 << 22)]
     slot: Annotated[int, Meta(ge=0, lt=1024)]
     ticket: Positive
-    """It lies in `slot` of the worker's fence for as long as the blocks may be touched."""
+    """The ticket is in `slot` of the worker's fence for as long as the blocks may be touched."""
     patience_ms: Positive
-    """How long the engine waits. A move that has not begun by then is dropped."""
+    """How long the engine waits. A load or store that has not begun by then is dropped."""
     event: Annotated[bytes, Meta(max_length=1024)] = b""
     """The CUDA IPC handle of the event after which the blocks are valid; empty for none."""
     label: Label = ""
-    """For a store, that of the weights with which the blocks were computed; for a retrieve, that in which the chunks were found."""
+    """For a store, the label of the weights that computed the blocks; for a retrieve, the label with which the chunks were found."""
 
 
 class Store(Move, frozen=True, tag="store"):
-    """Stores chunks from the blocks. Answered with `Stored`."""
+    """Stores chunks from the blocks. The answer is `Stored`."""
 
 
 class Retrieve(Move, frozen=True, tag="retrieve"):
-    """Loads chunks into the blocks, and releases what the session protects for this worker. Answered with `Loaded`."""
+    """Loads chunks into the blocks, and releases what the session protects for this worker. The answer is `Loaded`."""
 
 
 class EndSession(Message, frozen=True, tag="end_session"):
@@ -249,7 +249,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str
     may_choose: bool
-    """Whether the file lets each engine decide what chunks are named by."""
+    """Whether the file lets each engine decide how chunks are named."""
     may_size: bool
     """Whether the file lets each engine decide how many tokens a chunk has."""
 
@@ -265,7 +265,7 @@ class Stored(Message, frozen=True, tag="stored"):
     """The outcome of each chunk."""
 
     outcomes: Annotated[bytes, Meta(max_length=MAX_CHUNKS)]
-    """One byte for each chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.reasons.StoreOutcome`."""
+    """A byte for each chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.reasons.StoreOutcome`."""
 
     def __post_init__(self) -> None:
         if self.outcomes.translate(None, _OUTCOMES):
@@ -286,8 +286,8 @@ class Refused(Message, frozen=True, tag="refused"):
     """The request was not done. `reason` and `message` say why."""
 
     reason: str
-    """`busy`, `unknown_client` and `closing` may go away by themselves. `version`, `malformed`, `mismatch`, `invalid`, `late`,
-    `abandoned`, `failed` and others will not."""
+    """`busy`, `unknown_client` and `closing` may pass. `version`, `malformed`, `mismatch`, `invalid`, `late`, `abandoned`,
+    `failed` and others do not."""
     message: str
 
 

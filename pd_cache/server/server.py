@@ -1,11 +1,10 @@
 """CacheServer: the cache of one host, for any number of engines.
 
-The link's threads receive requests and answer those that need no waiting; the one that belongs to an engine maps the memory that it lends.
-One thread answers lookups, so that no transfer holds them up; it takes all that are waiting at once. A pool of threads moves bytes, in
-turns, so that a long store lets others in between. One keeps house: it renews leases, ends late sessions, and forgets clients that are
-gone.
+The link's threads receive requests, and answer those that need no waiting. The thread of an engine's connection maps the memory that the
+engine lends. One thread answers lookups, so that no transfer holds them up; it takes all waiting lookups at once. A pool of threads moves
+bytes, in turns, so that a long store lets others in between. One thread keeps house: it renews leases and ends late sessions.
 
-When a client goes, whether it says goodbye or is killed, the server gives up the client's tensors and its sessions.
+When a client disconnects or is killed, the server gives up the client's tensors and its sessions.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ log = logging.getLogger(__name__)
 
 _CLOSING = Refused("closing", "the cache server is closing")
 MAX_IN_FLIGHT = 256
-"""The most lookups, and the most moves, that are queued or running. One more is answered `busy`, which engines count as a miss."""
+"""The most lookups, and the most stores and retrieves, that are queued or running. The answer to one more is `busy`, a miss for engines."""
 _TICK_S = 0.5
 _LEASE_BATCH = 1000
 _MOST_QUESTIONS = 32
-"""The most lookups that become one request to a backend."""
+"""The most lookups in a request to a backend."""
 
 _SHARED = Path("/tmp")
 
@@ -73,7 +72,7 @@ def own_address(url: str, stack: contextlib.ExitStack) -> None:
         path = Path(url.removeprefix("ipc://"))
         if path.parent == runtime_folder() or path.parent.parent == _SHARED:
             with own_folder(path.parent):
-                pass  # the result of the check stays true: no other user can replace the folder
+                pass  # this stays true: no other user can replace the folder
         else:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not stack.enter_context(lock_file(path.with_name(f"{path.name}.lock"))):
@@ -94,7 +93,7 @@ class Item(NamedTuple, Generic[T]):
 class WorkQueue(Generic[T]):
     """Holds items that wait, and counts those that run. Thread-safe.
 
-    At most `limit` items wait or run, and a client may have as many as it leaves free, so a client alone gets half of them.
+    At most `limit` items wait or run. A client may have as many as it leaves free, so a client alone gets half of them.
     """
 
     def __init__(self, limit: int) -> None:
@@ -119,7 +118,7 @@ class WorkQueue(Generic[T]):
             return True
 
     def put_back(self, item: Item[T]) -> bool:
-        """Queues the rest of an item that was taken, behind all others. Returns False if the queue is closed.
+        """Queues an item that was taken again, behind all others. Returns False if the queue is closed.
 
         If it returns True, the item keeps its place, and the caller must not pass it to `finished`.
         """
@@ -157,7 +156,7 @@ class WorkQueue(Generic[T]):
                 self.finished(item)
 
     def close(self) -> list[Item[T]]:
-        """Makes every `take` return nothing from now on. Returns the items that still waited."""
+        """Makes every further `take` return nothing. Returns the items that still waited."""
         with self._something:
             self._closed = True
             self._something.notify_all()
@@ -308,12 +307,12 @@ class CacheServer:
     # --- the threads that work -------------------------------------------------------------------------------------
 
     def _find(self) -> None:
-        """The thread that answers lookups. It takes all lookups that came during its last request together."""
+        """The thread that answers lookups. It takes together all lookups that came during its last request."""
         while items := self._lookups.take(_MOST_QUESTIONS):
             wanted = [item for item in items if not item.client.gone]
             answers = answer_lookups([item.work for item in wanted], self.sessions, self.metrics, self.node.session_s)
             for item, answer in zip(wanted, answers, strict=True):
-                if item.client.gone:  # it went during the lookup: nothing else would end its session
+                if item.client.gone:  # it left during the lookup: nothing else would end its session
                     self.sessions.end_client(item.client.hello.client)
                 self._link.answer(item.incoming.client, item.incoming.number, answer)
             for item in items:
