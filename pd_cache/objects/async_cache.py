@@ -24,9 +24,9 @@ _CLOSE_S = 5.0
 
 
 class AsyncObjectCache:
-    """The calls of `ObjectCache` as coroutines, on any number of loops. Each does what the method of its name does there.
+    """The calls of `ObjectCache` as coroutines, on any number of loops. Each does the same as the method of its name.
 
-    When a call is cancelled, or its time is over, it copies nothing more of the caller's memory, which the caller may then change. A wait
+    A call that is cancelled, or whose time is over, copies nothing more of the caller's memory, which the caller may then change. A wait
     that has begun goes on, on its thread.
 
     There is no `read_into`: a cancelled call could still write to the caller's memory.
@@ -36,7 +36,7 @@ class AsyncObjectCache:
         self, cache: ObjectCache, *, threads: int = 4, most_waiting: int = 256, usual_timeout: float = 60.0
     ) -> None:
         """Takes over `cache`. `threads`: how many calls run at the same time. `most_waiting`: how many run or wait; one more is refused
-        as OVERLOADED. `usual_timeout` (s) bounds calls that name none."""
+        as OVERLOADED. `usual_timeout` (s) bounds calls without a time-out."""
         self.cache = cache
         self._usual_timeout = usual_timeout
         self._closed = False
@@ -141,7 +141,7 @@ class AsyncObjectCache:
             done, _ = await asyncio.wait({waited}, timeout=seconds)
             return waited.result() if done else refused(Status.TIMEOUT)
         finally:
-            # from here on the caller may change its memory, and nobody waits for an error
+            # from here on the caller may change its memory, and errors go nowhere
             deadline.cut()
             waited.cancel()
             call.abandon()

@@ -1,6 +1,6 @@
 """ObjectCache: bytes and tensors by name, in the same pool and tiers as chunks. For programs that have no paged cache.
 
-1. A name is of bytes or text, of any length. It stands for its contents: while there is a value of a name, a put of the same name changes nothing.
+1. A name is bytes or text, of any length. It stands for its contents: while a name has a value, a put of the same name changes nothing.
    So a program that changes a value gives it another name, or another namespace.
 2. A get returns what was put, byte for byte, or it is a miss. The checksum is made over the caller's bytes, on the way out and on the way in
    (`values`, `tiers`). Damage is removed, so that the next put replaces it.
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from pd_cache.objects.values import AnyValue
 
 PART_BYTES = 4 << 20
-"""The bytes of a value in one object, unless the caller wants another size."""
+"""The bytes of a value in an object, unless the caller wants another size."""
 MOST_BYTES = 1 << 30
-"""The longest value, unless the caller wants another or the parts are small."""
+"""The longest value, unless the caller wants another length or the parts are small."""
 _BATCH_BYTES = 12 << 20
-"""About the bytes of one transfer call: few, because a peer's task is short, and what one call brings is copied while the next runs."""
+"""About the bytes of a transfer call: few, because a peer's task is short, and the bytes of a call are copied while the next call runs."""
 _RETRIES = 8
 """How often a damaged object is read again: once for each tier, which removes it."""
 _DAMAGED = frozenset(damage.value for damage in Damage)
@@ -69,7 +69,7 @@ Target = Callable[[PartHeader], Memory | str]
 
 
 class Deadline:
-    """When an operation has to end: `timeout` seconds from now, or never, and in any case once it is `cut`."""
+    """The time by which an operation has to end: `timeout` seconds from now, or never, but at once after `cut`."""
 
     def __init__(self, timeout: Timeout) -> None:
         self.end = end_in(timeout)
@@ -84,12 +84,12 @@ class Deadline:
         return self.end is not None and time.monotonic() >= self.end
 
     def cut(self) -> None:
-        """Makes the deadline pass now. Any thread may call this. It does not interrupt a wait that has begun."""
+        """Makes the deadline pass now. Any thread may call this. Does not interrupt a wait that has begun."""
         self.end = 0.0
 
 
 class ObjectOutcome(NamedTuple):
-    """What a get found."""
+    """The result of a get."""
 
     value: bytes | None
     reason: str = ""
@@ -97,7 +97,7 @@ class ObjectOutcome(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """One object to be put."""
+    """An object to put."""
 
     key: str
     header: PartHeader
@@ -105,7 +105,7 @@ class _Piece(NamedTuple):
 
 
 class _Reading:
-    """One value that is being read."""
+    """A value that is being read."""
 
     def __init__(self, head: str, target: Target) -> None:
         self.head = head
@@ -115,8 +115,8 @@ class _Reading:
         self.reason = ""
 
     def take(self, number: int, payload: memoryview, part_bytes: int) -> tuple[str, int | None]:
-        """Copies a part to its place. Returns why the payload is of no use, and the checksum of the bytes that were used; None for damage."""
-        # copied before it is looked at: the slot is not believed twice
+        """Copies a part to its place. Returns why the payload is useless, and the checksum of the bytes that were used; None for damage."""
+        # copied before it is parsed, because the slot may change
         before = bytes(payload[:OVERHEAD])
         header = PartHeader.parsed(before, len(payload))
         if header is None or header.number != number or header.part_bytes != part_bytes:
@@ -134,7 +134,7 @@ class _Reading:
 
 
 class ObjectCache:
-    """Values by name, in one namespace. Thread-safe. See the module's docstring for what it promises."""
+    """Values by name, in a namespace. Thread-safe. The module's docstring has its promises."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class ObjectCache:
     ) -> ObjectCache:
         """Returns a cache over the tiers that `settings.cache` names. Waits neither for the pool nor for a disk.
 
-        Raises ValueError if `transfer.staging_size` is too small for one part, MissingLibraryError if Mooncake cannot be loaded.
+        Raises ValueError if `transfer.staging_size` is too small for a part, MissingLibraryError if Mooncake cannot be loaded.
         """
         if part_bytes < 1:
             raise ValueError(f"part_bytes must be at least 1, got {part_bytes}")
@@ -234,7 +234,7 @@ class ObjectCache:
         return None if reason else memory[0]
 
     def exists(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> bool:
-        """Returns whether there is a value. A get may still miss: of a long value, a part may be gone."""
+        """Returns whether there is a value. A get may still miss: a part of a long value may be gone."""
         return self.exists_many([name], timeout=timeout)[0] is Status.OK
 
     def remove(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> Status:
@@ -254,8 +254,8 @@ class ObjectCache:
         """Stores values. Returns a status for each, as `put` does. `timeout` (s) bounds the whole call; without it, the configured
         timeout bounds each transfer. `forms`: what `read_into` may ask for; by default that of each tensor.
 
-        The caller must not change the values meanwhile: a mixture of old and new bytes could be stored. What is copied after the deadline is
-        not stored. `timeout` may be a `Deadline`, which another thread can cut.
+        The caller must not change the values meanwhile: a mixture of old and new bytes could be stored. Bytes that are copied after the deadline
+        are not stored. `timeout` may be a `Deadline`, which another thread can cut.
         """
         heads = self._heads(names)
         if len(values) != len(heads):
@@ -361,7 +361,7 @@ class ObjectCache:
         self.backend.wait_available(timeout)
 
     def close(self) -> None:
-        """Ends the calls under way, at the latest at their deadlines, and closes the tiers. Idempotent."""
+        """Ends the calls under way, at their deadlines at the latest, and closes the tiers. Idempotent."""
         if os.getpid() != self._process:  # in a forked child, a thread that does not exist here may hold the lock
             return
         with self._closing:
@@ -435,7 +435,7 @@ class ObjectCache:
         return statuses + [self._refusal(deadline)] * (len(pieces) - begun)
 
     def _refusal(self, deadline: Deadline) -> Status:
-        """Returns why `_stage` lent no memory for a put."""
+        """Returns why `_stage` filled no memory for a put."""
         if self._unusable:
             return Status.CLOSED
         if not self.backend.available:
@@ -443,7 +443,7 @@ class ObjectCache:
         return Status.TIMEOUT if deadline.passed else Status.OVERLOADED
 
     def _stage(self, batch: Sequence[_Piece], deadline: Deadline) -> list[Staged]:
-        """Fills memory with objects, from the first, as far as there is memory. Only the first object waits for some.
+        """Fills memory with objects, from the first, as far as there is memory. Only the first object waits for memory.
 
         Returns an empty list after the deadline, because the caller may change the values from then on.
         """
@@ -482,7 +482,7 @@ class ObjectCache:
             waiting = [reading for reading in waiting if once[reading.head] is not reading]
             for reading, reason in self._fetch({reading.head: (reading, 0) for reading in now}, deadline):
                 reading.reason = reason
-            # intact, and of no use to anybody: a put would find it there
+            # intact, and useless: a put would find it there
             self._drop([reading.head for reading in now if reading.reason == Damage.FOREIGN.value], deadline)
             self._read_parts(now, deadline)
         for reading in readings:
@@ -521,7 +521,7 @@ class ObjectCache:
             fetching = self.backend.batched_get(left, payload_bytes=SELF_SIZED, end=deadline.end)
             with contextlib.closing(fetching) as fetches:
                 for place, key in enumerate(left):
-                    if deadline.passed:  # nobody waits for the rest: there may be thousands
+                    if deadline.passed:  # the rest may be thousands
                         for late in left[place:]:
                             yield wanted[late][0], known.get(late, Status.TIMEOUT.value)
                         break

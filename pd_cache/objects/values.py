@@ -1,4 +1,4 @@
-"""How a value of any size lies in objects of at most one size: one head, and further parts if the value is long.
+"""The format of a value of any size in objects of bounded size: a head, and further parts if the value is long.
 
 The head begins with 64 bytes about the value, then comes what describes a tensor (up to 192 bytes), then the value's first `part_bytes` bytes.
 Each further part begins with 64 bytes about itself, and has the next `part_bytes` bytes.
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
 
 
 class TensorForm(NamedTuple):
-    """What distinguishes a tensor from its bytes."""
+    """The type and shape that a tensor has besides its bytes."""
 
     dtype: str
     """As torch writes it, without `torch.`."""
@@ -106,7 +106,7 @@ class TensorForm(NamedTuple):
 
     @classmethod
     def of_many(cls, shapes: Iterable[Sequence[int]], dtypes: Iterable[object]) -> TensorForm:
-        """Returns a form for several tensors in one value, which stands for their shapes and types and does not say them."""
+        """Returns a form for several tensors in a value: a digest of their shapes and types."""
         text = repr([(list(map(int, shape)), str(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)])
         return cls("of_" + hashlib.blake2b(text.encode(), digest_size=12).hexdigest(), ())
 
@@ -120,7 +120,7 @@ class TensorForm(NamedTuple):
 
 
 class PartHeader(NamedTuple):
-    """What an object says about the value whose part it is."""
+    """An object's header: the value that it is a part of, and which part."""
 
     payload_bytes: int
     value_bytes: int
@@ -137,18 +137,18 @@ class PartHeader(NamedTuple):
 
     @property
     def data(self) -> slice:
-        """Where in the value the bytes of this part lie."""
+        """The place of this part's bytes in the value."""
         start = self.number * self.part_bytes
         return slice(start, min(start + self.part_bytes, self.value_bytes))
 
     @property
     def offset(self) -> int:
-        """Where in the payload the bytes of this part begin."""
+        """The place in the payload at which the bytes of this part begin."""
         data = self.data
         return self.payload_bytes - int(data.stop - data.start)
 
     def packed(self) -> bytes:
-        """Returns what stands before the bytes of this part."""
+        """Returns the bytes of the payload before those of this part."""
         text = b"" if self.form is None else self.form.described()
         kind = int(self.form is not None)
         fields = _HEADER.pack(
@@ -165,7 +165,7 @@ class PartHeader(NamedTuple):
 
     @classmethod
     def of(cls, value_bytes: int, checksum: int, number: int, part_bytes: int, form: TensorForm | None) -> PartHeader:
-        """Returns the header of one part of a value."""
+        """Returns the header of a part of a value."""
         text = form.described() if form is not None and number == 0 else b""
         before = HEADER_BYTES + -(-len(text) // _ALIGN) * _ALIGN
         start = number * part_bytes
@@ -174,7 +174,7 @@ class PartHeader(NamedTuple):
 
     @classmethod
     def parsed(cls, start: bytes, payload_bytes: int) -> PartHeader | None:
-        """Returns the header of a payload of this size, of which `start` are the first `OVERHEAD` bytes; None if it has none."""
+        """Returns the header of a payload of this size; None if it has none. `start` are the payload's first `OVERHEAD` bytes."""
         if len(start) < HEADER_BYTES:
             return None
         size, value_bytes, checksum, number, part_bytes, magic, kind, text = _HEADER.unpack(start[:HEADER_BYTES])
@@ -193,10 +193,10 @@ def parts_of(value_bytes: int, part_bytes: int) -> int:
 
 
 class ValueKeys:
-    """The keys of the values of one namespace."""
+    """The keys of a namespace's values."""
 
     def __init__(self, namespace: str, part_bytes: int) -> None:
-        """Caches whose `part_bytes` differ never meet, because one could not read what the other wrote.
+        """Caches with different `part_bytes` have different keys, because neither can read what the other wrote.
 
         Raises ValueError if the namespace is not a str.
         """
@@ -218,7 +218,7 @@ class ValueKeys:
 
     @staticmethod
     def part(head: str, header: PartHeader, number: int) -> str:
-        """Returns the key of a part of the value that the head with `header` begins."""
+        """Returns the key of a part of the value whose head has `header`."""
         return f"{head}/{header.checksum:016x}/{number}"
 
 
@@ -276,7 +276,7 @@ def writable_bytes_of(buffer: Any) -> Memory:
 
 
 def copy_in(header: PartHeader, value: Memory, payload: memoryview) -> int:
-    """Fills a payload with a part of a value. Returns the checksum of what it should hold: of the caller's bytes."""
+    """Fills a payload with a part of a value. Returns the checksum that the payload must have: of the caller's bytes."""
     before = header.packed()
     digest = Digest(before)
     payload[: len(before)] = before
@@ -289,7 +289,7 @@ def copy_in(header: PartHeader, value: Memory, payload: memoryview) -> int:
 
 
 def copy_out(before: bytes, header: PartHeader, payload: memoryview, value: Memory) -> int:
-    """Copies a part to its place in the caller's memory. Returns the checksum of what was used."""
+    """Copies a part to its place in the caller's memory. Returns the checksum of the bytes that were used."""
     digest = Digest(before[: header.offset])
     place = header.offset
     for step in _steps(value, header.data):
