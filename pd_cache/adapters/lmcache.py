@@ -1,11 +1,11 @@
 """The L2 adapter for LMCache's server: `--l2-adapter '{"type": "plugin", "module_path": "pd_cache.adapters.lmcache", ...}'`.
 
-LMCache (0.5.6, 0.5.7) submits tasks, polls an event descriptor of each kind, and asks for results. `LaneL2Adapter` reduces that to three methods
-that work, each on the threads of a `TaskLane`; `PdCacheL2Adapter` is one over an `ObjectCache`.
+LMCache (0.5.6, 0.5.7) submits tasks, polls an event descriptor for each kind of task, and asks for results. `LaneL2Adapter` reduces that to
+three methods, each on the threads of a `TaskLane`. `PdCacheL2Adapter` is a `LaneL2Adapter` over an `ObjectCache`.
 
 1. Every task ends, at the latest at `timeout_s`, and the pool's trouble is a failed store or a miss.
-2. A load copies into LMCache's memory on a thread of ours, so nothing writes there after the task, or `close`, has ended.
-3. LMCache's key has neither types nor shapes. Each value bears those of its object, and a load into memory of others is a miss.
+2. A load copies into LMCache's memory on our own thread, so nothing writes there after the task, or `close`, has ended.
+3. LMCache's key has neither types nor shapes. Each value has those of its object, and a load into memory of others is a miss.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REMEMBERED = 1 << 18
 
 
 class LaneL2Adapter(L2AdapterInterface):
-    """Thread-safe. A task that raises, or that cannot be run in time, has stored, found or loaded nothing."""
+    """Thread-safe. A task that raises, or that cannot run in time, stores, finds and loads nothing."""
 
     def __init__(
         self,
@@ -113,13 +113,13 @@ class LaneL2Adapter(L2AdapterInterface):
         return self._loads.take(task_id)
 
     def get_memory_tags(self) -> Any:
-        """Returns where the bytes lie: LMCache 0.5.7 asks, and says of Mooncake's pools what this says."""
+        """Returns where the bytes lie, for LMCache 0.5.7: the same as LMCache reports for Mooncake's pools."""
         from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags  # 0.5.6 has none
 
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.REMOTE)
 
     def close(self) -> None:
-        """Ends all tasks, those that wait as failed, and closes the descriptors. Idempotent."""
+        """Ends all tasks, and closes the descriptors. Tasks that wait fail. Idempotent."""
         for lane in (self._stores, self._lookups, self._loads):
             lane.close(_CLOSE_S)
 
@@ -145,15 +145,15 @@ class PdCacheL2Adapter(LaneL2Adapter):
             capacity=int(options.capacity),
         )
         self._sizes: OrderedDict[str, int] = OrderedDict()
-        """The bytes of what was stored here and is still there, as far as is known, by name; the oldest are forgotten first."""
+        """The sizes of objects that were stored here and may still be there, by name. The oldest are forgotten first."""
         self._lock = threading.Lock()
         self._closed = False
 
     # --- on the threads ---------------------------------------------------------------------------------------------
 
     def store(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> int | None:
-        names, values = _names(keys), [one.byte_array for one in objects]
-        statuses = self.cache.put_many(names, values, forms=[_form(one) for one in objects], timeout=deadline)
+        names, values = _names(keys), [given.byte_array for given in objects]
+        statuses = self.cache.put_many(names, values, forms=[_form(given) for given in objects], timeout=deadline)
         new: dict[str, int] = {}
         with self._lock:
             for index, status in enumerate(statuses):
@@ -174,8 +174,10 @@ class PdCacheL2Adapter(LaneL2Adapter):
         return [status is Status.OK for status in statuses]
 
     def load(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> list[bool]:
-        buffers = [one.byte_array for one in objects]
-        reasons = self.cache.read_into(_names(keys), buffers, forms=[_form(one) for one in objects], timeout=deadline)
+        buffers = [given.byte_array for given in objects]
+        reasons = self.cache.read_into(
+            _names(keys), buffers, forms=[_form(given) for given in objects], timeout=deadline
+        )
         loaded = [key for key, reason in zip(keys, reasons, strict=True) if not reason]
         if loaded:
             self._notify_keys_accessed(loaded)
@@ -216,7 +218,7 @@ class PdCacheL2Adapter(LaneL2Adapter):
         super().close()
 
     def _forget(self, keys: Sequence[Any], names: Sequence[str], statuses: Sequence[Status]) -> None:
-        """Reports objects as deleted that were stored here and are missing now: the pool evicts by itself. Otherwise LMCache would count
+        """Reports objects as deleted that were stored here and are missing now, because the pool evicts by itself. Otherwise LMCache would count
         them for ever, and its eviction would choose them again and again."""
         with self._lock:
             gone = [
@@ -230,12 +232,12 @@ class PdCacheL2Adapter(LaneL2Adapter):
 
 def _names(keys: Sequence[Any]) -> list[str]:
     """Returns a name for each `ObjectKey`, of all its fields."""
-    return [repr((one.chunk_hash, one.model_name, one.kv_rank, one.object_group_id, one.cache_salt)) for one in keys]
+    return [repr((key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)) for key in keys]
 
 
-def _form(one: Any) -> TensorForm | None:
-    """Returns what the types and shapes of a `MemoryObj` are; None if it does not say."""
-    meta = getattr(one, "meta", None)
+def _form(memory: Any) -> TensorForm | None:
+    """Returns the types and shapes of a `MemoryObj`; None if it has none."""
+    meta = getattr(memory, "meta", None)
     if meta is None:
         return None
     if meta.shapes and meta.dtypes:

@@ -1,4 +1,4 @@
-"""The options that all adapters take: which pool, and under which names. They are keys in the JSON or YAML of each peer."""
+"""The options of all adapters: which pool, and under which names. They are keys in the peer's JSON or YAML."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AdapterOptions(Section, frozen=True, kw_only=True):
     tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
     """As `cache.tiers` in the file."""
     namespace: LineOrEmpty = ""
-    """Only those of one namespace share anything. Another one is needed for other weights under the same model name."""
+    """Adapters share values only within a namespace. Other weights under the same model name need another one."""
     timeout_s: Seconds = 10.0
     """How long one task may take. After that, a load is a miss, and a store has failed."""
 
@@ -45,7 +45,7 @@ Options = TypeVar("Options", bound=AdapterOptions)
 
 
 def read_options(given: Mapping[str, Any], kind: type[Options], where: str) -> Options:
-    """Returns the options that a peer hands over. Raises ConfigError, which names the key and what is allowed. `where` is for its message."""
+    """Returns the options that a peer hands over. Raises ConfigError for wrong ones. `where` is for its message."""
     try:
         options = msgspec.convert(dict(given), kind, dec_hook=decode_custom)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
@@ -59,7 +59,7 @@ def read_options(given: Mapping[str, Any], kind: type[Options], where: str) -> O
 
 
 def settings_of(options: AdapterOptions) -> NodeSettings:
-    """Returns what a cache needs to know."""
+    """Returns the settings of a cache."""
     return NodeSettings(
         master=options.master,
         host=options.host,
@@ -70,7 +70,7 @@ def settings_of(options: AdapterOptions) -> NodeSettings:
 
 
 def weights_of(model: str, where: str) -> str:
-    """Returns a digest of the weights in a model's folder. Raises ConfigError if there are none; a `revision` in `where` can replace it."""
+    """Returns a digest of the weights in a model's folder. Raises ConfigError if there are none. A `revision` in `where` can replace it."""
     try:
         return weights_digest(Path(model))
     except (WeightsError, OSError) as error:
@@ -84,9 +84,9 @@ class LMCacheOptions(AdapterOptions, frozen=True, kw_only=True):
     """`adapter_params` of the L2 adapter's JSON (`lmcache`)."""
 
     part_size: Bytes | None = None
-    """The most bytes of one object in the pool; all that share a namespace need the same. A larger object of LMCache's is cut into parts."""
+    """The most bytes of an object in the pool, the same for all adapters of a namespace. A larger object of LMCache is cut into parts."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """How many stores, and how many loads, run at the same time."""
     capacity: Bytes = ByteSize(0)
-    """How many bytes of its own LMCache may keep in the pool before it evicts some itself, if it has an eviction policy for L2. 0 leaves
-    eviction to the pool."""
+    """How many bytes LMCache may keep in the pool before it evicts some itself, if it has an eviction policy for L2. 0 leaves eviction to
+    the pool."""

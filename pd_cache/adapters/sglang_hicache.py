@@ -85,8 +85,8 @@ class PdCacheStorage(HiCacheStorage):
     # --- host pools ----------------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Notes SGLang's main host pool, whose pages are as large as an object. Raises LayoutError, as for any other pool, if its memory cannot
-        be addressed page by page."""
+        """Registers SGLang's main host pool, whose pages are as large as an object. Raises LayoutError, as for any other pool, if its memory
+        cannot be addressed page by page."""
         self.mem_pool_host = mem_pool_host
         self._register("kv", mem_pool_host)
 
@@ -102,7 +102,7 @@ class PdCacheStorage(HiCacheStorage):
     # --- v1 ------------------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """Returns how many pages are there, from the first, by one request."""
+        """Returns how many pages are there, from the first, with one request."""
         pool = self._pools.get("kv")
         if pool is None:
             return 0
@@ -119,7 +119,7 @@ class PdCacheStorage(HiCacheStorage):
     # --- v2 ------------------------------------------------------------------------------------------------------
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Returns the longest prefix that can be restored from all pools, by one request. See SGLang's own class."""
+        """Returns the longest prefix that can be restored from all pools, with one request. See SGLang's own class."""
         return self._safely(
             "exists", lambda: self._restorable(keys, pool_transfers or []), PoolTransferResult(0, {}, [])
         )
@@ -143,7 +143,7 @@ class PdCacheStorage(HiCacheStorage):
     # --- life ----------------------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Notes that the weights have changed: this process finds no more what was stored before. Returns whether that is done."""
+        """Notes that the weights have changed: this process no longer finds older pages. Returns whether that is done."""
 
         def begin() -> bool:
             self._opened().reset()
@@ -203,8 +203,10 @@ class PdCacheStorage(HiCacheStorage):
         """Moves pages of several pools, one after another, all with one deadline."""
         end = time.monotonic() + self._seconds
         return {
-            one.name: self._pages(str(one.name), one.keys or [], one.host_indices, load=load, end=end)
-            for one in transfers
+            transfer.name: self._pages(
+                str(transfer.name), transfer.keys or [], transfer.host_indices, load=load, end=end
+            )
+            for transfer in transfers
         }
 
     def _pages(
@@ -247,31 +249,32 @@ class PdCacheStorage(HiCacheStorage):
                     self._stats.append((load, pages, speed))
 
     def _restorable(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
-        """Returns the longest prefix that all pools can restore, what each pool has of it, and all prefixes that could be restored."""
+        """Returns the longest prefix that all pools can restore, each pool's part of it, and all prefixes that could be restored."""
         kv = self._pools.get("kv")
         asked = [names_of(kv.prefix, keys)] if kv is not None else []
-        judged = [one for one in transfers if one.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)]
-        for one in judged:
-            pool = self._pools.get(str(one.name))
+        policies = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
+        judged = [transfer for transfer in transfers if transfer.hit_policy in policies]
+        for transfer in judged:
+            pool = self._pools.get(str(transfer.name))
             asked.append([] if pool is None else names_of(pool.prefix, keys))
         answers = iter(self._opened().exist([name for names in asked for name in names]))
         found = [[next(answers) for _ in names] or [False] * len(keys) for names in asked]
         pages = _leading(found.pop(0)) if kv is not None else len(keys)
         hits: dict[Any, int] = {PoolName.KV: pages} if pages else {}
         restorable = set(range(1, pages + 1))
-        for one, there in zip(judged, found, strict=True):
-            if one.hit_policy == PoolHitPolicy.ALL_PAGES:
+        for transfer, there in zip(judged, found, strict=True):
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 good = set(range(1, _leading(there[:pages]) + 1))
             else:
-                tail = max(1, len(one.keys or ()))
+                tail = max(1, len(transfer.keys or ()))
                 good = {end for end in range(1, pages + 1) if all(there[max(0, end - tail) : end])}
             if good:
-                hits[one.name] = max(good)
+                hits[transfer.name] = max(good)
             restorable &= good
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def _safely(self, what: str, call: Callable[[], T], otherwise: T) -> T:
-        """Returns what the call returns, or `otherwise` if it fails: SGLang goes on without the cache."""
+        """Returns the result of the call, or `otherwise` if it fails. SGLang goes on without the cache."""
         try:
             return call()
         except Exception as error:
@@ -283,7 +286,7 @@ class PdCacheStorage(HiCacheStorage):
 
 def _leading(found: Sequence[bool]) -> int:
     """Returns how many are true, from the first."""
-    return next((index for index, one in enumerate(found) if not one), len(found))
+    return next((index for index, there in enumerate(found) if not there), len(found))
 
 
 def _server_args() -> Mapping[str, Any]:

@@ -1,5 +1,5 @@
-"""What the HiCache backend of SGLang (`sglang_hicache`) needs no SGLang for: its options, what a page's name is made of, and where a page
-lies in a host pool.
+"""The parts of the HiCache backend of SGLang (`sglang_hicache`) that need no SGLang: its options, the names of pages, and the places of pages
+in a host pool.
 """
 
 from __future__ import annotations
@@ -144,14 +144,14 @@ def _flattened(buffers: Any) -> list[Any]:
 
 
 def namespace_of(config: Any, server: Mapping[str, Any], *, revision: str, salts: Sequence[str]) -> str:
-    """Returns a text that two backends share exactly if their pages of one pool may be exchanged, apart from what `prefix_of` says.
+    """Returns a text that two backends share exactly if they may exchange pages of a pool, apart from the differences in `prefix_of`.
 
     `config` is SGLang's `HiCacheStorageConfig`, `server` the arguments of its server, if there are any. Raises ConfigError if the weights of
     the model or of its draft model cannot be told from others' and there is no `revision`.
     """
     model = str(server.get("model_path") or config.model_name or "")
     draft = str(server.get("speculative_draft_model_path") or "")
-    said = {
+    fields = {
         "format": FORMAT,
         "engine": "sglang-hicache",
         "weights": _weights(model, revision, server.get("revision")),
@@ -163,19 +163,19 @@ def namespace_of(config: Any, server: Mapping[str, Any], *, revision: str, salts
         **{name: str(server.get(name)) for name in _OF_THE_SERVER},
         "salts": list(salts),
     }
-    return json.dumps(said, sort_keys=True)
+    return json.dumps(fields, sort_keys=True)
 
 
 def prefix_of(config: Any, pool_name: str, pool: Any) -> bytes:
-    """Returns what the names of a pool's pages begin with: whose share of which pool.
+    """Returns the beginning of the names of a pool's pages: the pool, and the rank whose share they are.
 
-    A rank's share has its rank in the name, unless all ranks have the same bytes.
+    The name has no rank if all ranks have the same bytes.
     """
-    classes = {one.__name__ for one in type(pool).__mro__}
+    classes = {kind.__name__ for kind in type(pool).__mro__}
     alike = bool(config.is_mla_model) and (
         pool_name == "kv" or pool_name.startswith(_REPLICATED) or not classes.isdisjoint(_LATENT)
     )
-    said = {
+    fields = {
         "pool": pool_name,
         "class": type(pool).__name__,
         "form": "pieces",
@@ -185,11 +185,11 @@ def prefix_of(config: Any, pool_name: str, pool: Any) -> bytes:
         "dcp": [getattr(config, "dcp_rank", 0), getattr(config, "dcp_size", 1)],
         "tp": "all" if alike else [config.tp_rank, config.tp_size],
     }
-    return json.dumps(said, sort_keys=True).encode() + b"\0"
+    return json.dumps(fields, sort_keys=True).encode() + b"\0"
 
 
 def names_of(prefix: bytes, keys: Sequence[str]) -> list[bytes]:
-    """Returns the names of pages, by SGLang's hashes of their tokens."""
+    """Returns the names of pages. `keys` are SGLang's hashes of their tokens."""
     return [prefix + str(key).encode() for key in keys]
 
 

@@ -1,4 +1,4 @@
-"""Tasks that a peer submits and asks about later, on a bounded set of threads. Every task ends.
+"""Runs tasks on a bounded set of threads. A peer submits them, and asks about them later. Every task ends.
 
 `TaskLane` runs tasks of one kind, and announces their ends by an event descriptor. `RowJobs` stores and loads rows of one memory on two lanes.
 """
@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_QUEUED = 1024
-"""One more task of a kind ends at once, as one that failed."""
+"""The most queued tasks of a kind. A further task fails at once."""
 MOST_KEPT = 1 << 16
-"""The most results that are kept for a peer that does not ask for them; the oldest go first."""
+"""The most results that wait for their peer. The oldest go first."""
 _WARN_S = 10.0
-"""How often a thread that waits for transfers says so; and how much longer than a job's time `RowJobs.close` waits."""
+"""How often a thread that waits for transfers logs that, and how much longer than a job's time `RowJobs.close` waits."""
 
 
 class TaskLane(Generic[T]):
-    """Tasks of one kind. Thread-safe."""
+    """The tasks of a kind. Thread-safe."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._threads = CallThreads(name, threads, limit=MOST_QUEUED, spare=threads)
@@ -53,7 +53,7 @@ class TaskLane(Generic[T]):
         return self._event
 
     def submit(self, task: Callable[[Deadline], T], failed: T, timeout: float) -> int:
-        """Begins a task, which is given its deadline. Returns its number. `failed` is the result if it raises or cannot run."""
+        """Begins a task, which gets its deadline. Returns its number. `failed` is the result if it raises or cannot run."""
         deadline, end = Deadline(timeout), time.monotonic() + timeout
         with self._changed:
             number = next(self._numbers)
@@ -66,7 +66,7 @@ class TaskLane(Generic[T]):
             nonlocal result
             try:
                 result = task(deadline)
-            except Exception as error:  # noqa: BLE001 - a peer waits for the result, whatever it is
+            except Exception as error:  # noqa: BLE001 - a peer waits for a result in any case
                 if (count := self._log.admit(type(error).__name__, 1)) is not None:
                     log.warning("%s: %d tasks failed: %r", self._name, count, error)
 
@@ -117,7 +117,7 @@ class TaskLane(Generic[T]):
             if not self._closed:
                 try:
                     os.eventfd_write(self._event, 1)
-                except BlockingIOError:  # it is readable, and has been for 2^64 tasks
+                except BlockingIOError:  # it is readable already
                     return
 
 
@@ -134,10 +134,10 @@ class RowResult(NamedTuple):
 
 
 class RowJobs:
-    """Moves rows between a memory and the cache, for a caller that only submits jobs and asks what has ended. Thread-safe.
+    """Moves rows between a memory and the cache, for a caller that submits jobs and asks which have ended. Thread-safe.
 
-    Each job has one deadline from when it was submitted. When it has ended, nothing reads or writes its rows any more. Jobs that wait are
-    bounded: stores by `most_waiting` rows, beyond which they fail at once; loads by the rows that the caller has.
+    The time of a job counts from its submission. After its end, nothing reads or writes its rows. Waiting jobs are bounded: stores by
+    `most_waiting` rows, beyond which they fail at once; loads by the caller's rows.
     """
 
     def __init__(
@@ -191,13 +191,13 @@ class RowJobs:
         return ended
 
     def drain(self) -> None:
-        """Ends all jobs: those that wait fail, and those that run are cut short and waited for."""
+        """Ends all jobs: waiting jobs fail, and running jobs are cut short. Waits for these."""
         for lane in (self._loads, self._stores):
             while not lane.drain(_WARN_S):
                 log.warning("still waiting for transfers")
 
     def close(self) -> bool:
-        """Ends all jobs and the threads, and lets go of the memory. Returns False if a transfer still uses it, long after its deadline.
+        """Ends all jobs and the threads, and releases the memory. Returns False if a transfer still uses it, long after its deadline.
         Idempotent."""
         end = time.monotonic() + self._seconds + _WARN_S
         ended = [lane.close(left(end)) for lane in (self._loads, self._stores)]
@@ -207,7 +207,7 @@ class RowJobs:
         return True
 
     def _submit(self, lane: TaskLane[RowResult], job: RowResult, rows: Sequence[int], label: str | None) -> None:
-        """Begins a job, whose result is `job` if it fails. It fails if its rows are not those of its names."""
+        """Begins a job. Its result is `job` if it fails, for example because its rows do not fit its names."""
         begun, size = time.monotonic(), self._row_bytes
         fits = len(rows) == len(job.names) and all(0 <= row < self._rows for row in rows)
 

@@ -1,8 +1,8 @@
-"""VersionedNames: the names under which an adapter keeps values, so that a change of the weights hides all that was stored before.
+"""VersionedNames: the names under which an adapter keeps values. A change of the weights hides all values that were stored before.
 
-The version of the engine's weights (`pd_cache.versions`) is part of each name. An engine that changes its weights says so in its own way:
-vLLM drains its tiers, SGLang clears its storage. No command reaches an adapter, so it gives the new weights a label of its own. Then no other
-process shares what it stores, until it is started again: with another `namespace`, if its weights are not those of its files.
+The version of the engine's weights (`pd_cache.versions`) is part of each name. Each engine reports a change of its weights in its own way:
+vLLM drains its tiers, SGLang clears its storage. No command reaches an adapter, so it gives the new weights a random label. Then no other
+process shares its values until it is started again, with another `namespace` if its weights are not those of its files.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from transfer.errors import Status
 
 
 class VersionedNames:
-    """The values of one namespace, in the version of this engine's weights. Thread-safe. Its calls raise nothing because of the pool."""
+    """The values of a namespace, for the version of this engine's weights. Thread-safe. The pool's trouble raises nothing."""
 
     def __init__(self, cache: ObjectCache) -> None:
-        """The caller closes `cache`, which it keeps."""
+        """The caller keeps ownership of `cache`."""
         self._cache = cache
         self.label = FIRST
-        """That of the weights with which the engine computes now."""
+        """The label of the engine's present weights."""
 
     def reset(self) -> None:
         """Notes that the engine has other weights now."""
         self.label = secrets.token_hex(8)
 
     def exist(self, names: Sequence[bytes]) -> list[bool]:
-        """Returns which values are there, by one request."""
+        """Returns which values are there, with one request."""
         statuses = self._cache.exists_many(_within(self.label, names))
         return [status is Status.OK for status in statuses]
 

@@ -35,7 +35,7 @@ from pd_cache.objects.cache import ObjectCache
 log = logging.getLogger(__name__)
 
 _ROWS_IN_FLIGHT = 2
-"""Stores may wait with one in this many rows of the primary tier: vLLM pins what waits, and needs the others for itself."""
+"""Stores may wait with one in this many rows of the primary tier: vLLM pins their rows, and needs the others for itself."""
 
 
 _SHARE_OF_A_REQUEST = 4
@@ -47,15 +47,15 @@ class TierOptions(AdapterOptions, frozen=True, kw_only=True):
     """The keys of the tier's entry in `secondary_tiers`, besides vLLM's own."""
 
     revision: LineOrEmpty = ""
-    """Stands, with the model's name, for the weights, instead of a digest of the model's files. It has to change whenever they do."""
+    """Stands, with the model's name, for the weights, in place of a digest of the model's files. It has to change whenever they do."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """How many jobs run at the same time in each direction."""
     locality: Literal["LOCAL", "REMOTE"] | None = "REMOTE"
-    """Where requests that choose their tiers by vLLM's `load_tier_filter` find it."""
+    """The locality by which vLLM's `load_tier_filter` selects this tier."""
 
 
 FORMAT = 1
-"""The version of what a tier stores under a name. Tiers of other versions never find it."""
+"""The version of the format. Tiers of other versions never find the values."""
 
 
 class _Lookups(AsyncLookupManager):
@@ -117,9 +117,9 @@ class PdCacheTierManager(SecondaryTierManager):
         self._closed = False
         self._most_loads = max(1, rows - rows // _SHARE_OF_A_REQUEST)
         self._loads: dict[str, set[OffloadKey]] = {}
-        """What has been loaded for each request."""
+        """The keys that were loaded for each request."""
         self._begun: dict[str, str] = {}
-        """The version in which each request began: what it computes may be of no later one."""
+        """The weights version in which each request began. What it computes may not count as a later one's."""
 
     # --- lookups -------------------------------------------------------------------------------------------------
 
@@ -159,8 +159,8 @@ class PdCacheTierManager(SecondaryTierManager):
         self._jobs.load(job_metadata.job_id, *_places(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Returns the jobs that have ended. What a load did not find counts as missing for the requests that asked for it, which otherwise
-        would look it up and load it again for ever."""
+        """Returns the jobs that have ended. A key that a load did not find counts as missing for its requests, which otherwise would look it up
+        and load it again for ever."""
         results = []
         for ended in self._jobs.finished():
             done = sum(ended.done)
@@ -182,10 +182,10 @@ class PdCacheTierManager(SecondaryTierManager):
         return results
 
     def drain_jobs(self) -> None:
-        """Ends all jobs, and says that the weights have changed: vLLM drains its tiers when it resets its caches, because they may have."""
+        """Ends all jobs, and hides all values: vLLM drains its tiers when it resets its caches, because its weights may have changed."""
         self._jobs.drain()
         self._names.reset()
-        # requests that go on have KV of the version before: what they computed is not stored any more
+        # requests that go on have KV of the version before: it is not stored any more
 
     def shutdown(self) -> None:
         """Ends all jobs, and closes the cache. Raises RuntimeError if a transfer still uses vLLM's memory, which vLLM then keeps."""
@@ -202,7 +202,7 @@ def _places(job: TransferJob) -> tuple[list[bytes], list[int]]:
 
 
 def namespace_of(config: Any, *, row_bytes: int, blocks_per_chunk: int, revision: str, salt: str) -> str:
-    """Returns a text that two tiers share exactly if a row of one may be used by the other.
+    """Returns a text that two tiers share exactly if each may use the other's rows.
 
     `config` is vLLM's `OffloadingConfig`, `row_bytes` what a chunk takes in the primary tier. Raises ConfigError if the model's weights cannot
     be told from others' and there is no `revision`.
@@ -211,7 +211,7 @@ def namespace_of(config: Any, *, row_bytes: int, blocks_per_chunk: int, revision
     # in vLLM's direct layout the shares of the ranks lie one after another, each with all layers: other bytes for each number of ranks, although
     # vLLM calls them the same (is_parallelism_agnostic)
     alike = bool(config.replicated_layout or (config.canonical_layout and parallel.is_parallelism_agnostic))
-    said = {
+    fields = {
         "format": FORMAT,
         "engine": "vllm-tiering",
         "weights": [config.model.name, revision]
@@ -228,4 +228,4 @@ def namespace_of(config: Any, *, row_bytes: int, blocks_per_chunk: int, revision
         "canonical": bool(config.canonical_layout),
         "salt": salt,
     }
-    return json.dumps(said, sort_keys=True)
+    return json.dumps(fields, sort_keys=True)
