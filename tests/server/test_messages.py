@@ -91,8 +91,8 @@ def test_a_malformed_frame_is_answered_with_an_error_if_its_number_can_be_read_a
     assert caught.value.refused.reason == "malformed"
     peer.send([frame])
     assert not caught.value.number or peer.hear().reason == "malformed"
-    assert troubles(server.metrics, "server")["refused_malformed"] >= 1
     assert isinstance(peer.hello(), Welcome)
+    assert troubles(server.metrics, "server")["refused_malformed"] >= 1
 
 
 def test_a_client_is_told_what_to_do_first(peer):
