@@ -32,11 +32,11 @@ class StoredEvent(Struct, tag="BlockStored", omit_defaults=True, gc=False):
     group_idx: int | None = None
     kv_cache_spec_kind: _Words = None
     lookahead_token_ids: list[list[int]] | None = None
-    """Tokens behind each block that its hash covers, too, as for EAGLE and MTP in vLLM 0.33 without a connector; else None."""
+    """Tokens behind each block that its hash covers, too, as for EAGLE and MTP in vLLM 0.33 without a connector; otherwise None."""
 
 
 class RemovedEvent(Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
-    """Blocks that are not there any more."""
+    """Blocks that are gone."""
 
     block_hashes: list[BlockHash]
     medium: _Words = None
@@ -51,7 +51,7 @@ KvEvent = StoredEvent | RemovedEvent | ClearedEvent
 
 
 class EventBatch(Struct, array_like=True, omit_defaults=True, gc=False):
-    """The events of one number."""
+    """The events with a number."""
 
     ts: float
     """When it was published: seconds of the publisher's wall clock."""
@@ -76,25 +76,25 @@ _other_event = msgpack_decoder(_OtherEvent)
 def read_batch(raw: bytes) -> tuple[EventBatch, int]:
     """Returns the batch of a message, and how many of its events were skipped.
 
-    An event of stored blocks that cannot be read is skipped: a block that is not known to be there does no harm. Mooncake's master sends
-    such events, with a `block_size` of null. Any other event that cannot be read may say that blocks are gone, and counts as one that all
-    are. Raises UndecodableError for what is no batch.
+    An unreadable event of stored blocks is skipped: an unknown block does no harm. Mooncake's master sends such events, with a `block_size`
+    of null. Any other unreadable event may say that blocks are gone, and counts as `ClearedEvent`. Raises UndecodableError if `raw` is no
+    batch.
     """
     try:
         return _whole_batch(raw), 0
     except UndecodableError:
         batch = _raw_batch(raw)
     events: list[KvEvent] = []
-    for one in batch.events:
+    for event in batch.events:
         try:
-            events.append(_one_event(one))
+            events.append(_one_event(event))
         except UndecodableError:
-            if _other_event(one).type != "BlockStored":
+            if _other_event(event).type != "BlockStored":
                 events.append(ClearedEvent())
     return EventBatch(batch.ts, events), len(batch.events) - len(events)
 
 
 def short_hash(value: BlockHash) -> int:
-    """Returns the 64 bits by which a block is known here. vLLM publishes the last 64 bits of a hash, or all of it if
+    """Returns the 64 bits that identify a block here. vLLM publishes the last 64 bits of a hash, or all of it if
     VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0."""
     return value & _MASK if isinstance(value, int) else int.from_bytes(value[-8:], "big")

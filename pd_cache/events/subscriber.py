@@ -1,12 +1,12 @@
 """Follows KV events over ZMQ, as vLLM publishes them: PUB and SUB for batches as they come, ROUTER and DEALER for replays.
 
-A publisher numbers its batches from 0, and keeps the last ones. A message of the stream has three frames: a topic, the batch's number (8 bytes,
-big-endian) and the batch. A request for a replay has two: an empty one, and the first number that is wanted. Its answer is an empty frame and
-the three frames of a batch, for each batch that the publisher still has, and in the end one with the number -1.
+A publisher numbers its batches from 0, and keeps the last batches. A message of the stream has three frames: a topic, the batch's number
+(8 bytes, big-endian) and the batch. A request for a replay has two frames: an empty frame, and the first number that is wanted. The answer
+has, for each batch that the publisher still has, an empty frame and the three frames of the batch. Its last batch has the number -1.
 
-`StreamOrder` (pure) puts the batches of one connection in order. `EventSubscriber` feeds it, for many publishers on one thread. Behind a lost
-connection there may be another publisher, whose numbers may happen to go on where those of the last one ended. So a lost connection, like
-any other failure, ends all that is known of a publisher, and new sockets begin anew.
+`StreamOrder` (pure) puts the batches of a connection in order. `EventSubscriber` feeds it, for many publishers on one thread. Behind a lost
+connection there may be another publisher, whose numbers may happen to go on where the numbers of the last publisher ended. So after a lost
+connection, or any other failure, the subscriber forgets all that it knew of a publisher, and begins anew with new sockets.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """The number after the last batch of a replay."""
 _LARGEST = 64 << 20
-"""The most bytes of a message; ZMQ ends a connection that brings a larger one."""
+"""The most bytes of a message; ZMQ ends a connection that brings a larger message."""
 _HIGH_WATER = 16_384
-"""How many batches of the stream may wait in a socket. Of a replay it is ZMQ's 1000; the rest of a longer one is asked for again."""
+"""How many batches of the stream may wait in a socket. For a replay it is ZMQ's 1000; the rest of a longer replay is requested again."""
 _MOST_SOCKETS = 16_384
 """A publisher that is followed takes three."""
 _HEARTBEAT_MS, _DEAD_MS = 5_000, 15_000
@@ -40,7 +40,7 @@ _HEARTBEAT_MS, _DEAD_MS = 5_000, 15_000
 publisher's host has lost its power."""
 _BEAT_S = 0.1
 _REVIVE_S = 1.0
-"""How long after a connection was lost, or sockets have failed, it is tried again."""
+"""The pause after a connection was lost, or after sockets have failed."""
 
 
 class Forget(enum.Enum):
@@ -53,14 +53,14 @@ Step = EventBatch | Forget
 
 
 class StreamOrder:
-    """Puts the batches of one publisher in order.
+    """Puts the batches of a publisher in order.
 
     They come from a live stream, in order but with gaps, and from replays from `ask_from` on, which may lack batches at the end and in the
     middle. All methods return what to apply now: each batch once and in order, with `Forget.ALL` wherever batches are lost for good.
     """
 
     def __init__(self, most_waiting: int = 4096) -> None:
-        """`most_waiting`: how many batches may wait for a replay. If there are more, the oldest go, and the replay has to bring them."""
+        """`most_waiting`: how many batches may wait for a replay. Beyond that the oldest go, and the replay has to bring them."""
         self._next = 0
         self._waiting: dict[int, EventBatch] = {}
         self._most_waiting = most_waiting
@@ -101,7 +101,7 @@ class StreamOrder:
         return [*steps, batch]
 
     def replay_ended(self, whole: bool) -> list[Step]:
-        """Notes the end of a replay. `whole`: the publisher said that this was all. If not, or if the stream is not `in_order` now, ask again."""
+        """Notes the end of a replay. `whole`: the publisher has sent the end. Otherwise, and if the stream is not `in_order` now, ask again."""
         steps: list[Step] = []
         if whole and not self._brought and self._waiting:  # the publisher does not keep what is missing
             steps = self._give_up(min(self._waiting))
@@ -123,30 +123,30 @@ class StreamOrder:
 
 
 class EventEndpoints(NamedTuple):
-    """Where a publisher's events are: addresses of ZMQ, such as `tcp://10.0.0.1:5557`."""
+    """A publisher's ZMQ addresses, such as `tcp://10.0.0.1:5557`."""
 
     stream: str
     replay: str
 
 
 OnSteps = Callable[[Sequence[Step]], None]
-"""Gets what to apply next, in order, on the subscriber's thread."""
+"""Gets the steps to apply next, in order, on the subscriber's thread."""
 
 
 class _Feed:
-    """A connection to one publisher."""
+    """A connection to a publisher."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoints: EventEndpoints, on_steps: OnSteps) -> None:
         self.endpoints = endpoints
         self.on_steps = on_steps
         self.order = StreamOrder()
         self.asked: float | None = None
-        """When the replay under way was asked for, or last brought a batch; None if there is none."""
+        """When the replay under way was requested, or last brought a batch; None if there is none."""
         self.due = 0.0
         """When to ask for the next replay, if no batch is known to be missing."""
         self.batches = 0
         self.skipped = 0
-        """How many events of stored blocks could not be read."""
+        """How many unreadable events of stored blocks were skipped."""
         self._context = context
         with ExitStack() as stack:
             self.stream = self._connected(zmq.SUB, endpoints.stream)
@@ -183,7 +183,7 @@ class _Feed:
             self.dealer.send_multipart([b"", self.order.ask_from.to_bytes(8, "big")], zmq.NOBLOCK)
 
     def end_replay(self, due: float, *, whole: bool) -> None:
-        if not whole:  # answers that come late would be taken for those of the next one
+        if not whole:  # late answers would be taken for those of the next replay
             self.dealer.close(0)
             self.dealer = self._connected(zmq.DEALER, self.endpoints.replay)
         self.asked = None
@@ -212,27 +212,27 @@ def _received(made: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
 class EventSubscriber:
     """Follows the events of several publishers, on one thread. Thread-safe.
 
-    It asks for a replay when it joins, when batches are missing, and every `check_s` to notice that the last batch of a quiet publisher was
-    lost on the way.
+    It asks for a replay when it joins, when batches are missing, and every `check_s` seconds, to notice that the last batch of a quiet publisher
+    was lost.
     """
 
     def __init__(self, *, check_s: float = 5.0, quiet_s: float = 0.5) -> None:
-        """`quiet_s`: how long nothing may come of a replay before it is asked for again. vLLM's publisher drops what does not fit into its
-        socket's queue of 1000 messages, the end of the replay included, so a long replay takes several.
+        """`quiet_s`: a replay that brings nothing for this time is requested again. vLLM's publisher drops messages beyond its socket's queue
+        of 1000, even the end of the replay, so a long replay takes several requests.
         """
         self._check_s, self._quiet_s = check_s, quiet_s
         self._wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]] = {}
         self._feeds: dict[Hashable, _Feed] = {}
         self._open_after = 0.0
-        """When publishers that are wanted and not followed are tried again."""
+        """When to try publishers again that are wanted and not followed."""
         self._changed = threading.Event()
         self._closing = threading.Event()
         self._sparse = SparseLog()
         self._thread: threading.Thread | None = None
 
     def follow(self, wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]]) -> None:
-        """Follows these publishers from now on, and no others. A publisher of the same key and address whose steps go to the same callable is
-        followed on as before. Call it on one thread."""
+        """Follows these publishers from now on, and no others. Keeps the connection to a publisher whose key, address and callable stay the
+        same. Call it on one thread."""
         self._wanted = dict(wanted)
         self._changed.set()
         if self._thread is None and wanted and not self._closing.is_set():
@@ -240,8 +240,8 @@ class EventSubscriber:
             self._thread.start()
 
     def describe(self) -> dict[Hashable, dict[str, int | bool]]:
-        """Returns, for each publisher that is connected or sought, how many batches came, how many gaps could not be closed, how many events
-        were skipped because they cannot be read, and whether no batch is missing."""
+        """Returns, for each publisher, how many batches came, how many gaps could not be closed, how many unreadable events were skipped, and
+        whether no batch is missing."""
         return {
             key: {
                 "batches": feed.batches,
@@ -298,7 +298,7 @@ class EventSubscriber:
                     self._failed(endpoints, error)
 
     def _end(self, key: Hashable, feed: _Feed) -> None:
-        """Closes a connection, and has the receiver forget what came over it."""
+        """Closes a connection. The receiver forgets what came over it."""
         del self._feeds[key]
         feed.close()
         try:
@@ -313,7 +313,7 @@ class EventSubscriber:
             log.warning("%s: its KV events cannot be followed now: %s", endpoints.stream, error, exc_info=not known)
 
     def _wait(self) -> None:
-        """Waits until something comes, or for a beat."""
+        """Waits until a message comes, or for a beat."""
         poller = zmq.Poller()
         for feed in self._feeds.values():
             poller.register(feed.stream, zmq.POLLIN)
@@ -324,20 +324,20 @@ class EventSubscriber:
             self._changed.wait(_BEAT_S)
 
     def _turn(self, feed: _Feed) -> None:
-        """Reads what has come, and asks for what is missing."""
+        """Reads the messages that have come, and asks for missing batches."""
         if feed.lost:  # before the stream, because what is read next may be another publisher's
             raise ConnectionError("the connection was lost")
         for frames in _received(feed.stream):
-            if (one := self._decoded(feed, frames)) is not None:
+            if (numbered := self._decoded(feed, frames)) is not None:
                 feed.batches += 1
-                feed.apply(feed.order.live(*one))
+                feed.apply(feed.order.live(*numbered))
         now = time.monotonic()
         for _, *frames in _received(feed.dealer):
             feed.asked = now
             if len(frames) == 3 and frames[1] == _END_OF_REPLAY:
                 feed.end_replay(now + self._check_s, whole=True)
-            elif (one := self._decoded(feed, frames)) is not None:
-                feed.apply(feed.order.replayed(*one))
+            elif (numbered := self._decoded(feed, frames)) is not None:
+                feed.apply(feed.order.replayed(*numbered))
         if feed.asked is not None:
             if now - feed.asked > self._quiet_s:
                 feed.end_replay(now, whole=False)
