@@ -1,4 +1,4 @@
-"""Checks over the whole file. They find what cannot work although each value is allowed."""
+"""Checks of the whole file. They find combinations of allowed values that cannot work."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from transfer.settings import MIN_SEGMENT
 KeyPath = tuple[str | int, ...]
 
 _LONGEST_SOCKET = 100
-"""The most bytes of an address. The kernel takes paths of 107 bytes, and we append a few."""
+"""The most bytes of an address. The kernel takes paths of 107 bytes, and we append some."""
 
 ELECTION_S = 20
-"""The least `client_ttl_s` of elected masters: an election takes up to 18 s."""
+"""The smallest `client_ttl_s` of elected masters: an election takes up to 18 s."""
 
 _OURS = frozenset(("host", "port", "kv-transfer-config", "served-model-name", "model"))
-"""Flags of `vllm serve` that follow from the rest of the file."""
+"""Flags of `vllm serve` that pd-cache sets."""
 
 
 class Problem(NamedTuple):
-    """Something in the file that cannot work."""
+    """A part of the file that cannot work."""
 
     path: KeyPath
     message: str
 
 
 def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
-    """Yields what cannot work although each value is allowed, the most basic problems first."""
+    """Yields combinations of allowed values that cannot work, the most basic problems first."""
     yield from _master_problems(config)
     names: dict[str, int] = {}
     ports: dict[tuple[str, int], tuple[str, str]] = {}
@@ -265,7 +265,8 @@ def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def tier_problems(tiers: Sequence[StorageTier], masters: Sequence[str], *, elected: bool) -> Iterator[Problem]:
-    """Checks the order and the kinds of tiers. `masters`: the addresses of the first pool's; `elected`: whether they are elected in etcd."""
+    """Checks the order and the kinds of tiers. `masters`: the addresses of the first pool's masters; `elected`: whether they are elected in
+    etcd."""
     for index, tier in enumerate(tiers):
         before = tiers[:index]
         if isinstance(tier, LocalTier | DiskTier) and not tier.capacity:

@@ -1,8 +1,8 @@
-"""What this machine has for the nodes of a file: addresses, ports, devices, memory and files; and whether that is enough.
+"""Checks whether this machine can run the nodes of a file: addresses, ports, devices, memory and files.
 
-`config check`, `launch`, `up` and `doctor` all use these checks, so that none of them accepts what another refuses. `config check` alone
-refuses what nodes start without (`further_problems`). Memory is compared with limits only: free memory changes by the minute, and only
-`doctor` knows which nodes already have theirs.
+`config check`, `launch`, `up` and `doctor` all use these checks, so that none of them accepts what another refuses. Only `config check`
+refuses problems with which nodes start (`further_problems`). Memory is compared with limits only: free memory changes by the minute, and
+only `doctor` knows which nodes already have their memory.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from transfer.settings import rdma_devices
 
 _CAP_IPC_LOCK = 14
 _GPU_SHARE = 0.9
-"""What vLLM takes of a GPU's memory by default, at least."""
+"""The smallest share of a GPU's memory that vLLM takes by default."""
 
 
 def check_machine(config: ClusterConfig, source: Source, nodes: Iterable[Node]) -> None:
-    """Raises ConfigError if there are `machine_problems`."""
+    """Raises ConfigError for `machine_problems`."""
     if problems := list(machine_problems(config, nodes)):
         raise source.error(*problems)
 
 
 def machine_problems(config: ClusterConfig, nodes: Iterable[Node], root: Path = Path("/")) -> Iterator[Problem]:
-    """Yields why the machine cannot run `nodes`, the most basic problems first. Its `/proc` and `/sys` are below `root`."""
+    """Yields the reasons why the machine cannot run `nodes`, the most basic problems first. Its `/proc` and `/sys` are below `root`."""
     mine = list(nodes)
     yield from _device_problems(config) if mine else ()
     yield from _memory_problems(config, mine, root)
@@ -59,7 +59,7 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node], root: Path = 
 
 
 def further_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Problem]:
-    """Yields what `nodes` start without, although the file names it: hosts that cannot be resolved, disks that cannot be written."""
+    """Yields problems with which `nodes` start all the same: hosts that cannot be resolved, disks that cannot be written."""
     named: list[tuple[KeyPath, str]] = [(("nodes", n, "host"), node.host) for n, node in enumerate(config.nodes)]
     if isinstance(config.discovery, EtcdDiscovery):
         named += [(("discovery", "endpoints", n), host_of(one)) for n, one in enumerate(config.discovery.endpoints)]
@@ -80,7 +80,8 @@ def further_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
 
 
 def missing_model(engine: VllmEngineConfig) -> Path | None:
-    """Returns where Hugging Face's cache would hold the engine's model, if it is not there. None if it is, or if `model` is no such name."""
+    """Returns where Hugging Face's cache would hold the engine's model, if the model is not there. Returns None if it is, or if `model` is no
+    name of a model."""
     if Path(engine.model).is_dir() or engine.model.startswith(("/", ".")) or "://" in engine.model:
         return None
     env = {**os.environ, **engine.env}
@@ -120,7 +121,7 @@ def _memory_problems(config: ClusterConfig, nodes: Sequence[Node], root: Path) -
 
 
 def _file_problems(config: ClusterConfig, nodes: Sequence[Node]) -> Iterator[Problem]:
-    """Yields the files and folders that the configuration names and that the processes of `nodes` cannot read on this machine."""
+    """Yields the files and folders of the configuration that the processes of `nodes` cannot read on this machine."""
     engine = config.engine
     if isinstance(engine, VllmEngineConfig) and any(isinstance(node, EngineNode) for node in nodes):
         if find_program(engine.executable) is None:
@@ -171,7 +172,7 @@ def _port_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Pro
 
 
 def _gpu_problems(config: ClusterConfig, nodes: Iterable[Node], root: Path) -> Iterator[Problem]:
-    """Yields the nodes whose vLLM finds too little left of its GPU, because another node of this machine takes its share of it."""
+    """Yields the nodes that share a GPU and together want more than all of its memory."""
     engine, there = config.engine, len(list((root / "proc/driver/nvidia/gpus").glob("*")))
     if not isinstance(engine, VllmEngineConfig):
         return
@@ -201,7 +202,7 @@ def _gpu_problems(config: ClusterConfig, nodes: Iterable[Node], root: Path) -> I
 
 
 def is_local(host: str) -> bool:
-    """Returns whether an address belongs to this machine, that is, whether it can be bound."""
+    """Returns whether an address belongs to this machine: whether it can be bound."""
     return is_bindable(host, 0)
 
 
@@ -253,8 +254,8 @@ def port_of(address: str) -> int:
 
 
 def needs(config: ClusterConfig, nodes: Iterable[Node]) -> dict[str, int]:
-    """Returns the bytes that each of `nodes` holds for as long as it runs, besides its engine: what it gives to the pool, and its staging
-    memory and local tiers. Leaves out nodes that need none."""
+    """Returns the bytes that each of `nodes` holds while it runs, besides its engine: its segment, staging memory and local tiers. Leaves out
+    nodes that need none."""
     caching = config.caching_nodes()
     tiers = sum(int(tier.capacity) for tier in config.cache.tiers if isinstance(tier, LocalTier))
     own = int(config.transfer.staging_size) + tiers
@@ -263,7 +264,7 @@ def needs(config: ClusterConfig, nodes: Iterable[Node]) -> dict[str, int]:
 
 
 class MachineMemory(NamedTuple):
-    """The bytes that this process and its children may have."""
+    """The bytes that this process and its children may use."""
 
     total: int
     free: int
@@ -307,7 +308,7 @@ def locked_shortage(wanted: Mapping[str, int], root: Path = Path("/")) -> str | 
 
 
 def shown_needs(wanted: Mapping[str, int]) -> str:
-    """Returns what each node needs, for people."""
+    """Returns the needs of each node as text."""
     return ", ".join(f"{name} {shown_bytes(size)}" for name, size in wanted.items())
 
 

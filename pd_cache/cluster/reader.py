@@ -1,7 +1,7 @@
 """Reads the file strictly. Only this module knows YAML, and nothing here reads the environment.
 
-Unknown keys, values of the wrong type and combinations that cannot work raise one error. Its message has a line for each: file, line, key
-path, value and what is allowed.
+Unknown keys, values of the wrong type and combinations that cannot work raise a single error. Its message has a line for each problem:
+file, line, key path, value and what is allowed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _NUMBERS = {
     f"{_TAG}float": re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?\Z"),
 }
 _MOST_VALUES = 1 << 16
-"""The most values of a file, of which aliases of aliases can make millions."""
+"""The most values of a file: aliases of aliases can make millions."""
 _SHOWN = 120
 """The most characters of a value in a message."""
 _MOST = 20
 """The most problems in a message."""
 _TIMES = {"ms": "milliseconds", "s": "seconds"}
-"""The unit that the end of a key says."""
+"""The units, by the ends of keys."""
 
 
 class Source:
@@ -73,7 +73,7 @@ def load_config(file: str | Path) -> ClusterConfig:
 
 
 def read_config(file: str | Path) -> tuple[ClusterConfig, Source]:
-    """Reads a file as `load_config` does. Also returns the source, for checks that need more than the file (ports, devices, memory)."""
+    """Does the same as `load_config`. Also returns the source, for checks that need more than the file (ports, devices, memory)."""
     return parse_config(_text(file), file)
 
 
@@ -87,7 +87,7 @@ def _text(file: str | Path) -> str:
 
 
 def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
-    """Checks text that was already read. Messages name `file`."""
+    """Does the same for text. Messages name `file`."""
     source = parse_document(text, Path(file))
     if source.tree is None:
         raise ConfigError(f"{file}: is empty; it needs at least `nodes`")
@@ -182,10 +182,10 @@ def _shortened(text: str) -> str:
 
 
 def _problems(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
-    """Yields what keeps a value of the file from being a `kind`.
+    """Yields the reasons why a value of the file is no `kind`.
 
-    Each part of a value is converted by itself, so the path of a problem is known without parsing msgspec's messages. Messages about a
-    single value are passed on.
+    Each part of a value is converted by itself, so the path of a problem is known, and msgspec's messages need no parsing. Messages about
+    a single value are passed on.
     """
     try:
         msgspec.convert(value, kind, dec_hook=decode_custom)
@@ -215,7 +215,7 @@ def _problems_inside(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
 def _problems_in_section(
     structs: list[type[msgspec.Struct]], value: dict[str, Any], path: KeyPath
 ) -> Iterator[Problem]:
-    """Yields the problems of a mapping that should be one of `structs`. The mapping's tag says which one."""
+    """Yields the problems of a mapping that should be one of `structs`, according to its tag."""
     tag = structs[0].__struct_config__.tag_field
     keys = dict.fromkeys(name for struct in structs for name in struct.__struct_encode_fields__)
     allowed = [*([tag] if tag else []), *keys]
@@ -247,7 +247,7 @@ def _missing(key: str, allowed: list[str], value: dict[str, Any], path: KeyPath)
 
 
 def _in_words(kind: Any, value: Any, path: KeyPath) -> str | None:
-    """Returns what is allowed in place of a value, if the schema says more than msgspec does; otherwise None."""
+    """Returns what is allowed in place of a value, if the schema says more than msgspec's message; otherwise None."""
     allowed = list(_alternatives(kind))
     unit = _TIMES.get(str(path[-1]).rpartition("_")[2]) if path else None
     if unit and isinstance(value, str):
@@ -271,7 +271,7 @@ def _one_of(options: list[str], value: Any) -> str:
 
 
 def _near(word: str, options: list[str], hint: str) -> str:
-    """Returns the hint with the option that is most like the word; empty if none is like it."""
+    """Returns the hint with the option that is most like the word; empty if no option is like it."""
     found = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
     return hint.format(found[0]) if found else ""
 

@@ -1,4 +1,4 @@
-"""The records that nodes publish about themselves, and the differences between nodes that share no hit. No I/O."""
+"""The records that nodes publish about themselves, and the differences between nodes that share no hits. No I/O."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pd_cache.versions import FIRST, Weights
 from transfer.settings import mooncake_release
 
 MAX_RECORD = 64 << 10
-"""The most bytes of a record. One of ours has about one thousand."""
+"""The most bytes of a record. Our own records have about a thousand."""
 
 _AT = rf"{HOST}:{PORT}"
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
-"""Bounded so that every program can compute with it, even one that has only floating-point numbers."""
+"""Bounded so that every program can compute with it, even if it has only floating-point numbers."""
 Milliseconds = Annotated[int, Meta(ge=0, le=86_400_000)]
 Address = Annotated[
     str,
@@ -42,7 +42,7 @@ _FORMS = {
     "decode": ("http://host:port", "https://host:port"),
     "proxy": ("http://host:port", "https://host:port"),
 }
-"""The forms of an address, by role. For a role that this version does not know, any form is allowed."""
+"""The forms of an address, by role. An unknown role may have an address of any form."""
 
 
 class RecordError(PdCacheError):
@@ -50,20 +50,20 @@ class RecordError(PdCacheError):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node has room for. A 0 means none, or that the node does not say."""
+    """What a node has room for. 0 means none or unknown."""
 
     segment_bytes: Count = 0
     """The memory that it gives to the pool."""
     kv_tokens: Count = 0
-    """How many tokens its engine's own paged cache holds."""
+    """How many tokens the engine's paged cache holds."""
     max_model_len: Count = 0
     """The most tokens of a request, with its answer."""
     max_running: Count = 0
-    """How many requests it computes at the same time."""
+    """How many requests the engine computes at the same time."""
 
 
 class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says about its cache, in its record and in its `/health`: `Namespace.described`.
+    """A node's cache, in its record and in its `/health`: the fields of `Namespace.described`.
 
     Fields that a newer version adds are ignored.
     """
@@ -81,8 +81,8 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_namespaces(self) -> tuple[Namespace, ...]:
-        """The namespaces as this version understands them, one for each layer group. Empty if there are none, if one has other fields, or
-        if the first does not fit the fingerprint."""
+        """The namespaces as this version understands them, one for each layer group. Empty if there are none, if one of them has other fields,
+        or if the first does not fit the fingerprint."""
         if self.namespace is None:
             return ()
         try:
@@ -93,12 +93,12 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeRecord(Namespaced, frozen=True, kw_only=True):
-    """One node of a cluster."""
+    """A node of a cluster."""
 
     name: Name
     role: Name
     address: Address
-    """`http://host:port` if it speaks HTTP, `host:port` if not; for a cache server the address to which its engines connect."""
+    """`http://host:port` if the node speaks HTTP, otherwise `host:port`; for a cache server the address to which its engines connect."""
     metrics: HttpAddress | None = None
     """The address of its metrics, if not `address`."""
     lease_ttl_ms: Milliseconds = 0
@@ -111,33 +111,33 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     """What clients write into `model`."""
     capacity: Capacity = Capacity()
     events: EventAddress | None = None
-    """Where it publishes KV events, as an address of ZMQ; None if it publishes none."""
+    """The ZMQ address at which it publishes KV events; None if it publishes none."""
     replays: EventAddress | None = None
-    """Where it sends them again."""
+    """The address at which it sends them again."""
     ranks: Annotated[tuple[tuple[EventAddress, EventAddress], ...], Meta(max_length=1024)] = ()
-    """The same two addresses of its further data-parallel ranks."""
+    """The same two addresses for its further data-parallel ranks."""
     version: Annotated[Line, Meta(max_length=64)] = ""
     mooncake: Annotated[Line, Meta(max_length=64)] = ""
-    """The version of its Mooncake; empty if it does not say."""
+    """The version of its Mooncake; empty if unknown."""
     weights: tuple[Weights, ...] = ()
-    """As in `About`; no record holds them."""
+    """As in `About`. No published record has them."""
 
-    def telling(self, told: About) -> NodeRecord:
-        """Returns the record with what `told` says about the node's caches, as far as the record does not say it itself."""
-        capacity, described = self.capacity, self if self.fingerprint is not None else told
+    def telling(self, about: About) -> NodeRecord:
+        """Returns the record with the fields of `about` that it lacks."""
+        capacity, described = self.capacity, self if self.fingerprint is not None else about
         return replace(
             self,
-            weights=told.weights,
+            weights=about.weights,
             capacity=replace(
                 capacity,
-                kv_tokens=capacity.kv_tokens or told.kv_tokens,
-                max_model_len=capacity.max_model_len or told.max_model_len,
+                kv_tokens=capacity.kv_tokens or about.kv_tokens,
+                max_model_len=capacity.max_model_len or about.max_model_len,
             ),
-            streams=self.streams or told.streams,
-            renders=told.renders,
+            streams=self.streams or about.streams,
+            renders=about.renders,
             # vLLM may run in an environment of its own
-            version=told.version or self.version,
-            mooncake=told.mooncake or self.mooncake,
+            version=about.version or self.version,
+            mooncake=about.mooncake or self.mooncake,
             fingerprint=described.fingerprint,
             namespace=described.namespace,
             further=described.further,
@@ -145,7 +145,7 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str | None:
-        """The label of its engines' weights; None if they have none, or different ones."""
+        """The label of its engines' weights; None if they have none, or different labels."""
         labels = {state.label for state in self.weights} or {FIRST}
         return labels.pop() if len(labels) == 1 else None
 
@@ -158,18 +158,18 @@ class About(Namespaced, frozen=True, kw_only=True):
     """The part of a node's `/health` that other programs use."""
 
     kv_tokens: Count = 0
-    """How many tokens its engine's own cache holds; 0 if it does not say."""
+    """How many tokens the engine's paged cache holds; 0 if unknown."""
     max_model_len: Count = 0
-    """The most tokens of a request, with its answer; 0 if it does not say."""
+    """The most tokens of a request, with its answer; 0 if unknown."""
     version: Annotated[Line, Meta(max_length=64)] = ""
     mooncake: Annotated[Line, Meta(max_length=64)] = ""
     """The version of Mooncake in the process that has the cache."""
     weights: Annotated[tuple[Weights, ...], Meta(max_length=4096)] = ()
-    """The state of each engine's weights; empty if the node does not say."""
+    """The state of each engine's weights; empty if unknown."""
 
 
 def decode_record(raw: bytes) -> NodeRecord:
-    """Returns the record that `raw` holds. Raises RecordError if it holds none that can be used."""
+    """Returns the record in `raw`. Raises RecordError if there is no usable record."""
     if len(raw) > MAX_RECORD:
         raise RecordError(f"it has {len(raw)} bytes, but at most {MAX_RECORD} are allowed")
     try:
@@ -186,7 +186,7 @@ def decode_record(raw: bytes) -> NodeRecord:
 
 
 def read_about(body: bytes | str) -> About:
-    """Returns what a `/health` says about its node, or an empty `About` if it cannot be read."""
+    """Parses a `/health`. Returns an empty `About` if it cannot be read."""
     try:
         return decode_json(body, About)
     except UndecodableError:
@@ -194,10 +194,9 @@ def read_about(body: bytes | str) -> About:
 
 
 def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
-    """Returns how nodes differ from most of the others so that they share no hit, or not all hits, by name of the node.
+    """Returns why nodes do not share all hits with most of the others, by name of the node.
 
-    The namespace of a node differs, or that of one of its layer groups, or the node follows a master that has moved since the node was
-    started.
+    The namespace of the node or of one of its layer groups differs, or the node follows a master that has moved since the node's start.
     """
     nodes = list(records)
     masters = sorted(record.address for record in nodes if record.role == "master")
@@ -222,7 +221,7 @@ def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
 
 
 _TOGETHER = {(0, 3, 13), (0, 3, 14)}
-"""Versions of Mooncake that were seen to work with one another, in all pairs of client and master."""
+"""Versions of Mooncake that work with one another, tried in all pairs of client and master."""
 _NAMED = 4
 
 
@@ -231,11 +230,11 @@ class Skew(NamedTuple):
 
     found: str
     fails: bool
-    """Whether they are known not to work together. Otherwise it was not tried."""
+    """Whether they are known not to work together. Otherwise nobody has tried them."""
 
 
 def mooncake_skew(records: Iterable[NodeRecord]) -> Skew | None:
-    """Returns how the versions of Mooncake differ between nodes that say theirs; None if they are known to work together.
+    """Returns how the known versions of Mooncake differ between nodes; None if they are known to work together.
 
     With 0.3.12 beside 0.3.13, reads work and every put fails (Mooncake#2579).
     """
@@ -251,7 +250,7 @@ def mooncake_skew(records: Iterable[NodeRecord]) -> Skew | None:
 
 
 def different_lengths(records: Iterable[NodeRecord]) -> str:
-    """Returns how `max-model-len` differs between nodes of one model, as far as they say theirs; empty if it does not."""
+    """Returns how the known `max-model-len` differs between nodes of a model; empty if it does not."""
     models: dict[str, dict[int, list[str]]] = {}
     for record in records:
         if length := record.capacity.max_model_len:
@@ -264,7 +263,7 @@ def different_lengths(records: Iterable[NodeRecord]) -> str:
 
 
 def _beside(values: Iterable[tuple[str, list[str]]]) -> str:
-    """Returns values that differ, each with the names of its nodes."""
+    """Returns different values as text, each with the names of its nodes."""
     shown = []
     for value, names in values:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""

@@ -1,4 +1,4 @@
-"""The schema of the one YAML file that describes a cluster: every key, its type, its default and its bounds."""
+"""The schema of the YAML file that describes a cluster: every key, its type, its default and its bounds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 HOST = rf"({_OCTET}(\.{_OCTET}){{3}}|({_LABEL}\.)*(?![0-9]+(?![A-Za-z0-9_-])){_LABEL})"
-"""The pattern of an IPv4 address, or of a name: labels of at most 63 characters, as in DNS, of which the last is no number."""
+"""The pattern of an IPv4 address, or of a name: labels of at most 63 characters, as in DNS. The last label is no number."""
 Origin = Annotated[
     str,
     Meta(
@@ -117,7 +117,7 @@ class ReferenceEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind"
     max_running: Positive = 8
     """The most requests that compute at the same time."""
     max_queue: Positive = 64
-    """The most requests that wait. One more is answered 503 with Retry-After."""
+    """The most requests that wait. The answer to one more is 503 with Retry-After."""
     step_tokens: Positive = 256
     """The most prompt tokens computed in one step."""
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
@@ -157,8 +157,8 @@ def argument(args: Arguments, name: str) -> Argument | None:
 
 
 SECRET_VARIABLES = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
-"""Arguments of `vllm serve` that are secrets, and the variables from which vLLM reads them. Every user of a machine can read the arguments
-of its processes, but only the owner of a process can read its environment."""
+"""Secret arguments of `vllm serve`, and the variables from which vLLM reads them. Every user of a machine can read the arguments of its
+processes; only the owner of a process can read its environment."""
 
 
 COUNTS = frozenset((
@@ -180,20 +180,20 @@ class ConnectorConfig(Section, frozen=True, kw_only=True):
     lookup_timeout_ms: Annotated[int, Meta(ge=1, le=10_000)] = 50
     """How long a lookup may hold up the scheduler."""
     recompute: Literal["token", "block"] = "token"
-    """What a load of a whole prompt leaves to compute. `token`: the last token. `block`: what vLLM's own prefix cache would leave, so that
-    the results are those of a hit in that cache, bit for bit."""
+    """What a load of a whole prompt leaves to compute. `token`: the last token. `block`: as much as a hit in vLLM's own prefix cache leaves, so
+    that the results are the same, bit for bit."""
     load_timeout_ms: Annotated[int, Meta(ge=1, le=600_000)] = 10_000
     """How long a load may take. After that, the request computes what was not loaded."""
     store_queue: Positive = 256
-    """The most chunks that wait to be stored or are being stored. Their blocks are kept until then. Further chunks are counted and not
+    """The most chunks that wait to be stored or are being stored. Their blocks are kept until their end. Further chunks are counted and not
     stored."""
     store_generated: bool = False
     """Whether to store generated tokens as well as prompts."""
     trust_media_ids: bool = False
     """Whether the names that clients give to images, audio and video (`uuid`) are unique among all clients, and change with the content. If
-    not, a prompt with media is stored and found only if it has a `cache_salt`, or comes by a proxy, which removes these names."""
+    not, a prompt with media is stored and found only if it has a `cache_salt`, or comes through a proxy, which removes these names."""
     revision: LineOrEmpty = ""
-    """Identifies the weights in place of the digest of their files, for models that are not read from files."""
+    """Identifies the weights in place of the digest of their files, for models that are not in files."""
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -211,23 +211,23 @@ class _Role:
 
     @property
     def ports(self) -> dict[str, int]:
-        """The ports that the file gives the node, by key; 0 is one that is chosen later."""
+        """The node's ports in the file, by key; 0 is chosen later."""
         return {key: port for key in ("port", "metrics_port") if (port := getattr(self, key, None)) is not None}
 
 
 class _AnyNode(Section, _Role, frozen=True, kw_only=True, tag_field="role"):
     name: Name
     host: Host = "127.0.0.1"
-    """The address at which other nodes reach this one, and which it binds; so it is never 0.0.0.0."""
+    """The address that it binds, and at which other nodes reach it; so it is never 0.0.0.0."""
 
 
 class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
-    """Mooncake's master: it knows which key lies where, and does leases and eviction. pd-cache sets its flags explicitly."""
+    """Mooncake's master, which knows where each key lies, and does leases and eviction. pd-cache sets its flags explicitly."""
 
     port: Port = 50051
     metrics_port: Port = 9003
     lease_ttl_ms: Annotated[int, Meta(ge=100, le=86_400_000)] = 10_000
-    """How long a key that was looked up is safe from eviction. It should be at least 3 times the slowest batch."""
+    """How long a key that was looked up is safe from eviction: at least 3 times as long as the slowest batch."""
     client_ttl_s: TtlS = 5
     """The seconds of silence after which a node's segment counts as gone."""
     eviction_high_watermark: Annotated[float, Meta(gt=0, le=1)] = 0.9
@@ -241,7 +241,7 @@ class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
     port: Port = 0
     """Its segment is named `host:port`. Nothing listens there."""
     metrics_port: Port | None = None
-    """Where it answers `/health` and `/metrics`. None: it takes no questions."""
+    """Where it answers `/health` and `/metrics`. None: it does not."""
 
 
 class EngineNode(_AnyNode, frozen=True, kw_only=True):
@@ -255,8 +255,8 @@ class EngineNode(_AnyNode, frozen=True, kw_only=True):
     env: Environment = msgspec.field(default_factory=dict)
     """vLLM: variables of this node alone, e.g. CUDA_VISIBLE_DEVICES. They override `engine.env`."""
     events_port: Port = 0
-    """vLLM: where it publishes which blocks its own cache gets and loses: each data-parallel rank at a port of its own, from this one on, and
-    replays at as many ports behind those. 0 publishes none. A proxy follows these events."""
+    """vLLM: the port at which it publishes which blocks its own cache gets and loses. Each data-parallel rank has a port, from this one on, and
+    replays have as many ports behind those. 0 publishes none. A proxy follows these events."""
 
 
 class PrefillNode(EngineNode, frozen=True, kw_only=True, tag="prefill"):
@@ -274,7 +274,7 @@ class CacheServerNode(ServerSettings, _Role, frozen=True, kw_only=True, tag_fiel
     host: Host = "127.0.0.1"
     """The same as for every node."""
     url: ServerUrl = ""
-    """The address at which engines reach it. Empty means a socket in the user's runtime folder, named after the cluster."""
+    """The address at which engines reach it. Empty: a socket in the user's runtime folder, named after the cluster."""
     metrics_port: Port = 0
     segment_size: Bytes | None = None
     """The memory that this node gives to the pool; by default `transfer.segment_size`."""
@@ -378,7 +378,7 @@ class MastersConfig(Section, frozen=True, kw_only=True):
     """The `master` section: settings of all nodes of the role master."""
 
     ha: bool = False
-    """Whether there are several masters. etcd elects one, which shares its log of operations with the others. Clients follow it."""
+    """Whether there are several masters. etcd elects one master, which shares its log of operations with the others. Clients follow it."""
 
 
 class ServerTlsConfig(Section, frozen=True, kw_only=True):
@@ -391,23 +391,23 @@ class ServerTlsConfig(Section, frozen=True, kw_only=True):
 
 
 class HintsConfig(Section, frozen=True, kw_only=True):
-    """The `proxy.hints` section: what clients may have kept in the pool (`kv.retain`)."""
+    """The `proxy.hints` section: how much clients may keep in the pool (`kv.retain`)."""
 
     max_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.25
     """The most that all pins of all proxies together may take, as a share of the pool's memory. 0 refuses all hints."""
     max_ttl_s: Seconds = 3600.0
-    """The longest that a prompt is kept without being retained again."""
+    """The longest time for which a prompt is kept until it is retained again."""
     max_pins: Positive = 1000
     """The most pins of one proxy."""
 
 
 class TenantConfig(Section, frozen=True, kw_only=True):
-    """What a tenant may have; None for as much as there is. Of several proxies, each grants an equal part of `pins`."""
+    """The limits of a tenant; None for no limit. Each of several proxies grants an equal part of `pins`."""
 
     pins: Bytes | None = None
     """How much of the pool its pins may keep."""
     max_requests: Positive | None = None
-    """The most requests in flight at a proxy. One more is answered 429 with Retry-After."""
+    """The most requests in flight at a proxy. The answer to one more is 429 with Retry-After."""
 
 
 class TenantsFile(Section, frozen=True, kw_only=True):
@@ -424,7 +424,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     prefill_timeout_s: Seconds = 120.0
     """How long a prefill may take. After that, the decode node computes the prompt itself."""
     max_requests: Positive = 1024
-    """The most requests in flight. One more is answered 503 with Retry-After. Each takes up to four of the files that a process may open."""
+    """The most requests in flight. The answer to one more is 503 with Retry-After. Each takes up to four of the files that a process may open."""
     body_memory: Bytes = ByteSize(512 << 20)
     """The memory of all requests' bodies together. A body takes twice its size, from its first byte until the decode node's answer begins. A
     quarter is kept for bodies of at most 256KiB. At least 48MiB are needed, so that the largest body fits."""
@@ -433,7 +433,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     direct_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """A prompt with fewer tokens than this left to compute goes directly to the decode node. None means `cache.chunk_size`."""
     index_blocks: Positive = 4_000_000
-    """The most blocks that the proxy knows of from KV events, of all nodes and the pool together. Each takes about 100 bytes of memory."""
+    """The most blocks that the proxy knows from KV events, of all nodes and the pool together. Each takes about 100 bytes of memory."""
     load_bytes: Bytes = ByteSize(1 << 20)
     """How many bytes a prefill node loads from the pool in the time in which it computes one token of a prompt."""
     hints: HintsConfig = HintsConfig()
@@ -443,17 +443,17 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     tenants_file: Line | None = None
     """A YAML file with `tenants: {NAME: {pins, max_requests}}`. Tenants that it does not name are refused. Read again when it changes."""
     monitor_keys_file: Line | None = None
-    """A file with lines of `NAME KEY`, for `/metrics` and all of `/health`. If it is None, clients' keys open these."""
+    """A file with lines of `NAME KEY`, for `/metrics` and all of `/health`. None: clients' keys open these."""
     node_key_file: Line | None = None
-    """A file with the key that nodes ask for (vLLM's `--api-key`); the proxy sends it in place of the client's. Read again when it changes."""
+    """A file with the nodes' key (vLLM's `--api-key`), which the proxy sends in place of the client's. It is read again when it changes."""
     tls: ServerTlsConfig | None = None
-    """If it is None, the proxy speaks plain HTTP."""
+    """None: the proxy speaks plain HTTP."""
     cors_origins: tuple[Origin, ...] = ()
     """The origins whose web pages may ask the proxy from a browser; `*` for all."""
     max_requests_per_key: Positive | None = None
-    """The most requests in flight of one key. One more is answered 429 with Retry-After."""
+    """The most requests in flight of a key. The answer to one more is 429 with Retry-After."""
     drain_s: Seconds = 5.0
-    """How long requests in flight may go on after the proxy was told to stop."""
+    """How long requests in flight may go on after the proxy is stopped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -475,8 +475,8 @@ class HandoffConfig(Section, frozen=True, kw_only=True):
     wait_ms: Annotated[int, Meta(ge=0, le=600_000)] = 2_000
     """How long a decode node waits for a prefix that the prefill node announced."""
     stream: Literal["auto", "always", "never"] = "auto"
-    """Whether a decode node loads a prompt's chunks while the prefill node computes others: of long prompts, of all, or of none. Only decode
-    nodes that report that they can are asked."""
+    """Whether a decode node loads a prompt's chunks while the prefill node computes others: for long prompts, for all, or for none. Only decode
+    nodes that report that they can do it get such requests."""
 
 
 class SupervisorConfig(Section, frozen=True, kw_only=True):
@@ -543,8 +543,8 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     def event_addresses(self, node: EngineNode, rank: int = 0) -> tuple[str, str]:
         """Returns where a data-parallel rank of a node publishes its KV events, and where it sends them again. The node has an `events_port`.
 
-        vLLM binds a port of all addresses or none. So events of a loopback address go over sockets in the user's runtime folder. Of the
-        addresses that it gets, vLLM makes a rank's: it adds the rank to the port, or, to an address that has "inproc" in it, `_dpRANK`.
+        vLLM binds a port of all addresses or none. So events of a loopback address go over sockets in the user's runtime folder. vLLM makes
+        a rank's addresses from those that it gets: it adds the rank to the port, or adds `_dpRANK` to an address with "inproc" in it.
         """
         port = node.events_port
         if node.host in LOOPBACK:
