@@ -55,7 +55,7 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print one J
 
 
 def _output() -> Console:
-    """Returns the terminal, or another output such as a pipe, in which no line is cut unless COLUMNS says where."""
+    """Returns the terminal. Of another output, such as a pipe, no line is cut, unless COLUMNS gives a width."""
     from rich.console import Console
 
     console = Console()

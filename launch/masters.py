@@ -115,8 +115,8 @@ def keys_at(metrics: str, timeout: float) -> Iterator[bytes]:
 
 
 def keys_in(metrics: str, endpoint: str, timeout: float) -> tuple[list[str], list[str]]:
-    """Returns the keys that have a copy at an endpoint, of those that `keys_at` yields, and those that may have one: other programs' keys with
-    a comma, or so long that no URL should hold them, cannot be asked for. Takes two seconds for each 100,000 keys of the pool; `timeout` bounds all
+    """Returns the keys of `keys_at` that have a copy at an endpoint; and those that may have one, because they cannot be asked for: other
+    programs' keys with a comma, or too long for a URL. Takes two seconds for each 100,000 keys of the pool; `timeout` bounds all
     of it. Raises OSError or ValueError if the master does not answer.
     """
     keys = (key.decode(errors="replace") for key in keys_at(metrics, timeout))

@@ -74,7 +74,7 @@ class RecentReports(Generic[T]):
             self._known.popitem(last=False)
 
     def get(self, request_id: str) -> T | None:
-        """Returns the report of this id; None if there was none, or if it was so long ago that it is forgotten."""
+        """Returns the report of this id; None if there was none, or if it is forgotten."""
         return self._known.get(request_id)
 
 

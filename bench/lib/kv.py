@@ -194,6 +194,6 @@ class PagedPrompt:
         settle(self._bits)
 
     def arrived(self) -> bool:
-        """Returns whether source and target hold the same bytes, as far as whole chunks reach."""
+        """Returns whether the whole chunks of source and target hold the same bytes."""
         source, target = (order[: self._whole_blocks] for order in self._orders)
         return torch.equal(self._bits[:, source], self._bits[:, target])

@@ -7,8 +7,7 @@ one maybe not full, equal in two requests where their prompts are equal up to th
 https://github.com/kvcache-ai/Mooncake under FAST25-release/traces. What `aiperf synthesize agentic-code` writes is read, too: there a line has
 a `session_id`, and says what a call adds to its session, and how many ms after the answer before it comes.
 
-A cache is asked for a prompt's blocks and answers how many of them, from the first, it held; afterwards it holds them all, as far as it
-has room. The **hit rate** of a trace is the tokens found so, of all prompt tokens: a block that is not full has no name in the
+A cache takes in a prompt's blocks, and says how many of them, from the first, it held before. It keeps as many blocks as it has room for. The **hit rate** of a trace is the tokens found so, of all prompt tokens: a block that is not full has no name in the
 pool, its tokens are in the denominator only, and so are those behind a hole.
 """
 
@@ -32,12 +31,13 @@ BLOCK_TOKENS = 512
 
 _LONGEST_LINE = 16 << 20
 _SESSIONS_MS, _ANSWER_MS = 3_600_000.0, 1000 / 60
-"""AIPerf's sessions begin one after the other within an hour, and a token of their answers takes so long: what its own report assumes."""
+"""AIPerf's sessions begin one after the other within the first of these times, and a token of an answer takes the second: so its own report
+assumes."""
 _Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class TraceError(click.ClickException):
-    """A file that is no trace; says in which line."""
+    """A file that is no trace. The message names the line."""
 
 
 class Request(msgspec.Struct):

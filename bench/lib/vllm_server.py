@@ -80,7 +80,7 @@ def vllm_server(
 
 
 def connector_flag(connector: str, role: str, **more: object) -> str:
-    """Returns the flag by which `vllm serve` gets a connector."""
+    """Returns the flag that gives `vllm serve` a connector."""
     return f"--kv-transfer-config={json.dumps({'kv_connector': connector, 'kv_role': role, **more})}"
 
 

@@ -70,7 +70,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True):
-    """Seconds; for a get also whether the bytes were the ones that were put."""
+    """The seconds of a batch, and for a get whether it returned the bytes that were put."""
 
     seconds: float
     equal: bool = True

@@ -1,6 +1,6 @@
 """What does an engine's cache cost? `store_ratio` and `retrieve_ratio`, against Mooncake's own batch calls with the same bytes.
 
-`raw_put_copied` and `raw_get_copied` are the same calls with the one copy that a paged buffer needs: a batch is copied while the one before
+`raw_put_copied` and `raw_get_copied` are the same calls with the copy that a paged buffer needs: a batch is copied while the batch before it
 is on the network. Over TCP, which costs processors, that copy is not free; its cost differs between processes, with the memory that each got.
 
 The default is Llama-3.1-8B's KV shape (32 layers, 8 KV heads, 128, bf16: 128 KiB per token), over TCP from a store node in another

@@ -35,11 +35,11 @@ from transfer.errors import TransferError
 
 CHUNK, _BLOCK = 256, 16
 _PEER_RATIO = 0.8
-"""A lookup may take so much of LMCache's."""
+"""The target: a lookup's time, in times of LMCache's."""
 _GROUPS_MS = 3.0
-"""So long a lookup of 32768 tokens in many layer groups may take."""
+"""The target for a lookup of 32768 tokens in many layer groups."""
 _RATES = {4096: 0.6, 32768: 0.4}
-"""How many lookups a second there have to be, in raw requests a second, of any number of clients, by tokens."""
+"""The target, by tokens: lookups a second over raw requests a second, with any number of clients."""
 _SEGMENT = 64 << 20
 _ROUNDS, _SECONDS, _WARM_UP = 200, 2.0, 20
 _OPEN_S, _MARGIN_S = 30.0, 20.0
@@ -170,7 +170,7 @@ def lmcache_client(raw: Any) -> Any:
 
 
 class Clients(msgspec.Struct, frozen=True):
-    """Be so many clients of this master on each node, each with a prompt of every length in the pool."""
+    """Be `count` clients of this master on each node. Each client has a prompt of every length in the pool."""
 
     count: int
     master: str

@@ -73,7 +73,7 @@ class ShrunkenCache:
         return self._source[: len(blocks) * BLOCK_TOKENS]
 
     def target(self, blocks: int) -> torch.Tensor:
-        """Returns the slot mapping to load so many blocks into; their pages are cleared."""
+        """Clears the pages of `blocks` blocks, and returns the slot mapping to load into them."""
         self._pages(self._blocks, blocks)[:] = 0
         return self._target[: blocks * BLOCK_TOKENS]
 
@@ -174,7 +174,7 @@ class Pools:
         return asked or (*(float(max(least, round(share * self.distinct))) for share in _SHARES), _UNBOUNDED)
 
     def row(self, capacity: float, watermark: float, ratio: float) -> dict[str, Any]:
-        """Returns the figures of a pool with room for so many chunks, which lasts as long as that takes."""
+        """Replays the trace on a pool with room for `capacity` chunks. Returns the figures."""
         bounded = capacity != _UNBOUNDED
         # no transfer outlives its lease, and a lease delays eviction
         lease_ms = 200 if bounded else 60_000

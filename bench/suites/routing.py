@@ -300,7 +300,7 @@ _POOLED: tuple[Router, ...] = ("longest_prefix", "longest_prefix_idle", "round_r
 @option("--cache", "caches", multiple=True, default=_CACHES, type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
 @option("--pooled", is_flag=True, help="Compare nodes' own caches with a pool of all of them, instead of policies.")
 @option("--policy", "routers", multiple=True, default=_POOLED, type=click.Choice(get_args(Policies) + _POOLED[:2]), help="With --pooled: of the nodes that have their own caches; may be given several times.")  # fmt: skip
-@option("--customers", default=0, type=click.IntRange(0), help="llm-d's prefix workload of so many customers, instead of others.")  # fmt: skip
+@option("--customers", default=0, type=click.IntRange(0), help="llm-d's prefix workload of this many customers, in place of the other workloads.")  # fmt: skip
 @output_options
 def main(
     trace: Path | None,

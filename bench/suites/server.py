@@ -208,7 +208,7 @@ class AskingScheduler(Site):
 
     def ask(self, job: AskServer) -> list[float]:
         """Asks half a second from now, and then at the rate; each client at a time of its own. Returns the seconds of each lookup, from when
-        it was due: they include the wait of one that was delayed by the one before."""
+        it was due: a lookup that had to wait for the one before it includes that wait."""
         start = time.monotonic() + 0.5 + int(self.location.node.rpartition("-")[2]) / RATE
         latencies, prompt = [], list(range(LOOKUP_TOKENS))
         for index in range(int(RATE / CLIENTS * job.seconds)):

@@ -43,7 +43,7 @@ MOST = 1_000_000
 
 
 def room(objects: int, payload: int) -> int:
-    """Memory for so many objects, in whole pages each."""
+    """Returns the bytes of memory for `objects` objects, each in whole pages."""
     return objects * -(-(payload + TRAILER_BYTES) // PAGE) * PAGE
 
 

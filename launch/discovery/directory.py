@@ -57,8 +57,8 @@ class Member:
         self._node = node
         self._registration: Any = None
         self.about = About(version=pd_cache.__version__, mooncake=mooncake_version())
-        """The same as in the node's `/health`, from which other nodes learn it with static discovery. A node that keeps a cache, or whose
-        program is in another environment, replaces it before `announce`."""
+        """The same as in the node's `/health`, where other nodes read it if discovery is static. A node with a cache, or with a program in another
+        environment, replaces it before `announce`."""
         self.master: str | None = None
         """The address at which a client of the pool expects the master. Set it before `announce`."""
         if isinstance(config.discovery, EtcdDiscovery):

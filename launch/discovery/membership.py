@@ -1,8 +1,8 @@
-"""Views of the cluster, and the rules by which they change. Pure: the time comes from the caller.
+"""Views of the cluster, and how they change. Pure: the time comes from the caller.
 
 1. The source of the view may be away. Then the last known view stays, and is marked stale.
 2. A node that vanished *because* the source was away is not gone: its lease ran out because no node could keep one alive, or the source
-   came back empty. Nodes that are missing right after an outage are kept as *doubted* for `grace_s`, in which they register again.
+   came back empty. Nodes that are missing right after an outage are kept as *doubted* for `grace_s`: time to register again.
 3. Otherwise a node that vanishes is gone at once.
 """
 

@@ -88,7 +88,7 @@ def _transfers(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding
 
 
 def _own_host(config: ClusterConfig) -> str:
-    """Returns the address by which the cluster knows this machine, or else the one from which packets to the master come."""
+    """Returns this machine's address in the file, or else the source address of its packets to the master."""
     mine = local_nodes(config)
     if mine:
         return mine[0].host

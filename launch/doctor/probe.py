@@ -151,7 +151,7 @@ _DEADLINE_S = 15.0
 _OPEN_S = 10.0
 _CONTROL_S = 2.0
 _MOST_HUNG = 3
-"""How many segments may hang; each holds up to 64 MiB until its call returns. After so many, the others are not tried."""
+"""After this many segments that hang, the others are not tried: each holds up to 64 MiB until its call returns."""
 _SLOW = {"tcp": 0.1e9, "rdma": 1e9}
 _SEGMENT = "transfer.segment"
 _WHY_SEGMENT = "chunks that lie there cannot be used, and those that land there are lost"

@@ -28,7 +28,7 @@ from transfer.store import MooncakeStore
 log = logging.getLogger(__name__)
 
 _PER_S = 16
-"""A node begins so many moves a second, whatever its objects' size."""
+"""The moves that a node begins in a second, whatever its objects' size."""
 _AT_A_TIME = 2 * _PER_S
 """Moves that wait or are under way: a node that looks for new ones always finds some."""
 _LEASED_AT_A_TIME = 64
@@ -205,7 +205,7 @@ class _Follower:
             listed = here + unknown  # the move of a key that lies elsewhere is refused
         store.wait_open(_CALL_S)
         keys, self._listed = listed[:_LEASED_AT_A_TIME], listed[_LEASED_AT_A_TIME:]
-        store.batch_exist(keys, timeout=_CALL_S)  # leased for so long that the job does not want to move them, too
+        store.batch_exist(keys, timeout=_CALL_S)  # a lease, in which the job does not try to move them, too
         for key, target in zip(keys, itertools.cycle(self._targets), strict=False):
             if store.start_move(key, self._own.segment_name, target, timeout=_CALL_S) is Status.OK:
                 self._asked_for.add(key)

@@ -126,9 +126,9 @@ def request_text(explained: ExplainedRequest) -> str:
     """Returns what `explain REQUEST_ID` prints."""
     lines = [hop.text({}) for hop in explained.hops]
     if not explained.hops:
-        who = "no node that answers" if explained.unanswered else "no node"
+        nodes = "no node that answers" if explained.unanswered else "no node"
         lines.append(
-            f"{explained.request_id}: {who} knows this request among its last ones; the id is the X-Request-Id of its answer, "
+            f"{explained.request_id}: {nodes} knows this request among its last ones; the id is the X-Request-Id of its answer, "
             "or the answer's own id"
         )
     lines += [f"{name}: {why}" for name, why in sorted(explained.unanswered.items())]

@@ -47,7 +47,7 @@ _RUNNING = (
 
 
 def read_samples(text: str) -> Samples:
-    """Returns the samples of the families that pd-cache, vLLM and Mooncake's master export, as far as they are used here.
+    """Returns the samples that are used here, of the families that pd-cache, vLLM and Mooncake's master export.
 
     Leaves out values that are negative, infinite or no numbers: they are none of our counts. Labels are printable. Raises ValueError for
     text that Prometheus could not read.
@@ -86,7 +86,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     """When the process started, in seconds since 1970."""
     counts: dict[Key, float] = {}
     """Counters, by kind and label: `lookups`, `requests` (by status), `bytes` (by operation), `tokens` (by source), `hits` and
-    `evictions` (by tier), `missed` (tokens by reason), and each of `TIMINGS`: how many took up to so many seconds."""
+    `evictions` (by tier), `missed` (tokens by reason), and each of `TIMINGS`: how many took at most the label's seconds."""
     queued: float | None = None
     running: float | None = None
     staging: float | None = None

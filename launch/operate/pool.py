@@ -119,7 +119,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     current: bool | None
     """Whether an engine has this weights version; None if no engine has the namespace, or one does not say its version."""
     shards: int
-    """The number of objects of a chunk, as far as there are keys."""
+    """The number of objects of a chunk, among the keys that are there."""
     objects: int
     bytes: int | None
     """The bytes of all copies in memory; None if the master did not say. An estimate, unless `sampled` equals `objects`."""
@@ -204,7 +204,7 @@ def _opened(config: ClusterConfig, status: ClusterStatus) -> Iterator[MooncakeSt
 
 
 def _manifests(config: ClusterConfig, status: ClusterStatus, fingerprints: Collection[str]) -> dict[str, Namespace]:
-    """Returns namespaces that no node has reported, as far as their manifests can be read within a few seconds."""
+    """Returns namespaces that no node has reported. Leaves out those whose manifests cannot be read within a few seconds."""
     found: dict[str, Namespace] = {}
     if not fingerprints:
         return found

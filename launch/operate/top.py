@@ -24,7 +24,7 @@ from pd_cache.cluster import ClusterConfig
 
 _REDRAW_S = 0.5
 _STALE_S = 10.0
-"""A node is down after so many seconds without an answer, and one interval between questions."""
+"""A node that has not answered for this time, and for one interval between questions, is down."""
 WIDEST = 200
 """The width of the table where there is no terminal to say one."""
 _STYLES = {"up": "green", "degraded": "yellow", "asking": "dim", "not asked": "dim", "DOWN": "bold red"}

@@ -31,7 +31,7 @@ SYNC_S = 5.0
 _CHOSEN_BY_UP = "its port is 0 in this file: `up` chooses it, and this user has none running"
 _AT_A_TIME = 64
 _OUT_S = 60.0
-"""`status` reports engines that have been out for so long: a reset follows only the last engine's change."""
+"""`status` reports engines that have been out for longer: a reset follows only the last engine's change."""
 _OUT = (
     "the weights have changed and have no label, so it loads and stores nothing; run `pd-cache reset` when all nodes "
     "have the new weights"
@@ -137,7 +137,7 @@ def _weights(nodes: Iterable[NodeStatus]) -> list[str]:
 
 
 def leading_master(config: ClusterConfig, status: ClusterStatus) -> str:
-    """Returns the address of the pool's master, for Mooncake's clients: the one in the file, or else that of the leader in etcd."""
+    """Returns the address of the pool's master for Mooncake's clients, from the file, or else from etcd."""
     return known_master(config) or status.leading[0].record.address
 
 

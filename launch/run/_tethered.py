@@ -1,4 +1,4 @@
-"""Ties this process to the one that started it, then becomes the program that it was asked to run.
+"""Ties this process to its parent, then becomes another program.
 
     python -I -S _tethered.py PARENT_PID DEATH_SIGNAL FILE ARGV0 [ARG ...]
 

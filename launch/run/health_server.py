@@ -61,7 +61,7 @@ def exposed(
 
 @contextlib.contextmanager
 def serving(host: str, port: int, respond: Callable[[str], Response], connections: int) -> Iterator[tuple[str, int]]:
-    """Serves HTTP while the block runs, over at most so many connections at a time. Yields the address.
+    """Serves HTTP while the block runs, over at most `connections` connections at a time. Yields the address.
 
     `respond` gets the path of each request. Raises RoleError for the same reason as `exposed`.
     """

@@ -388,7 +388,7 @@ class Supervisor:
         return {w.program.name: w.process.pid for w in self._all() if w.process is not None}
 
     def start(self, programs: Sequence[Program | Sequence[Program]], stop_event: StopFlag | None = None) -> bool:
-        """Starts programs one after the other, each when the one before is ready. Starts those of an inner list together.
+        """Starts programs in order, each when the program before it is ready. Starts those of an inner list together.
 
         Returns True once all are ready, False if `stop_event` was set first. Raises SupervisorError, with everything stopped, if a program
         cannot be started, ends (even one of an earlier group), or is not ready within `ready_timeout_s` of its start. Names must differ.

@@ -125,7 +125,7 @@ def _note_of(file: Path) -> str:
 
 
 def program_of(node: Node, file: Path) -> Program:
-    """Returns the command that runs a node of `file`, in which each port is chosen. It logs details if this process does."""
+    """Returns the command that runs a node of `file`, in which each port is chosen. It logs details if this process logs them."""
     details = ["-v"] if log.isEnabledFor(logging.DEBUG) else []
     command = (sys.executable, "-m", "launch", *details, "launch", node.role, "-c", str(file), "--node", node.name)
     return Program(name=node.name, argv=command)
@@ -156,7 +156,7 @@ def choose_ports(config: ClusterConfig, nodes: Iterable[Node]) -> ClusterConfig:
 
 
 def pick_node(config: ClusterConfig, role: str, name: str | None) -> Node:
-    """Returns the node to launch: the one named, or the only one of the role on this machine. Raises ConfigError otherwise."""
+    """Returns the node to launch: the named node, or the only node of the role on this machine. Raises ConfigError otherwise."""
     if name is not None:
         found = [node for node in config.by_role(role) if node.name == name]
         what = "of that name"

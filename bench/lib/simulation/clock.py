@@ -49,11 +49,11 @@ class SimulatedTime:
         self._numbers = itertools.count()
 
     def call_at(self, when: float, call: Callable[[], object]) -> None:
-        """Calls `call` at that time; calls for one time are made in the order in which they were asked for."""
+        """Calls `call` at that time. Calls for the same time keep their order."""
         heapq.heappush(self._due, (max(when, self.now), next(self._numbers), call))
 
     def after(self, seconds: float) -> Happening:
-        """Returns what happens in so many seconds."""
+        """Returns what happens in `seconds` seconds."""
         happening = Happening()
         self.call_at(self.now + seconds, happening.happen)
         return happening
@@ -83,7 +83,7 @@ class SimulatedTime:
 
 
 class Station:
-    """A thread, the cores of a machine, or a link: so many servers that take work in the order in which it came."""
+    """A thread, the cores of a machine, or a link: servers that take work from one queue, in order."""
 
     def __init__(self, time: SimulatedTime, servers: int = 1) -> None:
         self._time, self.servers = time, servers
@@ -93,7 +93,7 @@ class Station:
         """Seconds of all work that ever came."""
 
     def run(self, seconds: float) -> Happening:
-        """Returns what happens when work that takes one server so long is done."""
+        """Queues work that takes one server `seconds` seconds. Returns what happens when it is done."""
         done = Happening()
         self.asked += seconds
         self._waiting.append((seconds, done))

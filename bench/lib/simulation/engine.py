@@ -84,7 +84,7 @@ class SimulatedEngine:
             yield end - generating.position, (generating.position + end) / 2
 
     def held(self, more: int = 0) -> float:
-        """Reserves so many more tokens of the paged cache. Returns how many were reserved so far, multiplied by the seconds."""
+        """Reserves `more` tokens of the paged cache. Returns the sum of reserved tokens over all seconds so far."""
         self._held += (self._costs.engine.kv_tokens - self._free) * (self._time.now - self._since)
         self._since = self._time.now
         self._free -= more

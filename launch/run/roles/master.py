@@ -34,7 +34,7 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
         f"--metrics_port={node.metrics_port}",
         f"--default_kv_lease_ttl={node.lease_ttl_ms}",
         f"--client_ttl={node.client_ttl_s}",  # 0.3.14 calls it client_active_ttl_sec, and takes both
-        "--put_start_discard_timeout_sec=5",  # so long the put of a writer that died blocks its key
+        "--put_start_discard_timeout_sec=5",  # the unfinished put of a dead writer blocks its key for this time
         f"--eviction_high_watermark_ratio={node.eviction_high_watermark}",
         f"--eviction_ratio={node.eviction_ratio}",
         "--enable_metric_reporting=false",  # a long log line every ten seconds; /metrics has it all
