@@ -1,15 +1,18 @@
 """How soon does vLLM answer if the pool has the prompt? `ours_b_ms`, against recomputing and vLLM's own MooncakeStoreConnector.
 
     pd-cache bench ttft [--model-kind KIND] [--json] [--check]
+    pd-cache bench ttft --link 10gbit --link 1gbit --link 100mbit       over links of these rates: is a cache ever slower than none?
     pd-cache bench ttft --pd [--link 1gbit] [--peer mooncake] [--peer nixl]      through a prefill and a decode node: `ttft_pd.py`
 
 Servers run one after the other, because several on one machine slow each other down: a plain one; then, for each connector, A, which
 computes and stores, and B, which loads what A stored. A plain one takes turns with our A, because a machine's speed drifts by more than
-storing costs. Runs in an environment that has vLLM (`make test-vllm` sets one up).
+storing costs. With `--link`, the pool and A are on one side of a link, which gets one rate after the other, and B on the other; `auto` and
+`always` are values of `connector.load`. Before each rate, B computes three prompts and takes three from the pool, unmeasured. Runs in an environment that has vLLM (`make test-vllm` sets one up).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import statistics
@@ -17,9 +20,10 @@ import tempfile
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
 from rich.progress import Progress
@@ -30,7 +34,7 @@ from bench.lib.pool import cluster_here, raw_client
 from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
 from bench.lib.stats import timed
 from bench.lib.vllm_server import BLOCK, CHUNK, ENV, OpenAIServer, Peer, connector_flag, vllm_server
-from bench.suites.ttft_pd import measure_handoffs
+from bench.suites.ttft_pd import Place, limit, linked, measure_handoffs
 from pd_cache.cluster import (
     ClusterConfig,
     ConnectorConfig,
@@ -63,6 +67,7 @@ STATES: tuple[ModelKind, ...] = ("qwen3next", "mamba2")
 
 Start = Callable[[str], AbstractContextManager[str]]
 """Starts the node `a` or `b` of a connector; yields its URL."""
+Load = Literal["auto", "always"]
 Prompts = Mapping[int, Sequence[Sequence[int]]]
 """By length in tokens: prompts that are a token longer."""
 
@@ -91,26 +96,33 @@ def arguments(positions: int, kind: ModelKind, *, gpu: bool) -> dict[str, Any]:
     return flags
 
 
-def vllm(model: Path, flags: dict[str, Any], env: dict[str, str], *more: str) -> AbstractContextManager[str]:
-    """Returns a server that is started when the block is entered."""
-    return vllm_server(model, "bench", flags, {**ENV, **env}, *more)
+def vllm(
+    model: Path, flags: dict[str, Any], env: dict[str, str], *more: str, at: Place | None = None
+) -> AbstractContextManager[str]:
+    """Returns a server that is started when the block is entered, on this machine or at a place of `linked`."""
+    if at is None:
+        return vllm_server(model, "bench", flags, {**ENV, **env}, *more)
+    there: dict[str, Any] = {"host": at.host, "port": at.port, "before": at.enter}
+    return vllm_server(model, "bench", flags, {**ENV, "VLLM_HOST_IP": at.host, **env}, *more, **there)
 
 
-def starting_ours(model: Path, flags: dict[str, Any], master: MasterNode, folder: Path) -> Start:
-    """Returns what starts nodes with pd-cache's connector."""
+def starting_ours(
+    model: Path, flags: dict[str, Any], master: MasterNode, folder: Path, load: Load = "always", at: Place | None = None
+) -> Start:
+    """Returns what starts nodes with pd-cache's connector, B at a place of `linked` if one is given."""
     config = ClusterConfig(
         name="bench",
         transfer=TransferSettings(staging_size=512 << 20),
         cache=CacheConfig(),
         engine=VllmEngineConfig(model=str(model), name="bench", args=flags, env=ENV),
-        connector=ConnectorConfig(load="always"),
+        connector=ConnectorConfig(load=load, lookup_timeout_ms=1000),
         nodes=(
             master,
             PrefillNode(name="a", segment_size=0),
-            DecodeNode(name="b", segment_size=0),
+            DecodeNode(name="b", segment_size=0, host="127.0.0.1" if at is None else at.host),
         ),
     )
-    file = folder / "cluster.yaml"
+    file = folder / f"{load}.yaml"
     file.write_text(dump_config(config))
 
     def start(node: str) -> AbstractContextManager[str]:
@@ -121,13 +133,13 @@ def starting_ours(model: Path, flags: dict[str, Any], master: MasterNode, folder
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={"config_file": str(file), "node": node},
         )
-        return vllm(model, flags, {}, flag)
+        return vllm(model, flags, {}, flag, at=at if node == "b" else None)
 
     return start
 
 
-def starting_theirs(model: Path, flags: dict[str, Any], master: str, folder: Path) -> Start:
-    """Returns what starts nodes with vLLM's own connector."""
+def starting_theirs(model: Path, flags: dict[str, Any], master: str, folder: Path, at: Place | None = None) -> Start:
+    """Returns the same for vLLM's own connector."""
     file = folder / "mooncake.json"
     settings = {
         "metadata_server": "P2PHANDSHAKE",
@@ -139,7 +151,8 @@ def starting_theirs(model: Path, flags: dict[str, Any], master: str, folder: Pat
     }
     file.write_text(json.dumps(settings))
     flag = connector_flag("MooncakeStoreConnector", "kv_both")
-    return lambda node: vllm(model, flags, {"MOONCAKE_CONFIG_PATH": str(file)}, flag)
+    env = {"MOONCAKE_CONFIG_PATH": str(file)}
+    return lambda node: vllm(model, flags, env, flag, at=at if node == "b" else None)
 
 
 Figures = dict[tuple[int, str], list[float]]
@@ -261,12 +274,85 @@ def measure(
     return {"model": kind, "results": list(rows.values()), "troubles": troubles}, checks
 
 
+def measure_links(
+    model: Path,
+    flags: dict[str, Any],
+    folder: Path,
+    rates: Sequence[str],
+    lengths: Sequence[int],
+    rounds: int,
+    at_once: int,
+    bar: Progress,
+) -> tuple[dict[str, Any], list[Check]]:
+    """Returns the figures, medians over the rounds and means over `at_once` prompts that come together; and the targets."""
+    rng = random.Random(0)
+    steps = bar.add_task("rates", total=2 * len(rates))
+
+    def new(tokens: int, count: int) -> list[list[int]]:
+        return [[rng.randrange(10, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
+
+    prompts = {tokens: new(tokens, rounds) for tokens in lengths}
+    warming, together = new(lengths[0], 3), new(lengths[0], at_once)
+    stored = [*warming, *together, *(prompt for several in prompts.values() for prompt in several)]
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    with linked(rates[0], gpu=has_gpu()) as (here, there), ExitStack() as stack:
+        store = StoreNode(name="store", host=here.host, segment_size=5 * sum(map(len, stored)) * _KV_BYTES // 2)
+        whole = (MasterNode(name="master", host=here.host, port=0, metrics_port=0), store)
+        config = stack.enter_context(cluster_here(ClusterConfig(name="bench", nodes=whole))).config
+        place = [there._replace(port=there.port + number) for number in range(3)]
+        always, auto = (
+            starting_ours(model, flags, config.master, folder, load, place[number])
+            for number, load in enumerate(get_args(Load))
+        )
+        theirs = starting_theirs(model, flags, config.master_address, folder, place[0])
+
+        def plain(node: str) -> AbstractContextManager[str]:
+            return vllm(model, flags, {}, at=place[2] if node == "b" else None)
+
+        for ways in ({"always": always, "auto": auto, "no cache": plain}, {"theirs": theirs}):
+            with next(iter(ways.values()))("a") as url:
+                for prompt in stored:
+                    OpenAIServer(url).first_token(prompt)
+                OpenAIServer(url).forget()
+            with ExitStack() as running, ThreadPoolExecutor(at_once) as threads:
+                servers = {way: OpenAIServer(running.enter_context(start("b"))) for way, start in ways.items()}
+                for rate in rates:
+                    bar.update(steps, advance=1, description=rate)
+                    limit((here, there), rate)
+                    for server in servers.values():
+                        for prompt in (*new(lengths[0], 3), *warming):
+                            server.first_token(prompt)
+                        server.forget()
+                    for tokens in lengths:
+                        for prompt, (way, server) in itertools.product(prompts[tokens], servers.items()):
+                            found[rate, str(tokens), way].append(1000 * server.first_token(prompt))
+                            server.forget()
+                    for way, server in servers.items():
+                        mean = statistics.mean(threads.map(server.first_token, together))
+                        found[rate, f"{at_once} at once", way].append(1000 * mean)
+                        server.forget()
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for (rate, what, way), values in found.items():
+        row = rows.setdefault((rate, what), {"link": rate, "prompt": what})
+        row[f"{way.replace(' ', '_')}_ms"] = statistics.median(values)
+    checks = [
+        at_most(
+            f"{rate}, {what}: auto / the better of always and no cache",
+            row["auto_ms"] / min(row["always_ms"], row["no_cache_ms"]),
+            1.05,
+        )
+        for (rate, what), row in rows.items()
+    ]
+    return {"results": list(rows.values())}, checks
+
+
 @click.command()
 @option("--tokens", "lengths", multiple=True, default=(4096, 8192), type=click.IntRange(CHUNK))
 @option("--rounds", default=5, type=click.IntRange(1))
 @option("--model-kind", "kind", default="llama", type=click.Choice(tuple(TOKEN_BYTES)))
 @option("--pd", is_flag=True, help="Through a prefill and a decode node, with and without streaming the hand-off.")
-@option("--link", help="With --pd: a link of this rate between the two, such as 1gbit; needs root. By default loopback.")  # fmt: skip
+@option("--link", "links", multiple=True, help="A link of this rate, such as 1gbit, before the node that loads; needs root. Several, the fastest first, without --pd. By default loopback.")  # fmt: skip
+@option("--at-once", default=16, type=click.IntRange(1), help="With --link: prompts that come together.")
 @option("--peer", "peers", multiple=True, type=click.Choice(get_args(Peer)), help="With --pd: vLLM's own connectors to compare with.")  # fmt: skip
 @output_options
 def main(
@@ -274,18 +360,24 @@ def main(
     rounds: int,
     kind: ModelKind,
     pd: bool,
-    link: str | None,
+    links: tuple[str, ...],
+    at_once: int,
     peers: tuple[Peer, ...],
     **output: Any,
 ) -> None:
     """Time to first token with vLLM: from the pool, from vLLM's own connector, and computed."""
     if any(tokens % CHUNK for tokens in lengths):
         raise click.UsageError(f"--tokens must be whole chunks of {CHUNK}")
+    if pd and len(links) > 1:
+        raise click.UsageError("--pd takes one --link")
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name, progress() as bar:
         folder, gpu = Path(name), has_gpu()
         model, flags = write_model(folder / "model", kind=kind, **SHAPE), arguments(2 * max(lengths), kind, gpu=gpu)
         if pd:
+            link = links[0] if links else None
             found = measure_handoffs(model, flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind], gpu=gpu)
+        elif links:
+            found = measure_links(model, flags, folder, links, lengths, rounds, at_once, bar)
         else:
             found = measure(model, flags, kind, folder, lengths, rounds, bar)
     finish(*found, **output)

@@ -18,7 +18,7 @@ import subprocess
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -65,6 +65,8 @@ class Place(NamedTuple):
     enter: tuple[str, ...]
     gpu: bool
     """Whether the node computes on a GPU. Otherwise it gets only its core."""
+    device: str = ""
+    """The link's end here."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -96,20 +98,26 @@ def linked(rate: str | None, *, gpu: bool) -> Iterator[tuple[Place, Place]]:
     try:
         holder.stdout.readline()
         number = os.getpid() % 256
-        here = Place(f"198.18.{number}.1", 0, 0, (), gpu)
-        there = Place(f"198.18.{number}.2", 1, 8000, ("nsenter", f"--target={holder.pid}", "--net", "--mount"), gpu)
-        cable = f"pd-bench-{number}"
-        shape = ("root", "tbf", "rate", rate, "burst", "128k", "latency", "100ms")
-        _run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
-        for place, device in ((here, cable), (there, "eth0")):
-            _run(*place.enter, "ip", "addr", "add", f"{place.host}/30", "dev", device)
-            _run(*place.enter, "ip", "link", "set", device, "up")
-            _run(*place.enter, "tc", "qdisc", "add", "dev", device, *shape)
+        enter = ("nsenter", f"--target={holder.pid}", "--net", "--mount")
+        here = Place(f"198.18.{number}.1", 0, 0, (), gpu, f"pd-bench-{number}")
+        there = Place(f"198.18.{number}.2", 1, 8000, enter, gpu, "eth0")
+        _run("ip", "link", "add", here.device, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
+        for place in (here, there):
+            _run(*place.enter, "ip", "addr", "add", f"{place.host}/30", "dev", place.device)
+            _run(*place.enter, "ip", "link", "set", place.device, "up")
+        limit((here, there), rate)
         _run(*there.enter, "ip", "link", "set", "lo", "up")
         yield here, there
     finally:
         end([holder], 0)
         holder.stdout.close()
+
+
+def limit(places: Iterable[Place], rate: str) -> None:
+    """Gives the link between two places of `linked` another rate."""
+    shape = ("root", "tbf", "rate", rate, "burst", "128k", "latency", "100ms")
+    for place in places:
+        _run(*place.enter, "tc", "qdisc", "replace", "dev", place.device, *shape)
 
 
 def _run(*command: str) -> None:
