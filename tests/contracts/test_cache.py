@@ -145,6 +145,14 @@ def tokens():
     return list(range(first, first + LONG))
 
 
+@pytest.fixture
+def stored(side, tokens):
+    """The names of the three chunks, which are stored."""
+    side.compute(tokens)
+    side.store(names := side.names(tokens))
+    return names
+
+
 def test_what_is_stored_is_found_and_loaded_into_other_blocks(side, tokens):
     names = side.names(tokens)
     assert side.find(names) == Found(0, 0, "never_stored")
@@ -188,14 +196,11 @@ def test_random_histories_agree_with_a_set_of_names(side):
             stored.discard(victim)
 
 
-def test_a_hole_ends_the_prefix_and_the_load_although_later_chunks_are_there(side, tokens):
-    names = side.names(tokens)
-    side.compute(tokens)
-    side.store(names)
-    side.evict(names[1:2])
-    assert side.find(names) == Found(1, 1, "evicted")
-    assert side.find(names, at_hand=2) == Found(3, 3)
-    assert side.load(names, ELSEWHERE) == Loaded(1, "evicted", TierChunks(pool=1))
+def test_a_hole_ends_the_prefix_and_the_load_although_later_chunks_are_there(side, stored):
+    side.evict(stored[1:2])
+    assert side.find(stored) == Found(1, 1, "evicted")
+    assert side.find(stored, at_hand=2) == Found(3, 3)
+    assert side.load(stored, ELSEWHERE) == Loaded(1, "evicted", TierChunks(pool=1))
 
 
 def test_what_is_at_hand_is_neither_asked_for_nor_lost(side, tokens):
@@ -209,15 +214,12 @@ def test_what_is_at_hand_is_neither_asked_for_nor_lost(side, tokens):
 
 @pytest.mark.parametrize("left_out", [1, PER_CHUNK, 2 * PER_CHUNK + 1])
 @pytest.mark.parametrize("end", ["start", "end"])
-def test_blocks_that_a_load_leaves_out_stay_as_they_are(side, tokens, left_out, end):
-    names = side.names(tokens)
-    side.compute(tokens)
-    side.store(names)
+def test_blocks_that_a_load_leaves_out_stay_as_they_are(side, tokens, stored, left_out, end):
     left_out = left_out if end == "start" else min(left_out, PER_CHUNK - 1)
     kept = slice(left_out, None) if end == "start" else slice(None, len(ELSEWHERE) - left_out)
     blocks = [-1] * len(ELSEWHERE)
     blocks[kept] = ELSEWHERE[kept]
-    assert side.changed(lambda: side.load(names, blocks)) == ELSEWHERE[kept]
+    assert side.changed(lambda: side.load(stored, blocks)) == ELSEWHERE[kept]
     assert all(side.holds(tokens, block, index) for index, block in enumerate(blocks) if block >= 0)
 
 
@@ -280,22 +282,16 @@ def test_other_tensors_than_the_registered_ones_are_refused_if_they_do_not_fit(s
             rank.store(names, WHOLE, kv_caches=odd)
 
 
-def test_a_session_may_end_whether_or_not_it_protects_anything(side, tokens):
-    names = side.names(tokens)
-    side.compute(tokens)
-    side.store(names)
+def test_a_session_may_end_whether_or_not_it_protects_anything(side, stored):
     for rank in side.ranks:
-        assert rank.find(names, session="a request").chunks == 3
+        assert rank.find(stored, session="a request").chunks == 3
         rank.end("a request")
         rank.end("never begun")
-    assert side.load(names, ELSEWHERE, session="a request").chunks == 3
+    assert side.load(stored, ELSEWHERE, session="a request").chunks == 3
 
 
-def test_a_load_whose_time_is_over_loads_nothing_and_says_why(side, tokens):
-    names = side.names(tokens)
-    side.compute(tokens)
-    side.store(names)
-    late = side.load(names, ELSEWHERE, timeout=0.0)
+def test_a_load_whose_time_is_over_loads_nothing_and_says_why(side, stored):
+    late = side.load(stored, ELSEWHERE, timeout=0.0)
     assert late.chunks == 0
     assert late.reason in ("deadline", "no_staging", "server_down")
 

@@ -14,7 +14,7 @@ VALUES = {f"pdc1/0123456789abcdef/0/{n:032x}": bytes((n + i) % 251 for i in rang
 @contextmanager
 def opened(path):
     with closing(make_disk(make_memory(PAYLOAD, 8), path, 8, threads=1)) as disk:
-        disk.wait_available(10)
+        disk.wait_available(60)
         yield Subject(disk, {"disk": disk}, None)
 
 

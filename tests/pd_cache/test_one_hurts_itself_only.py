@@ -32,7 +32,7 @@ def backend(pool, segment="any", **timeouts):
     transfer = msgspec.structs.replace(settings.transfer, staging_size=ByteSize(SLOTS * (PAYLOAD + 4096)))
     opened = MooncakeBackend(msgspec.structs.replace(settings, transfer=transfer), PAYLOAD)
     try:
-        opened.wait_available(30)
+        opened.wait_available(60)
         yield opened
     finally:
         opened.close()

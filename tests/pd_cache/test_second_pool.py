@@ -153,7 +153,7 @@ def test_the_first_pool_serves_whatever_becomes_of_the_second(green, blue, outag
             found = node.lookup(OTHERS)
             assert found in (0, len(OTHERS))
             # a load of what has gone, or cannot be had, is a miss
-            mask = node.retrieve(OTHERS, SLOTS, timeout=5)
+            mask = node.retrieve(OTHERS, SLOTS, timeout=10)
             assert node.holds(OTHERS[: sum(mask)], SLOTS[: sum(mask)])
             assert node.lookup(TOKENS) == len(TOKENS)
             assert node.retrieve(TOKENS, SLOTS) == [True] * len(TOKENS)
@@ -161,7 +161,7 @@ def test_the_first_pool_serves_whatever_becomes_of_the_second(green, blue, outag
         fresh = [token + 2000 for token in TOKENS]
         node.compute(fresh, SLOTS)
         assert node.store(fresh, SLOTS) == len(fresh)
-        assert time.monotonic() - begun < 60, "each outage is noticed once, not by each call"
+        assert time.monotonic() - begun < 100, "each outage is noticed once, not by each of twelve calls"
         assert node.engine.backend.available
         if "master" in outage and "anew" not in outage:
             assert off(node)

@@ -30,7 +30,7 @@ def later():
 
 def asks_directly(store):
     """Whether the store has a connection that it may use now; if not, it has been given a reason to make one."""
-    return store.batch_exist(["k"], timeout=20) == [Status.MISSING] and bool(store._lookup_rpc._idle)
+    return store.batch_exist(["k"], timeout=60) == [Status.MISSING] and bool(store._lookup_rpc._idle)
 
 
 # --- a real master ---------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_ove
         wait_for(lambda: asks_directly(store), "the connection being made")
         store._breaker.well_until = float("inf")  # for however long the next line takes
         monkeypatch.setattr(store._control, "submit", None)
-        assert store.batch_exist(keys, timeout=20) == expected
+        assert store.batch_exist(keys, timeout=60) == expected
 
 
 def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as_is_one_that_is_started_anew(make_pool):
@@ -89,7 +89,7 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
         wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.TIMEOUT], "a time-out")
         wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.POOL_DOWN], "the breaker")
         master.resume()
-        wait_for(lambda: store.batch_exist(["k"], timeout=20) == [Status.MISSING], "the pool being found back")
+        wait_for(lambda: store.batch_exist(["k"], timeout=60) == [Status.MISSING], "the pool being found back")
         wait_for(lambda: asks_directly(store), "the connection being made")
         pool.kill("master")
         assert store._lookup_rpc.ask(["k"], later()) is None
@@ -119,13 +119,13 @@ def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_s
         client, store._client = store._client, Cut()
         try:
             store._breaker.well_until = time.monotonic()
-            found = store.batch_exist(["a", "b", "c", "d"], timeout=20)
+            found = store.batch_exist(["a", "b", "c", "d"], timeout=60)
             assert found == [Status.OK, Status.MISSING, Status.POOL_DOWN, Status.POOL_DOWN], "an outage is no miss"
             codes = [-900]
             for _ in range(2):
                 assert store.available
                 store._breaker.well_until = time.monotonic()
-                assert store.batch_exist(["k"], timeout=20) == [Status.POOL_DOWN]
+                assert store.batch_exist(["k"], timeout=60) == [Status.POOL_DOWN]
             assert not store.available
         finally:
             store._client = client
@@ -142,9 +142,9 @@ def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_c
         store._breaker.well_until = float("inf")
         assert store.batch_exist(["k"], timeout=0.1) == [Status.TIMEOUT]
         assert store._breaker.well_until == float("inf")
-        assert store.batch_exist(["k"], timeout=20) == [Status.TIMEOUT]
+        assert store.batch_exist(["k"], timeout=60) == [Status.TIMEOUT]
         assert store.available
-        assert store.batch_exist(["k"], timeout=20) == [Status.MISSING], "of the client"
+        assert store.batch_exist(["k"], timeout=60) == [Status.MISSING], "of the client"
 
 
 # --- masters that speak otherwise ------------------------------------------------------------------------------------

@@ -17,5 +17,5 @@ def test_objects_move_through_each_kind_of_metadata_service(make_pool, etcd, kin
     with opened(pool, metadata=metadata) as (store, staging):
         assert put(store, staging, ["k"], b"m") == [Status.OK]
         slots = leased(staging, 1)
-        assert store.start_get(["k"], slots, timeout=20).results() == [GetResult(Status.OK, SLOT)]
+        assert store.start_get(["k"], slots, timeout=60).results() == [GetResult(Status.OK, SLOT)]
         assert bytes(slots[0].view) == b"m" * SLOT

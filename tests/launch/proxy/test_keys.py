@@ -237,7 +237,7 @@ async def test_requests_go_over_tls_and_a_new_certificate_is_shown_to_the_next_c
 
     async def shown(url):
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        return (await asyncio.to_thread(ssl.get_server_certificate, address, timeout=5)).strip()
+        return (await asyncio.to_thread(ssl.get_server_certificate, address, timeout=60)).strip()
 
     trusting = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=certificates["ca"][0]))
     async with (

@@ -26,6 +26,11 @@ def files(folder, text=FILE):
     return files_of(folder, api_keys=keys, tenants=text)
 
 
+def tenants(folder, found=0):
+    """A proxy with these keys and tenants, whose pool has so many tokens of each prompt."""
+    return proxied(direct=rule(Renewing(found=found)), **files(folder))
+
+
 def body(**fields):
     return {"model": "tiny", "prompt": IDS, "max_tokens": 5, **fields}
 
@@ -98,7 +103,7 @@ def test_every_tenants_salt_is_its_own_and_within_what_vllm_takes(own, other, te
 )
 @scenario
 async def test_nodes_get_a_salt_that_is_the_tenants(tmp_path, headers, sent, got):
-    async with proxied(direct=rule(Renewing(found=0)), **files(tmp_path)) as c:
+    async with tenants(tmp_path) as c:
         for asked in (body(), {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}):
             await c.ask(asked | sent, headers=headers)
         seen = [*c.prefill[0].bodies, *c.decode[0].bodies]
@@ -122,7 +127,7 @@ async def test_nodes_get_a_salt_that_is_the_tenants(tmp_path, headers, sent, got
 )  # fmt: skip
 @scenario
 async def test_who_is_no_tenant_or_pretends_to_be_one_is_refused(tmp_path, headers, raw, status, code):
-    async with proxied(direct=rule(Renewing(found=0)), **files(tmp_path)) as c:
+    async with tenants(tmp_path) as c:
         async with c.post(data=raw, headers=headers) as response:
             assert (response.status, (await error_of(response))["code"]) == (status, code)
         assert not c.prefill[0].bodies
@@ -149,7 +154,7 @@ async def test_a_query_with_a_clients_key_is_about_its_own_tenants_prompts(tmp_p
 
 @scenario
 async def test_hints_name_no_prompts_by_hashes_where_those_of_other_tenants_can_be_guessed(tmp_path):
-    async with proxied(direct=rule(Renewing(found=256)), **files(tmp_path)) as c:
+    async with tenants(tmp_path, 256) as c:
         for key in (OF_A, PLAIN):
             told = await c.hint("kv.retain", {"block_hashes": ["00" * 32], "ttl_s": 60}, headers=bearer(key))
             assert (told["status"], told["reason"][:28]) == ("refused", "block_hashes name prompts of")
@@ -164,7 +169,7 @@ async def test_hints_name_no_prompts_by_hashes_where_those_of_other_tenants_can_
 
 @scenario
 async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path):
-    async with proxied(direct=rule(Renewing(found=0)), **files(tmp_path)) as c:
+    async with tenants(tmp_path) as c:
         c.proxy._hints._pool_bytes = lambda view: 1000 * CHUNK
 
         async def pin(headers, action_id, first):
@@ -199,7 +204,7 @@ async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path):
 
 @scenario
 async def test_a_tenants_requests_and_what_the_pool_had_of_them_are_counted(tmp_path):
-    async with proxied(direct=rule(Renewing(found=256)), **files(tmp_path)) as c:
+    async with tenants(tmp_path, 256) as c:
         for _ in range(2):
             await c.ask(body(), headers=bearer(OF_A))
         await c.ask(body(prompt=[1]), headers=bearer(GATE, X_Tenant="b"))  # too short for a lookup

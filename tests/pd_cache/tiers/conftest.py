@@ -24,7 +24,7 @@ def open_disk(tmp_path):
         disk = make_disk(make_memory(PAYLOAD, 24), path, objects, metrics=metrics, **options)
         subjects.append(Subject(disk, {"disk": disk}, metrics))
         if wait:
-            disk.wait_available(10)
+            disk.wait_available(60)
         return subjects[-1]
 
     try:

@@ -41,7 +41,7 @@ class DiskModel(RuleBasedStateMachine):
     def open(self):
         metrics = CacheMetrics()
         disk = make_disk(make_memory(PAYLOAD, 24), self.path, 16, metrics=metrics, direct=self.direct)
-        disk.wait_available(10)
+        disk.wait_available(60)
         self.subject = Subject(disk, {"disk": disk}, metrics)
 
     @rule()

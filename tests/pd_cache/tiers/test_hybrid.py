@@ -211,7 +211,7 @@ def make_behind(tmp_path, backlog):
 def test_a_store_waits_for_a_blocking_disk_that_is_slower_before_it_takes_memory(tmp_path, faults):
     metrics, memory = CacheMetrics(), make_memory(PAYLOAD, 16)
     disk = make_disk(memory, tmp_path, 40, metrics=metrics)
-    disk.wait_available(10)
+    disk.wait_available(60)
     hybrid = HybridBackend([Tier(disk, metrics.tier("disk"), blocking=True)])
     faults.go_on.clear()
     outcomes = []
