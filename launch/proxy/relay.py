@@ -29,10 +29,12 @@ class Shortcut(asyncio.Protocol):
         The rest is in `answer.content`.
         """
         exchange, connection = self._exchange, self._answer.connection
-        if connection is None or connection.transport is None or exchange.request.transport is None:
+        node, client = connection and connection.transport, exchange.request.transport
+        if connection is None or node is None or client is None:
             return b""  # all has come, or one of them is gone
-        assert exchange.response is not None and connection.protocol is not None
-        self._node, self._parser, self._client = connection.transport, connection.protocol, exchange.request.transport
+        assert exchange.response is not None
+        assert connection.protocol is not None
+        self._node, self._parser, self._client = node, connection.protocol, client
         self._chunked = "Transfer-Encoding" in exchange.response.headers
         self._node.set_protocol(self)
         try:

@@ -169,12 +169,8 @@ class Requests:
         log.warning("request %s: cut after its first byte: %s", exchange.id, error.message)
         response.force_close()
         if exchange.streamed and response.content_length is None:
-            event = (
-                (b"" if exchange.ending.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n")
-                + b"data: "
-                + error.body()
-                + b"\n\n"
-            )
+            between = b"" if exchange.ending.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
+            event = between + b"data: " + error.body() + b"\n\n"
             try:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await exchange.write(event)
