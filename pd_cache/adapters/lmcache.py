@@ -1,7 +1,7 @@
 """The L2 adapter for LMCache's server: `--l2-adapter '{"type": "plugin", "module_path": "pd_cache.adapters.lmcache", ...}'`.
 
-LMCache (0.5.6, 0.5.7) submits tasks, polls an event descriptor for each kind of task, and asks for results. `LaneL2Adapter` reduces that to
-three methods, each on the threads of a `TaskLane`. `PdCacheL2Adapter` is a `LaneL2Adapter` over an `ObjectCache`.
+LMCache (0.5.6, 0.5.7) submits tasks, polls an event descriptor for each kind of task, and asks for results. `PdCacheL2Adapter` does that in
+three methods over an `ObjectCache`, each on the threads of a `TaskLane`.
 
 1. Every task ends, at the latest at `timeout_s`, and the pool's trouble is a failed store or a miss.
 2. A load copies into LMCache's memory on our own thread, so nothing writes there after the task, or `close`, has ended.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,39 +33,66 @@ _REMEMBERED = 1 << 18
 """How many keys that were stored here are remembered with their sizes, for LMCache's accounts."""
 
 
-class LaneL2Adapter(L2AdapterInterface):
-    """Thread-safe. A task that raises, or that cannot run in time, stores, finds and loads nothing."""
+class PdCacheL2Adapter(L2AdapterInterface):
+    """Stores and loads LMCache's objects in a Mooncake pool. Thread-safe. A task that raises, or that cannot run in time, stores, finds and loads
+    nothing."""
 
-    def __init__(
-        self,
-        name: str,
-        threads: int,
-        *,
-        timeout: float,
-        lookup_timeout: float,
-        capacity: int = 0,
-    ) -> None:
-        """`name` is for the threads: `threads` for stores, as many for loads, and one for lookups. `timeout` and
-        `lookup_timeout`: the seconds that a task may take. `capacity` (bytes) is for LMCache's eviction."""
-        super().__init__(capacity)
-        self._timeout, self._lookup_timeout = timeout, lookup_timeout
-        self._stores: TaskLane[L2StoreResult] = TaskLane(f"{name}-store", threads)
-        self._lookups: TaskLane[Bitmap] = TaskLane(f"{name}-lookup", 1)
-        self._loads: TaskLane[Bitmap] = TaskLane(f"{name}-load", threads)
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
+        """Takes `adapter_params` (`LMCacheOptions`). Does not wait for the pool.
+
+        Raises ConfigError for parameters that cannot be used, MissingLibraryError if Mooncake cannot be loaded.
+        """
+        options = read_options(params, LMCacheOptions, "adapter_params")
+        settings = settings_of(options)
+        part = PART_BYTES if options.part_size is None else int(options.part_size)
+        self.cache = ObjectCache.open(settings, f"lmcache\n{options.namespace}", part_bytes=part)
+        super().__init__(int(options.capacity))  # for LMCache's eviction
+        self._timeout = options.timeout_s
+        self._lookup_timeout = min(options.timeout_s, settings.transfer.timeouts.exist_ms / 1000)
+        self._stores: TaskLane[L2StoreResult] = TaskLane("lmcache-store", options.threads)
+        self._lookups: TaskLane[Bitmap] = TaskLane("lmcache-lookup", 1)
+        self._loads: TaskLane[Bitmap] = TaskLane("lmcache-load", options.threads)
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        """The sizes of objects that were stored here and may still be there, by name. The oldest are forgotten first."""
+        self._lock = threading.Lock()
+        self._closed = False
 
     # --- on the threads ---------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def store(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> int | None:
         """Stores objects. Returns how many bytes were not there before, or None if they are not all there now."""
+        names, values = _names(keys), [given.byte_array for given in objects]
+        statuses = self.cache.put_many(names, values, forms=[_form(given) for given in objects], timeout=deadline)
+        new: dict[str, int] = {}
+        with self._lock:
+            for index, status in enumerate(statuses):
+                if status is Status.OK and names[index] not in self._sizes:
+                    self._sizes[names[index]] = len(values[index])
+                    new[names[index]] = index
+            while len(self._sizes) > _REMEMBERED:
+                self._sizes.popitem(last=False)
+        if new:
+            self._notify_keys_stored([keys[index] for index in new.values()], [len(values[i]) for i in new.values()])
+        stored = sum(len(values[index]) for index in new.values())
+        return stored if all(status is Status.OK for status in statuses) else None
 
-    @abstractmethod
     def lookup(self, keys: Sequence[Any], deadline: Deadline) -> list[bool]:
         """Returns for each key whether there is an object, which is protected until it is loaded."""
+        names = _names(keys)
+        statuses = self.cache.exists_many(names, timeout=deadline)
+        self._forget(keys, names, statuses)
+        return [status is Status.OK for status in statuses]
 
-    @abstractmethod
     def load(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> list[bool]:
-        """Loads objects into LMCache's memory. Returns for each whether it is there. Must not write there after it has returned."""
+        """Loads objects into LMCache's memory. Returns for each whether it is there. Does not write there after it has returned."""
+        buffers = [given.byte_array for given in objects]
+        reasons = self.cache.read_into(
+            _names(keys), buffers, forms=[_form(given) for given in objects], timeout=deadline
+        )
+        loaded = [key for key, reason in zip(keys, reasons, strict=True) if not reason]
+        if loaded:
+            self._notify_keys_accessed(loaded)
+        return [not reason for reason in reasons]
 
     # --- LMCache's interface ----------------------------------------------------------------------------------------
 
@@ -118,73 +144,6 @@ class LaneL2Adapter(L2AdapterInterface):
 
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.REMOTE)
 
-    def close(self) -> None:
-        """Ends all tasks, and closes the descriptors. Tasks that wait fail. Idempotent."""
-        for lane in (self._stores, self._lookups, self._loads):
-            lane.close(_CLOSE_S)
-
-
-class PdCacheL2Adapter(LaneL2Adapter):
-    """Stores and loads LMCache's objects in a Mooncake pool. Thread-safe."""
-
-    def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
-        """Takes `adapter_params` (`LMCacheOptions`). Does not wait for the pool.
-
-        Raises ConfigError for parameters that cannot be used, MissingLibraryError if Mooncake cannot be loaded.
-        """
-        options = read_options(params, LMCacheOptions, "adapter_params")
-        settings = settings_of(options)
-        part = PART_BYTES if options.part_size is None else int(options.part_size)
-        self.cache = ObjectCache.open(settings, f"lmcache\n{options.namespace}", part_bytes=part)
-        exist_s = settings.transfer.timeouts.exist_ms / 1000
-        super().__init__(
-            "lmcache",
-            options.threads,
-            timeout=options.timeout_s,
-            lookup_timeout=min(options.timeout_s, exist_s),
-            capacity=int(options.capacity),
-        )
-        self._sizes: OrderedDict[str, int] = OrderedDict()
-        """The sizes of objects that were stored here and may still be there, by name. The oldest are forgotten first."""
-        self._lock = threading.Lock()
-        self._closed = False
-
-    # --- on the threads ---------------------------------------------------------------------------------------------
-
-    def store(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> int | None:
-        names, values = _names(keys), [given.byte_array for given in objects]
-        statuses = self.cache.put_many(names, values, forms=[_form(given) for given in objects], timeout=deadline)
-        new: dict[str, int] = {}
-        with self._lock:
-            for index, status in enumerate(statuses):
-                if status is Status.OK and names[index] not in self._sizes:
-                    self._sizes[names[index]] = len(values[index])
-                    new[names[index]] = index
-            while len(self._sizes) > _REMEMBERED:
-                self._sizes.popitem(last=False)
-        if new:
-            self._notify_keys_stored([keys[index] for index in new.values()], [len(values[i]) for i in new.values()])
-        stored = sum(len(values[index]) for index in new.values())
-        return stored if all(status is Status.OK for status in statuses) else None
-
-    def lookup(self, keys: Sequence[Any], deadline: Deadline) -> list[bool]:
-        names = _names(keys)
-        statuses = self.cache.exists_many(names, timeout=deadline)
-        self._forget(keys, names, statuses)
-        return [status is Status.OK for status in statuses]
-
-    def load(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> list[bool]:
-        buffers = [given.byte_array for given in objects]
-        reasons = self.cache.read_into(
-            _names(keys), buffers, forms=[_form(given) for given in objects], timeout=deadline
-        )
-        loaded = [key for key, reason in zip(keys, reasons, strict=True) if not reason]
-        if loaded:
-            self._notify_keys_accessed(loaded)
-        return [not reason for reason in reasons]
-
-    # --- the rest of LMCache's interface ----------------------------------------------------------------------------
-
     def delete(self, keys: list[Any]) -> None:
         """Removes objects. Reports those that were there, and those that the pool has lost since they were stored. Never raises."""
         if not keys or self._closed:
@@ -213,9 +172,11 @@ class PdCacheL2Adapter(LaneL2Adapter):
         }
 
     def close(self) -> None:
+        """Ends all tasks, and closes the descriptors. Tasks that wait fail. Idempotent."""
         self._closed = True
         self.cache.close()  # first: tasks under way then end at once
-        super().close()
+        for lane in (self._stores, self._lookups, self._loads):
+            lane.close(_CLOSE_S)
 
     def _forget(self, keys: Sequence[Any], names: Sequence[str], statuses: Sequence[Status]) -> None:
         """Reports objects as deleted that were stored here and are missing now, because the pool evicts by itself. Otherwise LMCache would count
