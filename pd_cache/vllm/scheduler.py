@@ -157,10 +157,8 @@ class SchedulerSide:
         """Returns how many of the proposed tokens are worth loading, in the time that computing them takes."""
         tracked.judged = True
         running = [other.request for other in self._requests.values() if other.outcome.over]
-        done = [(request, request.num_computed_tokens - request.num_in_flight_tokens) for request in running]
-        ahead = [
-            (left, before + left / 2) for request, before in done if (left := request.num_prompt_tokens - before) > 0
-        ]
+        spans = [(it.num_computed_tokens - it.num_in_flight_tokens, it.num_prompt_tokens) for it in running]
+        ahead = [(end - begin, (begin + end) / 2) for begin, end in spans if begin < end]
         verdict = self._costs.judge(tracked.by_tier(tokens), tracked.at_hand, ahead, now)
         # a part of a window or a state is of no use
         if verdict is None or (verdict.probe and not self._plan.plain):
@@ -228,22 +226,18 @@ class SchedulerSide:
             for request_id, scheduled in output.num_scheduled_tokens.items()
             if (tracked := self._requests.get(request_id)) is not None
         }
-        work = StepWork(self._clock(), 0, 0, 0.0)
-        for tracked, end in computed.items():
-            begin, prompt = tracked.request.num_computed_tokens, tracked.request.num_prompt_tokens
-            work = StepWork(
-                work.began,
-                work.prompts + max(0, min(end, prompt) - begin),
-                work.tokens + end - begin,
-                work.positions + (end - begin) * (begin + end) / 2,
-            )
-        step.work = work if computed else None
+        prompts = tokens = squares = 0
         self.stores.note_undrafted(computed)
-        for tracked, tokens in computed.items():
+        for tracked, end in computed.items():
+            begin = tracked.request.num_computed_tokens
+            prompts += max(0, min(end, tracked.request.num_prompt_tokens) - begin)
+            tokens += end - begin
+            squares += end**2 - begin**2
             self._holding.pop(tracked.id, None)
             tracked.computes()
             if self._storable(tracked):
-                step.stores += self.stores.plan(tracked, tokens)
+                step.stores += self.stores.plan(tracked, end)
+        step.work = StepWork(self._clock(), prompts, tokens, squares / 2) if computed else None
         state = output.kv_connector_block_state
         for request_id, offers in (state.boundary_state_offloads if state is not None else {}).items():
             if (tracked := self._requests.get(request_id)) is not None and self._storable(tracked):
