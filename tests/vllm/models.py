@@ -208,7 +208,7 @@ def connectors(model: Path, pool: Pool) -> dict[str, dict[str, Any]]:
     """Returns vLLM's settings of each connector. Writes their files."""
     file, theirs = model / "cluster.yaml", model / "mooncake.json"
     node = {"name": "prefill-0", "role": "prefill", "port": 0, "segment_size": 0}
-    patient = {"lookup_timeout_ms": 10_000, "load_timeout_ms": 60_000}
+    patient = {"load": "always", "lookup_timeout_ms": 10_000, "load_timeout_ms": 60_000}
     tree = {
         "name": "models",
         "transfer": {**TRANSFER, "timeouts": PATIENT},

@@ -122,10 +122,10 @@ class Server:
         """Waits until nobody holds a block of the KV cache."""
         wait_for(lambda: not self.blocks_in_use, "all blocks given back")
 
-    def complete_all(self, prompts: Sequence[Sequence[int]], max_tokens: int = 6) -> list[Answer]:
+    def complete_all(self, prompts: Sequence[Sequence[int]], max_tokens: int = 6, **options: Any) -> list[Answer]:
         """All at once."""
         with ThreadPoolExecutor(len(prompts)) as threads:
-            return list(threads.map(lambda prompt: self.complete(prompt, max_tokens), prompts))
+            return list(threads.map(lambda prompt: self.complete(prompt, max_tokens, **options), prompts))
 
     def stream(self, prompt: Sequence[int], max_tokens: int = 6) -> list[list[int]]:
         """The token ids of each event."""

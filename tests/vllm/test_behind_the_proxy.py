@@ -117,7 +117,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     }  # fmt: skip
     # no deadline is met too late because the machine is busy
     tree["transfer"]["timeouts"] = {"exist_ms": 10_000}
-    tree["connector"] |= {"lookup_timeout_ms": 10_000, "load_timeout_ms": 60_000}
+    tree["connector"] |= {"load": "always", "lookup_timeout_ms": 10_000, "load_timeout_ms": 60_000}
     tree["handoff"] = {"wait_ms": 60_000, "stream": "always"}
     file = folder / "vllm-local.yaml"
     file.write_text(yaml.safe_dump(tree))

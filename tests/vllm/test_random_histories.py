@@ -201,7 +201,7 @@ class History:
             "cache": {"chunk_size": chunk},
             "engine": {"kind": "vllm", "model": str(model)},
             "handoff": {"wait_ms": 20},
-            "connector": {"recompute": setting.recompute, "store_generated": True},
+            "connector": {"load": "always", "recompute": setting.recompute, "store_generated": True},
             "nodes": [{"name": "master", "role": "master", "port": 1}, {"name": "a", "role": "prefill", "port": 2}],
         }
         file = folder / f"{seed}.yaml"

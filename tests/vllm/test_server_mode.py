@@ -27,6 +27,8 @@ from tests.vllm.servers import (
     metric_at,
 )
 
+ANNOUNCED = {"kv_transfer_params": {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": WHOLE}}}
+"""What is announced is loaded, however long that takes: without a file, `connector.load` is `auto`."""
 TIERS = {"chunk_size": CHUNK, "tiers": [{"kind": "local", "capacity": "64MiB"}, {"kind": "mooncake"}]}
 
 
@@ -100,7 +102,7 @@ def test_a_producer_loads_under_asynchronous_scheduling(sharing, plain, new_prom
     for prompt in prompts:
         server.store(prompt, 1)
     server.forget_prefixes()
-    answers = server.complete_all(prompts)
+    answers = server.complete_all(prompts, **ANNOUNCED)
     assert [answer.outcome for answer in answers] == [(WHOLE, plain.tokens(prompt)) for prompt in prompts]
 
 
@@ -152,7 +154,7 @@ def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(sharing,
     server, prompt = sharing.by_hand, new_prompt(LENGTH)
     assert server.store(prompt).tokens == plain.tokens(prompt)
     server.forget_prefixes()
-    assert server.complete(prompt).outcome == (WHOLE, plain.tokens(prompt))
+    assert server.complete(prompt, **ANNOUNCED).outcome == (WHOLE, plain.tokens(prompt))
 
     with server.abandoned(new_prompt(LENGTH)):
         wait_for(lambda: server.blocks_in_use)
@@ -165,7 +167,7 @@ def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(sharing,
 
         def hit() -> bool:
             server.forget_prefixes()
-            return server.complete(prompt).cached == WHOLE
+            return server.complete(prompt, **ANNOUNCED).cached == WHOLE
 
         wait_for(hit, "a hit after the restart")
         assert server.complete(prompt).tokens == plain.tokens(prompt)
