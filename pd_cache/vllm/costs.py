@@ -3,11 +3,12 @@
 1. A cost is seconds a token, as a line over one other figure: for loads 1 / tokens, because each load takes some time of its own; for steps
    the position of the tokens. Least squares fit the line. Each measurement counts by its tokens, and each further one takes a tenth of the
    weight of those before.
-2. A measurement of more than twice the expected time is left out if the next is not slow, too: then it was a stall. Two in a row, or one of
-   less than half the time, replace everything before them.
+2. A measurement of more than twice or less than half the expected time is left out: it may be a stall. If the next is as odd, both replace
+   everything before them.
 3. Loads share the link: the tokens of a load include what is probably left of those under way.
 4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
-5. If nothing was loaded for a minute, the next declined prefix is loaded after all, as far as that is cheap, so that an old figure is corrected.
+5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is loaded, so that a wrong figure is
+   corrected.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-PROBE_TOKENS = 512
-"""How much of a declined prefix is loaded to correct an old figure."""
 _PROBE_S = 60.0
 _MARGIN = 1.05
 """How much longer than computing a load may take, so that equals do not alternate."""
 _KEPT = 0.9
 _FAR, _SLACK_S = 2.0, 0.05
-"""A time is far from another if it is more than twice as long and 50 ms: what takes less is noise, and hurts nobody."""
+"""How many times as long is odd; and what a slow measurement takes beyond that, because less hurts nobody."""
 _RIDGE = 0.01
 _ENOUGH = 3
 _STEP_TOKENS = 128
@@ -61,7 +60,7 @@ class _Line:
         self._measured = 0
         self._sums = [0.0] * 5
         """Of the weights, and by weight of x, y, xx and xy; y is seconds a token."""
-        self._slow: tuple[float, float, float] | None = None
+        self.odd: tuple[float, float, float] | None = None
         """The last measurement, if it was left out."""
 
     @property
@@ -82,17 +81,18 @@ class _Line:
         """Takes in a measurement."""
         expected = self.seconds(tokens, x) if self._measured else seconds
         self._measured += 1
-        new, slow = (tokens, x, seconds), seconds > _FAR * expected + _SLACK_S
-        if slow and self._slow is None:
-            self._slow = new
-            return
-        if slow or expected > _FAR * seconds + _SLACK_S:
+        new = [(tokens, x, seconds)]
+        if seconds > _FAR * expected + _SLACK_S or expected > _FAR * seconds:
+            if self.odd is None:
+                self.odd = new[0]
+                return
+            new.append(self.odd)
             self._sums = [0.0] * 5
-        for weight, place, took in (self._slow, new) if slow and self._slow else (new,):
+        self.odd = None
+        for weight, place, took in new:
             y = took / weight
             products = (1.0, place, y, place * place, place * y)
             self._sums = [_KEPT * total + weight * by for total, by in zip(self._sums, products, strict=True)]
-        self._slow = None
 
 
 class _Load(NamedTuple):
@@ -134,7 +134,8 @@ class Costs:
         load_s, computed = line.seconds(shared, 1 / shared), sum(tokens)
         works = [(computed, position + computed / 2), *ahead]
         compute_s = sum(self._of_steps.seconds(some, mean) for some, mean in works)
-        return Verdict(load_s, compute_s, now >= line.tried + _PROBE_S) if load_s > _MARGIN * compute_s else None
+        probe = line.odd is not None or now >= line.tried + _PROBE_S
+        return Verdict(load_s, compute_s, probe) if load_s > _MARGIN * compute_s else None
 
     def load_began(self, request_id: str, tokens: Sequence[int], now: float) -> None:
         """Notes that a load of these tokens by tier has begun. `load_ended` has to follow."""

@@ -24,7 +24,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import KEY, RequestReport, StoreOutcome
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.versions import WeightsVersion
-from pd_cache.vllm.costs import PROBE_TOKENS, Costs, StepWork
+from pd_cache.vllm.costs import Costs, StepWork
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import OutdatedRequests
 from pd_cache.vllm.plan import ChunkPlan
@@ -169,7 +169,7 @@ class SchedulerSide:
             f"{tokens:,} tokens would load in {verdict.load_s:.3g} s at {size / verdict.load_s / 1e6:.3g} MB/s; "
             f"computing them takes {verdict.compute_s:.3g} s"
         )
-        kept = tracked.decline(detail, max(PROBE_TOKENS, chunk) if verdict.probe else 0)
+        kept = tracked.decline(detail, chunk if verdict.probe else 0)
         self.metrics.counts.add("loads_declined_tokens", by=tokens - kept)
         return kept
 

@@ -22,7 +22,6 @@ from launch.proxy.prefixes import leading
 from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial
 from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig, TenantConfig
 from pd_cache.handoff import next_pause
-from pd_cache.vllm.costs import PROBE_TOKENS
 
 _WAIT_S = HandoffConfig().wait_ms / 1000
 _MASTER = MasterNode(name="master")
@@ -114,7 +113,7 @@ class _Node:
                 tokens = (0, 0, found * size)
                 if found and not generating.announced:
                     verdict = learned.judge(tokens, 0, self.engine.ahead, time.now)
-                    found = found if verdict is None else verdict.probe and -(-PROBE_TOKENS // size)
+                    found = found if verdict is None else int(verdict.probe)
                 if found:
                     begun = time.now
                     learned.load_began(name := str(id(generating)), (0, 0, found * size), begun)

@@ -216,22 +216,25 @@ def test_prompts_that_compute_are_waited_for_so_a_load_meanwhile_is_worth_more()
     assert scene.ask(request) == (3 * CHUNK, True)
 
 
-def test_after_a_minute_without_a_load_512_tokens_of_a_declined_prefix_correct_the_figure():
+def test_after_a_minute_without_a_load_a_chunk_of_a_declined_prefix_may_correct_the_figure_and_another_confirms_it():
     scene = known(1.9, 0.4)
     scene.clock.now += 60
-    for number, tokens in enumerate((512, 0, 800)):
-        request = Request(f"d{number}", LONG)
+
+    def loaded(name):
+        request = Request(name, LONG)
         scene.has(request, 100)
-        assert scene.load(request, 0, [0] * 201) == (tokens, tokens > 0)
-        if number:
-            assert ended(scene, request).reason == ("not_worth" if not tokens else "none")
-        else:
-            probe = request
-        if number == 1:  # the pool is as fast as it was once
-            scene.loaded(Loaded(64), "d0", 0.01)
-            told = ended(scene, probe)
-            assert (told.found, told.loaded, told.reason) == (800, 512, "not_worth")
-    assert scene.metrics.totals()["loads_declined_tokens",] == 288 + 800
+        tokens, _ = scene.load(request, 0, [0] * 201)
+        return tokens, request
+
+    tokens, probe = loaded("d")
+    assert (tokens, loaded("e")[0]) == (CHUNK, 0), "one a minute"
+    scene.loaded(Loaded(1), "d", 0.001)  # the pool is as fast as it was once
+    told = ended(scene, probe)
+    assert (told.found, told.loaded, told.reason) == (800, CHUNK, "not_worth")
+    assert loaded("f")[0] == CHUNK
+    scene.loaded(Loaded(1), "f", 0.001)
+    assert loaded("g")[0] == 800
+    assert scene.metrics.totals()["loads_declined_tokens",] == 3 * 800 - 2 * CHUNK
 
 
 def test_a_load_of_windows_is_whole_also_if_it_corrects_a_figure():
