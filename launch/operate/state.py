@@ -97,12 +97,6 @@ class NodeStatus(msgspec.Struct, kw_only=True):
         return None if self.role in ("proxy", "master") else self.rates
 
     @property
-    def p99(self) -> float | None:
-        """The 99th percentile of what matters most at this node: its first token or byte, or else its lookups."""
-        quantiles = {} if self.rates is None else self.rates.quantiles
-        return next((quantiles[name][1] for name in ("first byte", "first token", "lookup") if name in quantiles), None)
-
-    @property
     def in_flight(self) -> int | None:
         """Requests that wait or run; None if it does not say."""
         known = [count for count in (self.reading.queued, self.reading.running) if count is not None]
