@@ -1,12 +1,10 @@
 """`bench scale`: a cluster in simulation, on loads small enough to know the answer."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
 from bench.lib.arrivals import Arrival, Part
-from bench.lib.simulation.clock import Happening, SimulatedTime, Station
+from bench.lib.simulation.clock import SimulatedTime, Station
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster, SimulatedPool
 from bench.lib.simulation.costs import (  # fmt: skip
     DecodeCosts,
@@ -17,7 +15,7 @@ from bench.lib.simulation.costs import (  # fmt: skip
     UnitCosts,
     read_costs,
 )
-from bench.lib.simulation.workload import SimulatedRequest, of_arrival
+from bench.lib.simulation.workload import of_arrival
 from bench.suites.scale import full_at
 from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
@@ -34,7 +32,7 @@ _COSTS = UnitCosts(
 """A token of a prompt takes a millisecond, a token of an answer a tenth of a second, nothing else any time."""
 
 
-def _request(due: float, seed: int, output: int = 1) -> SimulatedRequest:
+def _request(due, seed, output=1):
     return of_arrival(Arrival(due, (Part(seed, 1000),), output), _COSTS.engine.chunk_tokens)
 
 
@@ -42,7 +40,7 @@ def test_a_station_takes_work_in_order_as_many_at_a_time_as_it_has_servers():
     time = SimulatedTime()
     station, ends = Station(time, 2), list[float]()
     for seconds in (3.0, 1.0, 1.0):
-        done: Happening = station.run(seconds)
+        done = station.run(seconds)
         done.then(lambda _: ends.append(time.now))
     time.run()
     assert (ends, station.asked) == ([1.0, 2.0, 3.0], 5.0)

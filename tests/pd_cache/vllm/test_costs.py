@@ -17,7 +17,7 @@ class Engine:
     """An engine whose loads take `fixed` and `load` seconds a token, and whose steps take `compute` seconds a token, and `context` more for each
     token before it."""
 
-    def __init__(self, *, load: float = 1e-4, fixed: float = 0.005, compute: float = 5e-5, context: float = 0.0):
+    def __init__(self, *, load=0.0001, fixed=0.005, compute=5e-05, context=0.0):
         self.load, self.fixed, self.compute, self.context = load, fixed, compute, context
         self.costs, self.now = Costs(), 100.0
 
