@@ -31,11 +31,14 @@ def kv(hidden: Words, layer: int) -> Words:
         return _mixed(hidden + np.uint64(layer + 7))
 
 
-def attended(hidden: Words, all_kv: Words) -> Words:
-    """Returns a layer's output for its last `len(hidden)` tokens. `all_kv`: that of these and of all tokens before them."""
+def attended(hidden: Words, all_kv: Words, window: int = 0) -> Words:
+    """Returns a layer's output for its last `len(hidden)` tokens. `all_kv`: that of these and of all tokens before them. Each token attends to
+    the last `window` tokens, itself included; to all with 0."""
     places = np.arange(len(all_kv), dtype=np.uint64)
     with np.errstate(over="ignore"):
         sums = np.cumsum(_mixed(all_kv + places * _STEP))
+        if window:
+            sums[window:] -= sums[:-window].copy()
     return _mixed(hidden ^ sums[len(all_kv) - len(hidden) :])
 
 
@@ -44,12 +47,12 @@ def token(hidden: np.uint64) -> int:
     return int(hidden % np.uint64(VOCABULARY))
 
 
-def computed(tokens: Sequence[int], weights: int = 0) -> tuple[Words, Words]:
-    """Returns the KV of a whole sequence, `[layers, tokens]`, and the outputs of the last layer."""
+def computed(tokens: Sequence[int], weights: int = 0, windows: Sequence[int] = (0,) * LAYERS) -> tuple[Words, Words]:
+    """Returns the KV of a whole sequence, `[layers, tokens]`, and the outputs of the last layer. `windows` are those of the layers."""
     hidden, layers = embedded(tokens, 0, weights), []
     for layer in range(LAYERS):
         layers.append(kv(hidden, layer))
-        hidden = attended(hidden, layers[-1])
+        hidden = attended(hidden, layers[-1], windows[layer])
     return np.stack(layers), hidden
 
 

@@ -8,6 +8,7 @@ and requests that had begun before may answer what they like.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -21,15 +22,18 @@ import torch
 import yaml
 
 from bench.lib.model import write_model
-from bench.lib.store_connector import planning
-from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, stride_hashes
+from bench.lib.store_connector import planning, vllm_config
+from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup, stride_hashes
+from pd_cache.groups import LayerGroups, judge
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.versions import Naming, WeightsVersion
+from pd_cache.vllm.layers import NO_DRAFT, KeptLayers, kept_layers, parts_of
 from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
 from tests.pd_cache.vllm.histories import Lookups
 from tests.vllm.hashing_model import LAYERS, VOCABULARY, Words, attended, computed, embedded, kv, token
+from transfer.errors import Status
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
 
@@ -37,6 +41,27 @@ BLOCK = 16
 NAMES = [f"model.layers.{layer}" for layer in range(LAYERS)]
 REQUESTS = 40
 _MOST_STEPS = 20_000
+
+
+class Layer(NamedTuple):
+    """What a layer keeps."""
+
+    window: int = 0
+    """The tokens that a token attends to; 0 for all."""
+    block: int = BLOCK
+    heads: int = 1
+    latent: bool = False
+
+    def spec(self) -> Any:
+        """Returns vLLM's spec of it."""
+        from vllm.v1 import kv_cache_interface as vllm
+
+        kept: dict[str, Any] = {"block_size": self.block, "num_kv_heads": self.heads, "head_size": 8}
+        kept["dtype"] = torch.float32
+        if self.window:
+            kind = vllm.SlidingWindowMLASpec if self.latent else vllm.SlidingWindowSpec
+            return kind(**kept, sliding_window=self.window)
+        return (vllm.MLAAttentionSpec if self.latent else vllm.FullAttentionSpec)(**kept)
 
 
 class Setting(NamedTuple):
@@ -60,73 +85,86 @@ class Setting(NamedTuple):
     """The share of prompts that another node computes, and that are streamed meanwhile."""
     stream_s: float = 600.0
     """How long a stream may last."""
-    parts: tuple[range, ...] = (range(LAYERS),)
-    """The layers of each part of the layer group. Those of different parts have pages of different size."""
+    layers: tuple[Layer, ...] = (Layer(),) * LAYERS
+    retention: int | None = None
+    """vLLM's `prefix_cache_retention_interval`."""
     patient: bool = False
     """Whether streams are cancelled only when the request that is to be answered has its first token, prompts may need nearly all blocks, and
     nothing is aborted: whoever waits for another for ever is seen."""
 
 
 class FailingCache:
-    """The worker's cache of a part of the layers. A load brings all, or fails in one of its layers. Called on the worker's threads."""
+    """The worker's cache of a part of a layer group. A load brings all, or fails in one of the layers. Called on the worker's threads."""
 
-    def __init__(self, history: History, layers: range) -> None:
+    def __init__(self, history: History, part: KeptLayers, names: Sequence[str]) -> None:
         self._history = history
-        self._layers = slice(layers.start, layers.stop)
-        self.chunk_size, self.block_size = history.setting.per_chunk * BLOCK, BLOCK
+        self.layers = [NAMES.index(name) for name in names]
+        self.kept = part.kept_blocks(history.chunk)
+        self.chunk_size, self.block_size = history.chunk, history.chunk // self.kept
+        self._tokens = part.block_size
+        self.space = history.metadata_of(part, names)
         self._rng = random.Random(history.rng.random())
         self.metrics = CacheMetrics()
 
     def mark(self) -> None:
         return None
 
+    def right(self, name: bytes) -> list[Words]:
+        """Returns what a chunk has to hold of each layer. Call it with the lock held."""
+        return [self._history.right_chunks[name][layer][-self.kept * self._tokens :] for layer in self.layers]
+
     def store(
         self, names: Sequence[bytes], blocks: Sequence[int], *, after: object = None, label: str = ""
     ) -> list[StoreOutcome]:
         history, outcomes = self._history, []
         for at, name in enumerate(names):
-            places = blocks[at * history.setting.per_chunk : (at + 1) * history.setting.per_chunk]
+            places = blocks[at * self.kept : (at + 1) * self.kept]
             with history.lock:
                 if label != history.label:
                     outcomes.append(StoreOutcome.NOT)
-                elif (name, self._layers.start) in history.pool:
+                elif (name, self.layers[0]) in history.pool:
                     outcomes.append(StoreOutcome.BEFORE)
                 else:
-                    data = np.concatenate([history.pages[self._layers, block] for block in places], axis=1)
-                    if not np.array_equal(data, history.right_chunks[name][self._layers]):
-                        history.wrong.append(f"stored a chunk with wrong bytes, from blocks {places}")
-                    history.pool[name, self._layers.start] = data
+                    stored = [right.copy() for right in self.right(name)]
+                    for layer, data in zip(self.layers, stored, strict=True):
+                        for place, block in enumerate(places):
+                            here = slice(place * self._tokens, (place + 1) * self._tokens)
+                            if block >= 0 and not np.array_equal(history.pages[layer][block], data[here]):
+                                history.wrong.append(f"stored a chunk with wrong bytes, from blocks {places}")
+                            if block < 0:  # vLLM has no such block any more
+                                data[here] = 0
+                    history.pool[name, self.layers[0]] = stored
                     outcomes.append(StoreOutcome.NEW)
         return outcomes
 
     def load(
         self, names: Sequence[bytes], blocks: Sequence[int], *, session: str, label: str = "", timeout: float
     ) -> Loaded:
-        history, rng, per_chunk = self._history, self._rng, self._history.setting.per_chunk
+        history, rng = self._history, self._rng
         good, why = len(names), "none"
         if rng.random() < history.setting.fail:
             good, why = rng.randrange(len(names)), rng.choice(["evicted", "damaged", "deadline", "error"])
         with history.lock:
             if why == "evicted":
                 for name in names[good:]:
-                    history.pool.pop((name, self._layers.start), None)
-            chunks = [history.pool.get((name, self._layers.start)) for name in names]
+                    history.pool.pop((name, self.layers[0]), None)
+            chunks = [history.pool.get((name, self.layers[0])) for name in names]
         if None in (there := [None if chunk is None else True for chunk in chunks])[:good]:
             good, why = there.index(None), "evicted"
-        damaged = rng.randrange(self._layers.start, self._layers.stop)
-        for layer in range(self._layers.start, self._layers.stop):
+        damaged = rng.randrange(len(self.layers))
+        for number, layer in enumerate(self.layers):
             time.sleep(rng.choice([0, 0, 0.001]))
-            if layer >= damaged and why == "deadline":
+            if number >= damaged and why == "deadline":
                 return Loaded(0, "deadline")
-            if layer >= damaged and why == "error":
+            if number >= damaged and why == "error":
                 raise RuntimeError("this load fails")
             for at, chunk in enumerate(chunks):
-                for place, block in enumerate(blocks[at * per_chunk : (at + 1) * per_chunk]):
-                    if block >= 0 and (chunk is None or (at >= good and layer >= damaged)):
-                        history.pages[layer, block] = rng.getrandbits(63)
+                for place, block in enumerate(blocks[at * self.kept : (at + 1) * self.kept]):
+                    if block >= 0 and (chunk is None or (at >= good and number >= damaged)):
+                        history.pages[layer][block] = rng.getrandbits(63)
                     elif block >= 0 and chunk is not None:
-                        own = chunk[layer - self._layers.start]
-                        history.pages[layer, block] = own[place * BLOCK : (place + 1) * BLOCK]
+                        own = chunk[number][place * self._tokens : (place + 1) * self._tokens]
+                        history.pages[layer][block] = own
         with history.lock:
             if label != history.label:
                 return Loaded(0, "reset")
@@ -138,21 +176,23 @@ class FailingCache:
 class RandomLookups(Lookups):
     """Finds what is in the pool of a history, and now and then less."""
 
-    def __init__(self, history: History, database: ChunkedTokenDatabase) -> None:
-        super().__init__(CacheMetrics(), database)
+    def __init__(self, history: History) -> None:
+        databases = [ChunkedTokenDatabase(part.space.namespace(history.cache)) for part in history.parts]
+        super().__init__(CacheMetrics(), databases[0])
+        self._groups = LayerGroups(databases)
         self._history = history
 
     def _answer(self, names: Sequence[bytes], *, at_hand: int, session: str, timeout: float | None) -> Found:
-        history = self._history
+        history, asked = self._history, names[at_hand:]
+        if history.rng.random() < 0.1:
+            asked = asked[: history.rng.randint(0, len(asked))]
         with history.lock:
-            found = at_hand
-            while found < len(names) and history.has(names[found]):
-                found += 1
-            if history.rng.random() < 0.1:
-                found = history.rng.randint(at_hand, found)
+            there = [(name, part.layers[0]) in history.pool for part in history.parts for name in asked]
+            found = judge(self._groups, [Status.OK if one else Status.MISSING for one in there])
             if history.version.label is None:
-                found = at_hand
-            return Found(found, found, "none" if found == len(names) else "never_stored")
+                return Found(at_hand, at_hand, "never_stored")
+        end = at_hand + found.chunks
+        return Found(end, at_hand + found.leading, "none" if end == len(names) else "never_stored")
 
 
 class History:
@@ -168,21 +208,22 @@ class History:
             init_none_hash,
         )
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+        from vllm.v1.kv_cache_interface import KVCacheConfig
         from vllm.v1.structured_output import StructuredOutputManager
 
         self.setting = setting
         self.rng = random.Random(seed)
         self.lock = threading.RLock()
-        self.pool: dict[tuple[bytes, int], Words] = {}
-        """By the chunk's name and the part's first layer."""
+        self.pool: dict[tuple[bytes, int], list[Words]] = {}
+        """By the chunk's name and the first layer of the part."""
         self.label = ""
         self.loaded = 0
         """Loads that brought all of their chunks."""
         self.wrong: list[str] = []
-        self.pages = np.zeros((LAYERS, setting.blocks, BLOCK), dtype=np.uint64)
+        self.windows = [layer.window for layer in setting.layers]
+        self.pages = [np.zeros((setting.blocks, layer.block), dtype=np.uint64) for layer in setting.layers]
         self.right_blocks: dict[bytes, Words] = {}
-        """What each block of vLLM's prefix cache has to hold, by its hash."""
+        """By the hash of a block of vLLM's prefix cache, what all layers have to hold of the last `BLOCK` tokens up to the block's end."""
         self.right_chunks: dict[bytes, Words] = {}
         """What each chunk has to hold, by its name."""
         self._known: dict[str, int] = {}
@@ -226,32 +267,49 @@ class History:
             ),
         ).create_engine_config()
         config.cache_config.block_size, config.cache_config.num_gpu_blocks = BLOCK, setting.blocks
-        specs = {}
-        for heads, layers in enumerate(setting.parts, 1):
-            attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=heads, head_size=8, dtype=torch.float32)
-            specs |= {NAMES[layer]: attention for layer in layers}
-        groups = generate_scheduler_kv_cache_config(
-            [KVCacheConfig(setting.blocks, [], planning().get_kv_cache_groups(config, specs))]
+        specs = {name: layer.spec() for name, layer in zip(NAMES, setting.layers, strict=True)}
+        groups = planning().get_kv_cache_groups(vllm_config(), specs)
+        self.hashed = math.gcd(*(layer.block for layer in setting.layers))
+        ours = KVCacheConfig(
+            setting.blocks,
+            [],
+            groups,
+            prefix_cache_retention_interval=setting.retention,
+            hash_block_size=self.hashed,
         )
+        self.groups = [[NAMES.index(name) for name in group.layer_names] for group in groups]
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self.vllm = Scheduler(config, groups, StructuredOutputManager(config), block_size=BLOCK)
+        self._hasher = get_request_block_hasher(self.hashed, sha256)
+        theirs = generate_scheduler_kv_cache_config([ours])
+        manager = StructuredOutputManager(config)
+        self.vllm = Scheduler(config, theirs, manager, block_size=BLOCK, hash_block_size=self.hashed)
         side = self.vllm.connector._scheduler
         side.streams.longest_s = setting.stream_s
-        metadata = CacheMetadata(model="m", kv_dtype="f", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
-        cache = self.vllm.connector._settings.node.cache
-        side.open([metadata], RandomLookups(self, ChunkedTokenDatabase(metadata.namespace(cache))))
+        self.chunk, self.cache = chunk, self.vllm.connector._settings.node.cache
+        by_group = [
+            [FailingCache(self, *part) for part in parts_of(kept, ours, NO_DRAFT)] for kept in kept_layers(ours)
+        ]
+        self.parts = [part for parts in by_group for part in parts]
+        side.open([part.space for part in self.parts], RandomLookups(self))
         self.version = self.vllm.connector._version
         self.worker = WorkerSide(
-            [[(FailingCache(self, layers), True) for layers in setting.parts]],
+            [[(part, True) for part in parts] for parts in by_group],
             load_timeout_s=60,
             device=torch.device("cpu"),
             version=WeightsVersion(),
         )
 
+    def metadata_of(self, part: KeptLayers, names: Sequence[str]) -> CacheMetadata:
+        """Returns what a worker says about a part of a layer group."""
+        kept = LayerGroup(layers=",".join(names), keeps=part.kind, tail=part.tail(self.chunk))
+        size = self.chunk // part.kept_blocks(self.chunk)
+        return CacheMetadata(
+            model="m", kv_dtype="f", page_format="p", layers=1, block_size=size, page_bytes=64, group=kept
+        )
+
     def has(self, name: bytes) -> bool:
         """Returns whether the pool has all parts of a chunk. Call it with the lock held."""
-        return all((name, layers.start) in self.pool for layers in self.setting.parts)
+        return all((name, part.layers[0]) in self.pool for part in self.parts)
 
     def run(self) -> None:
         """Lets requests come until all have ended. Raises AssertionError for anything that is wrong."""
@@ -322,12 +380,12 @@ class History:
         """Lets other nodes store chunks, end or fail, and proxies cancel streams before or after the request that is to be answered comes."""
         rng, chunk = self.rng, self.setting.per_chunk * BLOCK
         for request in list(self._elsewhere):
-            names = stride_hashes(request.block_hashes, self.setting.per_chunk)[: request.num_tokens // chunk]
+            names = stride_hashes(request.block_hashes, chunk // self.hashed)[: request.num_tokens // chunk]
             with self.lock:
                 missing = [name for name in names if not self.has(name)]
                 for name in missing[: rng.choice([0, 0, 1, 2])]:
-                    for layers in self.setting.parts:
-                        self.pool[name, layers.start] = self.right_chunks[name][layers.start : layers.stop]
+                    for part in self.parts:
+                        self.pool[name, part.layers[0]] = part.right(name)
             if missing and rng.random() > 0.03:
                 continue
             self._elsewhere.remove(request)
@@ -371,18 +429,17 @@ class History:
 
     def _learn(self, request: Any) -> None:
         """Notes what the request's whole blocks and chunks have to hold."""
-        count, per_chunk = len(request.block_hashes), self.setting.per_chunk
+        count, size = len(request.block_hashes), self.hashed
         if count == self._known.get(request.request_id):
             return
         self._known[request.request_id] = count
-        right, _ = computed(list(request.all_token_ids)[: count * BLOCK], self.weights)
-        names = stride_hashes(request.block_hashes[: count // per_chunk * per_chunk], per_chunk)
+        right, _ = computed(list(request.all_token_ids)[: count * size], self.weights, self.windows)
+        names = stride_hashes(request.block_hashes, self.chunk // size)
         with self.lock:
             for at, one in enumerate(request.block_hashes):
-                self.right_blocks[bytes(one)] = right[:, at * BLOCK : (at + 1) * BLOCK]
+                self.right_blocks[bytes(one)] = right[:, max(0, (at + 1) * size - BLOCK) : (at + 1) * size]
             for at, name in enumerate(names):
-                size = per_chunk * BLOCK
-                self.right_chunks[name] = right[:, at * size : (at + 1) * size]
+                self.right_chunks[name] = right[:, at * self.chunk : (at + 1) * self.chunk]
 
     def _step(self) -> None:
         from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -396,7 +453,7 @@ class History:
             finished_recving=ended.finished,
             failed_recving=ended.failed,
             invalid_block_ids=ended.bad_blocks,
-            kv_connector_worker_meta=self.worker.take_report(),
+            kv_connector_worker_meta=self.worker.take_report(step),
         )
         if self.vllm.requests and not self.setting.patient and self.rng.random() < 0.05:
             self._abort()
@@ -435,7 +492,7 @@ class History:
     def _draft(self, request_id: str) -> list[int]:
         tokens, drafted = list(self._requests[request_id].all_token_ids), []
         for _ in range(self.rng.randrange(4)):
-            right = token(computed(tokens + drafted, self.weights)[1][-1])
+            right = token(computed(tokens + drafted, self.weights, self.windows)[1][-1])
             drafted.append(right if self.rng.random() < 0.7 else self.rng.randrange(VOCABULARY))
         return drafted
 
@@ -448,16 +505,18 @@ class History:
         if self._begun[request.request_id] != self.weights:
             return
         tokens, start = list(request.all_token_ids), request.num_prompt_tokens
-        _, hidden = computed(tokens, self.weights)
+        _, hidden = computed(tokens, self.weights, self.windows)
         assert tokens[start:] == [token(one) for one in hidden[start - 1 : -1]], request.request_id
 
     def _check_prefix_cache(self) -> None:
-        from vllm.v1.core.kv_cache_utils import get_block_hash
+        from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
         for block in self.vllm.kv_cache_manager.block_pool.blocks:
             if block.block_hash is not None:
                 right = self.right_blocks[bytes(get_block_hash(block.block_hash))]
-                assert np.array_equal(right, self.pages[:, block.block_id]), f"block {block.block_id} is shared"
+                for layer in self.groups[get_group_id(block.block_hash)]:
+                    page = self.pages[layer][block.block_id]
+                    assert np.array_equal(right[layer][-len(page) :], page), f"block {block.block_id} is shared"
 
 
 class _Part:
@@ -472,17 +531,22 @@ class _Part:
         tokens = [*self.request.all_token_ids, *(max(one, 0) for one in drafted)][start : self._end]
         self._hidden = embedded(tokens, start, history.weights)
         self._rest = self.request.num_tokens + len(drafted) - self._end
+        ids = history.vllm.kv_cache_manager.get_block_ids(request_id)
+        of_layer = {layer: ids[number] for number, layers in enumerate(history.groups) for layer in layers}
         places = np.arange(self._end)
-        blocks = np.array(history.vllm.kv_cache_manager.get_block_ids(request_id)[0])
-        self._where = blocks[places // BLOCK], places % BLOCK
+        self._windows = history.windows
+        self._where = [
+            (np.array(of_layer[layer])[places // kept.block], places % kept.block)
+            for layer, kept in enumerate(history.setting.layers)
+        ]
 
     def write(self, layer: int) -> None:
-        blocks, offsets = (one[-len(self._hidden) :] for one in self._where)
-        self._pages[layer, blocks, offsets] = kv(self._hidden, layer)
+        blocks, offsets = (one[-len(self._hidden) :] for one in self._where[layer])
+        self._pages[layer][blocks, offsets] = kv(self._hidden, layer)
 
     def attend(self, layer: int) -> None:
-        blocks, offsets = self._where
-        self._hidden = attended(self._hidden, self._pages[layer, blocks, offsets])
+        blocks, offsets = self._where[layer]
+        self._hidden = attended(self._hidden, self._pages[layer][blocks, offsets], self._windows[layer])
 
     def sampled(self) -> list[int]:
         if self._rest:
@@ -515,9 +579,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Setting(fail=0.1, blocks=200, streams=0.6),
         Setting(fail=0.1, blocks=32, per_chunk=1, streams=0.8, patient=True),
         Setting(fail=0.3, blocks=100, per_chunk=1, streams=0.7, resets=0.03, stream_s=0.05),
-        Setting(fail=0.3, blocks=100, streams=0.3, resets=0.02, parts=(range(1), range(1, LAYERS))),
+        # DeepSeek V3.2, or unequal heads: a group in parts
+        Setting(fail=0.3, blocks=100, streams=0.3, resets=0.02, layers=(Layer(heads=2), Layer(), Layer())),
+        # Gemma 3, gpt-oss: windows longer and shorter than a chunk
+        Setting(fail=0.2, blocks=150, resets=0.02, layers=(Layer(), Layer(40), Layer(40)), retention=0),
+        Setting(fail=0.2, blocks=150, per_chunk=4, layers=(Layer(20), Layer(), Layer(20)), recompute="block"),
+        # DeepSeek V4: windows of compressors, with blocks of their own
+        Setting(
+            fail=0.2, blocks=400, layers=(Layer(latent=True), Layer(8, 4, 1, True), Layer(32, 8, 1, True)), retention=0
+        ),
+        Setting(
+            fail=0.2, blocks=400, per_chunk=1, layers=(Layer(latent=True), Layer(8, 4, 2, True), Layer(8, 4, 1, True))
+        ),
     ],
-    ids=lambda setting: ",".join(str(value) for value in setting),
+    ids=lambda setting: ",".join(str(value) for value in setting._replace(layers=[one[:2] for one in setting.layers])),
 )
 def test_whatever_becomes_of_loads_every_block_chunk_and_token_is_right(setting, tiny, tmp_path):
     loaded = streamed = seed = 0
