@@ -1,4 +1,4 @@
-"""The way of an answer's bytes from a node's connection to the client's: without a task for each piece, which would take twice the time."""
+"""The way of an answer's bytes from a node's connection to the client's: without a task for each piece."""
 
 from __future__ import annotations
 

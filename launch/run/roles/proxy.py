@@ -6,6 +6,8 @@ import asyncio
 import ssl
 from collections.abc import Callable
 
+import uvloop
+
 from launch.discovery import View, open_directory
 from launch.operate.pool_lookups import hash_seeds, master_of, open_lookup, pool_bytes
 from launch.proxy.app import Proxy
@@ -57,7 +59,7 @@ def run_proxy(
         tracing=tracing,
     )
     try:
-        asyncio.run(_serve(config, proxy, tls, node, ready, on_stop))
+        uvloop.run(_serve(config, proxy, tls, node, ready, on_stop))
     finally:
         tracing.close()
 

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
+import resource
 import signal
 import time
 
@@ -21,6 +23,7 @@ from tests.support.proxy import (
     begin,
     cluster,
     decode_at,
+    decodes,
     disconnects,
     error_of,
     hangs,
@@ -109,6 +112,23 @@ def test_a_proxy_that_is_ready_has_asked_its_nodes(tmp_path):
     with proxy_process(tmp_path, decode_at("http://127.0.0.1:9")) as (url, _), pytest.raises(BadStatus) as found:
         fetch(f"{url}/health", 60.0)
     assert found.value.status == 503
+
+
+@scenario
+async def test_clients_beyond_the_file_descriptors_of_a_proxy_are_let_go_and_it_serves_the_next_ones(tmp_path):
+    async with Node(decodes) as node, aiohttp.ClientSession() as session:
+        with proxy_process(tmp_path, decode_at(node.url), direct_tokens=0) as (url, process):
+            limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+            few = len(os.listdir(f"/proc/{process.pid}/fd")) + 5
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (few, limits[1]))
+            clients = [await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])) for _ in range(20)]
+            assert await clients[-1][0].read() == b""
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+            async with session.post(url + "/v1/completions", json={"prompt": "x"}) as response:
+                assert response.status == 200
+            for _, writer in clients:
+                writer.close()
+                await writer.wait_closed()
 
 
 @scenario
