@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Names, Tokens
 from pd_cache.config import NodeSettings
@@ -25,7 +26,7 @@ from pd_cache.tiers import StorageBackend, open_backend
 from pd_cache.versions import FIRST, PRESENT, WeightsVersion
 from transfer.deadlines import Timeout, end_in
 
-Mask = torch.Tensor | Sequence[bool]
+Mask = Tensor | Sequence[bool]
 
 
 class BlockCache(Protocol):
@@ -124,7 +125,7 @@ _REMEMBERED = 4
 class _Pages(NamedTuple):
     """A set of KV tensors, and a copier for each shard that this rank holds."""
 
-    tensors: list[torch.Tensor]
+    tensors: list[Tensor]
     copiers: list[PagedCopier]
 
     def lend(self) -> contextlib.AbstractContextManager[list[PagedCopier]]:
@@ -274,7 +275,7 @@ class CacheEngine(PrefixLookup):
                 raise ValueError("no KV tensors: call register_kv_caches first")
             return self._registered
         tensors = layer_tensors(kv_caches)
-        if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise ValueError("kv_caches must hold one tensor a layer")
         # a copier keeps its tensors' memory alive, so no other tensor can get this address
         place = tuple((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
@@ -399,7 +400,7 @@ class PromptCache:
         tokens: Tokens | None = None,
         mask: Mask | None = None,
         *,
-        slot_mapping: torch.Tensor,
+        slot_mapping: Tensor,
         kv_caches: Any = None,
         hashes: Names | None = None,
         extra_keys: Iterable[ExtraKey] = (),
@@ -423,13 +424,13 @@ class PromptCache:
         tokens: Tokens | None = None,
         mask: Mask | None = None,
         *,
-        slot_mapping: torch.Tensor,
+        slot_mapping: Tensor,
         kv_caches: Any = None,
         hashes: Names | None = None,
         extra_keys: Iterable[ExtraKey] = (),
         session: str = "",
         timeout: Timeout = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Loads a prompt's chunks into the paged buffer, up to the first that the pool lacks.
 
         Returns a bool tensor [n] on the CPU: True for each token whose KV is now in the buffer, one contiguous run from the mask's first
@@ -448,7 +449,7 @@ class PromptCache:
         self,
         tokens: Tokens | None,
         mask: Mask | None,
-        slot_mapping: torch.Tensor,
+        slot_mapping: Tensor,
         hashes: Names | None,
         extra_keys: Iterable[ExtraKey],
     ) -> _Wanted:
@@ -458,7 +459,7 @@ class PromptCache:
         length = len(tokens) if tokens is not None else len(hashes or ()) * cache.block_size
         first = 0
         if mask is not None:
-            wanted = mask if isinstance(mask, torch.Tensor) else torch.tensor(list(mask), dtype=torch.bool)
+            wanted = mask if isinstance(mask, Tensor) else torch.tensor(list(mask), dtype=torch.bool)
             if wanted.dtype != torch.bool or tuple(wanted.shape) != (length,):
                 raise ValueError(f"mask must be {length} booleans, got {tuple(wanted.shape)} {wanted.dtype}")
             first = length - int(wanted.sum())
@@ -467,8 +468,8 @@ class PromptCache:
                     f"mask must be a False prefix of a whole number of chunks of {size} tokens, then True; got {first} "
                     f"False of {length}"
                 )
-        if not isinstance(slot_mapping, torch.Tensor) or tuple(slot_mapping.shape) != (length,):
-            shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, torch.Tensor) else type(slot_mapping).__name__
+        if not isinstance(slot_mapping, Tensor) or tuple(slot_mapping.shape) != (length,):
+            shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, Tensor) else type(slot_mapping).__name__
             raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
         end = len(names) * size
         return _Wanted(names[first // size :], Slots(slot_mapping[min(first, end) : end]), first, length)

@@ -22,8 +22,8 @@ different tensor-parallel size can use the same objects.
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -78,29 +78,29 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     dtype: str
     """E.g. `bfloat16`."""
 
-    @functools.cached_property
+    @cached_property
     def planes(self) -> int:
         """The number of planes of all layers: one or two a layer."""
         return self.layers * (2 if self.kind is PageKind.KV_OUTER else 1)
 
-    @functools.cached_property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of one block in one plane."""
         if self.kind is PageKind.OPAQUE:
             return self.piece_bytes
         return self.pieces * self.block_size * self.piece_bytes
 
-    @functools.cached_property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return self.planes * self.page_bytes
 
-    @functools.cached_property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers."""
         return self.block_bytes // self.block_size
 
-    @functools.cached_property
+    @cached_property
     def page_format(self) -> str:
         """The content of a page in a word, e.g. `heads_first.8x16x512`; part of the namespace."""
         return f"{self.kind.value}.{self.pieces}x{self.block_size}x{self.piece_bytes}"

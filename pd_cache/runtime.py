@@ -17,6 +17,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pd_cache.errors import PdCacheError
@@ -49,7 +50,7 @@ def _folders() -> list[Path]:
     return [shared]
 
 
-@contextlib.contextmanager
+@contextmanager
 def own_folder(path: Path | None = None) -> Iterator[int]:
     """Makes the folder (by default `runtime_folder()`) if it does not exist, and yields a descriptor of it.
 
@@ -68,7 +69,7 @@ def own_folder(path: Path | None = None) -> Iterator[int]:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
+@contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Makes a folder inside the runtime folder, and removes it at the end.
 
@@ -91,7 +92,7 @@ def temporary_folder() -> Iterator[Path]:
         os.close(holder)
 
 
-@contextlib.contextmanager
+@contextmanager
 def note(name: str, text: str) -> Iterator[str | None]:
     """Leaves `text` under `name` in the runtime folder for as long as the context lasts; see `read_note`.
 
@@ -146,7 +147,7 @@ def _read(name: str, folder: int) -> str | None:
         return file.read(_READ_LIMIT) if _locked(descriptor) else None
 
 
-@contextlib.contextmanager
+@contextmanager
 def lock_file(path: Path) -> Iterator[bool]:
     """Holds a lock on a file, which is removed afterwards. Yields False immediately if another process holds the lock.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from pd_cache.objects.cache import Deadline, ObjectCache, ObjectOutcome
+from pd_cache.objects.values import Name
 from transfer.calls import CallThreads
 from transfer.deadlines import Timeout
 from transfer.errors import Status
@@ -53,7 +54,7 @@ class AsyncObjectCache:
         """False while the cache is known to be unusable: calls then return at once."""
         return self.cache.available
 
-    async def put(self, name: str | bytes, value: AnyValue, *, timeout: Timeout = None) -> Status:
+    async def put(self, name: Name, value: AnyValue, *, timeout: Timeout = None) -> Status:
         """Stores a value: bytes, anything else with a contiguous buffer, or a tensor. Returns OK if other nodes can get it now.
 
         `timeout` is in seconds. Returns OK, too, if the name already has a value, whatever it is. Raises ValueError for a value longer
@@ -61,24 +62,24 @@ class AsyncObjectCache:
         """
         return (await self.put_many([name], [value], timeout=timeout))[0]
 
-    async def get(self, name: str | bytes, *, timeout: Timeout = None) -> bytes | None:
+    async def get(self, name: Name, *, timeout: Timeout = None) -> bytes | None:
         """Returns the bytes of a value, also of a tensor; None for a miss, or if `timeout` (s) is over. `get_many` says why."""
         return (await self.get_many([name], timeout=timeout))[0].value
 
-    async def get_tensor(self, name: str | bytes, *, timeout: Timeout = None) -> torch.Tensor | None:
+    async def get_tensor(self, name: Name, *, timeout: Timeout = None) -> torch.Tensor | None:
         """Returns a new tensor on the CPU, as it was put; None for a miss, for a value that is no tensor, or if `timeout` (s) is over."""
         return await self._call(self.cache.get_tensor, name, timeout=timeout, refused=lambda _: None)
 
-    async def exists(self, name: str | bytes, *, timeout: Timeout = None) -> bool:
+    async def exists(self, name: Name, *, timeout: Timeout = None) -> bool:
         """Returns whether there is a value; False, too, if `timeout` (s) is over. A get may still miss: of a long value, a part may be gone."""
         return (await self.exists_many([name], timeout=timeout))[0] is Status.OK
 
-    async def remove(self, name: str | bytes, *, timeout: Timeout = None) -> Status:
+    async def remove(self, name: Name, *, timeout: Timeout = None) -> Status:
         """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was none. `timeout` is in seconds."""
         return await self._call(self.cache.remove, name, timeout=timeout, refused=lambda status: status)
 
     async def put_many(
-        self, names: Sequence[str | bytes], values: Sequence[AnyValue], *, timeout: Timeout = None
+        self, names: Sequence[Name], values: Sequence[AnyValue], *, timeout: Timeout = None
     ) -> list[Status]:
         """Stores values, one for each name. Returns a status for each, as `put` does.
 
@@ -89,7 +90,7 @@ class AsyncObjectCache:
             self.cache.put_many, names, values, timeout=timeout, refused=lambda status: [status] * len(names)
         )
 
-    async def get_many(self, names: Sequence[str | bytes], *, timeout: Timeout = None) -> list[ObjectOutcome]:
+    async def get_many(self, names: Sequence[Name], *, timeout: Timeout = None) -> list[ObjectOutcome]:
         """Returns the bytes of each value, or the reason why there is none. `timeout` (s) bounds the whole call."""
         return await self._call(
             self.cache.get_many,
@@ -98,7 +99,7 @@ class AsyncObjectCache:
             refused=lambda status: [ObjectOutcome(None, status.value)] * len(names),
         )
 
-    async def exists_many(self, names: Sequence[str | bytes], *, timeout: Timeout = None) -> list[Status]:
+    async def exists_many(self, names: Sequence[Name], *, timeout: Timeout = None) -> list[Status]:
         """Returns OK or MISSING for each name, with one request; any other status says why the answer is unknown. `timeout` is in seconds."""
         return await self._call(
             self.cache.exists_many, names, timeout=timeout, refused=lambda status: [status] * len(names)

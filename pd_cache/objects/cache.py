@@ -27,6 +27,7 @@ from pd_cache.objects.values import (
     MOST_PARTS,
     OVERHEAD,
     Memory,
+    Name,
     PartHeader,
     TensorForm,
     ValueKeys,
@@ -75,7 +76,7 @@ class Deadline:
         self.end = end_in(timeout)
 
     @classmethod
-    def of(cls, timeout: float | Deadline | None) -> Deadline:
+    def of(cls, timeout: Until) -> Deadline:
         """Returns a deadline as it is; makes one from a number of seconds, or from None."""
         return timeout if isinstance(timeout, Deadline) else cls(timeout)
 
@@ -86,6 +87,10 @@ class Deadline:
     def cut(self) -> None:
         """Makes the deadline pass now. Any thread may call this. Does not interrupt a wait that has begun."""
         self.end = 0.0
+
+
+Until = float | Deadline | None
+"""The time for a call: seconds, or a deadline that another thread can cut; None for the configured time-outs."""
 
 
 class ObjectOutcome(NamedTuple):
@@ -200,18 +205,18 @@ class ObjectCache:
 
     # --- one value ------------------------------------------------------------------------------------------------
 
-    def put(self, name: str | bytes, value: AnyValue, *, timeout: float | Deadline | None = None) -> Status:
+    def put(self, name: Name, value: AnyValue, *, timeout: Until = None) -> Status:
         """Stores a value: bytes, anything else with a contiguous buffer, or a tensor. Returns OK if other nodes can get it now.
 
         Returns OK, too, if the name already has a value, whatever it is. Raises ValueError for a value longer than `most_bytes`.
         """
         return self.put_many([name], [value], timeout=timeout)[0]
 
-    def get(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> bytes | None:
+    def get(self, name: Name, *, timeout: Until = None) -> bytes | None:
         """Returns the bytes of a value, also of a tensor; None for a miss."""
         return self.get_many([name], timeout=timeout)[0].value
 
-    def get_tensor(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> torch.Tensor | None:
+    def get_tensor(self, name: Name, *, timeout: Until = None) -> torch.Tensor | None:
         """Returns a new tensor on the CPU, as it was put; None for a miss, or for a value that is no tensor."""
         import torch
 
@@ -233,11 +238,11 @@ class ObjectCache:
         (reason,) = self._read([name], [self._bounded(target)], timeout)
         return None if reason else memory[0]
 
-    def exists(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> bool:
+    def exists(self, name: Name, *, timeout: Until = None) -> bool:
         """Returns whether there is a value. A get may still miss: a part of a long value may be gone."""
         return self.exists_many([name], timeout=timeout)[0] is Status.OK
 
-    def remove(self, name: str | bytes, *, timeout: float | Deadline | None = None) -> Status:
+    def remove(self, name: Name, *, timeout: Until = None) -> Status:
         """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was none."""
         return self.remove_many([name], timeout=timeout)[0]
 
@@ -245,11 +250,11 @@ class ObjectCache:
 
     def put_many(
         self,
-        names: Sequence[str | bytes],
+        names: Sequence[Name],
         values: Sequence[AnyValue],
         *,
         forms: Sequence[TensorForm | None] | None = None,
-        timeout: float | Deadline | None = None,
+        timeout: Until = None,
     ) -> list[Status]:
         """Stores values. Returns a status for each, as `put` does. `timeout` (s) bounds the whole call; without it, the configured
         timeout bounds each transfer. `forms`: what `read_into` may ask for; by default that of each tensor.
@@ -280,7 +285,7 @@ class ObjectCache:
         self.metrics.outages("put", list(statuses.values()))
         return [statuses[first[head]] for head in heads]
 
-    def get_many(self, names: Sequence[str | bytes], *, timeout: float | Deadline | None = None) -> list[ObjectOutcome]:
+    def get_many(self, names: Sequence[Name], *, timeout: Until = None) -> list[ObjectOutcome]:
         """Returns the bytes of each value, or the reason why there is none. `timeout` as in `put_many`."""
         memory: dict[int, bytearray] = {}
 
@@ -299,11 +304,11 @@ class ObjectCache:
 
     def read_into(
         self,
-        names: Sequence[str | bytes],
+        names: Sequence[Name],
         buffers: Sequence[Any],
         *,
         forms: Sequence[TensorForm | None] | None = None,
-        timeout: float | Deadline | None = None,
+        timeout: Until = None,
     ) -> list[str]:
         """Reads each value into the caller's memory: contiguous writable buffers or CPU tensors, each exactly as long as its value.
 
@@ -328,7 +333,7 @@ class ObjectCache:
 
         return self._read(names, [target_of(index) for index in range(len(views))], timeout)
 
-    def exists_many(self, names: Sequence[str | bytes], *, timeout: float | Deadline | None = None) -> list[Status]:
+    def exists_many(self, names: Sequence[Name], *, timeout: Until = None) -> list[Status]:
         """Returns OK or MISSING for each name, with one request; any other status says why the answer is unknown.
 
         The pool protects what it finds from eviction until the lease ends, so ask only for what will be read.
@@ -340,7 +345,7 @@ class ObjectCache:
         self.metrics.outages("exists", statuses)
         return statuses
 
-    def remove_many(self, names: Sequence[str | bytes], *, timeout: float | Deadline | None = None) -> list[Status]:
+    def remove_many(self, names: Sequence[Name], *, timeout: Until = None) -> list[Status]:
         """Removes values. Parts of long ones stay until they are evicted; without the head they are never read."""
         heads = self._heads(names)
         if self._unusable:
@@ -376,7 +381,7 @@ class ObjectCache:
         """Whether it is closed. True in a forked child, too: the threads of its tiers do not exist there."""
         return self._closed or os.getpid() != self._process
 
-    def _heads(self, names: Sequence[str | bytes]) -> list[str]:
+    def _heads(self, names: Sequence[Name]) -> list[str]:
         if isinstance(names, str | bytes):
             raise ValueError(f"expected a sequence of names, got one name: {names!r:.80}")
         return self._keys.heads(names)
@@ -466,9 +471,7 @@ class ObjectCache:
             return []
         return staged
 
-    def _read(
-        self, names: Sequence[str | bytes], targets: Sequence[Target], timeout: float | Deadline | None
-    ) -> list[str]:
+    def _read(self, names: Sequence[Name], targets: Sequence[Target], timeout: Until) -> list[str]:
         """Reads values. Returns the reason of each miss; empty for a hit."""
         heads = self._heads(names)
         if self._unusable:

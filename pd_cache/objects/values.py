@@ -49,6 +49,10 @@ _STEP_BYTES = 512 << 10
 _DESCRIPTION = re.compile(r"([a-z][a-z0-9_]{0,30}):((?:0|[1-9][0-9]{0,18})(?:,(?:0|[1-9][0-9]{0,18})){0,8})?", re.ASCII)
 
 
+Name = str | bytes
+"""The name of a value."""
+
+
 class Scattered:
     """A value that lies in several places of the caller's memory, one after another."""
 
@@ -205,7 +209,7 @@ class ValueKeys:
         said = f"{KEY_FORMAT}\n{part_bytes}\n{namespace}".encode("utf-8", "surrogatepass")
         self.prefix = f"{KEY_FORMAT}/{hashlib.sha256(said).hexdigest()[:16]}/"
 
-    def heads(self, names: Sequence[str | bytes]) -> list[str]:
+    def heads(self, names: Sequence[Name]) -> list[str]:
         """Returns the keys of the heads. Raises ValueError for a name that is neither str nor bytes."""
         keys = []
         for name in names:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from pd_cache.chunks import Names, check_names
 from pd_cache.layout import KVLayout
@@ -19,7 +20,7 @@ from pd_cache.layout import KVLayout
 class Slots(NamedTuple):
     """Blocks of a paged cache, named by the places of their tokens, as engines do in their slot mappings."""
 
-    mapping: torch.Tensor
+    mapping: Tensor
     """int `[chunks * chunk_size]`: `block * block_size + offset` of each token. The tokens of a block follow one another."""
 
 
@@ -61,11 +62,11 @@ class PagedCopier(ABC):
         self.layout = layout
 
     @abstractmethod
-    def gather(self, blocks: torch.Tensor, out: torch.Tensor) -> PendingCopy:
+    def gather(self, blocks: Tensor, out: Tensor) -> PendingCopy:
         """Copies the chunk's blocks into `out`, a contiguous uint8 CPU tensor of exactly the chunk's bytes."""
 
     @abstractmethod
-    def scatter(self, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
+    def scatter(self, blocks: Tensor, source: Tensor) -> PendingCopy:
         """Copies `source`, in the layout that `gather` produces, into the chunk's blocks. Other blocks are untouched."""
 
     def close(self) -> None:  # noqa: B027 - only copiers with device resources have something to do
@@ -88,7 +89,7 @@ def leaving_out(*, loads: bool, keeps_tail: bool) -> LeavingOut:
 
 def plan(
     places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: LeavingOut = "nothing"
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Returns the blocks of each chunk, as copiers take them.
 
     `may_leave_out` says where blocks may be `LEFT_OUT`. Raises ValueError for places outside the cache, for places that occur twice, for places
@@ -116,7 +117,7 @@ def plan(
 
 def plan_named(
     names: Names, places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: LeavingOut
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Does the same for named chunks. Also raises ValueError for bad names, or for places of another number of chunks."""
     check_names(names)
     chunks = plan(places, layout, chunk_size, may_leave_out=may_leave_out)
@@ -125,7 +126,7 @@ def plan_named(
     return chunks
 
 
-def _blocks_of(places: Slots, size: int) -> torch.Tensor:
+def _blocks_of(places: Slots, size: int) -> Tensor:
     """Returns the blocks of a slot mapping. Raises ValueError unless it is of whole blocks of `size` tokens."""
     slots = _integers("slot_mapping", places.mapping)
     if slots.numel() % size:
@@ -139,7 +140,7 @@ def _blocks_of(places: Slots, size: int) -> torch.Tensor:
     return torch.where(left_out, LEFT_OUT, heads // size)
 
 
-def _integers(what: str, places: Sequence[int] | torch.Tensor) -> torch.Tensor:
+def _integers(what: str, places: Sequence[int] | Tensor) -> Tensor:
     """Returns a copy on the CPU, which the caller cannot change after the check."""
     try:
         blocks = torch.as_tensor(places if len(places) else torch.empty(0, dtype=torch.int64))
@@ -150,13 +151,13 @@ def _integers(what: str, places: Sequence[int] | torch.Tensor) -> torch.Tensor:
     return blocks.detach().to(device="cpu", dtype=torch.int64, copy=True)
 
 
-def check_payload(blocks: torch.Tensor, payload: torch.Tensor, layout: KVLayout) -> None:
+def check_payload(blocks: Tensor, payload: Tensor, layout: KVLayout) -> None:
     """Asserts that `payload` is as large as these blocks, and contiguous bytes on the CPU."""
     assert payload.numel() == blocks.numel() * layout.block_bytes
     assert (payload.dtype, payload.device.type, payload.is_contiguous()) == (torch.uint8, "cpu", True)
 
 
-def plane_bytes(tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[torch.Tensor]:
+def plane_bytes(tensors: Sequence[Tensor], layout: KVLayout) -> list[Tensor]:
     """Returns each plane of the tensors, from which `layout` was derived, as a uint8 view `[blocks, page_bytes]` of the engine's own memory."""
     planes = []
     for tensor in tensors:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from pd_cache.layout import Digest, KVLayout
 from pd_cache.paged.base import CopyDone, PagedCopier, PendingCopy, check_payload, plane_bytes
@@ -50,7 +51,7 @@ class _Places(NamedTuple):
 class CpuPagedCopier(PagedCopier):
     """Copies synchronously, on the calling thread."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], layout: KVLayout) -> None:
+    def __init__(self, tensors: Sequence[Tensor], layout: KVLayout) -> None:
         super().__init__(layout)
         planes = plane_bytes(tensors, layout)
         places = [int(value) for plane in planes for value in (plane.storage_offset(), plane.stride(0))]
@@ -59,7 +60,7 @@ class CpuPagedCopier(PagedCopier):
         self._own = threading.local()
         self._groups = [group.numpy().view(self._dtype) for group in _stack(planes)]
 
-    def gather(self, blocks: torch.Tensor, out: torch.Tensor) -> PendingCopy:
+    def gather(self, blocks: Tensor, out: Tensor) -> PendingCopy:
         digest = Digest()
         for planes, places, part in self._steps(blocks, out):
             if places.in_place:
@@ -73,7 +74,7 @@ class CpuPagedCopier(PagedCopier):
                 part[...] = pages
         return CopyDone(digest.intdigest())
 
-    def scatter(self, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
+    def scatter(self, blocks: Tensor, source: Tensor) -> PendingCopy:
         digest = Digest()
         for planes, places, part in self._steps(blocks, source):
             if places.in_place:
@@ -90,7 +91,7 @@ class CpuPagedCopier(PagedCopier):
                 self._write(planes, places, pages)
         return CopyDone(digest.intdigest())
 
-    def _steps(self, blocks: torch.Tensor, payload: torch.Tensor) -> Iterator[tuple[Array, _Places, Array]]:
+    def _steps(self, blocks: Tensor, payload: Tensor) -> Iterator[tuple[Array, _Places, Array]]:
         """Cuts a chunk object into contiguous parts `[planes, blocks, elements of a page]`, in order.
 
         Yields for each part the engine's planes, the places of its blocks, and the part itself.
@@ -147,7 +148,7 @@ class CpuPagedCopier(PagedCopier):
         return memory[:count].reshape(shape)
 
 
-def _stack(planes: list[torch.Tensor]) -> list[torch.Tensor]:
+def _stack(planes: list[Tensor]) -> list[Tensor]:
     """Returns the planes as `[planes, blocks, page_bytes]` views: one view if they are evenly spaced in one storage, otherwise one each."""
     first = planes[0]
     starts = [plane.storage_offset() for plane in planes]

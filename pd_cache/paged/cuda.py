@@ -36,6 +36,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVLayout, checksum
@@ -84,7 +85,7 @@ class PageMover:
     A page moves as the widest elements that its size and the address of every plane allow.
     """
 
-    def __init__(self, planes: Sequence[torch.Tensor], layout: KVLayout) -> None:
+    def __init__(self, planes: Sequence[Tensor], layout: KVLayout) -> None:
         """`planes` are those that `plane_bytes` returned; they are kept, so that the memory outlives the addresses taken here."""
         self._planes = planes
         rows = [[plane.data_ptr(), plane.stride(0)] for plane in planes]
@@ -92,7 +93,7 @@ class PageMover:
         width = math.gcd(8, layout.page_bytes, *(value for row in rows for value in row))
         self._element, self._elements = _ELEMENTS[width], layout.page_bytes // width
 
-    def move(self, blocks: torch.Tensor, payload: torch.Tensor, *, gather: bool) -> None:
+    def move(self, blocks: Tensor, payload: Tensor, *, gather: bool) -> None:
         """Enqueues on the current stream a copy of the blocks' pages into `payload`, a contiguous uint8 device tensor, or the converse.
 
         The blocks are on the device, too. Nothing is checked: the kernel follows them wherever they point.
@@ -118,7 +119,7 @@ class _Track:
     chunk so far, and a sixteenth of a chunk for each call in flight are all the device memory needed.
     """
 
-    def __init__(self, planes: Sequence[torch.Tensor], layout: KVLayout) -> None:
+    def __init__(self, planes: Sequence[Tensor], layout: KVLayout) -> None:
         self._lock = threading.Lock()
         device = planes[0].device
         self.stream, self._mixer = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -138,7 +139,7 @@ class _Track:
                 self.stream.synchronize()
                 raise
 
-    def bounce(self, nbytes: int) -> torch.Tensor:
+    def bounce(self, nbytes: int) -> Tensor:
         """Returns `nbytes` of the bounce buffer. Call while the stream is current."""
         if self._bounce.numel() < nbytes:
             self._bounce = self._bounce.new_empty(0)  # free the old one before the larger one is allocated
@@ -146,14 +147,14 @@ class _Track:
                 self._bounce = torch.empty(nbytes, dtype=torch.uint8, device=self.stream.device)
         return self._bounce[:nbytes]
 
-    def upload(self, blocks: torch.Tensor) -> torch.Tensor:
+    def upload(self, blocks: Tensor) -> Tensor:
         """Returns the blocks on the device. Call while the stream is current.
 
         torch's pinned allocator reuses the host copy only after the stream has read it.
         """
         return blocks.contiguous().pin_memory().to(self.stream.device, non_blocking=True)
 
-    def checksum(self, bounce: torch.Tensor) -> _Checksum | None:
+    def checksum(self, bounce: Tensor) -> _Checksum | None:
         """Begins the checksum of what the stream has put into the bounce buffer so far. Returns None for sizes whose checksum the host has to
         take. Call while the stream is current."""
         if not Xxh3.takes(bounce.numel()):
@@ -179,14 +180,14 @@ class _Checksum(NamedTuple):
 
     mixer: torch.cuda.Stream
     hash: Xxh3
-    lanes: torch.Tensor
+    lanes: Tensor
 
 
 class _Recorded:
     """A pending copy that ends when the stream has reached this point, and the checksum is there. Raises an error that a kernel or copy met on
     the device."""
 
-    def __init__(self, stream: torch.cuda.Stream, payload: torch.Tensor, found: _Checksum | None) -> None:
+    def __init__(self, stream: torch.cuda.Stream, payload: Tensor, found: _Checksum | None) -> None:
         """`payload` is the chunk object on the host."""
         # blocking: the waiting thread sleeps, where torch's default spins on a core that the engine needs
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -211,14 +212,14 @@ class CudaPagedCopier(PagedCopier):
     checked again.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], layout: KVLayout) -> None:
+    def __init__(self, tensors: Sequence[Tensor], layout: KVLayout) -> None:
         super().__init__(layout)
         planes = plane_bytes(tensors, layout)
         self._device = planes[0].device
         self._tracks = [_Track(planes, layout) for _ in range(4)]
         self._out, self._in = itertools.cycle(self._tracks[:2]), itertools.cycle(self._tracks[2:])
 
-    def gather(self, blocks: torch.Tensor, out: torch.Tensor) -> PendingCopy:
+    def gather(self, blocks: Tensor, out: Tensor) -> PendingCopy:
         check_payload(blocks, out, self.layout)
         caller = torch.cuda.current_stream(self._device)
         track = next(self._out)
@@ -231,7 +232,7 @@ class CudaPagedCopier(PagedCopier):
             out.view(-1).copy_(bounce, non_blocking=out.is_pinned())
             return _Recorded(track.stream, out, found)
 
-    def scatter(self, blocks: torch.Tensor, source: torch.Tensor) -> PendingCopy:
+    def scatter(self, blocks: Tensor, source: Tensor) -> PendingCopy:
         check_payload(blocks, source, self.layout)
         caller = torch.cuda.current_stream(self._device)
         track = next(self._in)

@@ -11,6 +11,7 @@ import struct
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _MASK = (1 << 64) - 1
 _PRIME32_1, _PRIME32_2, _PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
@@ -95,7 +96,7 @@ class Xxh3:
         """Returns whether payloads of this size can be hashed: those of whole words, and long enough for XXH3's long form."""
         return nbytes >= _SHORTEST and nbytes % 8 == 0
 
-    def add_up(self, payload: torch.Tensor) -> torch.Tensor:
+    def add_up(self, payload: Tensor) -> Tensor:
         """Reads `payload`, uint8 on the device, on the current stream. Returns what `mix` needs of it."""
         rows = self._blocks + 2
         sums = torch.empty((rows, 8), dtype=torch.int64, device=payload.device)
@@ -105,13 +106,13 @@ class Xxh3:
         )
         return sums
 
-    def mix(self, sums: torch.Tensor) -> torch.Tensor:
+    def mix(self, sums: Tensor) -> Tensor:
         """Returns, on the device and by the current stream, the lanes that `merge` takes."""
         lanes = self._start.clone()
         _mix[(1,)](sums, self._secret, lanes, self._blocks, AHEAD=_AHEAD, num_warps=1)
         return lanes
 
-    def merge(self, lanes: torch.Tensor) -> int:
+    def merge(self, lanes: Tensor) -> int:
         """Returns the hash. `lanes` are on the host."""
         value = self.nbytes * _PRIME64_1
         keys = struct.unpack_from("<8Q", _SECRET, _MERGE)
@@ -124,6 +125,6 @@ class Xxh3:
         return value ^ value >> 32
 
 
-def _to_tensor(words: bytes, device: torch.device) -> torch.Tensor:
+def _to_tensor(words: bytes, device: torch.device) -> Tensor:
     """Returns 64-bit words as int64, of which torch has all operations."""
     return torch.frombuffer(bytearray(words), dtype=torch.int64).to(device)

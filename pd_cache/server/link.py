@@ -13,7 +13,6 @@ read wakes the waiting thread.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -21,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,7 +80,7 @@ class _Wire:
 
     def send(self, frames: list[bytes]) -> None:
         """Sends without waiting, unless the socket cannot take the message now. Call with the lock held."""
-        with contextlib.suppress(zmq.ZMQError):  # full, not connected, or closed
+        with suppress(zmq.ZMQError):  # full, not connected, or closed
             self.socket.send_multipart(frames, _NOW)
 
     def receive(self) -> list[bytes] | None:
@@ -100,7 +100,7 @@ class _Wire:
             ready = self._poll.poll(0)
         for descriptor, _ in ready or self._poll.poll(timeout * 1000):
             if descriptor == self._wakeup:
-                with contextlib.suppress(BlockingIOError):
+                with suppress(BlockingIOError):
                     os.eventfd_read(self._wakeup)
 
     def wake(self) -> None:
@@ -284,7 +284,7 @@ class ClientLink:
         if self._unix is not None:
             poll.register(self._unix, select.POLLIN)
         poll.poll(timeout * 1000)
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             os.eventfd_read(self._nudged)
         if self._unix is None:
             return False
@@ -461,7 +461,7 @@ class ServerLink:
         with self._lock:
             connections = dict(self._connections)
         for one in (self._listener, *connections):
-            with contextlib.suppress(OSError):  # not connected any more
+            with suppress(OSError):  # not connected any more
                 one.shutdown(socket.SHUT_RDWR)
         for thread in (self._receiver, self._acceptor, *connections.values()):
             thread.join(left(end))

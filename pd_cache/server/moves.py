@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
@@ -125,8 +126,8 @@ class MappedTensors:
                     self._release()
             return self._lock.wait_for(lambda: not self._users, timeout)
 
-    def _map(self, request: Register, descriptors: list[int]) -> list[torch.Tensor]:
-        bases: list[torch.Tensor] = []
+    def _map(self, request: Register, descriptors: list[int]) -> list[Tensor]:
+        bases: list[Tensor] = []
         for storage in request.storages:
             if isinstance(storage, CudaStorage):
                 bases.append(import_cuda(storage))
@@ -147,7 +148,7 @@ class MappedTensors:
         self.fence.close()
 
 
-def _view(view: TensorView, bases: list[torch.Tensor]) -> torch.Tensor:
+def _view(view: TensorView, bases: list[Tensor]) -> Tensor:
     dtype = getattr(torch, view.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise SharingError(f"{view.dtype!r} is not a torch dtype")
