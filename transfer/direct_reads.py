@@ -1,4 +1,4 @@
-"""Reads of objects in peers' memory over a transfer engine of our own. The caller sleeps until the bytes have come.
+"""Reads of objects in peers' memory over a transfer engine of our own, for TCP only. The caller sleeps until the bytes have come.
 
 Mooncake's client asks for a transfer's state without a pause, which takes a core from other programs (docs/mooncake.md, "It waits by
 spinning"). The client still does some reads:

@@ -123,10 +123,10 @@ def _levels(
 
 def _up(second: MooncakeBackend) -> Callable[[], bool]:
     """Returns a function that returns False while a second pool is known to be unusable. The function keeps nothing alive."""
-    opened, reached = weakref.ref(second.memory), weakref.ref(second.store)
+    reached = weakref.ref(second)
 
     def up() -> bool:
-        memory, store = opened(), reached()
-        return memory is None or memory.pool.closed or store is None or store.available
+        pool = reached()
+        return pool is None or pool.memory.pool.closed or pool.available
 
     return up
