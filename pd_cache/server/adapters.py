@@ -235,14 +235,14 @@ class WorkerAdapter:
         engine reports it again (as vLLM does with asynchronous scheduling). A request without a store is returned immediately. Failed
         requests are included: see `get_block_ids_with_load_errors`.
         """
-        self._stores = [move for move in self._stores if not move.pending.query()]
-        ended = [move for move in self._retrieves if move.pending.query()]
-        self._retrieves = [move for move in self._retrieves if move not in ended]
-        for move in ended:
-            self._bad_blocks.update(move.blocks[move.pending.wait().chunks * self._blocks_per_chunk :])
-        retrieved = {move.request_id for move in ended} - {move.request_id for move in self._retrieves}
+        self._stores = [op for op in self._stores if not op.pending.query()]
+        ended = [op for op in self._retrieves if op.pending.query()]
+        self._retrieves = [op for op in self._retrieves if op not in ended]
+        for op in ended:
+            self._bad_blocks.update(op.blocks[op.pending.wait().chunks * self._blocks_per_chunk :])
+        retrieved = {op.request_id for op in ended} - {op.request_id for op in self._retrieves}
         self._waiting |= {request_id for request_id in finished_req_ids_from_engine if request_id not in self._reported}
-        stored = self._waiting - {move.request_id for move in self._stores}
+        stored = self._waiting - {op.request_id for op in self._stores}
         self._waiting -= stored
         self._reported.update(dict.fromkeys(stored))
         while len(self._reported) > _REMEMBERED:

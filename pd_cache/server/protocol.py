@@ -204,7 +204,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
     """The weights version to look in."""
 
 
-class Move(Message, frozen=True):
+class BlockRequest(Message, frozen=True):
     """Chunks of a request, and the blocks from or to which they are copied. The blocks of the first chunk come first.
 
     A retrieve may leave out blocks at the start that the engine already holds.
@@ -224,11 +224,11 @@ class Move(Message, frozen=True):
     """For a store, the label of the weights that computed the blocks; for a retrieve, the label with which the chunks were found."""
 
 
-class Store(Move, frozen=True, tag="store"):
+class Store(BlockRequest, frozen=True, tag="store"):
     """Stores chunks from the blocks. The answer is `Stored`."""
 
 
-class Retrieve(Move, frozen=True, tag="retrieve"):
+class Retrieve(BlockRequest, frozen=True, tag="retrieve"):
     """Loads chunks into the blocks, and releases what the session protects for this worker. The answer is `Loaded`."""
 
 

@@ -27,11 +27,11 @@ from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found
 from pd_cache.runtime import RuntimeFolderError, lock_file, own_folder, runtime_folder
+from pd_cache.server.clients import Client, turns
 from pd_cache.server.fence import AbandonedError
 from pd_cache.server.link import Incoming, ServerLink
 from pd_cache.server.lookups import LookupJob, Sessions, answer_lookups
 from pd_cache.server.models import ServedModels
-from pd_cache.server.moves import Client, turns
 from pd_cache.server.protocol import (
     Answer,
     Done,
@@ -188,9 +188,9 @@ class CacheServer:
         self._clients: dict[bytes, Client] = {}
         self._lock = threading.Lock()
         self._lookups: WorkQueue[LookupJob] = WorkQueue(MAX_IN_FLIGHT)
-        self._moves: WorkQueue[Iterator[Answer | None]] = WorkQueue(MAX_IN_FLIGHT)
+        self._copies: WorkQueue[Iterator[Answer | None]] = WorkQueue(MAX_IN_FLIGHT)
         running = Gauge("pd_cache_server_running", "Operations that wait or run", registry=self.metrics.registry)
-        running.set_function(lambda: self._lookups.in_flight + self._moves.in_flight)
+        running.set_function(lambda: self._lookups.in_flight + self._copies.in_flight)
         self._stop = threading.Event()
         self._closed = False
         with contextlib.ExitStack() as stack:
@@ -200,7 +200,7 @@ class CacheServer:
             self._resources = stack.pop_all()
         self._threads = [threading.Thread(target=self._keep_house, name="pd-cache-house", daemon=True)]
         for index in range(node.threads):
-            work, name = (self._move, f"pd-cache-move-{index}") if index else (self._find, "pd-cache-find")
+            work, name = (self._copy, f"pd-cache-copy-{index}") if index else (self._find, "pd-cache-find")
             self._threads.append(threading.Thread(target=work, name=name, daemon=True))
         for thread in self._threads:
             thread.start()
@@ -223,7 +223,9 @@ class CacheServer:
                 return
             self._closed = True
         self._stop.set()
-        for incoming in [one.incoming for one in self._lookups.close()] + [one.incoming for one in self._moves.close()]:
+        for incoming in [one.incoming for one in self._lookups.close()] + [
+            one.incoming for one in self._copies.close()
+        ]:
             self._link.answer(incoming.client, incoming.number, _CLOSING)
         end = time.monotonic() + self.settings.transfer.timeouts.close_ms / 1000
         for model in self.models:
@@ -265,7 +267,7 @@ class CacheServer:
             return None
         if isinstance(request, Store | Retrieve):
             end = time.monotonic() + request.patience_ms / 1000
-            if not self._moves.put(Item(incoming, client, turns(client, request, self.sessions, end))):
+            if not self._copies.put(Item(incoming, client, turns(client, request, self.sessions, end))):
                 raise self._busy()
             return None
         if isinstance(request, EndSession):
@@ -318,15 +320,15 @@ class CacheServer:
             for item in items:
                 self._lookups.finished(item)
 
-    def _move(self) -> None:
+    def _copy(self) -> None:
         """A thread that stores and retrieves."""
-        while items := self._moves.take():
+        while items := self._copies.take():
             incoming, client, job = items[0]
             answer: Answer | None = None
             try:
                 if not client.gone:
                     answer = next(job)
-                    if answer is None and self._moves.put_back(items[0]):
+                    if answer is None and self._copies.put_back(items[0]):
                         continue
                     answer = answer or _CLOSING
             except RefusalError as refusal:
@@ -336,7 +338,7 @@ class CacheServer:
             except Exception as error:  # an error of one operation must not end the thread
                 log.exception("an operation failed")
                 answer = failed(error)
-            self._moves.finished(items[0])
+            self._copies.finished(items[0])
             if answer is not None:
                 self._link.answer(incoming.client, incoming.number, answer)
 
@@ -353,7 +355,7 @@ class CacheServer:
     def _forget(self, client: Client) -> None:
         client.gone = True
         self._lookups.discard(client)
-        self._moves.discard(client)
+        self._copies.discard(client)
         self.sessions.end_client(client.hello.client)
         client.leave()
 

@@ -27,9 +27,9 @@ from pd_cache.paged import host_pin, open_copier
 from pd_cache.paged.base import plane_bytes
 from pd_cache.paged.cpu import CpuPagedCopier
 from pd_cache.reasons import Loaded, StoreOutcome
+from pd_cache.server.clients import MappedTensors, Worker
 from pd_cache.server.fence import Fence, FenceView
 from pd_cache.server.memory import close_all, share_tensors
-from pd_cache.server.moves import MappedTensors, Worker
 from pd_cache.server.protocol import Register, Retrieve, Store
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StoreOp
 from pd_cache.vllm.worker import WorkerSide

@@ -172,7 +172,7 @@ def test_a_load_of_what_was_found_with_earlier_weights_is_a_miss_whatever_is_the
 
 @pytest.mark.parametrize("label", [None, "w1"])
 def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(pool, tmp_path, model, monkeypatch, label):
-    monkeypatch.setattr("pd_cache.server.moves.TURN_BYTES", 1)
+    monkeypatch.setattr("pd_cache.server.clients.TURN_BYTES", 1)
     with served(pool, tmp_path) as server, Engine(server.url, model) as engine:
         wait_for(lambda: all(backend.available for backend in server.models.backends), "the server's pool")
         engine.store("a", TOKENS)

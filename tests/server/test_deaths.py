@@ -75,7 +75,7 @@ def test_kill_9_of_an_engine_frees_sessions_pins_mappings_and_shared_memory(serv
             process.send(signal.SIGKILL)
             wait_for(lambda: len(server._clients) == 2 and not server.sessions.pinned, "it being forgotten")
             wait_for(
-                lambda: shared_maps() == maps and not (server._lookups.in_flight or server._moves.in_flight),
+                lambda: shared_maps() == maps and not (server._lookups.in_flight or server._copies.in_flight),
                 "its memory being unmapped",
             )
         wait_for(lambda: shared_files() <= files, "its files being closed")

@@ -12,13 +12,13 @@ import torch
 
 from pd_cache.errors import LayoutError
 from pd_cache.server import memory
+from pd_cache.server.clients import MappedTensors
 from pd_cache.server.fence import AbandonedError, Fence, FenceView
 from pd_cache.server.memory import (
     SharingError,
     close_all,
     share_tensors,
 )
-from pd_cache.server.moves import MappedTensors
 from pd_cache.server.protocol import CpuStorage, CudaStorage, Register, Retrieve, Store, decode_request, encode
 from tests.support.kv import KINDS_WITH_TOKENS, make_cache, same_tensors
 from tests.support.made import made

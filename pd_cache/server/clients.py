@@ -30,10 +30,10 @@ from pd_cache.server.memory import SharingError, import_cuda, on_device, own_str
 from pd_cache.server.models import EngineGroup, Model, ServedModels
 from pd_cache.server.protocol import (
     Answer,
+    BlockRequest,
     CudaStorage,
     Done,
     Hello,
-    Move,
     RefusalError,
     Register,
     Retrieve,
@@ -91,7 +91,7 @@ class MappedTensors:
     @contextlib.contextmanager
     def copiers(
         self,
-        move: Move,
+        request: BlockRequest,
         end: float,
         on_stream: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> Iterator[Sequence[PagedCopier]]:
@@ -104,8 +104,8 @@ class MappedTensors:
                 raise AbandonedError
             self._users += 1
         try:
-            passing = self.fence.writing if isinstance(move, Retrieve) else self.fence.reading
-            with passing(move.slot, move.ticket), on_stream():
+            passing = self.fence.writing if isinstance(request, Retrieve) else self.fence.reading
+            with passing(request.slot, request.ticket), on_stream():
                 yield self._copiers
         finally:
             with self._lock:
@@ -167,7 +167,7 @@ class Worker(NamedTuple):
     rank: int
     tensors: MappedTensors
 
-    def begin(self, request: Move, end: float) -> tuple[ChunkRun, Pages]:
+    def begin(self, request: BlockRequest, end: float) -> tuple[ChunkRun, Pages]:
         """Returns the chunks of a request, and their pages. No copy begins after `end`.
 
         Raises RefusalError, before anything moves, if the request does not fit the layout.
@@ -264,7 +264,7 @@ class Client:
         return worker.tensors.unmap(timeout)
 
 
-def turns(client: Client, request: Move, sessions: Sessions, end: float) -> Iterator[Answer | None]:
+def turns(client: Client, request: BlockRequest, sessions: Sessions, end: float) -> Iterator[Answer | None]:
     """Stores or retrieves in turns, one for each `next`. Yields None after each turn but the last, and then the answer.
 
     The engine gives the request up at `end`. A retrieve releases the chunks that its session in `sessions` holds for the client. Raises
