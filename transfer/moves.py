@@ -230,8 +230,8 @@ class Moves:
             there = [buffers[key] for key in asked.keys]
             found = direct.read(
                 [
-                    Read(one.transport_endpoint, one.buffer_address, address, one.size)
-                    for one, address in zip(there, asked.addresses, strict=True)
+                    Read(buffer.transport_endpoint, buffer.buffer_address, address, buffer.size)
+                    for buffer, address in zip(there, asked.addresses, strict=True)
                 ],
                 time.monotonic() + _GIVES_UP_AFTER_S,
             )

@@ -95,7 +95,7 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             try:
                 value = msgspec.convert(value, kind, dec_hook=decode_custom)
             except msgspec.ValidationError as error:
-                metas = (one for one in typing.get_args(kind) if isinstance(one, Meta) and one.description)
+                metas = (meta for meta in typing.get_args(kind) if isinstance(meta, Meta) and meta.description)
                 allowed = next((f"must be {meta.description}" for meta in metas), error)
                 raise ValueError(f"{name}: {value!r}: {allowed}") from None
             msgspec.structs.force_setattr(self, name, value)

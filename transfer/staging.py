@@ -202,7 +202,7 @@ class StagingPool:
     def forget(self, client: RegistersMemory) -> None:
         """Registers no more memory with this client, which is about to be closed."""
         with self._registering:
-            self._clients = [one for one in self._clients if one is not client]
+            self._clients = [other for other in self._clients if other is not client]
 
     def forfeit(self, slots: Sequence[Slot]) -> None:
         """Gives up the memory of these leased slots for good, because a transfer that was given up may still use it.

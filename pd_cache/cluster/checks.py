@@ -229,8 +229,8 @@ def _vllm_problems(config: ClusterConfig, engine: VllmEngineConfig) -> Iterator[
             if name.replace("_", "-") in COUNTS and (type(value) is not int or value < 0):
                 yield Problem((*where, name), "must be a whole number, without quotes")
             if variable := SECRET_VARIABLES.get(name.replace("_", "-")):
-                one = value[0] if isinstance(value, list) and len(value) == 1 else value
-                if isinstance(one, list) or (isinstance(one, bool) and variable == "VLLM_API_KEY"):
+                text = value[0] if isinstance(value, list) and len(value) == 1 else value
+                if isinstance(text, list) or (isinstance(text, bool) and variable == "VLLM_API_KEY"):
                     yield Problem((*where, name), f"must be a single text: pd-cache passes it to vLLM in {variable}")
     if config.shards > MAX_SHARDS:
         message = f"the tensor-parallel sizes cut a chunk into {config.shards} parts; at most {MAX_SHARDS} are allowed"

@@ -62,7 +62,9 @@ def further_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
     """Yields problems with which `nodes` start all the same: hosts that cannot be resolved, disks that cannot be written."""
     named: list[tuple[KeyPath, str]] = [(("nodes", n, "host"), node.host) for n, node in enumerate(config.nodes)]
     if isinstance(config.discovery, EtcdDiscovery):
-        named += [(("discovery", "endpoints", n), host_of(one)) for n, one in enumerate(config.discovery.endpoints)]
+        named += [
+            (("discovery", "endpoints", n), host_of(endpoint)) for n, endpoint in enumerate(config.discovery.endpoints)
+        ]
     for path, host in named:
         try:
             socket.getaddrinfo(host, None, socket.AF_INET)
@@ -73,7 +75,7 @@ def further_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
     caching = config.caching_nodes()
     for index, tier in enumerate(config.cache.tiers):
         if isinstance(tier, DiskTier) and any(node in caching for node in nodes):
-            folder = next(one for one in (Path(tier.path), *Path(tier.path).parents) if one.exists())
+            folder = next(path for path in (Path(tier.path), *Path(tier.path).parents) if path.exists())
             if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
                 what = "cannot be written by this user" if folder.is_dir() else "is no folder"
                 yield Problem(("cache", "tiers", index, "path"), f"{folder} {what} on this machine")

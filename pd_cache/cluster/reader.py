@@ -191,25 +191,25 @@ def _problems(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
         msgspec.convert(value, kind, dec_hook=decode_custom)
     except msgspec.ValidationError as error:
         inside = list(_problems_inside(kind, value, path))
-        said = str(error)
-        yield from inside or [Problem(path, _in_words(kind, value, path) or said[0].lower() + said[1:400])]
+        message = str(error)
+        yield from inside or [Problem(path, _in_words(kind, value, path) or message[0].lower() + message[1:400])]
 
 
 def _problems_inside(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
     allowed = list(_alternatives(kind))
-    structs = [one for one in allowed if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+    structs = [choice for choice in allowed if isinstance(choice, type) and issubclass(choice, msgspec.Struct)]
     if structs and isinstance(value, dict):
         yield from _problems_in_section(structs, value, path)
         return
-    for one in allowed:
-        if isinstance(value, dict) and typing.get_origin(one) is dict:
-            names, values = typing.get_args(one)
+    for choice in allowed:
+        if isinstance(value, dict) and typing.get_origin(choice) is dict:
+            names, values = typing.get_args(choice)
             for key, part in value.items():
                 yield from _problems(names, key, path)
                 yield from _problems(values, part, (*path, key))
-        elif isinstance(value, list) and typing.get_origin(one) in (list, tuple):
+        elif isinstance(value, list) and typing.get_origin(choice) in (list, tuple):
             for index, part in enumerate(value):
-                yield from _problems(typing.get_args(one)[0], part, (*path, index))
+                yield from _problems(typing.get_args(choice)[0], part, (*path, index))
 
 
 def _problems_in_section(
@@ -225,7 +225,7 @@ def _problems_in_section(
             return
         named = [struct for struct in structs if struct.__struct_config__.tag == value[tag]]
         if not named:
-            yield Problem((*path, tag), _one_of([str(one.__struct_config__.tag) for one in structs], value[tag]))
+            yield Problem((*path, tag), _one_of([str(struct.__struct_config__.tag) for struct in structs], value[tag]))
             return
         allowed = [tag, *named[0].__struct_encode_fields__]
         structs = named
@@ -252,10 +252,10 @@ def _in_words(kind: Any, value: Any, path: KeyPath) -> str | None:
     unit = _TIMES.get(str(path[-1]).rpartition("_")[2]) if path else None
     if unit and isinstance(value, str):
         return f"must be a number of {unit}, without a unit"
-    bounds = [one for one in allowed if isinstance(one, msgspec.Meta)]
-    for one in allowed:
-        if typing.get_origin(one) is Literal:
-            options = [str(option) for option in typing.get_args(one)]
+    bounds = [part for part in allowed if isinstance(part, msgspec.Meta)]
+    for part in allowed:
+        if typing.get_origin(part) is Literal:
+            options = [str(option) for option in typing.get_args(part)]
             if int not in allowed:
                 return _one_of(options, value)
             least = next((f" of at least {bound.ge}" for bound in bounds if bound.ge is not None), "")
@@ -279,7 +279,7 @@ def _near(word: str, options: list[str], hint: str) -> str:
 def _alternatives(kind: Any) -> Iterator[Any]:
     """Yields the types that an annotation allows, and their constraints (`msgspec.Meta`)."""
     if typing.get_origin(kind) in (typing.Annotated, typing.Union, types.UnionType):
-        for one in typing.get_args(kind):
-            yield from _alternatives(one)
+        for part in typing.get_args(kind):
+            yield from _alternatives(part)
     else:
         yield kind

@@ -208,7 +208,7 @@ def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
     }
     known = sorted((record for record in nodes if record.fingerprint), key=lambda record: record.name)
     spaces = {
-        record.name: frozenset([record.fingerprint, *(one.fingerprint() for one in record.cache_namespaces[1:])])
+        record.name: frozenset([record.fingerprint, *(space.fingerprint() for space in record.cache_namespaces[1:])])
         for record in known
     }
     counts = Counter(spaces.values())
@@ -275,7 +275,9 @@ def _difference(here: NodeRecord, there: NodeRecord) -> str:
     mine: Mapping[str, str | int]
     theirs: Mapping[str, str | int]
     if here.fingerprint == there.fingerprint:
-        mine, theirs = ({f"layers {one.group}": one.keeps for one in of.cache_namespaces[1:]} for of in (here, there))
+        mine, theirs = (
+            {f"layers {space.group}": space.keeps for space in of.cache_namespaces[1:]} for of in (here, there)
+        )
         why = "what one stores of those, the other cannot load"
     else:
         mine, theirs = here.namespace or {}, there.namespace or {}

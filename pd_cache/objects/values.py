@@ -206,8 +206,8 @@ class ValueKeys:
         """
         if not isinstance(namespace, str):
             raise ValueError(f"a namespace must be a str, got {type(namespace).__name__}")
-        said = f"{KEY_FORMAT}\n{part_bytes}\n{namespace}".encode("utf-8", "surrogatepass")
-        self.prefix = f"{KEY_FORMAT}/{hashlib.sha256(said).hexdigest()[:16]}/"
+        identity = f"{KEY_FORMAT}\n{part_bytes}\n{namespace}".encode("utf-8", "surrogatepass")
+        self.prefix = f"{KEY_FORMAT}/{hashlib.sha256(identity).hexdigest()[:16]}/"
 
     def heads(self, names: Sequence[Name]) -> list[str]:
         """Returns the keys of the heads. Raises ValueError for a name that is neither str nor bytes."""

@@ -460,9 +460,9 @@ class ServerLink:
         self._wire.wake()
         with self._lock:
             connections = dict(self._connections)
-        for one in (self._listener, *connections):
+        for unix in (self._listener, *connections):
             with suppress(OSError):  # not connected any more
-                one.shutdown(socket.SHUT_RDWR)
+                unix.shutdown(socket.SHUT_RDWR)
         for thread in (self._receiver, self._acceptor, *connections.values()):
             thread.join(left(end))
 

@@ -121,9 +121,16 @@ class ServedModels:
         layer_groups: list[EngineIdentity | FurtherLayers] = [engine, *engine.further]
         return [
             EngineGroup(
-                engine.model, one.world_size, one.shards_per_rank, one.block_size, mode, seed, chunk_size, one.layers
+                engine.model,
+                part.world_size,
+                part.shards_per_rank,
+                part.block_size,
+                mode,
+                seed,
+                chunk_size,
+                part.layers,
             )
-            for one in layer_groups
+            for part in layer_groups
         ]
 
     def serve(self, group: EngineGroup, layout: KVLayout, client: str, object_sizes: Sequence[int] = ()) -> Model:
@@ -205,7 +212,7 @@ class ServedModels:
         there is no place otherwise, because other nodes have chunks in it."""
         used = {id(model.mover.backend) for model in self if model.workers}
         idle = [size for size, backend in self._backends.items() if id(backend) not in used]
-        for size in sorted(idle, key=lambda one: one == self._segment_of):
+        for size in sorted(idle, key=lambda size: size == self._segment_of):
             if size != self._segment_of or len(self._backends) >= _MAX_BACKENDS:
                 self._close(size)
 

@@ -120,9 +120,9 @@ class EngineIdentity(Struct, frozen=True, kw_only=True):
             hash_seed=cache.hash_seed,
             layers=metadata.group,
             further=tuple(
-                FurtherLayers(one.group, one.block_size, one.world_size, one.shards_per_rank)
-                for one in further
-                if one.group is not None
+                FurtherLayers(metadata.group, metadata.block_size, metadata.world_size, metadata.shards_per_rank)
+                for metadata in further
+                if metadata.group is not None
             ),
         )
 

@@ -223,8 +223,8 @@ class CacheServer:
                 return
             self._closed = True
         self._stop.set()
-        for incoming in [one.incoming for one in self._lookups.close()] + [
-            one.incoming for one in self._copies.close()
+        for incoming in [item.incoming for item in self._lookups.close()] + [
+            item.incoming for item in self._copies.close()
         ]:
             self._link.answer(incoming.client, incoming.number, _CLOSING)
         end = time.monotonic() + self.settings.transfer.timeouts.close_ms / 1000
@@ -289,12 +289,12 @@ class CacheServer:
         cache = self.settings.cache
         groups = self.models.groups(hello.engine)
         group = groups[0]
-        for one in groups:
-            if one.chunk_size % one.block_size:
+        for layers in groups:
+            if layers.chunk_size % layers.block_size:
                 raise RefusalError(
                     "mismatch",
-                    f"this server's chunks have {one.chunk_size} tokens, which is not a multiple of the engine's block size "
-                    f"{one.block_size}",
+                    f"this server's chunks have {layers.chunk_size} tokens, which is not a multiple of the engine's block size "
+                    f"{layers.block_size}",
                 )
         with self._lock:
             self._clients.setdefault(identity, Client(hello, groups))

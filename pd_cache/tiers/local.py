@@ -162,8 +162,8 @@ class LocalBackend(StorageBackend):
     def _put(self, key: str, item: Staged) -> Status:
         item.seal(key)
         refusal, evicted = self.index.reserve(key)
-        for one in evicted:
-            one.release()
+        for victim in evicted:
+            victim.release()
         self._metrics.evicted(len(evicted))
         if refusal is not None:
             item.release()
