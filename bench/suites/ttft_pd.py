@@ -10,26 +10,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import random
-import shutil
 import statistics
-import subprocess
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import click
 import msgspec
 
+from bench.lib.links import Place, linked
 from bench.lib.model import VOCABULARY
 from bench.lib.report import Check, at_most
-from bench.lib.vllm_server import BLOCK, CHUNK, ENV, READY_S, OpenAIServer, Peer, connector_flag, vllm_server
-from launch.run.supervise import Program, Supervisor, end, spawn_child
+from bench.lib.vllm_server import BLOCK, CHUNK, READY_S, OpenAIServer, Peer, connector_flag, vllm_server
+from launch.run.supervise import Program, Supervisor
 from launch.run.up import choose_ports, program_of, quiet
 from pd_cache.cluster import (
     ClusterConfig,
@@ -53,77 +50,6 @@ COMPUTED = ("vllm:prompt_tokens_by_source_total", "source", "local_compute")
 COLUMNS = ("prefill_ms", "after_prefill_ms", "first_token_ms", "step_ms", "computed")
 STEP = 512
 """The most tokens of a step. However early the rest was moved, the last step's KV is moved after the prefill's end."""
-_COMMANDS = ("ip", "tc", "unshare", "nsenter")
-
-
-class Place(NamedTuple):
-    """The place of a node and all its processes."""
-
-    host: str
-    core: int
-    port: int
-    enter: tuple[str, ...]
-    gpu: bool
-    """Whether the node computes on a GPU. Otherwise it gets only its core."""
-    device: str = ""
-    """The link's end here."""
-
-    @property
-    def env(self) -> dict[str, str]:
-        """The environment of its vLLM. Without UCX_TLS, NIXL would go past the link, through the machine's memory."""
-        hosts = dict.fromkeys(("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST"), self.host)
-        ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + self.core)}
-        return {**ENV, "VLLM_CPU_OMP_THREADS_BIND": str(self.core), **hosts, **ports, "UCX_TLS": "tcp"}
-
-    @property
-    def before(self) -> tuple[str, ...]:
-        """A command that runs another one there."""
-        return self.enter if self.gpu else (*self.enter, "taskset", "-c", str(self.core))
-
-
-@contextmanager
-def linked(rate: str | None, *, gpu: bool) -> Iterator[tuple[Place, Place]]:
-    """Yields the prefill node's place and the decode node's. `rate`, as `tc` writes it, is that of their link in each direction; None means
-    loopback. Raises ClickException if this user or machine cannot have such a link."""
-    if rate is None:
-        yield Place("127.0.0.1", 0, 0, (), gpu), Place("127.0.0.1", 1, 0, (), gpu)
-        return
-    if os.geteuid() != 0 or not all(map(shutil.which, _COMMANDS)):
-        needs = f"it needs root, and the commands {', '.join(_COMMANDS)}"
-        raise click.ClickException(f"--link makes a network namespace: {needs}")
-    # the namespaces and the link end with this process; UCX reads in /sys which devices there are
-    script = "mount -t sysfs sysfs /sys && echo && exec sleep infinity"
-    holder = spawn_child(("unshare", "--net", "--mount", "sh", "-c", script), stdout=subprocess.PIPE)
-    assert holder.stdout is not None
-    try:
-        holder.stdout.readline()
-        number = os.getpid() % 256
-        enter = ("nsenter", f"--target={holder.pid}", "--net", "--mount")
-        here = Place(f"198.18.{number}.1", 0, 0, (), gpu, f"pd-bench-{number}")
-        there = Place(f"198.18.{number}.2", 1, 8000, enter, gpu, "eth0")
-        _run("ip", "link", "add", here.device, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
-        for place in (here, there):
-            _run(*place.enter, "ip", "addr", "add", f"{place.host}/30", "dev", place.device)
-            _run(*place.enter, "ip", "link", "set", place.device, "up")
-        limit((here, there), rate)
-        _run(*there.enter, "ip", "link", "set", "lo", "up")
-        yield here, there
-    finally:
-        end([holder], 0)
-        holder.stdout.close()
-
-
-def limit(places: Iterable[Place], rate: str) -> None:
-    """Gives the link between two places of `linked` another rate."""
-    shape = ("root", "tbf", "rate", rate, "burst", "128k", "latency", "100ms")
-    for place in places:
-        _run(*place.enter, "tc", "qdisc", "replace", "dev", place.device, *shape)
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    if done.returncode:
-        raise click.ClickException(f"--link: {' '.join(command)}: {done.stderr.strip()}")
 
 
 Ask = Callable[[Sequence[int]], tuple[float, float]]

@@ -1,7 +1,7 @@
 """`bench ttft` by device: what runs with vLLM is in tests/vllm."""
 
+from bench.lib.links import linked
 from bench.suites.ttft import arguments
-from bench.suites.ttft_pd import linked
 
 
 def test_on_a_gpu_two_servers_fit_and_no_limit_of_cpus_is_set():
