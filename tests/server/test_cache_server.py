@@ -16,7 +16,7 @@ from pd_cache.errors import CacheServerError, ServerRefusedError
 from pd_cache.layout import PageKind, shard_tensors
 from pd_cache.paged.base import Slots
 from pd_cache.reasons import Found, StoreOutcome
-from pd_cache.server import lookups, moves
+from pd_cache.server import clients, lookups
 from pd_cache.server import server as cache_server
 from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 from pd_cache.server.client import RemoteCache
@@ -135,7 +135,7 @@ def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(server, engi
     keys = model.database.keys(model.database.name_chunks(tokens))
     before = server.sessions.pinned
     for turn in (1 << 30, 1):
-        monkeypatch.setattr(moves, "TURN_BYTES", turn)
+        monkeypatch.setattr(clients, "TURN_BYTES", turn)
         engine.store(name, tokens)
         assert engine.lookup(name, tokens) == 3 * CHUNK
         assert engine.retrieve(name, tokens, first_block=10) == set()
