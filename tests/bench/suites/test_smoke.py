@@ -17,7 +17,7 @@ RUNS = {
     ),
     "proxy": (
         ("--streams", "4", "--tokens", "4", "--rounds", "3", "--open", "10"),
-        "proxy_adds_first_ms proxy_adds_total_ms decision_ms",
+        "proxy_adds_first_ms proxy_adds_total_ms proxy_event_us decision_ms",
     ),
     "tiers": (
         ("--chunk", "64KiB", "--rounds", "3"),
