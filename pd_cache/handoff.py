@@ -80,6 +80,9 @@ class TierMatch(Struct, frozen=True):
         )
 
 
+_ANY_TIER = (TierMatch(),)
+
+
 class _Params(Struct, frozen=True):
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
@@ -114,11 +117,13 @@ class Handoff(Struct, frozen=True):
     """The most tokens to load beyond those at hand, as in vLLM's own connectors; None for any number."""
     max_offload_tokens: int | None = None
     """The most tokens to store, from the start of the prompt."""
-    load_tiers: tuple[TierMatch, ...] = (TierMatch(),)
+    load_tiers: tuple[TierMatch, ...] = _ANY_TIER
     """The tiers from which to load."""
 
     def allows(self, tiers: TierChunks) -> bool:
         """Returns whether everything lies in tiers from which the request loads."""
+        if self.load_tiers == _ANY_TIER:
+            return True
         named = (("CPU", "LOCAL"), ("STORAGE", "LOCAL"), (None, "REMOTE"))
         return all(
             not count or any(match.matches(*tier) for match in self.load_tiers)
