@@ -128,7 +128,8 @@ class CallThreads:
     def submit(
         self, function: Callable[..., T], deadline: float, on_end: Callable[[], None] | None = None, *args: Any
     ) -> Call[T] | None:
-        """Queues the call `function(*args)`. Returns None, after running `on_end`, if every thread is late, spare ones included, or `limit` calls are ahead."""
+        """Queues the call `function(*args)`. If every thread is late, with the spare ones, or `limit` calls are ahead, runs `on_end` and returns
+        None."""
         call = Call(self, function, args, deadline, on_end)
         with self._lock:
             self._relieve()
