@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pd_cache.chunks import CacheMetadata, LayerGroup
-from pd_cache.vllm.layers import KeptLayers
+from pd_cache.vllm.layers import NO_DRAFT, kept_layers, parts_of, specs_of
 
 BLOCK = 256
 """Tokens per block of the layers that keep every token."""
@@ -85,25 +85,21 @@ def planning() -> Any:
 
 
 def metadata_of(model: str, groups: Sequence[Any]) -> list[CacheMetadata]:
-    """Returns what the connector for vLLM would say of these groups: those that keep every token come first."""
-    found = []
-    for number, group in enumerate(groups):
-        spec = group.kv_cache_spec.first_spec
-        reach = getattr(spec, "sliding_window", None) or 0
-        tail = KeptLayers(number, spec.block_size, "window" if reach else "full", reach).tail(BLOCK)
-        layers = LayerGroup(layers=str(number), keeps=f"the last {reach} tokens" if reach else "every token", tail=tail)
-        found.append(
-            CacheMetadata(
-                model=model,
-                kv_dtype="uint8",
-                page_format="opaque",
-                layers=len(group.layer_names),
-                block_size=spec.block_size,
-                page_bytes=spec.page_size_bytes,
-                group=layers,
-            )
+    """Returns what the connector for vLLM would say about the parts of these groups."""
+    config: Any = SimpleNamespace(kv_cache_groups=groups)
+    return [
+        CacheMetadata(
+            model=model,
+            kv_dtype="uint8",
+            page_format="opaque",
+            layers=len(names),
+            block_size=BLOCK // part.kept_blocks(BLOCK),
+            page_bytes=specs_of(groups[kept.number])[names[0]].page_size_bytes,
+            group=LayerGroup(layers=names[0], keeps=part.kind, tail=part.tail(BLOCK)),
         )
-    return sorted(found, key=lambda metadata: metadata.group is not None and metadata.group.tail)
+        for kept in kept_layers(config)
+        for part, names in parts_of(kept, config, NO_DRAFT)
+    ]
 
 
 @contextmanager

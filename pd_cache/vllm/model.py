@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     MambaSpec,
@@ -56,11 +57,18 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     for layer, spec in specs.items():
         if type(spec) not in _RESTORED:
             known = ", ".join(kind.__name__.removesuffix("Spec") for kind in _RESTORED)
-            hint = "; --disable-hybrid-kv-cache-manager may keep all its layers in one group" if len(groups) > 1 else ""
+            every = "; with --disable-hybrid-kv-cache-manager, the layer keeps every token, and can be restored"
+            hint = every if isinstance(spec, ChunkedLocalAttentionSpec) else ""
             raise UnsupportedModelError(
                 f"{name}: its layer {layer} has a {type(spec).__name__}; pd-cache restores {known}{hint}"
             )
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    unshared = [
+        layer
+        for group in groups
+        if not group.enable_kv_transfer or not group.kv_cache_spec.prefix_cacheable or group.host_resident
+        for layer in group.layer_names
+    ]
     reasons = {
         "context parallelism spreads a block's tokens over ranks": (
             getattr(parallel, "decode_context_parallel_size", 1) > 1
@@ -78,10 +86,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         "mamba_cache_mode is not align, in which vLLM keeps the states at the ends of blocks": any(
             isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in specs.values()
         ),
-        "some of its layers keep KV that vLLM does not share between requests": any(
-            not group.enable_kv_transfer or not group.kv_cache_spec.prefix_cacheable or group.host_resident
-            for group in groups
-        ),
+        f"its layer {''.join(unshared[:1])} keeps KV that vLLM does not share between requests": bool(unshared),
         "vLLM itself does not reuse prefixes of its prompts": not vllm_config.model_config.is_prefix_caching_supported,
         "without AMX, vLLM's MLA on CPUs ignores the KV of earlier steps, so that what was loaded would not be used": (
             current_platform.is_cpu()

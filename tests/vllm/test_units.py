@@ -234,6 +234,10 @@ def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
         return vllm.ChunkedLocalAttentionSpec(**attention, attention_chunk_size=64)
     if kind == "sink":
         return vllm.SinkFullAttentionSpec(**attention, sink_len=4)
+    if kind == "ring":
+        return vllm.CircularBufferSpec(**attention)
+    if kind == "replayed":
+        return vllm.SlidingWindowMLASpec(**attention, sliding_window=window, bounded_replay=True)
     if kind == "mixed":
         return vllm.UniformTypeKVCacheSpecs.from_specs({"a": further_spec("full"), "b": further_spec("sink")})
     mode = "none" if kind == "none" else "align"
@@ -249,6 +253,8 @@ def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
         ({"others": ["window", "state"]}, None),
         ({"others": ["local"]}, "ChunkedLocalAttentionSpec.*--disable-hybrid-kv-cache-manager"),
         ({"others": ["sink"]}, "layer 1 has a SinkFullAttentionSpec"),
+        ({"others": ["ring"]}, "layer 1 has a CircularBufferSpec"),
+        ({"others": ["replayed"]}, "layer 1 keeps KV that vLLM does not share between requests"),
         ({"others": ["mixed"]}, "layer b has a SinkFullAttentionSpec"),
         ({"others": ["none"]}, "mamba_cache_mode is not align"),
         ({"scratch": True}, "does not share between requests"),
