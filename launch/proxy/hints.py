@@ -178,7 +178,7 @@ class Hints:
         kind, config, client = action.action_type, self._config, exchange.client
         action.check()
         if not config.max_share:
-            raise ApiError(400, "proxy.hints.max_share is 0")
+            raise HintRefusedError("proxy.hints.max_share is 0")
         payload = bytes(action.payload)
         check_fields(payload)
         given, fields = decode_json(payload, HintPayload), decode_json(payload, dict[str, msgspec.Raw])
@@ -190,21 +190,21 @@ class Hints:
                 lambda key, pin: key[0] == client and (pin.target == last if last else key[1] == given.action_id)
             )
             if not ended:
-                raise ApiError(400, "this client has no such pin at this proxy")
+                raise HintRefusedError("this client has no such pin at this proxy")
             return done(action.action_id, (), released=ended)
         if kind == "kv.prefetch":
             if not fields.keys() & set(PROMPTS):
-                raise ApiError(400, f"a node needs the prompt itself: give one of {', '.join(PROMPTS)}")
+                raise HintRefusedError(f"a node needs the prompt itself: give one of {', '.join(PROMPTS)}")
             named = await self._target(fields, given, exchange)
             node = await self._prefetch(exchange, self._completion(fields), named)
             tokens = len(named.names) * named.chunk_tokens
             return done(action.action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=node)
         if given.ttl_s is None:
-            raise ApiError(400, "ttl_s is missing: for how many seconds the prompt is to be kept")
+            raise HintRefusedError("ttl_s is missing: for how many seconds the prompt is to be kept")
         named = await self._target(fields, given, exchange)
         room, renewed = await self._room(), await self._direct.renew(())
         if renewed is None or renewed[0][0] != named.fingerprint or named.pool_tokens is None:
-            raise ApiError(400, "the pool does not answer")
+            raise HintRefusedError("the pool does not answer")
         ttl_s, own_room = min(given.ttl_s, config.max_ttl_s), self._tenant_room(client.tenant)
         bound = f"{room * self._direct.chunk_bytes} bytes, each client no more than are free"
         if own_room is not None:
@@ -212,7 +212,7 @@ class Hints:
         pin = Pin(named.names, named.names[-1], renewed[0], self._clock() + ttl_s, given.once)
         chunks = self.pins.retain((client, action.action_id), pin, room, own_room)
         if not chunks:
-            raise ApiError(400, f"there are pins for all that they may take: {bound}")
+            raise HintRefusedError(f"there are pins for all that they may take: {bound}")
         why = [f"max_ttl_s is {config.max_ttl_s:g}"] * (ttl_s < given.ttl_s)
         why += [f"all pins may take {bound}"] * (chunks < len(named.names))
         tokens = chunks * named.chunk_tokens
@@ -222,17 +222,17 @@ class Hints:
         """Returns the prompt that an action is about. It has at least one whole chunk."""
         given = [field for field in TARGETS if field in payload]
         if len(given) > 1 or (not given and exchange.known is None):
-            raise ApiError(400, f"the payload must have exactly one of {', '.join(TARGETS)}")
+            raise HintRefusedError(f"the payload must have exactly one of {', '.join(TARGETS)}")
         named = exchange.known
         direct = self._direct
         if direct.model is not None and given and known.model not in (None, direct.model):
-            raise ApiError(400, f"only prompts for the model {direct.model} can be named here")
+            raise HintRefusedError(f"only prompts for the model {direct.model} can be named here")
         if known.block_hashes is not None and self._keys.has_tenants:
-            raise ApiError(400, "block_hashes name prompts of any tenant, and this proxy has tenants")
+            raise HintRefusedError("block_hashes name prompts of any tenant, and this proxy has tenants")
         if known.request_id is not None:
             recent = self._recent.get((exchange.client, known.request_id))
             if recent is None:
-                raise ApiError(400, "this proxy does not know the prompt of such a request of this client (any more)")
+                raise HintRefusedError("this proxy knows no such request of this client, or none any more")
             named = await direct.look_up_again(recent, known.request_id)
         elif known.block_hashes is not None:
             named = await direct.look_up_blocks([*map(bytes.fromhex, known.block_hashes)], "hint")
@@ -241,13 +241,13 @@ class Hints:
             completion.isolate(exchange.client.tenant)
             named = (await self._hops.judge(exchange, completion, completion.prompt(), name=True))[1]
         if named is None or isinstance(named, str):
-            raise ApiError(400, f"the prompt cannot be named: {named or direct.blind}")
+            raise HintRefusedError(f"the prompt cannot be named: {named or direct.blind}")
         if not named.names:
-            raise ApiError(400, f"the prompt has {named.tokens} tokens: no whole chunk of {named.chunk_tokens}")
+            raise HintRefusedError(f"the prompt has {named.tokens} tokens: no whole chunk of {named.chunk_tokens}")
         return named
 
     def _completion(self, payload: dict[str, msgspec.Raw]) -> Completion:
-        """Returns the request whose prompt an action names. Raises ApiError if it names none."""
+        """Returns the request whose prompt an action names. Raises ApiError or HintRefusedError if it names none."""
         fields = {"prompt" if field == "tokens" else field: raw for field, raw in payload.items()}
         for field in ("ttl_s", "once", "action_id"):
             fields.pop(field, None)
@@ -255,18 +255,18 @@ class Hints:
             fields.setdefault("model", msgspec.Raw(msgspec.json.encode(self._direct.model)))
         completion = Completion(msgspec.json.encode(fields), prompt="messages" if "messages" in payload else "prompt")
         if "tokens" in payload and completion.token_ids() is None:
-            raise ApiError(400, "tokens must be a list of token ids")
+            raise HintRefusedError("tokens must be a list of token ids")
         return completion
 
     async def _room(self) -> int:
-        """Returns how many chunks all pins may have. Raises ApiError if that is not known."""
+        """Returns how many chunks all pins may have. Raises HintRefusedError if that is not known."""
         async with self._asking:  # a master that hangs takes one thread, however many hints come
             if self._clock() - self._asked >= self.renew_s:
                 with suppress(OSError, ValueError):
                     self._pool = await asyncio.to_thread(self._pool_bytes, self._view)
                 self._asked = self._clock()
         if self._pool is None:
-            raise ApiError(400, "the size of the pool is not known: no master has answered")
+            raise HintRefusedError("the size of the pool is not known: no master has answered")
         share = self._pool * self._config.max_share / self._proxies
         return min(self._direct.most_chunks, int(share / self._direct.chunk_bytes))
 
@@ -297,28 +297,30 @@ class Hints:
     async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt) -> str | None:
         """Has the decode node that a request with this prompt would get load it, and hold it for `PREFETCH_S`; the request will go there.
 
-        Returns the node's URL, or None if this client may not see it. Raises ApiError, which says why not, if no node does.
+        Returns the node's URL, or None if this client may not see it. Raises HintRefusedError, which says why not, if no node does.
         """
         if not named.pool_tokens:
-            raise ApiError(400, "the pool has nothing of it" if named.pool_tokens == 0 else "the pool does not answer")
+            raise HintRefusedError(
+                "the pool does not answer" if named.pool_tokens is None else "the pool has nothing of it"
+            )
         completion.isolate(exchange.client.tenant)
         now, pool, last = time.monotonic(), self._hops.pools["decode"], named.names[-1]
         node = pool.pick(now)
         if node is None:
-            raise ApiError(400, "no decode node can be asked")
+            raise HintRefusedError("no decode node can be asked")
         streams = pool.streams(node)
         if not streams and not self._direct.grouped:
-            raise ApiError(400, "decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)")
+            raise HintRefusedError("decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)")
         if not streams and not self._direct.why(named.tokens, named.pool_tokens):
-            raise ApiError(400, "a decode node would compute it, because the pool lacks too much of it (docs/hints.md)")
+            raise HintRefusedError("a decode node would compute it: the pool lacks too much of it (docs/hints.md)")
         holder = exchange.client.holder
         held = sum(prefetched.holder == holder for prefetched in self._prefetched.values())
         if not fair(holder, held, _MOST_PREFETCHED - len(self._prefetched)):
-            raise ApiError(400, f"of {_MOST_PREFETCHED} prefetches, none is free, or this client has as many as are")
+            raise HintRefusedError(f"of {_MOST_PREFETCHED} prefetches, none is free, or this client has as many as are")
         body, name = completion.for_stream() if streams else completion.for_load(), f"-prefetch-{last.hex()[:8]}"
         stream = self._hops.stream(exchange, node, completion.path, body, name, PREFETCH_S)
         if stream is None:
-            raise ApiError(400, "other requests take all the memory for bodies")
+            raise HintRefusedError("other requests take all the memory for bodies")
         if last in self._prefetched:
             self._prefetched[last].stream.cancel()
         self._prefetched[last] = prefetched = Prefetched(holder, node, stream)
@@ -327,9 +329,8 @@ class Hints:
             if self._prefetched.get(last) is prefetched:
                 del self._prefetched[last]
 
-        def failed() -> (
-            bool
-        ):  # a cancelled stream has given way to its request, or to another stream of the same prompt
+        def failed() -> bool:
+            # a cancelled stream has given way to its request, or to another stream of the same prompt
             return stream.done() and not stream.cancelled() and (streams or stream.result() != 200)
 
         stream.add_done_callback(lambda _: ended() if failed() else None)
@@ -339,7 +340,7 @@ class Hints:
         if failed():
             status = stream.result()
             why = {0: "no answer", 200: "no room"}.get(status, f"status {status}")
-            raise ApiError(400, f"the decode node does not load it: {why}")
+            raise HintRefusedError(f"the decode node does not load it: {why}")
         return node if self._keys.may_watch(exchange.request.headers.get("Authorization")) else None
 
     # --- leases --------------------------------------------------------------------------------------------------

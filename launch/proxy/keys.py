@@ -97,6 +97,10 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+_ANYTHING, _UNKNOWN = TenantConfig(), TenantConfig(pins=0)
+"""What a client without a tenant may have, and a tenant that the file does not name."""
+
+
 class Keys:
     def __init__(self, config: ProxyConfig, files: WatchedFiles) -> None:
         """Reads the files that the configuration names, and reads them again whenever `files` sees a change.
@@ -161,7 +165,7 @@ class Keys:
     def limits(self, tenant: str) -> TenantConfig:
         """Returns what a tenant may have. The pins of a tenant that the file does not name any more end."""
         known = self.tenants or {}
-        return known.get(tenant, TenantConfig(pins=0) if known and tenant else TenantConfig())
+        return known.get(tenant, _UNKNOWN if known and tenant else _ANYTHING)
 
     def may_watch(self, authorization: str | None) -> bool:
         """Returns whether the client may see answers that name nodes."""
@@ -260,9 +264,8 @@ class _WatchedFile(msgspec.Struct):
             self.changed = self.refused = None
             return
         if digests != self.changed:
-            self.changed = (
-                digests  # half of a file can be valid, so a change is loaded when the next look finds the same
-            )
+            # half of a file can be valid, so a change is loaded when the next look finds the same
+            self.changed = digests
             return
         try:
             self.load()

@@ -248,7 +248,7 @@ def hint_of(text):
         ('kv.retain {"ttl_s": 9}', "exactly one of tokens, prompt, messages, block_hashes, request_id"),
         ('kv.retain {"tokens": IDS, "prompt": TEXT, "ttl_s": 9}', "exactly one of"),
         ('kv.retain {"request_id": "r", "tokens": IDS, "ttl_s": 9}', "exactly one of"),
-        ('kv.retain {"request_id": "r", "ttl_s": 9}', "does not know the prompt of such a request"),
+        ('kv.retain {"request_id": "r", "ttl_s": 9}', "knows no such request of this client"),
         ('kv.retain {"request_id": null, "ttl_s": 9}', "missing"),
         ('kv.retain {"block_hashes": [], "ttl_s": 9}', "no whole chunk"),
         ('kv.retain {"block_hashes": ["xyz"], "ttl_s": 9}', "block_hashes"),
