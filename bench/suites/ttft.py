@@ -301,16 +301,16 @@ def measure_links(
         whole = (MasterNode(name="master", host=here.host, port=0, metrics_port=0), store)
         config = stack.enter_context(cluster_here(ClusterConfig(name="bench", nodes=whole))).config
         place = [there._replace(port=there.port + number) for number in range(3)]
-        always, auto = (
-            starting_ours(model, flags, config.master, folder, load, place[number])
+        ours = {
+            load: starting_ours(model, flags, config.master, folder, load, place[number])
             for number, load in enumerate(get_args(Load))
-        )
+        }
         theirs = starting_theirs(model, flags, config.master_address, folder, place[0])
 
         def plain(node: str) -> AbstractContextManager[str]:
             return vllm(model, flags, {}, at=place[2] if node == "b" else None)
 
-        for ways in ({"always": always, "auto": auto, "no cache": plain}, {"theirs": theirs}):
+        for ways in ({**ours, "no cache": plain}, {"theirs": theirs}):
             with next(iter(ways.values()))("a") as url:
                 for prompt in stored:
                     OpenAIServer(url).first_token(prompt)
