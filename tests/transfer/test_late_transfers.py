@@ -50,7 +50,7 @@ with MooncakeStore(settings, master=sys.argv[1]) as store:
         slot.view[:] = bytes([9]) * SIZE
     print("reused", flush=True)
     # the store node goes on, and with it the transfers
-    wait_for(lambda: any(7 in bytes(pages) for pages in memory._forfeited), 90, "the late bytes")
+    wait_for(lambda: any(7 in bytes(pages) for pages in memory._forfeited), "the late bytes")
     assert all(bytes(slot.view) == bytes([9]) * SIZE for slot in others), "late bytes in a slot of another"
     for slot in others:
         slot.release()
