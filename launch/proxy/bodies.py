@@ -24,8 +24,8 @@ from pd_cache.handoff import Announcement, write_params
 
 P = TypeVar("P")
 _COPIES = 2
-"""How often a body is in memory: as the client sent it, and as the node under way gets it. What is parsed is a third copy, for one body at
-a time."""
+"""How often a body is in memory: as the client sent it, and as the node under way gets it. The parsed body is a third copy, for one body at a
+time."""
 _SMALL = 256 << 10
 """The most bytes of a small body: 64k tokens of text, or a chat of many turns."""
 

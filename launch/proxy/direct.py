@@ -44,7 +44,7 @@ class Pool(NamedTuple):
     """The namespaces of the model's layer groups. The first group names the chunks."""
     master: str
     model: str | None = None
-    """The `model` that requests for it name; requests for others, such as a LoRA adapter, have KV of other names. None for all."""
+    """The `model` of requests that can be looked up: the KV of others, such as a LoRA adapter, has other names. None for all."""
 
 
 OpenLookup = Callable[[Pool], LookupClient]
@@ -76,12 +76,12 @@ class DirectRule:
         self._used: Pool | str | None = None
         self._client: LookupClient | None = None
         self._opened: tuple[Pool, LookupClient] | None = None
-        """The last client, kept while the pool is not known: of each that is closed, the process keeps 26 MiB."""
+        """The last client, kept while the pool is not known: a closed client leaves 26 MiB in the process."""
         self._namer: PromptNamer | None = None
         self._keys_per_chunk = 1
         """How many objects a chunk has, in all groups of layers."""
         self.chunk_bytes = 1
-        """Their payloads' size."""
+        """The size of their payloads together."""
         self.wants_names = False
         """Whether prompts have to be named although they are not looked up."""
         self.blind = "nothing is known of the pool yet"
@@ -146,7 +146,7 @@ class DirectRule:
         return isinstance(self._used, Pool) and len(self._used.namespaces) > 1
 
     def can_tell(self, model: str | None, tokens: int) -> bool:
-        """Returns whether `look_up` can say more of such a prompt for `model`, and routing or hints would use it."""
+        """Returns whether `look_up` can say more about such a prompt for `model`, and routing or hints would use it."""
         if self._namer is None or tokens > _MAX_TOKENS or (self._client is None and not self.wants_names):
             return False
         return self.model is None or model in (None, self.model)

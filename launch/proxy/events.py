@@ -1,4 +1,4 @@
-"""What each prefill node's own cache holds, as its KV events say; and `/query`, which says it to other routers.
+"""What each prefill node's own cache holds, by its KV events; and `/query`, which reports it to other routers.
 
 A block is known by 64 bits of its hash. A node's blocks are a set for each medium, so that to forget a node is to drop its sets. A set takes
 about 100 bytes a block. All sets together have at most `most_blocks`: after that, further blocks are not noted, until others are removed. A
@@ -124,7 +124,7 @@ class KnownRank:
 class KnownCache:
     """What the caches of one node's data-parallel ranks hold, and what requests under way are about to put there.
 
-    vLLM chooses the rank of a request by its load alone. So what a node is said to have is what it may find."""
+    vLLM chooses a request's rank by load alone, so a request may find less than the node has."""
 
     def __init__(self, room: Callable[[], int], ranks: int = 1) -> None:
         """`room()`: how many more blocks may be noted, of all caches together."""
@@ -132,7 +132,7 @@ class KnownCache:
         self._under_way: dict[int, int] = {}
         """Blocks of prompts that were sent to the node and are not answered yet, and of how many."""
         self.fingerprint: str | None = None
-        """That of the namespace in which the node names its blocks, if that is known."""
+        """The fingerprint of the namespace in which the node names its blocks, if that is known."""
 
     def __len__(self) -> int:
         return sum(map(len, self.ranks))
@@ -157,7 +157,7 @@ class KnownCache:
         return prompt.blocks
 
     def end(self, begun: Sequence[int]) -> None:
-        """Notes that it has done so, or failed to. What it then has, its events say."""
+        """Notes that the node has computed it, or failed. Its events report what it has then."""
         under_way = self._under_way
         for block in begun:
             left = under_way[block] - 1
@@ -215,7 +215,7 @@ class CacheView:
         return self._most_blocks - self.blocks
 
     def load_cost(self, namespaces: Iterable[Namespace]) -> float:
-        """Returns what a token of these groups of layers costs that is loaded, if one that is computed costs 1. At most 1."""
+        """Returns the cost of a token of these layer groups that is loaded: at most 1, which a computed token costs."""
         a_token = sum(space.chunk_bytes / space.chunk_size for space in namespaces)
         return min(1.0, a_token / self._load_bytes)
 

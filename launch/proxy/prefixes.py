@@ -33,7 +33,7 @@ class NamedPrompt(NamedTuple):
     """A prompt by the hashes of its blocks."""
 
     fingerprint: str
-    """That of the namespace in which this is so."""
+    """The fingerprint of the namespace that the hashes are made for."""
     tokens: int
     blocks: Sequence[int] = ()
     """The short hashes of its whole blocks; empty if chunks are not named by the engine's blocks."""
@@ -42,7 +42,7 @@ class NamedPrompt(NamedTuple):
     pool_tokens: int | None = None
     """How much of it the pool holds, in tokens; None if that is not known."""
     names: Sequence[bytes] = ()
-    """Those of its whole chunks."""
+    """The names of its whole chunks."""
 
 
 class RoutedPrompt(NamedTuple):
@@ -137,7 +137,7 @@ class PromptNamer:
         return NamedPrompt(self.fingerprint, len(tokens), blocks, step, self.chunk_size, None, names)
 
     def name_blocks(self, hashes: Sequence[bytes]) -> NamedPrompt:
-        """Returns what a prompt is known by whose blocks have these hashes; its chunks, if these are not named by blocks.
+        """Returns the prompt whose blocks have these hashes, or whose chunks have them if chunks are not named by blocks.
 
         Raises ValueError for a hash of less than 8 bytes.
         """

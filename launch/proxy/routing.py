@@ -1,4 +1,4 @@
-"""Decides which node to try next, when to stop, and whom a failure is attributed to. Pure: the time comes from the caller.
+"""Decides which node to try next, when to stop, and what is to blame for a failure. Pure: the time comes from the caller.
 
 A policy is a cost. The node that costs least is taken, and among equals, the one that has not been taken for longest. Nodes that were never taken
 are in random order, so that several proxies do not begin with the same ones:
@@ -8,7 +8,7 @@ are in random order, so that several proxies do not begin with the same ones:
 - `prefix_aware`: that work, plus what the node would compute of this prompt, which is less if its own cache holds the beginning,
   plus what it would load from the pool. So a node that knows the prompt is taken unless its queue makes another node quicker.
 
-What a node's cache holds, its KV events say (`events.py`). For a node without events, and for a prompt whose tokens are not known, it is guessed
+A node's KV events say what its cache holds (`events.py`). For a node without events, and for a prompt whose tokens are not known, it is guessed
 from what was sent there (`prefixes.py`).
 
 For prefill nodes, work is counted in prompt tokens to compute. For decode nodes, it is counted in requests, relative to how many the node
@@ -105,7 +105,7 @@ class NodePool:
             )
         self._cost = costs[policy]
         self.load_cost = 0.0
-        """What a token costs that is loaded from the pool, if one that is computed costs 1."""
+        """The cost of a token that is loaded from the pool; a computed token costs 1."""
         self._learns = hop == "prefill" and policy == "prefix_aware"
         self._failures = BREAKER_FAILURES
         self._nodes: dict[str, _RoutedNode] = {}
@@ -126,7 +126,7 @@ class NodePool:
         self._nodes = nodes
 
     def know(self, caches: Mapping[str, KnownCache]) -> None:
-        """Uses, from now on, what the events of these nodes say of their caches; for the other nodes it guesses."""
+        """Goes by these nodes' events from now on, and guesses what the other nodes' caches hold."""
         for url, node in self._nodes.items():
             node.cache = caches.get(url)
 

@@ -133,7 +133,7 @@ class UiPages:
             request.transport.abort()  # what it has not read must not be kept for it
         return response
 
-    # --- what runs while somebody follows ------------------------------------------------------------------------
+    # --- what runs while a browser follows ------------------------------------------------------------------------
 
     def update(self, view: View) -> None:
         """Shows the nodes of this view, except for proxies: this one has no keys to ask them with."""
