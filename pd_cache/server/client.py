@@ -278,7 +278,7 @@ class RemoteCache(LooksUp):
 
     def _found(self, chunks: int, at_hand: int, answer: Answer | str) -> Found:
         """Returns the result of a lookup of `chunks` chunks, including those at hand. Counts it."""
-        if not isinstance(answer, Found) or not at_hand <= answer.chunks <= answer.leading <= chunks:
+        if not isinstance(answer, Found):
             return Found(at_hand, at_hand, self._failed("lookup", 1, answer))
         self.metrics.counts.add("tokens", "lookup", "requested", by=(chunks - at_hand) * self.chunk_size)
         self.metrics.counts.add("tokens", "lookup", "hit", by=(answer.chunks - at_hand) * self.chunk_size)
@@ -286,7 +286,7 @@ class RemoteCache(LooksUp):
 
     def _loaded(self, chunks: int, label: str | None, answer: Answer | str) -> Loaded:
         """Returns how many of `chunks` chunks of the weights version `label` are in their blocks. Counts them."""
-        if not isinstance(answer, Loaded) or answer.chunks > chunks:
+        if not isinstance(answer, Loaded):
             return Loaded(0, self._failed("retrieve", chunks, answer))
         if outdated := self.version.why_not(label):
             return Loaded(0, self._failed("retrieve", chunks, outdated))
@@ -297,16 +297,16 @@ class RemoteCache(LooksUp):
 
     def _stored(self, chunks: int, answer: Answer | str) -> list[StoreOutcome]:
         """Returns the outcome of each chunk of a store. Counts them."""
-        if not isinstance(answer, Stored) or len(answer.outcomes) != chunks:
+        if not isinstance(answer, Stored):
             self._failed("store", chunks, answer)
             return [StoreOutcome.NOT] * chunks
-        self._count_moved("store", "stored", answer.stored)
-        if answer.failed:  # the server counts which chunk failed for which reason
-            self.metrics.trouble("store", "not_stored", answer.failed)
+        self._count_moved("store", "stored", answer.outcomes.count(StoreOutcome.NEW))
+        # the server counts which chunk failed for which reason
+        self.metrics.trouble("store", "not_stored", answer.outcomes.count(StoreOutcome.NOT))
         return [StoreOutcome(outcome) for outcome in answer.outcomes]
 
     def _failed(self, op: str, chunks: int, answer: Answer | str) -> MissReason:
-        """Returns why there was no proper answer. `answer` is the word of `Future.outcome`, or an impossible answer. Counts it."""
+        """Returns why there was no proper answer. `answer` is the word of `Future.outcome`, or an answer to something else. Counts it."""
         word = answer if isinstance(answer, str) else "nonsense"
         self.metrics.trouble(op, word, chunks)
         reason = miss_reason(word)

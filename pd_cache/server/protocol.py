@@ -258,28 +258,11 @@ class Done(Message, frozen=True, tag="done"):
     """The request was done."""
 
 
-_OUTCOMES = bytes(range(3))
-
-
 class Stored(Message, frozen=True, tag="stored"):
     """The outcome of each chunk."""
 
     outcomes: Annotated[bytes, Meta(max_length=MAX_CHUNKS)]
     """A byte for each chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.reasons.StoreOutcome`."""
-
-    def __post_init__(self) -> None:
-        if self.outcomes.translate(None, _OUTCOMES):
-            raise ValueError("an outcome must be 0, 1 or 2")
-
-    @property
-    def stored(self) -> int:
-        """How many chunks are there now and were not before."""
-        return self.outcomes.count(2)
-
-    @property
-    def failed(self) -> int:
-        """How many chunks could not be stored."""
-        return self.outcomes.count(0)
 
 
 class Refused(Message, frozen=True, tag="refused"):
