@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from tests.support.cluster import Answer, fetched, with_ports
 from tests.support.pool import ROOT
 from tests.support.proxy import bearer, files_of
 from tests.support.waiting import wait_for
-from tests.vllm.servers import ARGS, CHUNK, ENV, MODEL_NAME, PROGRAM, NewPrompt, Reference, Server, whole_chunks
+from tests.vllm.servers import ARGS, CHUNK, ENV, MODEL_NAME, PROGRAM, NewPrompt, Reference, Server, close, whole_chunks
 
 PLAIN, OF_A, OF_B, GATE, NODES = (f"key-of-{name}-0123456789" for name in ("nobody", "a", "b", "gate", "nodes"))
 LENGTH = 300
@@ -79,17 +78,6 @@ class Served(NamedTuple):
 
 
 BODY: dict[str, Any] = {"model": MODEL_NAME, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-
-
-def close(one: Any, other: Any) -> bool:
-    """Whether two answers are equal, except that log probabilities differ by rounding: after a hit, a prompt is computed in other pieces."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(close, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, abs_tol=1e-3)
-    return bool(one == other)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import itertools
 import json
@@ -13,11 +14,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from launch.proxy.bodies import Completion
-from tests.support.pool import Pool
-from tests.vllm.servers import CHUNK, MODEL_NAME, PdCacheServer, Server, by_hand, cluster_file, running
+from tests.support.pool import Node, Pool
+from tests.support.waiting import wait_for
+from tests.vllm.servers import (
+    CHUNK,
+    HANDOFF_MS,
+    MODEL_NAME,
+    PdCacheServer,
+    Server,
+    by_hand,
+    close,
+    cluster_file,
+    running,
+)
 
 SIDE, PATCH = 80, 8
 TOKENS = (SIDE // PATCH) ** 2
@@ -27,6 +40,7 @@ PLAIN = "--model-impl=transformers", "--no-enable-prefix-caching"
 """vLLM's own Llava imports torchvision, which has no build for CPUs on PyPI."""
 HASHING = {"model-impl": "transformers", "enable-prefix-caching": False}
 NUMBERING = {**HASHING, "mm-processor-cache-gb": 0}
+RENDERING = {"model-impl": "transformers", "enable-scale-out": True}
 
 
 def write_llava(folder: Path) -> Path:
@@ -73,22 +87,43 @@ class Servers(NamedTuple):
     """One node for each mode of names finds what it has stored itself: vLLM's own prefix cache is off."""
 
     blocks: PdCacheServer
+    decode: PdCacheServer
+    """It decodes what `blocks` prefills, and has a prefix cache."""
     tokens: PdCacheServer
     """It trusts names of clients. So does the next one."""
     numbering: PdCacheServer
     plain: Server
+    proxy: Server
+
+
+@contextlib.contextmanager
+def before(*nodes: PdCacheServer) -> Iterator[Server]:
+    """A proxy before these nodes of one file."""
+    tree = yaml.safe_load(nodes[0].file.read_text())
+    ports = {node.node.name: int(node.url.rpartition(":")[2]) for node in nodes}
+    listed = [{**node, "port": ports.get(node["name"], node["port"])} for node in tree["nodes"]]
+    tree |= {"nodes": [*listed, {"name": "proxy", "role": "proxy", "port": 0}], "proxy": {"direct_tokens": CHUNK}}
+    file = nodes[0].file.with_suffix(".proxy.yaml")
+    file.write_text(yaml.safe_dump(tree))
+    with Node("proxy", "proxy", file) as node:
+        proxy = Server(node.address)
+        wait_for(lambda: proxy.ask("/health")["media_lookups"] == "on", what="the proxy looks up chats with images")
+        yield proxy
 
 
 @pytest.fixture(scope="module")
 def servers(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     model, folder = write_llava(tmp_path_factory.mktemp("models") / "llava"), tmp_path_factory.mktemp("media")
-    by_blocks = cluster_file(folder, vllm_pool, model, {"prefill-0": {"args": HASHING}})
+    by_blocks = cluster_file(
+        folder, vllm_pool, model, {"prefill-0": {"args": HASHING}, "decode-0": {"args": RENDERING}},
+        handoff={"wait_ms": HANDOFF_MS, "stream": "always"},
+    )  # fmt: skip
     by_tokens = cluster_file(
         folder, vllm_pool, model, {"prefill-0": {"args": HASHING}, "prefill-1": {"args": NUMBERING}},
         connector={"trust_media_ids": True}, cache={"chunk_size": CHUNK, "hash_mode": "tokens"},
     )  # fmt: skip
-    with running(by_blocks, by_tokens) as nodes, by_hand(model, *PLAIN) as plain:
-        yield Servers(*nodes, plain)
+    with running(by_blocks, by_tokens) as nodes, by_hand(model, *PLAIN) as plain, before(*nodes[:2]) as proxy:
+        yield Servers(*nodes, plain, proxy)
 
 
 _numbers = itertools.count()
@@ -223,3 +258,42 @@ def test_images_that_vllm_numbers_are_neither_loaded_nor_stored(servers):
     text = Chat().text(AFTER)
     assert (ask(servers.numbering, text).cached, ask(servers.numbering, text).cached) == (0, text.whole)
     assert written(servers.numbering) == before + text.whole
+
+
+def test_chats_with_images_come_by_the_proxy_like_texts(servers):
+    cat, dog, bird = picture(), picture(), picture()
+    chat = Chat().text(BEFORE).image(cat).image(cat).text(AFTER)  # one of vLLM's blocks has tokens of both images
+    later = chat.but(0, bird)
+
+    def went(result):
+        return servers.proxy.metric("pd_cache_proxy_handoffs_total", result=result)
+
+    def hinted(kind, chat, **options):
+        action = {"action_id": "a", "action_type": kind, "action_version": "1.0"}
+        payload = {"messages": chat.body()["messages"], **options}
+        message = {"protocol_version": "0.1", "message_id": "m", "actions": [{**action, "payload": payload}]}
+        answer = servers.proxy.ask("/hints", message)["actions"][0]
+        return answer["status"], answer["in_pool"]
+
+    ask(servers.blocks, later, proxied=True)
+    loaded = servers.decode.loaded
+    assert hinted("kv.prefetch", later) == ("accepted", chat.whole)
+    wait_for(lambda: servers.decode.loaded == loaded + chat.whole, what="the prompt was prefetched")
+    for asked, result in (
+        (later, "in_pool"),
+        (chat, "handed_over"),
+        (chat, "in_pool"),
+        (chat.but(1, dog), "handed_over"),
+        (Chat().text(BEFORE // 2), "short"),
+    ):
+        before, name = went(result), f"chat-{next(_numbers)}"
+        body = asked.body(logprobs=True)
+        answer = servers.proxy.ask("/v1/chat/completions", body, {"X-Request-Id": name})
+        assert went(result) == before + 1
+        assert close(answer["choices"], servers.plain.ask("/v1/chat/completions", body)["choices"])
+        for node in (servers.blocks, servers.decode):
+            node.settle()
+        report = servers.proxy.ask(f"/requests/{name}")["hops"][-1]["report"]
+        loaded = report["loaded"] if result == "handed_over" else 0
+        assert report["at_hand"] + loaded >= asked.whole, "vLLM has what was prefetched, and what it once had"
+    assert hinted("kv.retain", chat, ttl_s=9) == ("accepted", chat.whole)
