@@ -258,22 +258,23 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         config, name = self._kv_cache_config, self._vllm_config.model_config.model
         drafter = drafter_identity(self._vllm_config, self._settings.connector.revision) if group.drafts else ""
         stages = self._vllm_config.parallel_config.pipeline_parallel_size
-        own = [layer for whole in config.kv_cache_groups for layer in whole.layer_names]
-        own = [layer for layer in own if (layer in self._draft.names) == bool(group.drafts)]
+        numbers = [other.number for other in self._layers if other.kind == group.kind]
+        names = {layer for number in numbers for layer in config.kv_cache_groups[number].layer_names}
+        alike = names & self._draft.names if group.drafts else names - self._draft.names
         parts = parts_of(group, config, self._draft)
         alone = not group.drafts and sum(not kept.drafts for kept in self._layers) == len(parts) == 1
         found, chunk = [], self._settings.node.cache.chunk_tokens
-        for kept, names in parts:
-            kv = group_tensors(kept, kv_caches, names, config.num_blocks, name, chunk)
+        for kept, layers in parts:
+            kv = group_tensors(kept, kv_caches, layers, config.num_blocks, name, chunk)
             plain = alone and kept.kind == "full"
             if plain and kv.layout.kind is PageKind.OPAQUE:
                 raise UnsupportedModelError(
                     f"{name}: its attention kernel uses smaller blocks than vLLM, of {kept.block_size} tokens; set --block-size to "
                     "the kernel's"
                 )
-            others = set(own).difference(names)
             # each pipeline stage has some of the layers, and so a namespace of its own
-            layers = None if plain and stages == 1 else described(kept, names, kv, chunk, drafter, sorted(others))
+            whole = plain and stages == 1
+            said = None if whole else described(kept, layers, kv, chunk, drafter, alike.difference(layers))
             metadata, stores = place_of(
                 identity,
                 kv.layout,
@@ -283,7 +284,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 replicas=config.kv_tp_replicas,
                 shards=self._settings.shards,
                 latent=kept.latent,
-                group=layers,
+                group=said,
             )
             found.append(WorkerGroup(metadata, kv.layout, kv.tensors, stores))
         return found

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -191,10 +191,10 @@ def described(
     tensors: GroupTensors,
     chunk_size: int,
     drafter: str = "",
-    others: Sequence[str] = (),
+    others: Collection[str] = (),
 ) -> LayerGroup:
     """Returns what the namespace says about the layers `names`. `drafter` identifies the draft model to which they belong, and `others` are the
-    names of the other layers of the same model."""
+    names of the model's other layers of this kind."""
     kept = {"full": "every token", "window": f"the last {group.window} tokens", "state": f"a state of {group.state}"}[
         group.kind
     ]
@@ -205,7 +205,7 @@ def described(
     )
 
 
-def _ranges(names: Sequence[str], others: Sequence[str]) -> str:
+def _ranges(names: Sequence[str], others: Collection[str]) -> str:
     """Returns the numbers of the layers in short form, e.g. `0-4,6`; or their names, if two have the same number, or any has none. If `others`
     have the same numbers, the rest of a name follows, e.g. `0-4.indexer`."""
     numbers, further = (
