@@ -45,7 +45,8 @@ class Shortcut(asyncio.Protocol):
 
     def _pass_on(self) -> None:
         content = self._answer.content
-        if content.exception() is not None or self._client.get_write_buffer_size() > _MOST_UNSENT:
+        client = self._client
+        if content.exception() is not None or client.is_closing() or client.get_write_buffer_size() > _MOST_UNSENT:
             self._end()
             return
         data = content.read_nowait()
@@ -53,7 +54,7 @@ class Shortcut(asyncio.Protocol):
             self._end(data)
         elif data:
             self._exchange.note_sent(data)
-            self._client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+            client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def _end(self, unsent: bytes = b"") -> None:
         if not self._over.done():
