@@ -17,6 +17,7 @@ from functools import partial
 import aiohttp
 import msgspec
 import pytest
+import uvloop
 from aiohttp import web
 
 from launch.proxy import hops, nodes
@@ -333,6 +334,31 @@ async def test_a_client_that_goes_away_takes_the_upstream_connection_with_it(hop
         await until(lambda: not c.proxy.requests.running, "the proxy forgot it")
         assert hop != "prefill" or c.decode[0].bodies == []
         await until(lambda: c.metric("requests_total", status="499") == 1, "counted")
+
+
+def test_clients_that_leave_in_the_middle_of_streams_are_no_errors_of_the_event_loop(caplog):
+    async def writes(request):
+        response = await begin(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await response.write(EVENTS[0])
+                await asyncio.sleep(0)
+        return response
+
+    async def leave():
+        async with cluster(0, 1) as c:
+            c.decode[0].default = writes
+
+            async def read_some_and_leave():
+                async with c.post({"prompt": "x", "stream": True}) as response:
+                    for _ in range(3):
+                        await response.content.readany()
+                    response.close()
+
+            await asyncio.gather(*(read_some_and_leave() for _ in range(64)))
+
+    uvloop.run(leave())
+    assert not [record.getMessage() for record in caplog.records if record.name == "launch.http"]
 
 
 # --- what the proxy itself answers, and logs -------------------------------------------------------------------------------
