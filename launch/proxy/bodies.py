@@ -452,7 +452,11 @@ def read_rendered(answer: bytes) -> PromptTokens:
         for kind, names in features.mm_hashes.items()
         for name, place in zip(names, features.mm_placeholders.get(kind, ()), strict=True)
     ]
-    return PromptTokens(rendered.token_ids, sorted(media, key=lambda item: item.offset))
+    media.sort(key=lambda item: item.offset)
+    begins = [*(item.offset for item in media[1:]), len(rendered.token_ids)]
+    if any(item.offset + item.length > begin for item, begin in zip(media, begins, strict=False)):
+        raise ValueError("media overlap, or end behind the prompt's tokens")
+    return PromptTokens(rendered.token_ids, media)
 
 
 class _Models(msgspec.Struct, frozen=True):

@@ -183,8 +183,10 @@ async def test_a_chat_with_media_is_looked_up_by_what_a_decode_node_renders(mode
         says(b"{}"),
         answers(200, {**RENDERED, "features": {**RENDERED["features"], "mm_placeholders": {}}}),
         answers(200, {**RENDERED, "features": {"mm_hashes": {"image": ["renderer0-mm-1-image-0"]}, "mm_placeholders": {}}}),
+        answers(200, {**RENDERED, "token_ids": IDS[:10]}),
+        answers(200, {**RENDERED, "features": {"mm_hashes": {"image": NAMES}, "mm_placeholders": {"image": [{"offset": 9, "length": 2}, {"offset": 10, "length": 1}]}}}),
     ],
-    ids=["403", "garbage", "no places", "names of no content"],
+    ids=["403", "garbage", "no places", "names of no content", "places behind its end", "places that overlap"],
 )  # fmt: skip
 @scenario
 async def test_a_chat_with_media_that_no_node_renders_well_goes_the_usual_way(answer):
