@@ -121,7 +121,7 @@ async def read_some(answer: aiohttp.ClientResponse) -> bytes:
     """Returns the bytes of the body that have arrived, at least one; empty at the end. Raises HopError if the body broke off."""
     try:
         return await answer.content.readany()
-    except _FAILURES as error:
+    except (*_FAILURES, RuntimeError) as error:  # aiohttp's for a connection that ended with a broken head of a chunk
         raise _hop_error(error) from error
 
 

@@ -45,6 +45,7 @@ from tests.support.proxy import (
     scenario,
     streams_then,
     until,
+    waits_for,
 )
 
 BOOM = {"error": {"message": "boom", "type": "server_error", "param": None, "code": None}}
@@ -242,14 +243,21 @@ async def test_a_prefill_node_that_takes_no_connections_costs_the_connect_timeou
             assert c.metric("hop_failures_total", hop="prefill", reason="unreachable") == 1
 
 
+async def sends_no_chunk(request):
+    request.transport.write(b"no chunk\r\n")
+
+
+@pytest.mark.parametrize("then", [disconnects, sends_no_chunk])
 @scenario
-async def test_a_stream_that_breaks_off_within_an_event_ends_with_an_error_event_of_its_own():
-    sent = [EVENTS[0], b'data: {"cho']
+async def test_a_stream_that_breaks_off_within_an_event_ends_with_an_error_event_of_its_own(then):
+    sent, was_read = [EVENTS[0], b'data: {"cho'], asyncio.Event()
     async with cluster(1, 2) as c:
-        c.decode[0].default = streams_then(sent, disconnects)
+        c.decode[0].default = streams_then(sent, waits_for(was_read, then))
         async with c.post({"prompt": "x", "stream": True}) as response:
             assert response.status == 200
-            body = await response.read()
+            body = await response.content.readexactly(len(b"".join(sent)))
+            was_read.set()
+            body += await response.read()
         before = b"".join(sent) + b"\n\n"
         assert body.startswith(before)
         match = re.fullmatch(rb"data: (\{.*\})\n\n", body[len(before) :])
