@@ -278,7 +278,9 @@ def main(folder: Path, names: Sequence[str], page: Path | None, minutes: float, 
     folder.mkdir(parents=True, exist_ok=True)
     results, until = folder / "results.jsonl", time.monotonic() + 60 * minutes
     results.touch()
-    known = {line["name"]: line for line in map(json.loads, results.open()) if only or "taken" not in line}
+    known = {
+        line["name"]: line for line in map(json.loads, results.read_text().splitlines()) if only or "taken" not in line
+    }
     pool = None if only else Pool(folder, segment="256MiB").start()
     try:
         with Progress() as progress:
@@ -293,7 +295,7 @@ def main(folder: Path, names: Sequence[str], page: Path | None, minutes: float, 
         if pool is not None:
             pool.end()
     if page is not None:
-        last = {line["name"]: line for line in map(json.loads, results.open())}
+        last = {line["name"]: line for line in map(json.loads, results.read_text().splitlines())}
         page.write_text(in_words(list(last.values())))
 
 
