@@ -14,7 +14,8 @@ from pd_cache import CacheEngineBuilder, CacheMetadata, KVLayout, NodeSettings, 
 LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM = 4, 128, 16, 8, 64
 PROMPT = list(range(1000))  # token ids: three chunks of 256, and 232 that are no whole chunk
 
-# each engine has a paged buffer, a tensor a layer; here the prompt lies in the first blocks of one and the last of the other
+# each engine has a paged buffer, a tensor a layer; here the prompt lies in the first blocks of one and the
+# last of the other
 shape = (BLOCKS, KV_HEADS, BLOCK_SIZE, 2 * HEAD_DIM)
 prefill_kv = [torch.randn(shape, generator=torch.Generator().manual_seed(layer)) for layer in range(LAYERS)]
 decode_kv = [torch.zeros(shape) for _ in range(LAYERS)]
@@ -27,7 +28,8 @@ metadata = CacheMetadata.of("my-model@3f2a", layout)  # what identifies the weig
 try:
     prefill = CacheEngineBuilder.get_or_create("prefill", settings, metadata, layout)
     decode = CacheEngineBuilder.get_or_create("decode", settings, metadata, layout)
-    prefill.wait_available(timeout=30)  # an engine that serves need not wait: without its pool, everything is a miss
+    # an engine that serves need not wait: without its pool, everything is a miss
+    prefill.wait_available(timeout=30)
     decode.wait_available(timeout=30)
     stored = PromptCache(prefill).store(
         PROMPT, kv_caches=prefill_kv, slot_mapping=prefill_slots, timeout=30

@@ -1,4 +1,5 @@
-"""Bytes and tensors by name, in a pool that every process of the cluster sees. Run it twice: the second time, everything is there.
+"""Bytes and tensors by name, in a pool that every process of the cluster sees. Run it twice: the second time,
+everything is there.
 
 pd-cache config example pool > pool.yaml
 pd-cache up -c pool.yaml                      # prints: ready master 127.0.0.1:50051

@@ -1,4 +1,5 @@
-"""vLLM's offline engine with pd-cache's connector. Run it twice: the second process takes the prompt from the pool.
+"""vLLM's offline engine with pd-cache's connector. Run it twice: the second process takes the prompt from the
+pool.
 
 pd-cache config example pool > pool.yaml
 pd-cache up -c pool.yaml                      # in another terminal
@@ -21,7 +22,8 @@ def main(model: str, cluster_file: str) -> None:
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"config_file": cluster_file},
     )
-    llm = LLM(model, kv_transfer_config=connector, max_model_len=2048, enforce_eager=True)  # eager: it starts sooner
+    # eager: it starts sooner
+    llm = LLM(model, kv_transfer_config=connector, max_model_len=2048, enforce_eager=True)
     (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=16))
     print(f"tokens: {list(output.outputs[0].token_ids)}")
     print(f"cached: {output.num_cached_tokens} of {len(output.prompt_token_ids or ())} tokens of the prompt")

@@ -51,11 +51,14 @@ def _file_option(
     )
 
 
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout.")
+_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on stdout."
+)
 
 
 def _output() -> Console:
-    """Returns the terminal. Of another output, such as a pipe, no line is cut, unless COLUMNS gives a width."""
+    """Returns the terminal. Of another output, such as a pipe, no line is cut, unless COLUMNS gives a
+    width."""
     from rich.console import Console
 
     console = Console()
@@ -63,7 +66,8 @@ def _output() -> Console:
 
 
 def _answer(as_json: bool, value: object, *shown: object) -> None:
-    """Prints a value as one JSON object, or what is shown of it: text as it is, and tables as wide as the output."""
+    """Prints a value as one JSON object, or what is shown of it: text as it is, and tables as wide as the
+    output."""
     if as_json:
         click.echo(msgspec.json.encode(value).decode())
         return
@@ -89,7 +93,9 @@ def _count(context: click.Context, parameter: click.Parameter, value: str) -> in
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmg]?)", value.lower())
     found = round(float(match[1]) * 1000 ** " kmg".index(match[2] or " ")) if match else 0
     if found < 1:
-        raise click.BadParameter(f"expected a number such as 8192, 128k or 20M, got {value!r}", context, parameter)
+        raise click.BadParameter(
+            f"expected a number such as 8192, 128k or 20M, got {value!r}", context, parameter
+        )
     return found
 
 
@@ -100,7 +106,8 @@ class _Commands(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # a terminal may not show each character, such as an ellipsis
+            # a terminal may not show each character, such as an ellipsis
+            if isinstance(stream, io.TextIOWrapper):
                 with contextlib.suppress(OSError):  # a pipe in the place of a file cannot seek
                     stream.reconfigure(errors="backslashreplace")
         try:
@@ -111,7 +118,8 @@ class _Commands(click.Group):
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer is lost
+            # what is left in the buffer is lost
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             click.echo(f"pd-cache: {error.filename or 'standard output'}: {error.strerror}", err=True)
             sys.exit(1)
 
@@ -120,7 +128,9 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except click.UsageError as error:
             options = (
-                [option for option in error.ctx.command.params if isinstance(option, click.Option)] if error.ctx else []
+                [option for option in error.ctx.command.params if isinstance(option, click.Option)]
+                if error.ctx
+                else []
             )
             file = next((option for option in options if option.name == "file"), None)
             missing = isinstance(error, click.MissingParameter) and error.param is file
@@ -135,7 +145,8 @@ class _Commands(click.Group):
         except PdCacheError as error:
             wrong_file = isinstance(error, ConfigError)
             click.echo(
-                "pd-cache: " + (str(error).replace("\n", "\npd-cache: ") if wrong_file else str(error)), err=True
+                "pd-cache: " + (str(error).replace("\n", "\npd-cache: ") if wrong_file else str(error)),
+                err=True,
             )
             ctx.exit(2 if wrong_file else 1)
 
@@ -146,8 +157,8 @@ class _Commands(click.Group):
 def main(verbose: bool) -> None:
     """A shared KV cache over Mooncake for disaggregated prefill/decode LLM serving.
 
-    PD_CACHE_CONFIG names the cluster's file in place of -c. Exit codes: 0 done; 1 it went wrong; 2 the command line or the file cannot be
-    used; 130 Ctrl-C.
+    PD_CACHE_CONFIG names the cluster's file in place of -c. Exit codes: 0 done; 1 it went wrong; 2 the
+    command line or the file cannot be used; 130 Ctrl-C.
     """
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING,
@@ -158,7 +169,8 @@ def main(verbose: bool) -> None:
 
 
 def _log_what_happens() -> None:
-    """Sets up the log for long-running commands: our own log reports what happens, not only what goes wrong."""
+    """Sets up the log for long-running commands: our own log reports what happens, not only what goes
+    wrong."""
     for package in ("transfer", "pd_cache", "launch"):
         logging.getLogger(package).setLevel(min(logging.INFO, logging.getLogger().level))
 
@@ -166,7 +178,9 @@ def _log_what_happens() -> None:
 @main.command()
 @click.argument("role", type=click.Choice(ROLES))
 @_file_option()
-@click.option("--node", "name", help="Which node of the file; needed where several of the role belong on this machine.")
+@click.option(
+    "--node", "name", help="Which node of the file; needed where several of the role belong on this machine."
+)
 def launch(role: str, file: Path, name: str | None) -> None:
     """Run one node in the foreground until SIGTERM; prints `ready NODE ADDRESS` once it can be used."""
     from launch.run.roles import run_role
@@ -188,7 +202,8 @@ def launch(role: str, file: Path, name: str | None) -> None:
 @main.command()
 @_file_option()
 def up(file: Path) -> None:
-    """Run every node of the file that belongs on this machine, supervised, until SIGTERM or Ctrl-C. Prints `ready NODE ADDRESS` for each."""
+    """Run every node of the file that belongs on this machine, supervised, until SIGTERM or Ctrl-C. Prints
+    `ready NODE ADDRESS` for each."""
     from launch.run.supervise import stop_on_signals
     from launch.run.up import running, welcome
 
@@ -221,7 +236,8 @@ def demo(file: Path | None, as_json: bool) -> None:
 @_file_option()
 @_json_option
 def status(file: Path, as_json: bool) -> None:
-    """Show the nodes of the cluster, and what each is doing: roles, up for how long, hit rate, bytes by tier, in flight, errors by reason.
+    """Show the nodes of the cluster, and what each is doing: roles, up for how long, hit rate, bytes by tier,
+    in flight, errors by reason.
 
     Exits with 1 unless discovery and every node answer, and all nodes name chunks alike.
     """
@@ -236,7 +252,9 @@ def status(file: Path, as_json: bool) -> None:
 
 @main.command()
 @_file_option()
-@click.option("--once", is_flag=True, help="Print one table and end; the default where the output is no terminal.")
+@click.option(
+    "--once", is_flag=True, help="Print one table and end; the default where the output is no terminal."
+)
 @click.option(
     "--interval",
     type=click.FloatRange(0.5, 30.0),
@@ -246,7 +264,8 @@ def status(file: Path, as_json: bool) -> None:
 )
 @_json_option
 def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
-    """Show live what the nodes do: hit rate by tier, bytes and lookups a second, latencies, queues, staging memory, evictions, misses.
+    """Show live what the nodes do: hit rate by tier, bytes and lookups a second, latencies, queues, staging
+    memory, evictions, misses.
 
     Ctrl-C ends it.
     """
@@ -272,15 +291,19 @@ def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
     "after a sleep that changed nothing. By default a label is made.",
 )
 @click.option(
-    "--all", "everywhere", is_flag=True, help="Name the weights of all engines, not only of those that are out."
+    "--all",
+    "everywhere",
+    is_flag=True,
+    help="Name the weights of all engines, not only of those that are out.",
 )
 @_json_option
 def reset(file: Path, version: str | None, everywhere: bool, as_json: bool) -> None:
     """Name the new weights of engines, so that these share KV again.
 
-    An engine whose weights change is out: it loads and stores nothing. Run this when the last engine has the new weights. Nodes share KV
-    exactly if their versions are equal. Engines that are not out keep theirs, unless you give --all. The exit code is 1 if an engine was not
-    reached, or is still out. Chunks of the version before are left to eviction; `pd-cache pool rm --old` removes them at once.
+    An engine whose weights change is out: it loads and stores nothing. Run this when the last engine has the
+    new weights. Nodes share KV exactly if their versions are equal. Engines that are not out keep theirs,
+    unless you give --all. The exit code is 1 if an engine was not reached, or is still out. Chunks of the
+    version before are left to eviction; `pd-cache pool rm --old` removes them at once.
     """
     from launch.operate.reset import reset_engines
     from pd_cache.versions import LABEL
@@ -306,8 +329,9 @@ def pool() -> None:
 def pool_ls(file: Path, as_json: bool) -> None:
     """List the namespaces in the pool, with their chunks and bytes, and the segments, with how full each is.
 
-    A namespace is what keys of one model, layout and weights version begin with. `used by`: how many running nodes have it, or `old`: all
-    of them have other weights. Nobody knows when a key was last read, or which tenant or `cache_salt` a chunk is of.
+    A namespace is what keys of one model, layout and weights version begin with. `used by`: how many running
+    nodes have it, or `old`: all of them have other weights. Nobody knows when a key was last read, or which
+    tenant or `cache_salt` a chunk is of.
     """
     from launch.operate.pool import space_table
 
@@ -325,8 +349,8 @@ def pool_ls(file: Path, as_json: bool) -> None:
 def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
     """Remove the namespaces whose name, or whose model, is PATTERN. It may have the wildcards of a shell.
 
-    Shows what would go, and asks for PATTERN again. Nodes find these chunks no more, compute them again, and store them again: only what
-    no node uses stays away.
+    Shows what would go, and asks for PATTERN again. Nodes find these chunks no more, compute them again, and
+    store them again: only what no node uses stays away.
     """
     from rich.console import Console
 
@@ -382,7 +406,10 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
 
     config = _running(file)
     screen = Console(stderr=True)
-    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar, stop_on_signals() as stop:
+    with (
+        Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar,
+        stop_on_signals() as stop,
+    ):
         task = bar.add_task(node, total=None)
         shown = 0.0
 
@@ -408,7 +435,8 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
 def doctor(file: Path | None, as_json: bool) -> None:
     """Check this machine, and with -c its cluster: what is wrong, why it matters, and how to repair it.
 
-    Puts up to 64 MiB into each segment of the pool, reads them back and removes them. Exits with 1 if anything is broken, but not for warnings.
+    Puts up to 64 MiB into each segment of the pool, reads them back and removes them. Exits with 1 if
+    anything is broken, but not for warnings.
     """
     from rich.console import Console
 
@@ -436,10 +464,11 @@ def doctor(file: Path | None, as_json: bool) -> None:
 def explain(
     request_id: str | None, prompt_file: Path | None, cache_salt: str | None, file: Path, as_json: bool
 ) -> None:
-    """Say why the cache did not have more of a request's prompt, or how much of a prompt each node would find now.
+    """Say why the cache did not have more of a request's prompt, or how much of a prompt each node would find
+    now.
 
-    REQUEST_ID is the `X-Request-Id` of an answer. Proxies and nodes remember their last thousand requests. Exits with 1 if no node has a
-    report on the request, or could be asked about the prompt.
+    REQUEST_ID is the `X-Request-Id` of an answer. Proxies and nodes remember their last thousand requests.
+    Exits with 1 if no node has a report on the request, or could be asked about the prompt.
     """
     if (request_id is None) == (prompt_file is None):
         raise click.UsageError("give either a REQUEST_ID or --prompt FILE")
@@ -467,10 +496,14 @@ def _hint_options(command: F) -> F:
         _json_option,
         click.option("--id", "action_id", help="The pin's name; that of a new one is random by default."),
         click.option("--cache-salt", help="The `cache_salt` of requests with this prompt."),
-        click.option("--request", "request_id", help="The `X-Request-Id` of a recent request, whose prompt it is."),
+        click.option(
+            "--request", "request_id", help="The `X-Request-Id` of a recent request, whose prompt it is."
+        ),
         click.option("--text", "prompt", help="The prompt as text, which a node turns into tokens."),
         click.option(
-            "--tokens", type=click.File("rb"), help="A file with the prompt's token ids, a JSON list; -: stdin."
+            "--tokens",
+            type=click.File("rb"),
+            help="A file with the prompt's token ids, a JSON list; -: stdin.",
         ),
         _file_option(),
     ):
@@ -484,21 +517,24 @@ def _hint_options(command: F) -> F:
     "--ttl", "ttl_s", type=click.FloatRange(min=0, min_open=True), required=True, help="For how many seconds."
 )
 def pin(**options: Any) -> None:
-    """Keep a prompt in the pool for a while: its chunks are not evicted (docs/hints.md). Exits with 1 if that is refused."""
+    """Keep a prompt in the pool for a while: its chunks are not evicted (docs/hints.md). Exits with 1 if that
+    is refused."""
     _send_hint("kv.retain", **options)
 
 
 @main.command()
 @_hint_options
 def release(**options: Any) -> None:
-    """Leave a prompt that was pinned, or the pin of this --id, to eviction again. Exits with 1 if that changes nothing at any proxy."""
+    """Leave a prompt that was pinned, or the pin of this --id, to eviction again. Exits with 1 if that
+    changes nothing at any proxy."""
     _send_hint("kv.release", **options)
 
 
 @main.command()
 @_hint_options
 def prefetch(**options: Any) -> None:
-    """Have a decode node load what the pool has of a prompt, before its request comes (docs/hints.md). Exits with 1 if that is refused."""
+    """Have a decode node load what the pool has of a prompt, before its request comes (docs/hints.md). Exits
+    with 1 if that is refused."""
     _send_hint("kv.prefetch", **options)
 
 
@@ -518,7 +554,9 @@ def _send_hint(
         try:
             payload["tokens"] = decode_json(tokens.read(), list[int])
         except ValueError as error:
-            raise click.BadParameter(f"expected a JSON list of token ids: {error}", param_hint="--tokens") from None
+            raise click.BadParameter(
+                f"expected a JSON list of token ids: {error}", param_hint="--tokens"
+            ) from None
     given = {name: value for name, value in payload.items() if value is not None}
     answer = pins.send_action(_running(file), kind, given, action_id)
     _answer(as_json, answer, pins.answer_text(kind, answer))
@@ -534,12 +572,15 @@ def config() -> None:
 @config.command("check")
 @_file_option(required=False)
 @click.argument("old_file", metavar="[FILE]", type=_FILE, required=False)
-@click.option("--file-only", is_flag=True, help="Do not ask whether this machine has the memory, devices and ports.")
+@click.option(
+    "--file-only", is_flag=True, help="Do not ask whether this machine has the memory, devices and ports."
+)
 def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> None:
     """Read the file as strictly as every command does, and say all that is wrong with it.
 
-    Some checks need the node's own machine: memory, devices, ports, files, disks, models, libraries, and vLLM's flags. They are made for
-    the nodes of this machine only. FILE without -c works until the next version.
+    Some checks need the node's own machine: memory, devices, ports, files, disks, models, libraries, and
+    vLLM's flags. They are made for the nodes of this machine only. FILE without -c works until the next
+    version.
     """
     from launch.doctor.checks import library_findings
     from launch.doctor.report import Verdict
@@ -560,23 +601,34 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
     fine = f"{file}: ok: {config.name}: {', '.join(counts)}; {chunks}, {config.transfer.protocol}"
     if len(set((lengths := max_model_lens(config)).values())) > 1:
         shown = ", ".join(f"{name} {length or 'unset'}" for name, length in lengths.items())
-        click.echo(f"warning: max-model-len differs: {shown}; a node computes no longer prompts than its own", err=True)
+        click.echo(
+            f"warning: max-model-len differs: {shown}; a node computes no longer prompts than its own",
+            err=True,
+        )
     if file_only:
         click.echo(fine)
         return
     mine = machine.local_nodes(config)
     problems = [*machine.machine_problems(config, mine), *machine.further_problems(config, mine)]
     engines = (
-        [node for node in mine if isinstance(node, EngineNode)] if isinstance(config.engine, VllmEngineConfig) else []
+        [node for node in mine if isinstance(node, EngineNode)]
+        if isinstance(config.engine, VllmEngineConfig)
+        else []
     )
     ours = [node for node in mine if not isinstance(node, ProxyNode) and node not in engines]
     if ours:
         place = ("nodes", config.nodes.index(ours[0]))
         problems += [
-            Problem(place, finding.found) for finding in library_findings() if finding.verdict is Verdict.BROKEN
+            Problem(place, finding.found)
+            for finding in library_findings()
+            if finding.verdict is Verdict.BROKEN
         ]
     warnings = []
-    if isinstance(config.engine, VllmEngineConfig) and engines and machine.find_program(config.engine.executable):
+    if (
+        isinstance(config.engine, VllmEngineConfig)
+        and engines
+        and machine.find_program(config.engine.executable)
+    ):
         click.echo("asking vLLM about its flags, which takes up to two minutes …", err=True)
         try:
             for name, why in vllm.refused_flags(config, engines).items():
@@ -600,8 +652,8 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
 @config.command("example")
 @click.argument("name", type=click.Choice(sorted(file.stem for file in _EXAMPLES.glob("*.yaml"))))
 def config_example(name: str) -> None:
-    """Print a file to start from: `pd-cache config example local > local.yaml`. `local` explains every key but those for vLLM, which
-    `vllm-local` explains."""
+    """Print a file to start from: `pd-cache config example local > local.yaml`. `local` explains every key
+    but those for vLLM, which `vllm-local` explains."""
     click.echo(example_file(name).read_text(), nl=False)
 
 
@@ -630,7 +682,9 @@ def config_example(name: str) -> None:
     show_default=True,
     help="In how many seconds such a prompt should be loaded.",
 )
-@click.option("--tp", "ranks", type=click.IntRange(1), default=1, show_default=True, help="The tensor-parallel size.")
+@click.option(
+    "--tp", "ranks", type=click.IntRange(1), default=1, show_default=True, help="The tensor-parallel size."
+)
 @click.option(
     "--kv-dtype",
     type=click.Choice(("bfloat16", "float16", "float32", "fp8")),
@@ -640,8 +694,8 @@ def config_example(name: str) -> None:
 def size(model: Path, as_json: bool, **wanted: Any) -> None:
     """Say how much KV a model has for a token, and how large a pool and how fast a network that needs.
 
-    A prompt that comes again is loaded in whole chunks. The pool is for prompts as in FAST'25's trace of conversations; `pd-cache bench
-    replay` measures another trace.
+    A prompt that comes again is loaded in whole chunks. The pool is for prompts as in FAST'25's trace of
+    conversations; `pd-cache bench replay` measures another trace.
     """
     from launch.operate.size import size_of, size_text
 

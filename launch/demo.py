@@ -1,7 +1,7 @@
 """`pd-cache demo`: the whole of pd-cache on one machine, checked against an engine that has no cache.
 
-Starts the nodes of a file as `up` does, sends prompts that share a long prefix through the proxy, then computes the same
-prompts on a lone engine, and compares tokens and times.
+Starts the nodes of a file as `up` does, sends prompts that share a long prefix through the proxy, then
+computes the same prompts on a lone engine, and compares tokens and times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _TIMEOUT_S = 120.0
 
 
 def prompts(vocabulary: int, chunk_size: int, longest: int) -> list[list[int]]:
-    """Returns token ids: two long prompts with one prefix, the first again, a part of it that ends with a chunk, a short one."""
+    """Returns token ids: two long prompts with one prefix, the first again, a part of it that ends with a
+    chunk, a short one."""
     rng = random.Random(0)
     size = min(longest - _OUTPUT_TOKENS, 3000)
     prefix = [rng.randrange(vocabulary) for _ in range(size * 5 // 6 // chunk_size * chunk_size)]
@@ -49,7 +50,8 @@ def comments(shared: int) -> tuple[str, ...]:
 
 
 def run_demo(file: Path, *, as_json: bool) -> bool:
-    """Runs everything and prints the outcome. Returns False if any output differs. Takes well under a minute."""
+    """Runs everything and prints the outcome. Returns False if any output differs. Takes well under a
+    minute."""
     config, source = read_config(file)
     engine = config.engine
     proxies = config.by_role("proxy")
@@ -59,7 +61,9 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
         )
     config = msgspec.structs.replace(config, cache=config.cache.fitted(engine.block_size))
     todo = prompts(engine.model.random.vocab_size, config.cache.chunk_tokens, engine.max_model_len)
-    with Console(stderr=True).status("starting a master, a prefill node, a decode node and a proxy") as status:
+    with Console(stderr=True).status(
+        "starting a master, a prefill node, a decode node and a proxy"
+    ) as status:
         with running(config, source, sink=quiet) as cluster:
             url = cluster.urls[proxies[0].name]
             answers = []
@@ -89,7 +93,8 @@ def run_demo(file: Path, *, as_json: bool) -> bool:
 
 
 def _ask(url: str, model: str, prompt: list[int]) -> dict[str, Any]:
-    """Posts one completion to the proxy. Returns the answer, with the tokens and what the nodes say about them."""
+    """Posts one completion to the proxy. Returns the answer, with the tokens and what the nodes say about
+    them."""
     body = {"model": model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "ignore_eos": True}
     try:
         answer = fetch(f"{url}/v1/completions", _TIMEOUT_S, NOBODY, json.dumps(body).encode())
@@ -120,7 +125,10 @@ def _show(compared: list[dict[str, Any]], all_equal: bool, config: ClusterConfig
     for request in compared:
         table.add_row(
             str(request["prompt_tokens"]),
-            *(f"{request[hop]['cached_tokens']} + {request[hop]['computed_tokens']}" for hop in ("prefill", "decode")),
+            *(
+                f"{request[hop]['cached_tokens']} + {request[hop]['computed_tokens']}"
+                for hop in ("prefill", "decode")
+            ),
             f"{request['decode']['ttft_ms']:.0f}",
             f"{request['recompute']['ttft_ms']:.0f}",
             "[green]identical[/]" if request["tokens_equal"] else "[red]DIFFERENT[/]",

@@ -1,4 +1,5 @@
-"""How our own commands ask a node over HTTP, and with which key and certificates they ask a proxy that requires them."""
+"""How our own commands ask a node over HTTP, and with which key and certificates they ask a proxy that
+requires them."""
 
 from __future__ import annotations
 
@@ -39,10 +40,12 @@ NOBODY = Access()
 
 
 def proxy_access(config: ClusterConfig) -> Access:
-    """Returns the first key of `monitor_keys_file`, or else of `api_keys_file`, and trust in the certificate of `tls`.
+    """Returns the first key of `monitor_keys_file`, or else of `api_keys_file`, and trust in the certificate
+    of `tls`.
 
-    A file that does not exist, or that this user may not read, is left out. The proxy then answers as it answers clients without a key,
-    and its certificate must be signed by an authority that this machine trusts.
+    A file that does not exist, or that this user may not read, is left out. The proxy then answers as it
+    answers clients without a key, and its certificate must be signed by an authority that this machine
+    trusts.
     """
     file = config.proxy.monitor_keys_file or config.proxy.api_keys_file
     context = None if config.proxy.tls is None else trusting(proxy_certificate(config))
@@ -65,12 +68,13 @@ def proxy_certificate(config: ClusterConfig) -> str:
 
 
 def trusting(certificate: str) -> ssl.SSLContext:
-    """Returns a context that trusts only the first certificate of this text in PEM format. It checks no names, because nodes are
-    addressed by IP.
+    """Returns a context that trusts only the first certificate of this text in PEM format. It checks no
+    names, because nodes are addressed by IP.
 
     If the text is empty or cannot be read, it trusts this machine's authorities, with names checked.
     """
-    first = "".join(certificate.partition(_END)[:2])  # those that follow are authorities, which sign for others, too
+    # those that follow are authorities, which sign for others, too
+    first = "".join(certificate.partition(_END)[:2])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(cadata=first)
@@ -91,7 +95,8 @@ def _first_key(file: str) -> str:
 
 
 class BadStatus(OSError):
-    """An answer with another status than 2xx, and its body. The message has the status, and the beginning of the body."""
+    """An answer with another status than 2xx, and its body. The message has the status, and the beginning of
+    the body."""
 
     def __init__(self, status: int, body: bytes = b"") -> None:
         why = one_line(body[:300].decode(errors="replace"))
@@ -105,11 +110,11 @@ def fetch(url: str, timeout: float = ANSWER_S, access: Access = NOBODY, body: by
 
     `access`: key and certificates for the node.
 
-    `timeout` bounds the connection, and then everything else together, however slowly the answer arrives. Redirects are not followed, and
-    `http_proxy` is ignored: a key goes to the node alone.
+    `timeout` bounds the connection, and then everything else together, however slowly the answer arrives.
+    Redirects are not followed, and `http_proxy` is ignored: a key goes to the node alone.
 
-    Raises BadStatus for another status than 2xx, OSError, which names the address, if there is no answer, ValueError if it is not HTTP or
-    has more than four MiB.
+    Raises BadStatus for another status than 2xx, OSError, which names the address, if there is no answer,
+    ValueError if it is not HTTP or has more than four MiB.
     """
     with _asked(url, timeout, access, body) as answer:
         answered = answer.read(_LARGEST_ANSWER + 1)
@@ -146,7 +151,9 @@ def fetch_lines(url: str, timeout: float) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _asked(url: str, timeout: float, access: Access, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
+def _asked(
+    url: str, timeout: float, access: Access, body: bytes | None
+) -> Iterator[http.client.HTTPResponse]:
     """Yields the answer, to be read inside the block; see `fetch`."""
     parts = urllib.parse.urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)

@@ -1,4 +1,5 @@
-"""What Mooncake's master answers over HTTP: its role, its segments and their drain jobs, and where keys lie."""
+"""What Mooncake's master answers over HTTP: its role, its segments and their drain jobs, and where keys
+lie."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class _Segments(msgspec.Struct, frozen=True):
 
 
 def segments_at(metrics: str) -> list[Segment]:
-    """Returns the segments that the master with these metrics knows. Raises OSError or ValueError if it does not answer."""
+    """Returns the segments that the master with these metrics knows. Raises OSError or ValueError if it does
+    not answer."""
     return read_segments(fetch(f"{metrics}/get_segments_detail"))
 
 
@@ -91,33 +93,37 @@ class _Keys(msgspec.Struct, frozen=True):
 
 
 def read_copies(body: bytes) -> dict[str, list[Copy]]:
-    """Returns the copies of each key, from a master's `/batch_query_keys`. Raises ValueError for any other answer."""
+    """Returns the copies of each key, from a master's `/batch_query_keys`. Raises ValueError for any other
+    answer."""
     return {key: replicas.values or [] for key, replicas in decode_json(body, _Keys).data.items()}
 
 
 def copies_at(metrics: str, keys: Iterable[str], timeout: float = ANSWER_S) -> dict[str, list[Copy]]:
-    """Returns the copies in memory of each key, as its master says; none of a key that is gone. No lease is taken.
+    """Returns the copies in memory of each key, as its master says; none of a key that is gone. No lease is
+    taken.
 
-    `keys` are at most `KEYS_IN_A_URL`, none of them longer than `LONGEST_IN_A_URL` or with a comma. Raises OSError or ValueError if the master
-    does not answer.
+    `keys` are at most `KEYS_IN_A_URL`, none of them longer than `LONGEST_IN_A_URL` or with a comma. Raises
+    OSError or ValueError if the master does not answer.
     """
     listed = ",".join(urllib.parse.quote(key) for key in keys)
     return read_copies(fetch(f"{metrics}/batch_query_keys?keys={listed}", timeout))
 
 
 def keys_at(metrics: str, timeout: float) -> Iterator[bytes]:
-    """Yields the keys of all objects of the default tenant that are whole, as the master lists them. No lease is taken.
+    """Yields the keys of all objects of the default tenant that are whole, as the master lists them. No lease
+    is taken.
 
-    The master makes the list, of 55 bytes a key, before it sends the first one. `timeout` bounds all of it. Raises OSError or ValueError
-    if the master does not answer.
+    The master makes the list, of 55 bytes a key, before it sends the first one. `timeout` bounds all of it.
+    Raises OSError or ValueError if the master does not answer.
     """
     return fetch_lines(f"{metrics}/get_all_keys", timeout)
 
 
 def keys_in(metrics: str, endpoint: str, timeout: float) -> tuple[list[str], list[str]]:
-    """Returns the keys of `keys_at` that have a copy at an endpoint; and those that may have one, because they cannot be asked for: other
-    programs' keys with a comma, or too long for a URL. Takes two seconds for each 100,000 keys of the pool; `timeout` bounds all
-    of it. Raises OSError or ValueError if the master does not answer.
+    """Returns the keys of `keys_at` that have a copy at an endpoint; and those that may have one, because
+    they cannot be asked for: other programs' keys with a comma, or too long for a URL. Takes two seconds for
+    each 100,000 keys of the pool; `timeout` bounds all of it. Raises OSError or ValueError if the master does
+    not answer.
     """
     keys = (key.decode(errors="replace") for key in keys_at(metrics, timeout))
     found, unknown = list[str](), list[str]()
@@ -126,11 +132,15 @@ def keys_in(metrics: str, endpoint: str, timeout: float) -> tuple[list[str], lis
         unknown += [key for key in some if key not in asked]
         if asked:
             copies = copies_at(metrics, asked)
-            found += [key for key in asked if any(copy.transport_endpoint_ == endpoint for copy in copies.get(key, ()))]
+            found += [
+                key
+                for key in asked
+                if any(copy.transport_endpoint_ == endpoint for copy in copies.get(key, ()))
+            ]
     return found, unknown
 
 
-# --- drain jobs --------------------------------------------------------------------------------------------------------
+# --- drain jobs ---------------------------------------------------------------------------------------------
 
 
 class DrainJob(msgspec.Struct, frozen=True):
@@ -143,7 +153,8 @@ class DrainJob(msgspec.Struct, frozen=True):
     failed_units: _Size
     """Attempts that failed. The master makes three for each object."""
     blocked_units: _Size
-    """Objects that it leaves alone for now: leased, still being written, or without another segment to go to."""
+    """Objects that it leaves alone for now: leased, still being written, or without another segment to go
+    to."""
     active_units: _Size
     migrated_bytes: _Size
 
@@ -157,13 +168,17 @@ class _Begun(msgspec.Struct, frozen=True):
 
 
 def begin_drain(metrics: str, segments: Sequence[str], at_a_time: int) -> str | None:
-    """Has the master move all objects out of these segments; returns the job's id, or None if one of them is being drained already.
+    """Has the master move all objects out of these segments; returns the job's id, or None if one of them is
+    being drained already.
 
-    `at_a_time`: how many moves may wait or be under way. Raises OSError or ValueError if the master does not answer, or refuses.
+    `at_a_time`: how many moves may wait or be under way. Raises OSError or ValueError if the master does not
+    answer, or refuses.
     """
     wanted = {"segments": list(segments), "target_segments": [], "max_concurrency": at_a_time}
     try:
-        return decode_json(fetch(f"{metrics}/api/v1/drain_jobs", body=msgspec.json.encode(wanted)), _Begun).job_id
+        return decode_json(
+            fetch(f"{metrics}/api/v1/drain_jobs", body=msgspec.json.encode(wanted)), _Begun
+        ).job_id
     except BadStatus as error:
         if error.status == http.HTTPStatus.CONFLICT:
             return None
@@ -171,9 +186,12 @@ def begin_drain(metrics: str, segments: Sequence[str], at_a_time: int) -> str | 
 
 
 def drain_job(metrics: str, job: str) -> DrainJob | None:
-    """Returns how a job stands; None if the master knows no such job, as after its start. Raises OSError or ValueError if it does not answer."""
+    """Returns how a job stands; None if the master knows no such job, as after its start. Raises OSError or
+    ValueError if it does not answer."""
     try:
-        return decode_json(fetch(f"{metrics}/api/v1/drain_jobs/query?job_id={urllib.parse.quote(job)}"), DrainJob)
+        return decode_json(
+            fetch(f"{metrics}/api/v1/drain_jobs/query?job_id={urllib.parse.quote(job)}"), DrainJob
+        )
     except BadStatus as error:
         if error.status in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.BAD_REQUEST):
             return None
@@ -181,6 +199,7 @@ def drain_job(metrics: str, job: str) -> DrainJob | None:
 
 
 def cancel_drain(metrics: str, job: str) -> None:
-    """Cancels a job: its segments take objects again. Does nothing while any move is under way. Raises OSError or ValueError if there is no answer."""
+    """Cancels a job: its segments take objects again. Does nothing while any move is under way. Raises
+    OSError or ValueError if there is no answer."""
     with contextlib.suppress(BadStatus):
         fetch(f"{metrics}/api/v1/drain_jobs/cancel?job_id={urllib.parse.quote(job)}", body=b"{}")

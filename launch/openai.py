@@ -1,5 +1,5 @@
-"""What the HTTP servers of the proxy and of the reference engine share: how they run, OpenAI's errors, a request's id, the last requests, and
-what they log."""
+"""What the HTTP servers of the proxy and of the reference engine share: how they run, OpenAI's errors, a
+request's id, the last requests, and what they log."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ _HEAD = "it may have 128 headers, and lines of 8190 bytes"
 
 
 class ApiError(PdCacheError):
-    """An error for the client: an HTTP status and an error object. A 429 or 503 asks the client to come back in a second."""
+    """An error for the client: an HTTP status and an error object. A 429 or 503 asks the client to come back
+    in a second."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
         """`param`: the field of the request that is wrong."""
         super().__init__(message)
         self.status = status
@@ -44,7 +47,9 @@ class ApiError(PdCacheError):
 
     def response(self) -> web.Response:
         headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
-        return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)
+        return web.Response(
+            status=self.status, body=self.body(), content_type="application/json", headers=headers
+        )
 
 
 def overloaded(message: str) -> ApiError:
@@ -80,7 +85,8 @@ class RecentReports(Generic[T]):
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Returns what the handler returns. Turns every exception into an error that OpenAI's clients understand."""
+    """Returns what the handler returns. Turns every exception into an error that OpenAI's clients
+    understand."""
     try:
         if (encoding := request.headers.get("Content-Encoding", "identity").lower()) != "identity":
             what = f"The body must not be encoded, and its Content-Encoding is {one_line(encoding)[:40]}"
@@ -102,8 +108,8 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def runner_of(app: web.Application, **options: Any) -> web.AppRunner:
-    """Returns what runs an application in the running event loop: it ends the requests of clients that go away, decompresses no bodies, and
-    logs sparsely. `options` are aiohttp's."""
+    """Returns what runs an application in the running event loop: it ends the requests of clients that go
+    away, decompresses no bodies, and logs sparsely. `options` are aiohttp's."""
     server_log = ServerLog()
     asyncio.get_running_loop().set_exception_handler(server_log.trouble)
     web.RequestHandler.handle_error = _unreadable  # type: ignore[assignment, method-assign]  # there is no option
@@ -131,11 +137,11 @@ def _unreadable(
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):
-    """The log of an aiohttp server and its event loop: of what clients do wrong, and of what fails outside of requests, one line of each kind
-    in ten seconds, without a byte of theirs.
+    """The log of an aiohttp server and its event loop: of what clients do wrong, and of what fails outside of
+    requests, one line of each kind in ten seconds, without a byte of theirs.
 
-    aiohttp logs each request that it cannot read with a traceback that quotes it: keys and prompts in clear, as fast as clients send. asyncio
-    logs a traceback for each connection that it cannot accept.
+    aiohttp logs each request that it cannot read with a traceback that quotes it: keys and prompts in clear,
+    as fast as clients send. asyncio logs a traceback for each connection that it cannot accept.
     """
 
     def __init__(self) -> None:

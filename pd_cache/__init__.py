@@ -1,6 +1,7 @@
 """pd-cache: a shared KV cache over Mooncake for disaggregated prefill/decode LLM serving.
 
-`__all__` is the public API. Its names are loaded at their first use: importing this package loads neither torch nor Mooncake.
+`__all__` is the public API. Its names are loaded at their first use: importing this package loads neither
+torch nor Mooncake.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ __version__ = "0.2.0"
 
 _found = getattr(importlib.util.find_spec("transfer"), "origin", None) or ""
 if os.path.dirname(_found) != os.path.join(os.path.dirname(__path__[0]), "transfer"):
-    raise ImportError(f"pd-cache needs its own package `transfer`, which {_found} hides: rename that file", path=_found)
+    raise ImportError(
+        f"pd-cache needs its own package `transfer`, which {_found} hides: rename that file", path=_found
+    )
 
 __all__ = [
     "AsyncObjectCache",

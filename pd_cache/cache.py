@@ -1,5 +1,5 @@
-"""The cache: find, store and load by names of chunks and ids of blocks (`BlockCache`), the one of this process (`CacheEngine`), and both
-by tokens, masks and slot mappings (`PromptCache`). Orchestration only."""
+"""The cache: find, store and load by names of chunks and ids of blocks (`BlockCache`), the one of this
+process (`CacheEngine`), and both by tokens, masks and slot mappings (`PromptCache`). Orchestration only."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ Mask = Tensor | Sequence[bool]
 
 
 class BlockCache(Protocol):
-    """A cache over one paged KV cache, in this process (`CacheEngine`) or in the host's cache server (`RemoteCache`). Thread-safe.
+    """A cache over one paged KV cache, in this process (`CacheEngine`) or in the host's cache server
+    (`RemoteCache`). Thread-safe.
 
-    If the pool or the server cannot do something, the prefix ends there or the chunk stays unstored. This is counted, and never raised.
-    The caller's mistakes raise ValueError before anything moves. No call touches a block after it has returned.
+    If the pool or the server cannot do something, the prefix ends there or the chunk stays unstored. This is
+    counted, and never raised. The caller's mistakes raise ValueError before anything moves. No call touches a
+    block after it has returned.
     """
 
     metrics: CacheMetrics
@@ -48,11 +50,13 @@ class BlockCache(Protocol):
 
     @property
     def label(self) -> str | None:
-        """The label of this engine's weights (`pd_cache.versions`). None from the time when they change until they get a label."""
+        """The label of this engine's weights (`pd_cache.versions`). None from the time when they change until
+        they get a label."""
 
     @property
     def available(self) -> bool:
-        """False while the pool or the server is known to be unreachable. Every call is then a miss at once."""
+        """False while the pool or the server is known to be unreachable. Every call is then a miss at
+        once."""
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Uses these KV tensors, one per layer, in layer order, for calls that name no tensors."""
@@ -60,13 +64,14 @@ class BlockCache(Protocol):
     def name_chunks(
         self, tokens: Tokens | None, hashes: Names | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
-        """Returns the names of a prompt's whole chunks. The prompt is given as token ids or as the engine's block hashes."""
+        """Returns the names of a prompt's whole chunks. The prompt is given as token ids or as the engine's
+        block hashes."""
 
     def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
         """Returns how many chunks, from the first, the cache holds with every shard, and why not more.
 
-        The first `at_hand` chunks are not looked up and count as found. A cache server protects what it found from eviction for
-        `session`, until the session loads it or ends. `timeout` is in seconds.
+        The first `at_hand` chunks are not looked up and count as found. A cache server protects what it found
+        from eviction for `session`, until the session loads it or ends. `timeout` is in seconds.
         """
 
     def store(
@@ -79,14 +84,16 @@ class BlockCache(Protocol):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> list[StoreOutcome]:
-        """Stores the chunks that lie in `blocks` of `kv_caches` (by default, of the registered tensors). Returns the outcome of each.
+        """Stores the chunks that lie in `blocks` of `kv_caches` (by default, of the registered tensors).
+        Returns the outcome of each.
 
-        `label` is the label that the engine had before the chunks were computed, by default the present one. Nothing is stored if it is None, or
-        if the engine has another label by now. If the engine has gone back to the same label in between, this cannot know it: do not store
-        such chunks.
+        `label` is the label that the engine had before the chunks were computed, by default the present one.
+        Nothing is stored if it is None, or if the engine has another label by now. If the engine has gone
+        back to the same label in between, this cannot know it: do not store such chunks.
 
-        `after` is a `mark`: the chunks are read once the work before it is done. If only the ends of prefixes need these layers
-        (`LayerGroup.tail`), the first blocks may be -1: no load needs them, and zeros are stored. `timeout` is in seconds.
+        `after` is a `mark`: the chunks are read once the work before it is done. If only the ends of prefixes
+        need these layers (`LayerGroup.tail`), the first blocks may be -1: no load needs them, and zeros are
+        stored. `timeout` is in seconds.
         """
 
     def load(
@@ -99,18 +106,21 @@ class BlockCache(Protocol):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> Loaded:
-        """Loads chunks into `blocks`. Returns how many of them, from the first, are there now, from which tiers, and why not more.
+        """Loads chunks into `blocks`. Returns how many of them, from the first, are there now, from which
+        tiers, and why not more.
 
-        The first and the last blocks may be -1: they are skipped. Blocks of chunks that were not loaded may have been overwritten; all
-        other blocks are untouched. `label` is the label that the engine had before the lookup, by default the present one. If the engine has
-        another label when the load ends, nothing counts as loaded. `timeout` is in seconds.
+        The first and the last blocks may be -1: they are skipped. Blocks of chunks that were not loaded may
+        have been overwritten; all other blocks are untouched. `label` is the label that the engine had before
+        the lookup, by default the present one. If the engine has another label when the load ends, nothing
+        counts as loaded. `timeout` is in seconds.
         """
 
     def end(self, session: str) -> None:
         """Releases what a session protects. Does nothing if there is no such session."""
 
     def mark(self) -> Any:
-        """Marks the work that the calling thread has given the device so far, so that a store can wait for it."""
+        """Marks the work that the calling thread has given the device so far, so that a store can wait for
+        it."""
 
     def close(self) -> None:
         """Releases the cache and the KV tensors. Idempotent."""
@@ -119,7 +129,8 @@ class BlockCache(Protocol):
 # --- the cache of this process ----------------------------------------------------------------------
 
 _REMEMBERED = 4
-"""How many sets of KV tensors an engine remembers. An engine has one; tests and new registrations have a few."""
+"""How many sets of KV tensors an engine remembers. An engine has one; tests and new registrations have a
+few."""
 
 
 class _Pages(NamedTuple):
@@ -138,7 +149,8 @@ class _Pages(NamedTuple):
 
 
 class CacheEngine(PrefixLookup):
-    """Moves the KV cache of prompts between one paged buffer and a backend. A `BlockCache`; see there. Thread-safe."""
+    """Moves the KV cache of prompts between one paged buffer and a backend. A `BlockCache`; see there.
+    Thread-safe."""
 
     backend: StorageBackend
 
@@ -151,8 +163,8 @@ class CacheEngine(PrefixLookup):
         metrics: CacheMetrics | None = None,
         version: WeightsVersion | None = None,
     ) -> None:
-        """Takes over `backend`, and closes it with the engine. `version` is the version of the weights; by default the engine has one of its
-        own. Raises ValueError if layout and metadata disagree."""
+        """Takes over `backend`, and closes it with the engine. `version` is the version of the weights; by
+        default the engine has one of its own. Raises ValueError if layout and metadata disagree."""
         described = CacheMetadata.of(
             metadata.model,
             layout,
@@ -182,11 +194,13 @@ class CacheEngine(PrefixLookup):
         return self.mover.closed
 
     def wait_available(self, timeout: float) -> None:
-        """Waits for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not call this."""
+        """Waits for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not
+        call this."""
         self.backend.wait_available(timeout)
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Uses these KV tensors from now on. Raises ValueError for tensors that do not have the engine's layout."""
+        """Uses these KV tensors from now on. Raises ValueError for tensors that do not have the engine's
+        layout."""
         self._registered = self._pages(kv_caches)
 
     def name_chunks(
@@ -194,12 +208,13 @@ class CacheEngine(PrefixLookup):
     ) -> list[bytes]:
         """Returns the names of a prompt's whole chunks, first to last, 8 to 16 bytes each.
 
-        The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the request's isolation, and go
-        with token ids only. Raises ValueError for both or neither, and for the form by which the namespace does not name chunks.
+        The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the
+        request's isolation, and go with token ids only. Raises ValueError for both or neither, and for the
+        form by which the namespace does not name chunks.
         """
         return self.database.name_chunks(tokens, hashes, extra_keys)
 
-    # --- the three operations ------------------------------------------------------------------------------------
+    # --- the three operations -------------------------------------------------------------------------------
 
     def store(
         self,
@@ -211,8 +226,8 @@ class CacheEngine(PrefixLookup):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> list[StoreOutcome]:
-        """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each transfer has the configured
-        time-out."""
+        """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each
+        transfer has the configured time-out."""
         end, pages = end_in(timeout), self._pages(kv_caches)
         run = self._run(names, blocks, label, leaving_out(loads=False, keeps_tail=self._keeps_tail))
         if after is not None:
@@ -229,12 +244,14 @@ class CacheEngine(PrefixLookup):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> Loaded:
-        """Loads chunks into `blocks` of `kv_caches`. Returns how many of them, from the first, are there now, and why not more.
+        """Loads chunks into `blocks` of `kv_caches`. Returns how many of them, from the first, are there now,
+        and why not more.
 
-        `blocks` are the ids of the chunks' blocks, `chunk_size // block_size` for each name, or the `Slots` of their tokens.
-        The first and the last blocks may be -1: they are skipped. Blocks of chunks that were not loaded may have been overwritten.
-        `label` is the label that this engine had before the lookup, by default the present one. `timeout` is in seconds. Raises ValueError,
-        before anything moves, for blocks that the KV tensors do not have, or that are not as many as the names need.
+        `blocks` are the ids of the chunks' blocks, `chunk_size // block_size` for each name, or the `Slots`
+        of their tokens. The first and the last blocks may be -1: they are skipped. Blocks of chunks that were
+        not loaded may have been overwritten. `label` is the label that this engine had before the lookup, by
+        default the present one. `timeout` is in seconds. Raises ValueError, before anything moves, for blocks
+        that the KV tensors do not have, or that are not as many as the names need.
         """
         end, pages = end_in(timeout), self._pages(kv_caches)
         return self.mover.load(self._run(names, blocks, label, "ends"), pages.lend, end)
@@ -243,12 +260,13 @@ class CacheEngine(PrefixLookup):
         """Does nothing: a lookup protects nothing here."""
 
     def mark(self) -> DeviceMark:
-        """Returns a mark of the work that the calling thread has given the device so far. `store(after=…)` waits for that work."""
+        """Returns a mark of the work that the calling thread has given the device so far. `store(after=…)`
+        waits for that work."""
         return DeviceMark(self._pages(None).tensors[0])
 
     def close(self) -> None:
-        """Waits at most `transfer.timeouts.close_ms` for loads and stores under way, then closes the backend and releases the KV tensors.
-        Idempotent."""
+        """Waits at most `transfer.timeouts.close_ms` for loads and stores under way, then closes the backend
+        and releases the KV tensors. Idempotent."""
         if not self.mover.close(self.settings.transfer.timeouts.close_ms / 1000):
             return
         with self._lock:
@@ -259,9 +277,11 @@ class CacheEngine(PrefixLookup):
             pages.close()
         self.backend.close()
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
-    def _run(self, names: Names, blocks: BlocksOrSlots, label: str | None, may_leave_out: LeavingOut) -> ChunkRun:
+    def _run(
+        self, names: Names, blocks: BlocksOrSlots, label: str | None, may_leave_out: LeavingOut
+    ) -> ChunkRun:
         """Checks the arguments and returns the chunks in their places."""
         label = self.label if label == PRESENT else label
         chunks = plan_named(names, blocks, self.layout, self.chunk_size, may_leave_out=may_leave_out)
@@ -294,7 +314,9 @@ class CacheEngine(PrefixLookup):
                 self._remembered[place] = pages
                 if len(self._remembered) > _REMEMBERED:
                     # the tensors that were used longest ago, apart from the registered ones
-                    oldest = next(key for key, used in self._remembered.items() if used is not self._registered)
+                    oldest = next(
+                        key for key, used in self._remembered.items() if used is not self._registered
+                    )
                     self._remembered.pop(oldest).close()
             return pages
 
@@ -319,7 +341,8 @@ class CacheEngineBuilder:
     ) -> CacheEngine:
         """Returns the engine with this id. Creates it if there is none, without waiting for the pool.
 
-        Raises ValueError if one exists for another config, metadata or layout. `backend` replaces the configured tiers; `version`: see `CacheEngine`.
+        Raises ValueError if one exists for another config, metadata or layout. `backend` replaces the
+        configured tiers; `version`: see `CacheEngine`.
         """
         with cls._lock:
             engine = cls._engines.get(instance_id)
@@ -332,7 +355,9 @@ class CacheEngineBuilder:
                     else open_backend(config, payload, pin=host_pin(), metrics=metrics)
                 )
                 try:
-                    engine = cls._engines[instance_id] = CacheEngine(opened, config, metadata, layout, metrics, version)
+                    engine = cls._engines[instance_id] = CacheEngine(
+                        opened, config, metadata, layout, metrics, version
+                    )
                 except BaseException:
                     opened.close()
                     raise
@@ -368,9 +393,11 @@ class _Wanted(NamedTuple):
 
 
 class PromptCache:
-    """`lookup`, `store` and `retrieve` for prompts, given as token ids or as the engine's block hashes. Thread-safe.
+    """`lookup`, `store` and `retrieve` for prompts, given as token ids or as the engine's block hashes.
+    Thread-safe.
 
-    What the pool cannot do is counted, and never raised. The caller's mistakes raise ValueError before anything moves.
+    What the pool cannot do is counted, and never raised. The caller's mistakes raise ValueError before
+    anything moves.
     """
 
     def __init__(self, cache: BlockCache) -> None:
@@ -389,7 +416,8 @@ class PromptCache:
     ) -> int:
         """Returns the length, in tokens, of the longest prefix that the cache holds.
 
-        The whole chunks among the first `at_hand` tokens are not looked up and count as found. `timeout` (s) bounds the request.
+        The whole chunks among the first `at_hand` tokens are not looked up and count as found. `timeout` (s)
+        bounds the request.
         """
         size, names = self.cache.chunk_size, self.cache.name_chunks(tokens, hashes, extra_keys)
         chunks = min(max(at_hand, 0) // size, len(names))
@@ -409,14 +437,17 @@ class PromptCache:
     ) -> int:
         """Stores the whole chunks of a prompt that the pool lacks. Returns how many tokens were newly stored.
 
-        The prompt is `tokens`, n ids, or `hashes`, one per block, with n = blocks * block_size. mask: bool [n], `FFFTTT`; the False
-        prefix is a whole number of chunks that need no storing. slot_mapping: int [n], `block * block_size + offset` of each token.
-        kv_caches: the engine's tensors, one per layer; by default the registered ones. label: the label of the weights that computed
-        them, if weights change while the engine runs (`BlockCache.store`). timeout (s) bounds the whole call; without it, each
+        The prompt is `tokens`, n ids, or `hashes`, one per block, with n = blocks * block_size. mask: bool
+        [n], `FFFTTT`; the False prefix is a whole number of chunks that need no storing. slot_mapping: int
+        [n], `block * block_size + offset` of each token. kv_caches: the engine's tensors, one per layer; by
+        default the registered ones. label: the label of the weights that computed them, if weights change
+        while the engine runs (`BlockCache.store`). timeout (s) bounds the whole call; without it, each
         transfer has the configured timeout.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
-        outcomes = self.cache.store(wanted.names, wanted.places, kv_caches=kv_caches, label=label, timeout=timeout)
+        outcomes = self.cache.store(
+            wanted.names, wanted.places, kv_caches=kv_caches, label=label, timeout=timeout
+        )
         return outcomes.count(StoreOutcome.NEW) * self.cache.chunk_size
 
     def retrieve(
@@ -433,14 +464,18 @@ class PromptCache:
     ) -> Tensor:
         """Loads a prompt's chunks into the paged buffer, up to the first that the pool lacks.
 
-        Returns a bool tensor [n] on the CPU: True for each token whose KV is now in the buffer, one contiguous run from the mask's first
-        True. Slots of wanted tokens that are False in it may have been overwritten; all other slots are untouched.
+        Returns a bool tensor [n] on the CPU: True for each token whose KV is now in the buffer, one
+        contiguous run from the mask's first True. Slots of wanted tokens that are False in it may have been
+        overwritten; all other slots are untouched.
 
-        The arguments are those of `store`, except that the mask's False prefix is not wanted, and that the wanted slots may begin with
-        whole blocks of -1. Those blocks are skipped, because the engine has them. timeout (s) bounds the whole call.
+        The arguments are those of `store`, except that the mask's False prefix is not wanted, and that the
+        wanted slots may begin with whole blocks of -1. Those blocks are skipped, because the engine has them.
+        timeout (s) bounds the whole call.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
-        loaded = self.cache.load(wanted.names, wanted.places, kv_caches=kv_caches, session=session, timeout=timeout)
+        loaded = self.cache.load(
+            wanted.names, wanted.places, kv_caches=kv_caches, session=session, timeout=timeout
+        )
         result = torch.zeros(wanted.length, dtype=torch.bool)
         result[wanted.first : wanted.first + loaded.chunks * self.cache.chunk_size] = True
         return result
@@ -469,7 +504,11 @@ class PromptCache:
                     f"False of {length}"
                 )
         if not isinstance(slot_mapping, Tensor) or tuple(slot_mapping.shape) != (length,):
-            shape = tuple(slot_mapping.shape) if isinstance(slot_mapping, Tensor) else type(slot_mapping).__name__
-            raise ValueError(f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}")
+            shape = (
+                tuple(slot_mapping.shape) if isinstance(slot_mapping, Tensor) else type(slot_mapping).__name__
+            )
+            raise ValueError(
+                f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}"
+            )
         end = len(names) * size
         return _Wanted(names[first // size :], Slots(slot_mapping[min(first, end) : end]), first, length)

@@ -1,8 +1,8 @@
 """Tokens or block hashes -> names of chunks -> keys. Pure: no I/O, no clock.
 
-A chunk's hash is chained, `H_i = h(H_{i-1} || tokens of chunk i as little-endian int32)`, so that it names the whole
-prefix up to its end. `h` is BLAKE2b with a digest of 16 bytes: a shared pool crosses trust boundaries, and SHA-256 takes three times as
-long on processors without instructions for it.
+A chunk's hash is chained, `H_i = h(H_{i-1} || tokens of chunk i as little-endian int32)`, so that it names
+the whole prefix up to its end. `h` is BLAKE2b with a digest of 16 bytes: a shared pool crosses trust
+boundaries, and SHA-256 takes three times as long on processors without instructions for it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class TokenArray(Protocol):
 
 
 Tokens = TokenArray | memoryview | Sequence[int]
-"""Token ids, each of which must fit an int32. To name a NumPy array, an `array.array("i")` or a memoryview of int32 takes less than half of the
-time that a list takes, whose integers are objects."""
+"""Token ids, each of which must fit an int32. To name a NumPy array, an `array.array("i")` or a memoryview of
+int32 takes less than half of the time that a list takes, whose integers are objects."""
 
 ExtraKey = str | bytes | int
 """A part of a request's isolation: its cache_salt, the digest of its LoRA adapter, a multi-modal hash."""
@@ -80,7 +80,8 @@ def salt_keys(cache_salt: str | None) -> tuple[ExtraKey, ...]:
 
 
 class LayerGroup(Struct, frozen=True, kw_only=True):
-    """Layers that keep their KV alike. A model has several such groups if not all of its layers do, or if it is cut into pipeline stages."""
+    """Layers that keep their KV alike. A model has several such groups if not all of its layers do, or if it
+    is cut into pipeline stages."""
 
     layers: Annotated[str, Meta(min_length=1, max_length=4096)]
     """Which layers, e.g. `0-4,6-10`."""
@@ -89,7 +90,8 @@ class LayerGroup(Struct, frozen=True, kw_only=True):
     tail: Annotated[int, Meta(ge=0, lt=1 << 32)]
     """How many of its last chunks a prefix needs of them; 0 for all chunks."""
     ahead: Annotated[int, Meta(ge=0, le=1)] = 0
-    """1 if a chunk's KV depends on tokens behind the chunk, and is therefore stored under the name of the chunk after it."""
+    """1 if a chunk's KV depends on tokens behind the chunk, and is therefore stored under the name of the
+    chunk after it."""
 
 
 class Namespace(Struct, frozen=True, kw_only=True):
@@ -110,7 +112,8 @@ class Namespace(Struct, frozen=True, kw_only=True):
     hash_seed: str = ""
     """Hash mode: what the engine's block hashes depend on besides tokens (algorithm and seed)."""
     group: str = ""
-    """Which of the model's layers. Empty for all layers, if they all keep the KV of every token. Each layer group has a namespace of its own."""
+    """Which of the model's layers. Empty for all layers, if they all keep the KV of every token. Each layer
+    group has a namespace of its own."""
     keeps: str = ""
     """What these layers keep, if there are groups; see `LayerGroup`."""
     tail: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
@@ -125,8 +128,8 @@ class Namespace(Struct, frozen=True, kw_only=True):
         return planes * self.layers * self.page_bytes * self.shards * (self.chunk_size // self.block_size)
 
     def _fields(self) -> dict[str, Any]:
-        """Returns all fields. Leaves out newer fields that have their defaults, so that older objects keep their keys. Adds the name of the hash
-        if tokens name the chunks."""
+        """Returns all fields. Leaves out newer fields that have their defaults, so that older objects keep
+        their keys. Adds the name of the hash if tokens name the chunks."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         if not self.ahead:
             del fields["ahead"]
@@ -142,7 +145,8 @@ class Namespace(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, manifest: bytes) -> Namespace:
-        """Reads what `manifest` returned. Raises ValueError for any other text, and for another version's manifest."""
+        """Reads what `manifest` returned. Raises ValueError for any other text, and for another version's
+        manifest."""
         fields: dict[str, str | int] = decode_json(manifest, dict[str, str | int])
         if fields.pop("format", None) != KEY_FORMAT:
             raise ValueError(f"no manifest of format {KEY_FORMAT}: {manifest[:200]!r}")
@@ -151,7 +155,8 @@ class Namespace(Struct, frozen=True, kw_only=True):
         return msgspec.convert(fields, prepared(cls))
 
     def described(self, further: Sequence[Namespace] = ()) -> dict[str, Any]:
-        """Returns the fields by which a node reports its namespace. `further` are the namespaces of the model's other layer groups."""
+        """Returns the fields by which a node reports its namespace. `further` are the namespaces of the
+        model's other layer groups."""
         others = {"further": [space._fields() for space in further]} if further else {}
         return {"fingerprint": self.fingerprint(), "namespace": self._fields(), **others}
 
@@ -161,7 +166,8 @@ class Namespace(Struct, frozen=True, kw_only=True):
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """Returns token ids as little-endian int32. Raises ValueError for an id that does not fit, and unless `tokens` is 1-D and of integers."""
+    """Returns token ids as little-endian int32. Raises ValueError for an id that does not fit, and unless
+    `tokens` is 1-D and of integers."""
     if hasattr(tokens, "dtype"):
         return _array_bytes(tokens)
     try:
@@ -171,7 +177,8 @@ def token_bytes(tokens: Tokens) -> bytes:
                 return view.tobytes()
         count = len(tokens)
         with contextlib.suppress(struct.error):
-            # packing unsigned integers takes two thirds of the time, and they fit an int32 if the first bit of each is 0
+            # packing unsigned integers takes two thirds of the time, and they fit an int32 if the first bit
+            # of each is 0
             raw = struct.Struct(f"<{count}I").pack(*tokens)
             if raw[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():
                 return raw
@@ -196,10 +203,12 @@ def _array_bytes(values: Any) -> bytes:
 
 
 def root(extra_keys: Iterable[ExtraKey] = ()) -> bytes:
-    """Returns `H_{-1}`, which keeps requests of different isolation apart. Each part is tagged and length-prefixed, so that ("ab", "c")
-    and ("a", "bc") differ, and so do "1" and 1."""
+    """Returns `H_{-1}`, which keeps requests of different isolation apart. Each part is tagged and
+    length-prefixed, so that ("ab", "c") and ("a", "bc") differ, and so do "1" and 1."""
     if isinstance(extra_keys, str | bytes):
-        raise ValueError(f"extra_keys must be a sequence of keys, got {type(extra_keys).__name__}: write (salt,)")
+        raise ValueError(
+            f"extra_keys must be a sequence of keys, got {type(extra_keys).__name__}: write (salt,)"
+        )
     digest = hashlib.sha256(b"pd-cache root")
     for part in extra_keys:
         if isinstance(part, bool) or not isinstance(part, (str, bytes, int)):
@@ -213,7 +222,8 @@ def root(extra_keys: Iterable[ExtraKey] = ()) -> bytes:
 _EMPTY = hashlib.blake2b(digest_size=HASH_BYTES)
 """Copied for each chunk: a copy takes less time than a new hash with a `digest_size`."""
 _RUN_BYTES = 16 << 10
-"""Prompts are remembered in runs of about this size, in whole chunks: 4096 tokens. With shorter runs, new prompts take longer."""
+"""Prompts are remembered in runs of about this size, in whole chunks: 4096 tokens. With shorter runs, new
+prompts take longer."""
 _MOST_BYTES = 16 << 20
 """The most bytes of all runs together: 4 million tokens. Their names come on top."""
 
@@ -221,12 +231,18 @@ _MOST_BYTES = 16 << 20
 class ChunkNamer:
     """Names the chunks of prompts. Thread-safe.
 
-    It remembers runs of chunks of recent prompts, each with the name before it and the names of its chunks. The run that was not used for the
-    longest time goes first. Bytes are compared, so a remembered name is the name that hashing would return.
+    It remembers runs of chunks of recent prompts, each with the name before it and the names of its chunks.
+    The run that was not used for the longest time goes first. Bytes are compared, so a remembered name is the
+    name that hashing would return.
     """
 
     def __init__(
-        self, chunk_size: int, blocks_per_chunk: int = 1, mode: str | None = None, *, most_bytes: int = _MOST_BYTES
+        self,
+        chunk_size: int,
+        blocks_per_chunk: int = 1,
+        mode: str | None = None,
+        *,
+        most_bytes: int = _MOST_BYTES,
     ) -> None:
         """At least one run is remembered, whatever `most_bytes` is."""
         self.chunk_size = chunk_size
@@ -237,7 +253,8 @@ class ChunkNamer:
         self._run_bytes = max(1, _RUN_BYTES // self._chunk_bytes) * self._chunk_bytes
         self._most = max(1, most_bytes // self._run_bytes)
         self._runs: OrderedDict[bytes, tuple[bytes, list[bytes]]] = OrderedDict()
-        """For the name before a run and the run's last tokens, the run and its names. Different runs rarely end alike."""
+        """For the name before a run and the run's last tokens, the run and its names. Different runs rarely
+        end alike."""
         self._lock = threading.Lock()
 
     def name_chunks(
@@ -245,8 +262,8 @@ class ChunkNamer:
     ) -> list[bytes]:
         """Returns the name of each whole chunk of a prompt, given as tokens or as the engine's block hashes.
 
-        The name of a chunk of tokens is its chained hash. Raises ValueError for both or neither, for the form that is not the namespace's, and
-        for a token that does not fit an int32.
+        The name of a chunk of tokens is its chained hash. Raises ValueError for both or neither, for the form
+        that is not the namespace's, and for a token that does not fit an int32.
         """
         if (tokens is None) == (hashes is None):
             raise ValueError("exactly one of tokens and block hashes must be given")
@@ -299,7 +316,8 @@ class ChunkNamer:
 
 
 def stride_hashes(block_hashes: Names, blocks_per_chunk: int) -> list[bytes]:
-    """Returns, from an engine's chained block hashes, the hash of each chunk's last block. Nothing is hashed again.
+    """Returns, from an engine's chained block hashes, the hash of each chunk's last block. Nothing is hashed
+    again.
 
     Short hashes are kept whole; longer ones are truncated to 16 bytes.
     """
@@ -310,12 +328,14 @@ def stride_hashes(block_hashes: Names, blocks_per_chunk: int) -> list[bytes]:
 
 
 def fold_names(names: Iterable[bytes], identity: bytes) -> list[bytes]:
-    """Returns names that also depend on `identity` (1 to 64 bytes). They are equal if and only if name and identity are."""
+    """Returns names that also depend on `identity` (1 to 64 bytes). They are equal if and only if name and
+    identity are."""
     return [hashlib.blake2b(name, key=identity, digest_size=HASH_BYTES).digest() for name in names]
 
 
 def check_names(names: Names) -> None:
-    """Raises ValueError unless these can be names of a prompt's chunks: bytes, all of one width in `NAME_WIDTHS`."""
+    """Raises ValueError unless these can be names of a prompt's chunks: bytes, all of one width in
+    `NAME_WIDTHS`."""
     widths = set(map(len, names)) if set(map(type, names)) <= {bytes} else {-1}
     if len(widths) > 1 or not widths <= set(NAME_WIDTHS):
         raise ValueError(
@@ -325,7 +345,8 @@ def check_names(names: Names) -> None:
 
 
 class CacheMetadata(Struct, frozen=True, kw_only=True):
-    """A serving engine's model, and its place in it. Together with `CacheConfig` it determines the namespace."""
+    """A serving engine's model, and its place in it. Together with `CacheConfig` it determines the
+    namespace."""
 
     model: str
     """Identifies the weights; a name alone is not enough: see `Namespace.model`."""
@@ -338,7 +359,8 @@ class CacheMetadata(Struct, frozen=True, kw_only=True):
     """How many ranks hold a part of each chunk; each holds a different part."""
     rank: int = 0
     shards_per_rank: int = 1
-    """How many shards of a chunk each rank holds; each shard is an object. page_format and page_bytes describe one shard."""
+    """How many shards of a chunk each rank holds; each shard is an object. page_format and page_bytes
+    describe one shard."""
     group: LayerGroup | None = None
     """Which of the model's layers; None if all of them are kept alike."""
 
@@ -401,14 +423,17 @@ class CacheMetadata(Struct, frozen=True, kw_only=True):
 
 
 class ChunkedTokenDatabase(ChunkNamer):
-    """Names the whole chunks of prompts in a namespace, and makes their keys. A tail shorter than a chunk has no name and is never stored."""
+    """Names the whole chunks of prompts in a namespace, and makes their keys. A tail shorter than a chunk has
+    no name and is never stored."""
 
     def __init__(self, namespace: Namespace) -> None:
         if namespace.chunk_size < 1 or namespace.chunk_size % namespace.block_size:
             raise ValueError(
                 f"chunk_size {namespace.chunk_size} must be a multiple of block_size {namespace.block_size}"
             )
-        super().__init__(namespace.chunk_size, namespace.chunk_size // namespace.block_size, namespace.hash_mode)
+        super().__init__(
+            namespace.chunk_size, namespace.chunk_size // namespace.block_size, namespace.hash_mode
+        )
         self.namespace = namespace
         self._prefix = f"{KEY_FORMAT}/{namespace.fingerprint()}"
 
@@ -419,9 +444,11 @@ class ChunkedTokenDatabase(ChunkNamer):
     def name_media_chunks(
         self, tokens: Sequence[int], extra_keys: Iterable[ExtraKey], media: Iterable[MediaItem]
     ) -> list[bytes]:
-        """Returns the name of each whole chunk of a prompt with media, which are in the order of their places.
+        """Returns the name of each whole chunk of a prompt with media, which are in the order of their
+        places.
 
-        An item isolates the chunk in which it begins and all chunks behind it, so prompts share the text before the item.
+        An item isolates the chunk in which it begins and all chunks behind it, so prompts share the text
+        before the item.
         """
         names: list[bytes] = []
         isolation, chunk = [*extra_keys], self.chunk_size
@@ -433,7 +460,8 @@ class ChunkedTokenDatabase(ChunkNamer):
         return names + self.name_chunks(tokens[len(names) * chunk :], None, isolation)
 
     def keys(self, names: Iterable[bytes], shards: Sequence[int] | None = None, label: str = "") -> list[str]:
-        """Returns the pool's keys of some shards, by default of all. The keys of a chunk are adjacent. `label` is the weights' label."""
+        """Returns the pool's keys of some shards, by default of all. The keys of a chunk are adjacent.
+        `label` is the weights' label."""
         start = f"{self._prefix}.{label}" if label else self._prefix
         shards = range(self.namespace.shards) if shards is None else shards
         if len(shards) == 1:
@@ -454,12 +482,13 @@ class UnknownHashesError(PdCacheError):
 
 
 def describe_hashes(algorithm: str, seed: str, own: str, step: int | None = None) -> str:
-    """Returns what vLLM's block hashes depend on besides tokens, for `Namespace.hash_seed`. `own` is the `hash_seed` of the cluster's
-    file. `step`: the tokens of each hash, if they are not as many as a block has.
+    """Returns what vLLM's block hashes depend on besides tokens, for `Namespace.hash_seed`. `own` is the
+    `hash_seed` of the cluster's file. `step`: the tokens of each hash, if they are not as many as a block
+    has.
 
-    The description holds a digest of the seed, so that a node with the same seed can recognise it. The digest keeps no secret:
-    PYTHONHASHSEED has 32 bits, so anyone who sees the digest can find it. The seed need not be secret for sha256; for xxhash, vLLM
-    expects it to be.
+    The description holds a digest of the seed, so that a node with the same seed can recognise it. The digest
+    keeps no secret: PYTHONHASHSEED has 32 bits, so anyone who sees the digest can find it. The seed need not
+    be secret for sha256; for xxhash, vLLM expects it to be.
     """
     every = "" if step is None else f"/{step}"
     return f"{algorithm}{every}:{_digest(seed)}:{own}"
@@ -469,8 +498,8 @@ class BlockHasher:
     """Hashes blocks as the engines of one namespace do."""
 
     def __init__(self, block_size: int, described: str, seeds: Iterable[str] = ()) -> None:
-        """`block_size` is the namespace's, and `described` what `describe_hashes` returned. `seeds` are candidates for its seed, besides this
-        process's own seed and the default.
+        """`block_size` is the namespace's, and `described` what `describe_hashes` returned. `seeds` are
+        candidates for its seed, besides this process's own seed and the default.
 
         Raises UnknownHashesError if the hashes cannot be computed here.
         """
@@ -495,14 +524,16 @@ class BlockHasher:
     def hashes(
         self, tokens: Sequence[int], cache_salt: str | None = None, media: Iterable[MediaItem] = ()
     ) -> list[bytes]:
-        """Returns the chained hash of each whole block, 32 bytes each. `media` are in the order of their places, and do not overlap."""
+        """Returns the chained hash of each whole block, 32 bytes each. `media` are in the order of their
+        places, and do not overlap."""
         step, previous, items = self.block_size, self._root, deque(media)
         hashes = []
         for start in range(0, len(tokens) - step + 1, step):
             end = start + step
             while items and items[0].offset + items[0].length <= start:
                 items.popleft()
-            # a copy of each name: vLLM's names of equal items are different objects, and pickle writes an object once
+            # a copy of each name: vLLM's names of equal items are different objects, and pickle writes an
+            # object once
             extra: list[tuple[str | int, ...]] = [
                 ("mm", item.name.encode().decode(), item.offset - start)
                 for item in takewhile(lambda item: item.offset < end, items)  # noqa: B023

@@ -1,6 +1,8 @@
-"""The settings of a cache: how chunks are named, which tiers keep them, and what a process needs to open a cache. No files, no YAML.
+"""The settings of a cache: how chunks are named, which tiers keep them, and what a process needs to open a
+cache. No files, no YAML.
 
-`pd_cache.cluster` reads these structs from a cluster's file; a program that embeds the cache makes them itself.
+`pd_cache.cluster` reads these structs from a cluster's file; a program that embeds the cache makes them
+itself.
 """
 
 from __future__ import annotations
@@ -69,13 +71,15 @@ class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk")
 
 
 class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
-    """The shared pool, and where in it this node's chunks go. With a `master`, a second pool, in which nothing is stored."""
+    """The shared pool, and where in it this node's chunks go. With a `master`, a second pool, in which
+    nothing is stored."""
 
     blocking: bool = True
     """Whether a store waits for the pool."""
     master: MasterAddress | None = None
-    """The master of a second pool, `host:port` or `etcd://host:port;host:port/NAME`. Lookups ask it for what the first pool lacks, and what is
-    loaded from it is put into the first pool. None for the first pool, whose master is the node's."""
+    """The master of a second pool, `host:port` or `etcd://host:port;host:port/NAME`. Lookups ask it for what
+    the first pool lacks, and what is loaded from it is put into the first pool. None for the first pool,
+    whose master is the node's."""
 
 
 StorageTier = LocalTier | DiskTier | MooncakeTier
@@ -85,19 +89,21 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     """The `cache` section: what a chunk is, and where chunks live. Nodes that share hits agree on it."""
 
     chunk_size: Positive | Literal["auto"] = "auto"
-    """Tokens per chunk, a multiple of the engine's block size. `auto`: 256, or the next size that fits the model's blocks. The engine sets
-    this size before it opens a cache."""
+    """Tokens per chunk, a multiple of the engine's block size. `auto`: 256, or the next size that fits the
+    model's blocks. The engine sets this size before it opens a cache."""
     hash_mode: Literal["auto", "tokens", "blocks"] = "auto"
-    """Whether chunks are named by hashing tokens or by the engine's own block hashes; `auto` means blocks for vLLM, otherwise tokens."""
+    """Whether chunks are named by hashing tokens or by the engine's own block hashes; `auto` means blocks for
+    vLLM, otherwise tokens."""
     hash_seed: LineOrEmpty = ""
     shards: Annotated[int, Meta(ge=0, le=MAX_SHARDS)] = 0
-    """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all nodes that share chunks. 0
-    means the least common multiple for the nodes in this file."""
+    """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all
+    nodes that share chunks. 0 means the least common multiple for the nodes in this file."""
     tiers: Annotated[tuple[StorageTier, ...], Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
     """Where chunks live, fastest first."""
 
     def fitted(self, unit: int) -> CacheConfig:
-        """Returns this section with a size for `chunk_size: auto`: at least 256 tokens, and a multiple of `unit`."""
+        """Returns this section with a size for `chunk_size: auto`: at least 256 tokens, and a multiple of
+        `unit`."""
         if self.chunk_size != "auto":
             return self
         return replace(self, chunk_size=-(-USUAL_CHUNK // unit) * unit)
@@ -109,15 +115,18 @@ class CacheConfig(Section, frozen=True, kw_only=True):
 
     @property
     def named_by(self) -> Literal["tokens", "blocks"]:
-        """`hash_mode`, with `auto` resolved to tokens: an engine that has block hashes sets the mode beforehand."""
+        """`hash_mode`, with `auto` resolved to tokens: an engine that has block hashes sets the mode
+        beforehand."""
         return "blocks" if self.hash_mode == "blocks" else "tokens"
 
 
 class NodeSettings(Section, frozen=True, kw_only=True):
-    """Everything that the cache inside a process needs to know: a node's view of the file, or the settings of an embedding program."""
+    """Everything that the cache inside a process needs to know: a node's view of the file, or the settings of
+    an embedding program."""
 
     master: Annotated[str, Meta(pattern=rf"^({_MASTER}:[0-9]{{1,5}}|)\Z", description=_MASTERS)]
-    """`host:port` of Mooncake's master, or `etcd://host:port` of elected ones; empty if this process uses no pool."""
+    """`host:port` of Mooncake's master, or `etcd://host:port` of elected ones; empty if this process uses no
+    pool."""
     host: str = "127.0.0.1"
     cache: CacheConfig = CacheConfig()
     transfer: TransferSettings = TransferSettings()
@@ -125,9 +134,12 @@ class NodeSettings(Section, frozen=True, kw_only=True):
 
     @property
     def second_pool(self) -> NodeSettings | None:
-        """The settings of a client of the second pool; None if there is none. A lookup there has the time that the first pool leaves, so a lookup
-        that fails after half of `exist_ms` counts against the second pool."""
-        tier = next((tier for tier in self.cache.tiers if isinstance(tier, MooncakeTier) and tier.master), None)
+        """The settings of a client of the second pool; None if there is none. A lookup there has the time
+        that the first pool leaves, so a lookup that fails after half of `exist_ms` counts against the second
+        pool."""
+        tier = next(
+            (tier for tier in self.cache.tiers if isinstance(tier, MooncakeTier) and tier.master), None
+        )
         if tier is None or tier.master is None:
             return None
         timeouts = self.transfer.timeouts
@@ -152,7 +164,8 @@ class TracingConfig(Section, frozen=True, kw_only=True):
     ) = None
     """None: there are no spans."""
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """The share of the requests without a `traceparent` that are traced. For other requests, their `traceparent` decides."""
+    """The share of the requests without a `traceparent` that are traced. For other requests, their
+    `traceparent` decides."""
 
 
 class ServerSettings(Section, frozen=True, kw_only=True):

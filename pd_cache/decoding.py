@@ -1,8 +1,9 @@
 """Decodes JSON and msgpack that other processes wrote. Only this module does.
 
-msgspec reports bad bytes in three ways: MsgspecError for a wrong syntax or schema, UnicodeDecodeError for text that is not UTF-8, and
-RecursionError for deep nesting. If a caller catches only some of them, one bad record stops it. Here all of them become
-`UndecodableError`, a ValueError whose message fits on one line of a log.
+msgspec reports bad bytes in three ways: MsgspecError for a wrong syntax or schema, UnicodeDecodeError for
+text that is not UTF-8, and RecursionError for deep nesting. If a caller catches only some of them, one bad
+record stops it. Here all of them become `UndecodableError`, a ValueError whose message fits on one line of a
+log.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def decode_json(raw: Buffer | str, kind: Any, *, strict: bool = ...) -> Any: ...
 
 
 def decode_json(raw: Buffer | str, kind: Any, *, strict: bool = True) -> Any:
-    """Returns the value of type `kind` that the JSON text holds. Unless `strict`, `"5"` and `5.0` are integers, too, as in pydantic.
+    """Returns the value of type `kind` that the JSON text holds. Unless `strict`, `"5"` and `5.0` are
+    integers, too, as in pydantic.
 
     Raises UndecodableError for anything else.
     """
@@ -46,7 +48,8 @@ def decode_json(raw: Buffer | str, kind: Any, *, strict: bool = True) -> Any:
 
 
 def msgpack_decoder(kind: Any) -> Callable[[Buffer], Any]:
-    """Returns a function that decodes msgpack to a value of type `kind` and raises UndecodableError for any other bytes."""
+    """Returns a function that decodes msgpack to a value of type `kind` and raises UndecodableError for any
+    other bytes."""
     decode = msgspec.msgpack.Decoder(prepared(kind)).decode
 
     def read(raw: Buffer) -> Any:
@@ -61,7 +64,8 @@ def msgpack_decoder(kind: Any) -> Callable[[Buffer], Any]:
 def prepared(kind: T) -> T:
     """Returns `kind` once any thread may decode or convert to it.
 
-    msgspec examines a type at its first use. If two threads do that at the same time, the process crashes (seen with 0.22).
+    msgspec examines a type at its first use. If two threads do that at the same time, the process crashes
+    (seen with 0.22).
     """
     if kind not in _prepared:
         with _preparing:
@@ -79,6 +83,11 @@ def _undecodable(error: Exception) -> UndecodableError:
 
 
 def one_line(text: str) -> str:
-    """Returns text from outside in a form that a log or a terminal can show: control characters escaped, a long end cut off."""
-    shown = text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_LONGEST])
+    """Returns text from outside in a form that a log or a terminal can show: control characters escaped, a
+    long end cut off."""
+    shown = (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_LONGEST])
+    )
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"

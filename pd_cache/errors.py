@@ -4,7 +4,8 @@ from transfer.errors import PdCacheError as PdCacheError
 
 
 class ConfigError(PdCacheError):
-    """A configuration file that cannot be used. The message names the file, the key's path, the value and what is allowed."""
+    """A configuration file that cannot be used. The message names the file, the key's path, the value and
+    what is allowed."""
 
 
 class LayoutError(PdCacheError, ValueError):

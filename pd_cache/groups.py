@@ -1,13 +1,15 @@
 """Which chunks of each layer group a prefix needs. Pure.
 
-A model has several layer groups if its layers do not all keep the KV of every token, or if it has a draft model or pipeline stages. Each
-group has its own namespace, and so its own keys. The names of chunks are the same in all groups. A group of full attention needs every chunk
-of a prefix. A group of windows or states needs only the last ones, its *tail*: the chunks that the window reaches into, or the one chunk
-whose object is the state at the prefix's end.
+A model has several layer groups if its layers do not all keep the KV of every token, or if it has a draft
+model or pipeline stages. Each group has its own namespace, and so its own keys. The names of chunks are the
+same in all groups. A group of full attention needs every chunk of a prefix. A group of windows or states
+needs only the last ones, its *tail*: the chunks that the window reaches into, or the one chunk whose object
+is the state at the prefix's end.
 
-Some draft models compute a token's KV from the token after it, so the last KV of a chunk depends on the first token of the next chunk. The
-group of such layers is *ahead*: the object of a chunk lies under the name of the chunk after it, which covers that token. So a prefix
-cannot include the last whole chunk: no chunk after it names its object.
+Some draft models compute a token's KV from the token after it, so the last KV of a chunk depends on the first
+token of the next chunk. The group of such layers is *ahead*: the object of a chunk lies under the name of the
+chunk after it, which covers that token. So a prefix cannot include the last whole chunk: no chunk after it
+names its object.
 """
 
 from __future__ import annotations
@@ -40,20 +42,25 @@ class LayerGroups:
         """How many objects a chunk has in all groups together."""
 
     def keys(self, names: Names, label: str = "") -> list[str]:
-        """Returns the keys of every shard of these chunks: group by group, and within a group chunk by chunk."""
+        """Returns the keys of every shard of these chunks: group by group, and within a group chunk by
+        chunk."""
         keys: list[str] = []
         for database in self.databases:
             keys += database.keys(names, label=label)
         return keys
 
     def needed(self, start: int, end: int) -> list[range]:
-        """Returns, for each group, which chunks a prefix up to `end` needs if those before `start` are at hand, as the numbers of their
-        names."""
-        return [range((max(start, end - tail) if tail else start) + ahead, end + ahead) for tail, ahead in self._tails]
+        """Returns, for each group, which chunks a prefix up to `end` needs if those before `start` are at
+        hand, as the numbers of their names."""
+        return [
+            range((max(start, end - tail) if tail else start) + ahead, end + ahead)
+            for tail, ahead in self._tails
+        ]
 
 
 def judge(groups: LayerGroups, statuses: Sequence[Status]) -> Found:
-    """Returns how long a prefix can be, and why it is not longer. `statuses` are those of the objects, in the order of `LayerGroups.keys`.
+    """Returns how long a prefix can be, and why it is not longer. `statuses` are those of the objects, in the
+    order of `LayerGroups.keys`.
 
     In every group that needs them, the engine has the chunks before the asked ones at hand.
     """
@@ -61,7 +68,8 @@ def judge(groups: LayerGroups, statuses: Sequence[Status]) -> Found:
     if not groups.ahead and statuses.count(Status.OK) == len(statuses):
         return Found(count, count)
     by_group: list[tuple[int, list[Sequence[Status]], list[int]]] = []
-    """For each group: its tail; the statuses of each chunk's shards; how many chunks in a row are there, up to each chunk."""
+    """For each group: its tail; the statuses of each chunk's shards; how many chunks in a row are there, up
+    to each chunk."""
     start = 0
     for database in groups.databases:
         space, end = database.namespace, start + count * database.namespace.shards

@@ -1,19 +1,23 @@
-"""What a prefill node tells a decode node about a prompt: our part of `kv_transfer_params`. No other module knows this format.
+"""What a prefill node tells a decode node about a prompt: our part of `kv_transfer_params`. No other module
+knows this format.
 
-A proxy sends `do_remote_decode: true` to the prefill node, and forwards the node's answer to the decode node unread:
+A proxy sends `do_remote_decode: true` to the prefill node, and forwards the node's answer to the decode node
+unread:
 
     {"do_remote_prefill": true, "pd_cache": {"prefix_tokens": 4096, "namespace": "0123456789abcdef",
                                              "prefill": {"cached_tokens": 1024, "computed_tokens": 3072,
                                                          "reason": "never_stored"}}}
 
-The chunks may still be on their way when the answer arrives. The decode node waits for them, at most for `handoff.wait_ms`.
+The chunks may still be on their way when the answer arrives. The decode node waits for them, at most for
+`handoff.wait_ms`.
 
-A proxy may send the prompt to the decode node earlier, in a request of its own (a *stream*), so that the node loads chunks as they
-appear in the pool: `{"do_remote_prefill": true, "pd_cache": {"stream": true}}`. The proxy cancels this request at the first byte of the
-answer, or when no prefill node computes the prompt any more.
+A proxy may send the prompt to the decode node earlier, in a request of its own (a *stream*), so that the node
+loads chunks as they appear in the pool: `{"do_remote_prefill": true, "pd_cache": {"stream": true}}`. The
+proxy cancels this request at the first byte of the answer, or when no prefill node computes the prompt any
+more.
 
-If a prompt has images, `media_hashed: true` beside these keys says that the proxy has removed the client's names of them, so that vLLM
-names them by hashes of their content.
+If a prompt has images, `media_hashed: true` beside these keys says that the proxy has removed the client's
+names of them, so that vLLM names them by hashes of their content.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ Space = Annotated[str, Meta(pattern=r"^[!-~]{0,160}\Z")]
 
 
 def next_pause(pause_s: float = 0.0) -> float:
-    """Returns the seconds until the next lookup of what another node is storing. `pause_s` is the pause before the last lookup; 0 if there was
-    none."""
+    """Returns the seconds until the next lookup of what another node is storing. `pause_s` is the pause
+    before the last lookup; 0 if there was none."""
     return min(2 * pause_s or 0.001, 0.020)
 
 
@@ -44,7 +48,8 @@ class PrefillWork(Struct, frozen=True):
     cached_tokens: Count = 0
     computed_tokens: Count = 0
     reason: Annotated[str, Meta(pattern=r"^[a-z_]{0,32}\Z")] = ""
-    """Why it computed them (`pd_cache.reasons.MissReason`); empty if unknown. A later version may know other reasons."""
+    """Why it computed them (`pd_cache.reasons.MissReason`); empty if unknown. A later version may know other
+    reasons."""
 
 
 class Announcement(Struct, frozen=True, kw_only=True):
@@ -53,7 +58,8 @@ class Announcement(Struct, frozen=True, kw_only=True):
     prefix_tokens: Count = 0
     """Whole chunks, from the start of the prompt."""
     namespace: Space = ""
-    """The namespace and weights version of the chunks, as in their keys. A node with another one need not wait. Empty if unknown."""
+    """The namespace and weights version of the chunks, as in their keys. A node with another one need not
+    wait. Empty if unknown."""
     further: Annotated[tuple[Space, ...], Meta(max_length=256)] = ()
     """The same for the model's other layer groups. A node that needs another one need not wait."""
     prefill: PrefillWork | None = None
@@ -61,8 +67,8 @@ class Announcement(Struct, frozen=True, kw_only=True):
     """Whether this request only loads the prompt's chunks, as they appear."""
 
     def serves(self, namespaces: Sequence[str]) -> bool:
-        """Returns whether a node can load the announced chunks. `namespaces` are those of its layer groups, in order, as in keys. Returns True if
-        the announcement names no namespace."""
+        """Returns whether a node can load the announced chunks. `namespaces` are those of its layer groups,
+        in order, as in keys. Returns True if the announcement names no namespace."""
         first, *others = namespaces
         return not self.namespace or (self.namespace == first and set(others) <= set(self.further))
 
@@ -74,7 +80,8 @@ class TierMatch(Struct, frozen=True):
     locality: Annotated[str, Meta(pattern=r"^(?i:LOCAL|REMOTE)\Z")] | None = None
 
     def matches(self, medium: str | None, locality: str) -> bool:
-        """Returns whether it names this tier. `medium` is None for a pool, whose objects may lie in memory or on disks."""
+        """Returns whether it names this tier. `medium` is None for a pool, whose objects may lie in memory or
+        on disks."""
         return (not self.medium or medium in (None, self.medium.upper())) and (
             not self.locality or locality == self.locality.upper()
         )
@@ -98,7 +105,8 @@ class _Params(Struct, frozen=True):
 
 
 class BadParams(ValueError):
-    """Wrong `kv_transfer_params`. `path` is the path of the wrong key, with dots; empty if the value as a whole is wrong."""
+    """Wrong `kv_transfer_params`. `path` is the path of the wrong key, with dots; empty if the value as a
+    whole is wrong."""
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(f"kv_transfer_params{path and '.' + path}: {message}")
@@ -134,7 +142,8 @@ class Handoff(Struct, frozen=True):
 def read_params(params: object) -> Handoff:
     """Parses a request's `kv_transfer_params`. Ignores keys of other connectors.
 
-    `params` may be any value that an engine received; None and an empty mapping ask for nothing. Raises BadParams for a wrong value.
+    `params` may be any value that an engine received; None and an empty mapping ask for nothing. Raises
+    BadParams for a wrong value.
     """
     if params is None:
         return Handoff()

@@ -1,22 +1,23 @@
 """KVLayout: how an engine lays out its paged cache, and how many bytes a chunk has. Pure.
 
-Every layout that we know can be described in the same way. The cache is a list of **planes**, one or two per layer. A plane is an array
-of **pages**: page b is the part of block b that lies in this plane, and it is contiguous. Inside a page, the bytes of a token are
-`pieces` runs of `piece_bytes`: a page is `[pieces, block_size, piece_bytes]`.
+Every layout that we know can be described in the same way. The cache is a list of **planes**, one or two per
+layer. A plane is an array of **pages**: page b is the part of block b that lies in this plane, and it is
+contiguous. Inside a page, the bytes of a token are `pieces` runs of `piece_bytes`: a page is `[pieces,
+block_size, piece_bytes]`.
 
 | tensors of a layer | planes per layer | pieces |
 |---|---|---|
 | `HEADS_FIRST` `[blocks, kv_heads, block_size, 2*head_dim]` | 1 | kv_heads |
 | `KV_OUTER` `[2, blocks, block_size, kv_heads, head_dim]` | 2 | 1 |
 | `KV_INNER` `[blocks, 2, block_size, kv_heads, head_dim]` | 1 | 2 |
-| `HEADS_LAST` `[blocks, kv_heads, block_size, 2*head_dim]`, laid out in memory as `[blocks, block_size, kv_heads, …]` | 1 | 1 |
+| `HEADS_LAST`: the same, in memory `[blocks, block_size, kv_heads, 2*head_dim]` | 1 | 1 |
 | `MLA` `[blocks, block_size, dim]` | 1 | 1 |
 | `OPAQUE` uint8 `[blocks, bytes]`: a state, or anything else whose inside is of no interest | 1 | – |
 
 Whole blocks move as opaque pages.
 
-If each piece is a head (`HEADS_FIRST`), pages can be cut into **shards** of some heads each. Shards are contiguous slices, so nodes of
-different tensor-parallel size can use the same objects.
+If each piece is a head (`HEADS_FIRST`), pages can be cut into **shards** of some heads each. Shards are
+contiguous slices, so nodes of different tensor-parallel size can use the same objects.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ KVCaches = Mapping[str, "torch.Tensor"] | Sequence["torch.Tensor"]
 """An engine's KV tensors, one per layer, in layer order."""
 
 Digest = xxhash.xxh3_64
-"""Takes the checksum of a chunk's payload piece by piece, in order, of the bytes that the engine has: see `pd_cache.paged.base`."""
+"""Takes the checksum of a chunk's payload piece by piece, in order, of the bytes that the engine has: see
+`pd_cache.paged.base`."""
 checksum = xxhash.xxh3_64_intdigest
 """Takes the checksum of a whole payload."""
 
@@ -66,7 +68,8 @@ _AXES = {
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The shape of an engine's paged cache. Two nodes share chunks only if `page_format`, dtype and layers agree."""
+    """The shape of an engine's paged cache. Two nodes share chunks only if `page_format`, dtype and layers
+    agree."""
 
     kind: PageKind
     layers: int
@@ -106,13 +109,17 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return f"{self.kind.value}.{self.pieces}x{self.block_size}x{self.piece_bytes}"
 
     def chunk_bytes(self, chunk_size: int) -> int:
-        """Returns the bytes of a chunk's pages. Raises ValueError if `chunk_size` is not a whole number of blocks."""
+        """Returns the bytes of a chunk's pages. Raises ValueError if `chunk_size` is not a whole number of
+        blocks."""
         if chunk_size < 1 or chunk_size % self.block_size:
-            raise ValueError(f"chunk_size {chunk_size} must be a positive multiple of block_size {self.block_size}")
+            raise ValueError(
+                f"chunk_size {chunk_size} must be a positive multiple of block_size {self.block_size}"
+            )
         return chunk_size // self.block_size * self.block_bytes
 
     def shard(self, count: int) -> KVLayout:
-        """Returns the layout of one of `count` equal shards of each page. Raises LayoutError if pages cannot be cut like that."""
+        """Returns the layout of one of `count` equal shards of each page. Raises LayoutError if pages cannot
+        be cut like that."""
         if count == 1:
             return self
         if self.kind is not PageKind.HEADS_FIRST:
@@ -125,12 +132,14 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return msgspec.structs.replace(self, pieces=self.pieces // count)
 
     @classmethod
-    def from_tensors(cls, kv_caches: KVCaches, kind: PageKind | None = None, *, block_size: int = 0) -> KVLayout:
+    def from_tensors(
+        cls, kv_caches: KVCaches, kind: PageKind | None = None, *, block_size: int = 0
+    ) -> KVLayout:
         """Derives the layout from the engine's tensors, one per layer, in layer order.
 
-        `kind` is needed only if shapes cannot tell `KV_OUTER` from `KV_INNER` (both first dimensions are 2), and for `OPAQUE`, which needs
-        `block_size`, too. Raises LayoutError for tensors that differ from each other, have an unknown shape, or have pages that are not
-        contiguous.
+        `kind` is needed only if shapes cannot tell `KV_OUTER` from `KV_INNER` (both first dimensions are 2),
+        and for `OPAQUE`, which needs `block_size`, too. Raises LayoutError for tensors that differ from each
+        other, have an unknown shape, or have pages that are not contiguous.
         """
         tensors = layer_tensors(kv_caches)
         if not tensors:
@@ -145,7 +154,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         shape = tuple(int(size) for size in first.shape)
         kind = kind or _guess(first)
         if len(shape) != len(_AXES[kind]) or 0 in shape:
-            raise LayoutError(f"a {kind.value} tensor has {len(_AXES[kind])} dimensions, none empty; got {list(shape)}")
+            raise LayoutError(
+                f"a {kind.value} tensor has {len(_AXES[kind])} dimensions, none empty; got {list(shape)}"
+            )
         for index, tensor in enumerate(tensors):
             if not _page(kind, tensor).is_contiguous():
                 raise LayoutError(

@@ -1,4 +1,5 @@
-"""Lookups: find the longest contiguous prefix of a prompt that a pool or an engine holds. The clients here need no cache server."""
+"""Lookups: find the longest contiguous prefix of a prompt that a pool or an engine holds. The clients here
+need no cache server."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Keys, Names, Namespace, Tokens, check_names
+from pd_cache.chunks import (
+    CacheMetadata,
+    ChunkedTokenDatabase,
+    ExtraKey,
+    Keys,
+    Names,
+    Namespace,
+    Tokens,
+    check_names,
+)
 from pd_cache.config import NodeSettings
 from pd_cache.groups import LayerGroups, judge
 from pd_cache.metrics import CacheMetrics
@@ -22,7 +32,8 @@ _RENEWED = 1 << 14
 
 
 class LooksUp(ABC):
-    """Answers the lookups of a `LookupClient`: a cache, all layer groups of an engine together, or the pool itself."""
+    """Answers the lookups of a `LookupClient`: a cache, all layer groups of an engine together, or the pool
+    itself."""
 
     def __init__(self, version: WeightsVersion | None, metrics: CacheMetrics | None) -> None:
         """`version`: the version of the engine's weights; by default a new one."""
@@ -49,7 +60,8 @@ class LooksUp(ABC):
 
 
 class LookupClient(ABC):
-    """Finds prefixes: `lookup` counts in tokens, `find` in chunks. An error is counted, and nothing more than what is at hand is found."""
+    """Finds prefixes: `lookup` counts in tokens, `find` in chunks. An error is counted, and nothing more than
+    what is at hand is found."""
 
     def __init__(
         self,
@@ -59,8 +71,8 @@ class LookupClient(ABC):
         cache: LooksUp | None = None,
         timeout: Timeout = None,
     ) -> None:
-        """`database` names the chunks, and `cache` finds them; without a cache, nothing is found. A lookup waits `timeout` seconds for
-        its answer; with None, as long as `cache` does by itself."""
+        """`database` names the chunks, and `cache` finds them; without a cache, nothing is found. A lookup
+        waits `timeout` seconds for its answer; with None, as long as `cache` does by itself."""
         self.metrics = metrics or CacheMetrics()
         self._database = database
         self._cache = cache
@@ -68,7 +80,8 @@ class LookupClient(ABC):
 
     @property
     def available(self) -> bool:
-        """False while the process that answers lookups is known to be unreachable. Every lookup is then a miss at once."""
+        """False while the process that answers lookups is known to be unreachable. Every lookup is then a
+        miss at once."""
         return self._cache is not None and self._cache.available
 
     def lookup(
@@ -80,11 +93,12 @@ class LookupClient(ABC):
         block_hashes: Names | None = None,
         at_hand: int = 0,
     ) -> int:
-        """Returns the end of the longest contiguous prefix found, in tokens; 0 for a prompt that cannot be named.
+        """Returns the end of the longest contiguous prefix found, in tokens; 0 for a prompt that cannot be
+        named.
 
-        Takes either `token_ids` or, in hash mode, the engine's `block_hashes`. `request_configs` may hold `extra_keys`: the request's
-        isolation (cache_salt, LoRA name, multi-modal hashes). Whole chunks among the first `at_hand` tokens are not looked up, and count as
-        found. `lookup_id` is that of `find`.
+        Takes either `token_ids` or, in hash mode, the engine's `block_hashes`. `request_configs` may hold
+        `extra_keys`: the request's isolation (cache_salt, LoRA name, multi-modal hashes). Whole chunks among
+        the first `at_hand` tokens are not looked up, and count as found. `lookup_id` is that of `find`.
         """
         configs = dict(request_configs or {})
         try:
@@ -101,13 +115,16 @@ class LookupClient(ABC):
     def find(self, names: Names, lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
         """Returns how many chunks of a prompt, from the first, are found, and why not more.
 
-        The first `at_hand` chunks are not looked up, and count as found. `lookup_id` names the request in log lines. If a lookup protects
-        what it finds, it does so for that id, until the prefix is loaded or until `end`.
+        The first `at_hand` chunks are not looked up, and count as found. `lookup_id` names the request in log
+        lines. If a lookup protects what it finds, it does so for that id, until the prefix is loaded or until
+        `end`.
         """
         reason: MissReason = "not_asked"
         if self._cache is not None:
             try:
-                return self._cache.find(names, at_hand=at_hand, session=lookup_id or "", timeout=self._timeout)
+                return self._cache.find(
+                    names, at_hand=at_hand, session=lookup_id or "", timeout=self._timeout
+                )
             except Exception as error:  # noqa: BLE001 - a lookup never fails its request
                 self._count(error, lookup_id)
                 reason = "error"
@@ -115,24 +132,29 @@ class LookupClient(ABC):
         return Found(at_hand, at_hand, "none" if at_hand == len(names) else reason)
 
     def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now. `version` is their label: up to 64 letters, digits, dots, dashes and underscores.
+        """Notes that the engine has other weights now. `version` is their label: up to 64 letters, digits,
+        dots, dashes and underscores.
 
-        Engines with equal labels share what they store, so give equal labels to equal weights only. Without a label, the engine finds, loads
-        and stores nothing until it gets one. Raises ValueError for text that cannot be a label.
+        Engines with equal labels share what they store, so give equal labels to equal weights only. Without a
+        label, the engine finds, loads and stores nothing until it gets one. Raises ValueError for text that
+        cannot be a label.
         """
         if self._cache is not None:
             self._cache.reset(version)
 
     def stored(self, names: Names) -> None:  # noqa: B027 - only some clients keep a history
-        """Notes that the engine has stored these chunks. If a later lookup does not find them, they count as evicted."""
+        """Notes that the engine has stored these chunks. If a later lookup does not find them, they count as
+        evicted."""
 
     def end(self, lookup_id: str) -> None:  # noqa: B027 - only some clients protect anything
         """Releases what the lookups of this id protect. Call this when the request is over."""
 
     def renew(self, names: Names) -> tuple[str, int] | None:
-        """Protects the objects of these chunks, in all layer groups, from eviction for another lease, if the pool has them.
+        """Protects the objects of these chunks, in all layer groups, from eviction for another lease, if the
+        pool has them.
 
-        Returns the weights' label and how many objects the pool has. Returns None if either is unknown, or if this client has no pool.
+        Returns the weights' label and how many objects the pool has. Returns None if either is unknown, or if
+        this client has no pool.
         """
         return None
 
@@ -145,7 +167,9 @@ class LookupClient(ABC):
         """Releases what the client opened itself. Idempotent."""
 
     def _count(self, error: Exception, lookup_id: str | None) -> None:
-        self.metrics.trouble("lookup", f"error_{type(error).__name__}", detail=f"{lookup_id or 'a lookup'}: {error}")
+        self.metrics.trouble(
+            "lookup", f"error_{type(error).__name__}", detail=f"{lookup_id or 'a lookup'}: {error}"
+        )
 
 
 class HoldsKeys(Protocol):
@@ -171,8 +195,8 @@ class PrefixLookup(LooksUp):
         metrics: CacheMetrics | None = None,
         history: ChunkHistory | None = None,
     ) -> None:
-        """Looks up chunks of the weights version `version`. `history` remembers the chunks that lookups find, so that later misses of them are
-        known as evictions."""
+        """Looks up chunks of the weights version `version`. `history` remembers the chunks that lookups find,
+        so that later misses of them are known as evictions."""
         self.groups = groups
         super().__init__(version, metrics)
         self.backend = backend
@@ -180,7 +204,8 @@ class PrefixLookup(LooksUp):
 
     @property
     def available(self) -> bool:
-        """False while the pool is known to be down. Lookups are then misses, and stores are dropped, at once."""
+        """False while the pool is known to be down. Lookups are then misses, and stores are dropped, at
+        once."""
         return self.backend.available
 
     @property
@@ -191,8 +216,8 @@ class PrefixLookup(LooksUp):
     def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
         """Returns how many chunks, from the first, the tiers hold with every shard, and why not more.
 
-        The first `at_hand` chunks are not looked up and count as found. `session` has no effect: a lookup protects nothing here. `timeout`
-        is in seconds. Raises ValueError for names that chunks cannot have.
+        The first `at_hand` chunks are not looked up and count as found. `session` has no effect: a lookup
+        protects nothing here. `timeout` is in seconds. Raises ValueError for names that chunks cannot have.
         """
         check_names(names)
         at_hand = min(max(at_hand, 0), len(names))
@@ -212,10 +237,13 @@ class PrefixLookup(LooksUp):
         return count_found(self, names, at_hand, statuses, label)
 
 
-def count_found(lookup: PrefixLookup, names: Names, at_hand: int, statuses: Sequence[Status], label: str) -> Found:
+def count_found(
+    lookup: PrefixLookup, names: Names, at_hand: int, statuses: Sequence[Status], label: str
+) -> Found:
     """Returns how many of the first chunks were found, and why not more. Counts their tokens.
 
-    `statuses` are those of the chunks after the first `at_hand`, in the order of `LayerGroups.keys`, in the weights version `label`.
+    `statuses` are those of the chunks after the first `at_hand`, in the order of `LayerGroups.keys`, in the
+    weights version `label`.
     """
     groups, counts, history, asked = lookup.groups, lookup.metrics.counts, lookup.history, names[at_hand:]
     size, found = groups.first.chunk_size, judge(groups, statuses)
@@ -261,8 +289,8 @@ class _Pools:
 
 
 class MooncakeLookupClient(LookupClient):
-    """Looks up all chunks and shards, in all layer groups, with one `batch_is_exist`. If `cache.tiers` has a second pool, another request asks
-    it for what is not there."""
+    """Looks up all chunks and shards, in all layer groups, with one `batch_is_exist`. If `cache.tiers` has a
+    second pool, another request asks it for what is not there."""
 
     def __init__(
         self,
@@ -275,21 +303,26 @@ class MooncakeLookupClient(LookupClient):
         history: ChunkHistory | None = None,
         version: WeightsVersion | None = None,
     ) -> None:
-        """Begins to connect to the master at `master_addr` (`host:port`); lookups find nothing until it answers.
+        """Begins to connect to the master at `master_addr` (`host:port`); lookups find nothing until it
+        answers.
 
-        `metadata` is the engine's metadata or its namespace. `further` are the same of the model's other layer groups, if it has several.
-        With a `history`, evicted chunks are known from chunks that were never stored; without it, both are `missing`. `version`: the version
-        of the weights, by default that of the engine's files.
+        `metadata` is the engine's metadata or its namespace. `further` are the same of the model's other
+        layer groups, if it has several. With a `history`, evicted chunks are known from chunks that were
+        never stored; without it, both are `missing`. `version`: the version of the weights, by default that
+        of the engine's files.
         """
         spaces = (
-            given if isinstance(given, Namespace) else given.namespace(config.cache) for given in (metadata, *further)
+            given if isinstance(given, Namespace) else given.namespace(config.cache)
+            for given in (metadata, *further)
         )
         groups = LayerGroups([ChunkedTokenDatabase(space) for space in spaces])
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
         self.second: MooncakeStore | None = None
         """The client of the second pool, if there is one."""
         if (second := config.second_pool) is not None:
-            self.second = MooncakeStore(second.transfer, master=second.master, host=config.host, segment_size=0)
+            self.second = MooncakeStore(
+                second.transfer, master=second.master, host=config.host, segment_size=0
+            )
         self._exist_s = config.transfer.timeouts.exist_ms / 1000
         self._prefix = PrefixLookup(groups, _Pools(self.store, self.second), version, metrics, history)
         self.version = self._prefix.version
@@ -330,8 +363,8 @@ class BypassLookupClient(LookupClient):
         timeout: Timeout = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """`engine` is a `CacheEngine`. `timeout` (s) bounds each lookup. Raises ValueError if the namespace of `config` and `metadata` is not
-        the engine's."""
+        """`engine` is a `CacheEngine`. `timeout` (s) bounds each lookup. Raises ValueError if the namespace
+        of `config` and `metadata` is not the engine's."""
         wanted, database = metadata.namespace(config.cache), engine.groups.first
         if database.namespace != wanted:
             raise ValueError(f"the engine serves {database.namespace}, the client was made for {wanted}")

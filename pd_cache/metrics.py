@@ -1,7 +1,8 @@
 """Prometheus metrics of the cache, and the log lines that report troubles.
 
-Metrics live in a registry that the caller owns; nothing is registered globally. An outage is never counted as a plain miss:
-`pd_cache_troubles_total` has a `reason` for every chunk that could not be stored, and for every chunk that ended a load.
+Metrics live in a registry that the caller owns; nothing is registered globally. An outage is never counted as
+a plain miss: `pd_cache_troubles_total` has a `reason` for every chunk that could not be stored, and for every
+chunk that ended a load.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
         "a chunk at the same time, both count it",
     ),
     "bytes": (("op",), "Payload bytes moved"),
-    "group_bytes": (("op", "layers"), "Payload bytes moved, by group of layers, for models that have several"),
+    "group_bytes": (
+        ("op", "layers"),
+        "Payload bytes moved, by group of layers, for models that have several",
+    ),
     "troubles": (("op", "reason"), "Chunks not stored or not loaded, by reason"),
     "requests": (
         ("reason",),
@@ -86,8 +90,8 @@ class BackendLevels(NamedTuple):
 
 
 class Counts(Collector):
-    """All numbers that a process has counted, by family and labels. Prometheus reads all of them; vLLM's statistics read what was added since
-    they last read. Thread-safe.
+    """All numbers that a process has counted, by family and labels. Prometheus reads all of them; vLLM's
+    statistics read what was added since they last read. Thread-safe.
 
     The durations of an operation are counted as `("op_seconds_sum", op)` and `("op_seconds_count", op)`.
     """
@@ -99,7 +103,8 @@ class Counts(Collector):
         self._added: dict[tuple[str, ...], float] = {}
         """The numbers counted since then."""
         self._buckets = {op: [0] * (len(_SECONDS) + 1) for op in _OPS}
-        """How many durations of each operation are in each bucket. The last bucket has durations beyond all bounds."""
+        """How many durations of each operation are in each bucket. The last bucket has durations beyond all
+        bounds."""
         for op in _OPS:
             self.show("op_seconds_sum", op)
             self.show("op_seconds_count", op)
@@ -127,7 +132,8 @@ class Counts(Collector):
             return _add(dict(self._before), self._added)
 
     def take_added(self) -> dict[tuple[str, ...], float]:
-        """Returns the numbers counted since the last call. Fast, so that an engine may call this in each step."""
+        """Returns the numbers counted since the last call. Fast, so that an engine may call this in each
+        step."""
         with self._lock:
             added, self._added = self._added, {}
             _add(self._before, added)
@@ -151,7 +157,9 @@ class Counts(Collector):
             yield histogram
 
 
-def _add(totals: dict[tuple[str, ...], float], added: Mapping[tuple[str, ...], float]) -> dict[tuple[str, ...], float]:
+def _add(
+    totals: dict[tuple[str, ...], float], added: Mapping[tuple[str, ...], float]
+) -> dict[tuple[str, ...], float]:
     """Adds to totals, and returns them."""
     for key, by in added.items():
         totals[key] = totals.get(key, 0.0) + by
@@ -197,7 +205,9 @@ class LevelCollector(Collector):
             )
         pools = [level.pool_up for level in found if level.pool_up is not None]
         if pools:
-            yield GaugeMetricFamily("pd_cache_pool_up", "0 while calls do not go to the pool", float(all(pools)))
+            yield GaugeMetricFamily(
+                "pd_cache_pool_up", "0 while calls do not go to the pool", float(all(pools))
+            )
         segments = GaugeMetricFamily(
             "pd_cache_segment_bytes", "Memory given to the pool, by the segment's name", labels=["segment"]
         )
@@ -224,7 +234,8 @@ class TierMetrics:
         self.counts.add("tier_hits", self.tier)
 
     def missed(self, reason: str) -> None:
-        """Counts a chunk that this tier should have had according to its own index; the next tier was asked."""
+        """Counts a chunk that this tier should have had according to its own index; the next tier was
+        asked."""
         self.counts.add("tier_misses", self.tier, reason)
         self._say(f"tier {self.tier}", reason, 1, unit="chunks not read")
 
@@ -248,7 +259,8 @@ class TierMetrics:
         self._say(f"tier {self.tier}", "damaged", 1, unit="objects removed, to be stored again")
 
     def spoiled(self, what: str, error: str, detail: str) -> None:
-        """Counts a file that could not be read, written or deleted because of an `error` that affects only this file."""
+        """Counts a file that could not be read, written or deleted because of an `error` that affects only
+        this file."""
         self.counts.add("tier_file_errors", self.tier, error)
         self._say(f"tier {self.tier}: {what} failed", error, 1, detail, "files")
 
@@ -279,8 +291,12 @@ class CacheMetrics:
         for reason in get_args(MissReason):
             self.counts.show("requests", reason)
             self.counts.show("missed_tokens", reason)
-        self._tier_bytes = Gauge("pd_cache_tier_bytes", "Bytes held, by tier", ["tier"], registry=self.registry)
-        self._tier_off = Gauge("pd_cache_tier_off", "1 while a tier is switched off", ["tier"], registry=self.registry)
+        self._tier_bytes = Gauge(
+            "pd_cache_tier_bytes", "Bytes held, by tier", ["tier"], registry=self.registry
+        )
+        self._tier_off = Gauge(
+            "pd_cache_tier_off", "1 while a tier is switched off", ["tier"], registry=self.registry
+        )
         self.levels = LevelCollector()
         """The levels of the backends that are counted here."""
         self.registry.register(self.levels)
@@ -321,11 +337,13 @@ class CacheMetrics:
         return TierMetrics(self, name)
 
     def totals(self) -> dict[tuple[str, ...], float]:
-        """Returns all numbers counted so far: (family, labels...) -> value. A duration has a sum and a number, and no buckets."""
+        """Returns all numbers counted so far: (family, labels...) -> value. A duration has a sum and a
+        number, and no buckets."""
         return self.counts.totals()
 
     def take_added(self) -> dict[tuple[str, ...], float]:
-        """Returns the numbers counted since the last call, as `totals` does. Fast, so that an engine may call this in each step."""
+        """Returns the numbers counted since the last call, as `totals` does. Fast, so that an engine may call
+        this in each step."""
         return self.counts.take_added()
 
     def outages(self, op: str, statuses: Sequence[Status]) -> None:

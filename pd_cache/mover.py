@@ -1,7 +1,8 @@
-"""ChunkMover: moves runs of chunks between a paged cache and a backend, for an engine's own cache and for a cache server.
+"""ChunkMover: moves runs of chunks between a paged cache and a backend, for an engine's own cache and for a
+cache server.
 
-Store and load are pipelines over the backend's memory: while one batch of chunks is on the network, the next is gathered or the last is
-scattered.
+Store and load are pipelines over the backend's memory: while one batch of chunks is on the network, the next
+is gathered or the last is scattered.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _RETRIES = 8
 
 
 Pages = Callable[[], AbstractContextManager[Sequence[PagedCopier]]]
-"""Lends the copier of each shard for a batch of copies. Raises when it is entered or left if the blocks must not be touched."""
+"""Lends the copier of each shard for a batch of copies. Raises when it is entered or left if the blocks must
+not be touched."""
 
 
 class ChunkRun(NamedTuple):
@@ -63,8 +65,9 @@ class ChunkRun(NamedTuple):
         indices: Iterable[int],
         payloads: Sequence[memoryview],
     ) -> list[int]:
-        """Copies between the blocks of the objects whose keys have these indices and the payloads. `begin` is `PagedCopier.gather` or
-        `scatter`, of the copier that it is given. Returns the checksums of what the blocks hold."""
+        """Copies between the blocks of the objects whose keys have these indices and the payloads. `begin` is
+        `PagedCopier.gather` or `scatter`, of the copier that it is given. Returns the checksums of what the
+        blocks hold."""
         if not payloads:  # nothing to copy: the caller counts the reason why, not that of a fence
             return []
         copies: list[PendingCopy] = []
@@ -73,7 +76,9 @@ class ChunkRun(NamedTuple):
                 for payload, index in zip(payloads, indices, strict=False):
                     chunk, shard = divmod(index, self.shards)
                     copies.append(
-                        begin(copiers[shard], self.chunks[chunk], torch.frombuffer(payload, dtype=torch.uint8))
+                        begin(
+                            copiers[shard], self.chunks[chunk], torch.frombuffer(payload, dtype=torch.uint8)
+                        )
                     )
                 return [copy.wait() for copy in copies]
             except BaseException:
@@ -97,8 +102,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 class ChunkMover:
     """Moves runs of chunks between paged caches and a backend, in overlapping steps. Thread-safe.
 
-    The caller keeps ownership of the backend. The backend's failures are counted and never raised. A copier's errors are raised to the
-    caller, after all memory has been given back.
+    The caller keeps ownership of the backend. The backend's failures are counted and never raised. A copier's
+    errors are raised to the caller, after all memory has been given back.
     """
 
     def __init__(
@@ -108,7 +113,8 @@ class ChunkMover:
         metrics: CacheMetrics,
         version: WeightsVersion | None = None,
     ) -> None:
-        """`version`: the version of the engine's weights; None if the caller compares the labels of runs itself."""
+        """`version`: the version of the engine's weights; None if the caller compares the labels of runs
+        itself."""
         self.backend = backend
         self.metrics = metrics
         self.history = ChunkHistory()
@@ -152,15 +158,21 @@ class ChunkMover:
         self.metrics.moved("store", stored * self._payload_bytes, self._database.namespace.group)
         self.metrics.tokens("store", "stored", stored * chunk_size // shards)
         if shards > 1:
-            outcomes = [StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)]
-        stored_names = [name for name, got in zip(run.names, outcomes, strict=True) if got is not StoreOutcome.NOT]
+            outcomes = [
+                StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)
+            ]
+        stored_names = [
+            name for name, got in zip(run.names, outcomes, strict=True) if got is not StoreOutcome.NOT
+        ]
         self.history.note(stored_names)
         return outcomes
 
     def load(self, run: ChunkRun, pages: Pages, end: End = None) -> Loaded:
-        """Loads chunks into `pages`, in order, up to the first that is missing. Returns how many were loaded, from where, and why not more.
+        """Loads chunks into `pages`, in order, up to the first that is missing. Returns how many were loaded,
+        from where, and why not more.
 
-        No chunk counts as loaded if the engine has another label at the end. The call ends by `end`, as in `store`.
+        No chunk counts as loaded if the engine has another label at the end. The call ends by `end`, as in
+        `store`.
         """
         self.metrics.tokens("retrieve", "requested", len(run.keys) * self._database.chunk_size // run.shards)
         with self._moving() as may_move, self.metrics.timed("retrieve"):
@@ -181,14 +193,17 @@ class ChunkMover:
         of_chunks = kinds[: loaded * shards : shards]
         tiers = TierChunks(of_chunks.count("memory"), of_chunks.count("disk"), of_chunks.count("pool"))
         missed = miss_reason(reason)
-        return Loaded(loaded, missed if missed == "none" else self.history.explain(missed, run.names[loaded]), tiers)
+        return Loaded(
+            loaded, missed if missed == "none" else self.history.explain(missed, run.names[loaded]), tiers
+        )
 
     def outdated(self, run: ChunkRun) -> Literal["", "reset", "weights_unnamed"]:
         """Returns why the run's label is not the engine's; empty if it is."""
         return "" if self._version is None else self._version.why_not(run.label)
 
     def close(self, timeout: float) -> bool:
-        """Begins no more moves, and waits up to `timeout` seconds for those under way. Returns False if it was closed before."""
+        """Begins no more moves, and waits up to `timeout` seconds for those under way. Returns False if it
+        was closed before."""
         if self.closed:  # in a forked child, a thread that does not exist here may hold the lock
             return False
         with self._idle:
@@ -199,7 +214,7 @@ class ChunkMover:
                 log.warning("%d cache operations outlived close()", self._under_way)
             return True
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[bool]:
@@ -218,7 +233,8 @@ class ChunkMover:
                 self._idle.notify_all()
 
     def _put(self, run: ChunkRun, pages: Pages, missing: list[int], end: End) -> list[Status]:
-        """Returns a status for each of the `missing`, in order; fewer if there was no memory for the last objects."""
+        """Returns a status for each of the `missing`, in order; fewer if there was no memory for the last
+        objects."""
         outcomes: list[PutOutcome] = []
         done = 0
         while done < len(missing):
@@ -236,10 +252,12 @@ class ChunkMover:
         return statuses
 
     def _gather(self, run: ChunkRun, pages: Pages, indices: list[int], end: End) -> list[Staged]:
-        """Stages the objects of `indices`, from the first, as far as there is memory. Stages none if no memory became free in time.
+        """Stages the objects of `indices`, from the first, as far as there is memory. Stages none if no
+        memory became free in time.
 
-        Only the first object waits for memory, so that two stores that hold memory never wait for each other. Each object is sealed with the
-        checksum of what the engine has, so that any change of the memory is detected.
+        Only the first object waits for memory, so that two stores that hold memory never wait for each other.
+        Each object is sealed with the checksum of what the engine has, so that any change of the memory is
+        detected.
         """
         staged: list[Staged] = []
         try:
@@ -259,12 +277,13 @@ class ChunkMover:
         return staged
 
     def _get(self, run: ChunkRun, pages: Pages, end: End, kinds: list[TierKind]) -> str:
-        """Scatters objects in order up to the first that is missing. Returns why not more; `none` if all were scattered.
+        """Scatters objects in order up to the first that is missing. Returns why not more; `none` if all were
+        scattered.
 
         Adds to `kinds` the kind of tier that each object came from.
 
-        An object that turns out to be damaged is read again: its tier has removed it, and another tier may have a good one. The places that
-        a damaged object was scattered to are not loaded, whatever they hold.
+        An object that turns out to be damaged is read again: its tier has removed it, and another tier may
+        have a good one. The places that a damaged object was scattered to are not loaded, whatever they hold.
         """
         size, failures, known = self._payload_bytes, 0, ""
         while (first := len(kinds)) < len(run.keys):
@@ -285,9 +304,12 @@ class ChunkMover:
                                 break
                             payloads.append(fetched.payload)
                         places = itertools.count(len(kinds))
-                        checksums = run.copy(pages, lambda copier, *where: copier.scatter(*where), places, payloads)
+                        checksums = run.copy(
+                            pages, lambda copier, *where: copier.scatter(*where), places, payloads
+                        )
                         for fetched, copied in zip(together, checksums, strict=False):
-                            if damage := self.backend.check(fetched, copied):  # removed, as is each further one
+                            # removed, as is each further one
+                            if damage := self.backend.check(fetched, copied):
                                 reason, damaged = damage, True
                             elif not damaged:
                                 kinds.append(fetched.tier)
@@ -300,7 +322,9 @@ class ChunkMover:
                 failures, known = 0, ""
             # a damaged object is gone now: that is no further trouble
             if reason and not (known and reason in (known, Status.MISSING.value)):
-                self.metrics.trouble("retrieve", reason, len(run.keys) - len(kinds) if reason == "deadline" else 1)
+                self.metrics.trouble(
+                    "retrieve", reason, len(run.keys) - len(kinds) if reason == "deadline" else 1
+                )
             if damaged:
                 failures, known = failures + 1, reason
                 if failures > _RETRIES:

@@ -1,8 +1,10 @@
-"""Why a chunk was not there: the reasons, a history that knows evicted chunks, and the report on a request. Pure.
+"""Why a chunk was not there: the reasons, a history that knows evicted chunks, and the report on a request.
+Pure.
 
-A pool says only that a key is missing. Whether the key was ever there, only a process that stored or found it can know. So each
-process that stores or looks up chunks remembers their names. A name that it remembers and that is missing now was evicted or removed.
-Any other missing name counts as never stored, although another node may have stored it, and the pool may have evicted it, before.
+A pool says only that a key is missing. Whether the key was ever there, only a process that stored or found it
+can know. So each process that stores or looks up chunks remembers their names. A name that it remembers and
+that is missing now was evicted or removed. Any other missing name counts as never stored, although another
+node may have stored it, and the pool may have evicted it, before.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ def reason_text(reason: MissReason, detail: str = "") -> str:
 _REASONS: dict[str, MissReason] = {
     **{reason: reason for reason in get_args(MissReason)},
     **dict.fromkeys(
-        ("checksum", "truncated", "foreign", "other_version", "corrupt", "unreadable", "other_size"), "damaged"
+        ("checksum", "truncated", "foreign", "other_version", "corrupt", "unreadable", "other_size"),
+        "damaged",
     ),
     "busy": "being_stored",
     "closed": "pool_down",
@@ -98,7 +101,8 @@ _REASONS: dict[str, MissReason] = {
 
 
 def miss_reason(trouble: str) -> MissReason:
-    """Returns the reason for a `Status` or `Damage` value, or for the reason of a trouble as the cache's metrics count it.
+    """Returns the reason for a `Status` or `Damage` value, or for the reason of a trouble as the cache's
+    metrics count it.
 
     Returns `error` for any other text.
     """
@@ -128,9 +132,9 @@ _PLACES = 1 << 17
 class ChunkHistory:
     """Remembers the names of chunks that were there once: stored or found by this process. Thread-safe.
 
-    It is a table of 131,072 places of 8 bytes, so 1 MiB, and after a reset as much again for the weights before. The first 8
-    bytes of a name, which is a hash, determine its place. A name takes the place of an older name. So names are forgotten after a
-    while, and then count as never stored.
+    It is a table of 131,072 places of 8 bytes, so 1 MiB, and after a reset as much again for the weights
+    before. The first 8 bytes of a name, which is a hash, determine its place. A name takes the place of an
+    older name. So names are forgotten after a while, and then count as never stored.
     """
 
     def __init__(self, places: int = _PLACES) -> None:
@@ -142,7 +146,8 @@ class ChunkHistory:
         self._label = ""  # of the weights that the namespace identifies
 
     def note(self, names: Sequence[bytes]) -> None:
-        """Remembers that chunks of these names were there. All names have one width, of at least 8 bytes. Takes 0.1 µs a name."""
+        """Remembers that chunks of these names were there. All names have one width, of at least 8 bytes.
+        Takes 0.1 µs a name."""
         if not names:
             return
         if not self._table:
@@ -154,7 +159,8 @@ class ChunkHistory:
             table[mark & mask] = mark
 
     def follow(self, label: str) -> None:
-        """Notes the weights' label of a lookup. Chunks of the label before are gone for another reason than eviction."""
+        """Notes the weights' label of a lookup. Chunks of the label before are gone for another reason than
+        eviction."""
         if label != self._label:
             self._label, self._before, self._table = label, self._table, array("Q")
 
@@ -163,7 +169,8 @@ class ChunkHistory:
         return bool(table) and table[mark & self._mask] == mark
 
     def explain(self, reason: MissReason, name: bytes) -> MissReason:
-        """Returns `reason`. In place of `missing`, returns whether the chunk was evicted, belongs to earlier weights, or was never stored."""
+        """Returns `reason`. In place of `missing`, returns whether the chunk was evicted, belongs to earlier
+        weights, or was never stored."""
         if reason != "missing":
             return reason
         if self._is_in(self._table, name):
@@ -186,7 +193,8 @@ class StoreOutcome(enum.IntEnum):
 
     @staticmethod
     def together(parts: Iterable[StoreOutcome]) -> StoreOutcome:
-        """Returns the outcome for a chunk of several parts: NEW if all parts are there and at least one is new."""
+        """Returns the outcome for a chunk of several parts: NEW if all parts are there and at least one is
+        new."""
         known = list(parts)
         return StoreOutcome.NOT if StoreOutcome.NOT in known else max(known)
 
@@ -201,17 +209,19 @@ class TierChunks(NamedTuple):
 
 
 class Found(Struct, frozen=True, array_like=True, tag_field="type", tag="found"):
-    """The answer to a lookup: how long a prefix is, in chunks. It travels as it is (`pd_cache.server.protocol`)."""
+    """The answer to a lookup: how long a prefix is, in chunks. It travels as it is
+    (`pd_cache.server.protocol`)."""
 
     chunks: Count
     """How many chunks a load can restore."""
     leading: Count
-    """How many chunks the groups without a tail have. 5 with 3 `chunks` means that only layers with a window or a state lack chunks, at
-    the ends of the prefixes of 4 and 5 chunks."""
+    """How many chunks the groups without a tail have. 5 with 3 `chunks` means that only layers with a window
+    or a state lack chunks, at the ends of the prefixes of 4 and 5 chunks."""
     reason: MissReason = "none"
     """Why the prefix is not longer; `none` if it has all chunks that it can have."""
     near: TierChunks = TierChunks()
-    """How many of the chunks that were found lie in tiers of the host that looked. The others are in the pool, which is not counted."""
+    """How many of the chunks that were found lie in tiers of the host that looked. The others are in the
+    pool, which is not counted."""
 
 
 class Loaded(Struct, frozen=True, array_like=True, tag_field="type", tag="loaded"):
@@ -264,7 +274,11 @@ class RequestReport(Struct, frozen=True, kw_only=True):
             loaded += f" ({read})"
         lines = [
             f"  {self.asked} tokens: {self.at_hand} in the engine's own cache, {loaded}, {self.computed} computed",
-            *([f"  {self.streamed} of these came while the prefill node computed others"] if self.streamed else ()),
+            *(
+                [f"  {self.streamed} of these came while the prefill node computed others"]
+                if self.streamed
+                else ()
+            ),
             f"  {reason_text(self.reason, self.detail or '')}",
         ]
         return "\n".join(lines)
@@ -283,7 +297,8 @@ class RequestReport(Struct, frozen=True, kw_only=True):
         streamed: int = 0,
         detail: str = "",
     ) -> RequestReport:
-        """Returns the report on a prompt of `asked` tokens. `tiers` counts chunks; all other numbers are tokens.
+        """Returns the report on a prompt of `asked` tokens. `tiers` counts chunks; all other numbers are
+        tokens.
 
         A prompt without a whole chunk gets the reason `too_short`, whatever `reason` says.
         """

@@ -1,11 +1,13 @@
-"""The folder in which processes of a user leave files for one another: sockets, locks, and notes about what runs.
+"""The folder in which processes of a user leave files for one another: sockets, locks, and notes about what
+runs.
 
-The folder belongs to the user alone: `$XDG_RUNTIME_DIR/pd-cache` or `/tmp/pd-cache-UID`. In /tmp, every local user can create that folder
-first, or a link of that name. So nothing in it is trusted until the folder itself has been opened without following a link, and its owner
-and mode have been read from the open folder. After that no other user can replace it: /tmp is sticky, and the folder's mode is 0700.
+The folder belongs to the user alone: `$XDG_RUNTIME_DIR/pd-cache` or `/tmp/pd-cache-UID`. In /tmp, every local
+user can create that folder first, or a link of that name. So nothing in it is trusted until the folder itself
+has been opened without following a link, and its owner and mode have been read from the open folder. After
+that no other user can replace it: /tmp is sticky, and the folder's mode is 0700.
 
-A file is valid only while its writer holds a lock on it. The kernel releases the lock when the writer ends, however it ends. A pid would
-not do, because the kernel may have given it to another process.
+A file is valid only while its writer holds a lock on it. The kernel releases the lock when the writer ends,
+however it ends. A pid would not do, because the kernel may have given it to another process.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ class RuntimeFolderError(PdCacheError):
 
 
 def runtime_folder() -> Path:
-    """Returns the folder of this user's sockets and notes. It need not exist; `own_folder` makes and checks it."""
+    """Returns the folder of this user's sockets and notes. It need not exist; `own_folder` makes and checks
+    it."""
     return _folders()[0]
 
 
 def _folders() -> list[Path]:
-    """Returns the folders that processes of this user may have chosen: not every process has XDG_RUNTIME_DIR."""
+    """Returns the folders that processes of this user may have chosen: not every process has
+    XDG_RUNTIME_DIR."""
     shared = _SHARED / f"pd-cache-{os.geteuid()}"
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named.startswith("/"):
@@ -62,7 +66,9 @@ def own_folder(path: Path | None = None) -> Iterator[int]:
             path.mkdir(mode=0o700)
         descriptor = _opened(path)
     except OSError as error:
-        raise RuntimeFolderError(f"{path}: cannot be used for runtime files: {error.strerror}; {_REPAIR}") from None
+        raise RuntimeFolderError(
+            f"{path}: cannot be used for runtime files: {error.strerror}; {_REPAIR}"
+        ) from None
     try:
         yield descriptor
     finally:
@@ -73,7 +79,8 @@ def own_folder(path: Path | None = None) -> Iterator[int]:
 def temporary_folder() -> Iterator[Path]:
     """Makes a folder inside the runtime folder, and removes it at the end.
 
-    It also removes such folders that killed processes left behind. Raises RuntimeFolderError for the same reasons as `own_folder`.
+    It also removes such folders that killed processes left behind. Raises RuntimeFolderError for the same
+    reasons as `own_folder`.
     """
     with own_folder() as parent:
         base = runtime_folder()
@@ -118,8 +125,8 @@ def note(name: str, text: str) -> Iterator[str | None]:
 
 
 def read_note(name: str) -> str | None:
-    """Returns the note of a living process of this user; None if there is none. Raises RuntimeFolderError for the same reasons as
-    `own_folder`."""
+    """Returns the note of a living process of this user; None if there is none. Raises RuntimeFolderError for
+    the same reasons as `own_folder`."""
     for number, path in enumerate(_folders()):
         try:
             folder = _opened(path)
@@ -149,7 +156,8 @@ def _read(name: str, folder: int) -> str | None:
 
 @contextmanager
 def lock_file(path: Path) -> Iterator[bool]:
-    """Holds a lock on a file, which is removed afterwards. Yields False immediately if another process holds the lock.
+    """Holds a lock on a file, which is removed afterwards. Yields False immediately if another process holds
+    the lock.
 
     A file left behind by a killed process is taken over.
     """
@@ -180,9 +188,13 @@ def _opened(path: Path) -> int:
         if found.st_uid != os.geteuid():
             raise RuntimeFolderError(f"{path}: belongs to another user; {_REPAIR}")
         if mode & 0o077:
-            raise RuntimeFolderError(f"{path}: has mode {mode:04o}, so that others may look into it; {_REPAIR}")
+            raise RuntimeFolderError(
+                f"{path}: has mode {mode:04o}, so that others may look into it; {_REPAIR}"
+            )
         if above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
-            raise RuntimeFolderError(f"{path}: others may rename it, because {path.parent} is not sticky; {_REPAIR}")
+            raise RuntimeFolderError(
+                f"{path}: others may rename it, because {path.parent} is not sticky; {_REPAIR}"
+            )
     except BaseException:
         os.close(descriptor)
         raise

@@ -18,7 +18,8 @@ class SparseLog:
         """For each key, when the last event was let through, and how much was held back since."""
 
     def admit(self, key: Hashable = None, count: int = 1) -> int | None:
-        """Returns None to hold an event back. Otherwise, returns how much it and the events held back before it count together.
+        """Returns None to hold an event back. Otherwise, returns how much it and the events held back before
+        it count together.
 
         The caller bounds the number of keys.
         """

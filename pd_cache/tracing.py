@@ -1,8 +1,9 @@
-"""Spans of requests, for OpenTelemetry. Without a configured collector there are none, and nothing of OpenTelemetry is imported.
+"""Spans of requests, for OpenTelemetry. Without a configured collector there are none, and nothing of
+OpenTelemetry is imported.
 
-A span begins under the `traceparent` of its request (W3C Trace Context), and may end on any thread. Ended spans wait in a bounded queue of
-the SDK, whose own thread sends them. When the queue is full, spans are dropped. A slow or dead collector costs nothing else. Only this
-module imports OpenTelemetry.
+A span begins under the `traceparent` of its request (W3C Trace Context), and may end on any thread. Ended
+spans wait in a bounded queue of the SDK, whose own thread sends them. When the queue is full, spans are
+dropped. A slow or dead collector costs nothing else. Only this module imports OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Tracing:
         kind: SpanKind = "internal",
         **attributes: Attribute,
     ) -> TraceSpan:
-        """Returns a span that has begun. `parent`: the headers of the request, or `TraceSpan.headers`. Never raises."""
+        """Returns a span that has begun. `parent`: the headers of the request, or `TraceSpan.headers`. Never
+        raises."""
         return TraceSpan(parent or {})
 
     def close(self, timeout: float = 2.0) -> None:
@@ -84,12 +86,14 @@ UNTRACED = Tracing()
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the trace context among a request's headers, by lower-case names. `headers` must ignore upper and lower case."""
+    """Returns the trace context among a request's headers, by lower-case names. `headers` must ignore upper
+    and lower case."""
     return {name: headers[name] for name in HEADERS if name in headers}
 
 
 def open_tracing(config: TracingConfig, service: str, node: str) -> Tracing:
-    """Returns the tracing of this process; without `config.endpoint`, one that sends nothing. `service` is the role, `node` the node's name.
+    """Returns the tracing of this process; without `config.endpoint`, one that sends nothing. `service` is
+    the role, `node` the node's name.
 
     Does not wait for the collector. Raises ConfigError if the extra `otel` is not installed.
     """

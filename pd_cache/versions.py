@@ -1,14 +1,15 @@
 """Weights versions: which of a model's weights computed a chunk, if weights change while engines run.
 
-A version is a *label*, which is part of each chunk's key. Equal labels mean equal weights. The empty label, `FIRST`, means the weights of the
-engine's files: the namespace identifies them, and keys do not mention the label. Four rules keep KV of other weights out:
+A version is a *label*, which is part of each chunk's key. Equal labels mean equal weights. The empty label,
+`FIRST`, means the weights of the engine's files: the namespace identifies them, and keys do not mention the
+label. Four rules keep KV of other weights out:
 
 1. Each engine holds its own label. It starts with the label of its files.
 2. When an engine hears that its weights have changed, it is *out*: it finds, loads and stores nothing.
-3. A command gives a label to a state of an engine, by the state's id. Each change makes a new state. So a command that comes late, twice or
-   after a restart changes nothing.
-4. A store uses the label that the engine had before it computed the chunk, and a load counts only if the engine has the chunk's label at the
-   load's end.
+3. A command gives a label to a state of an engine, by the state's id. Each change makes a new state. So a
+   command that comes late, twice or after a restart changes nothing.
+4. A store uses the label that the engine had before it computed the chunk, and a load counts only if the
+   engine has the chunk's label at the load's end.
 """
 
 from __future__ import annotations
@@ -72,10 +73,12 @@ class WeightsVersion:
         return "" if label == own else "reset"
 
     def reset(self, label: str | None = None) -> None:
-        """Notes that the engine has other weights, with this label. Without a label, the engine is out. Raises ValueError for text that cannot be a
-        label."""
+        """Notes that the engine has other weights, with this label. Without a label, the engine is out.
+        Raises ValueError for text that cannot be a label."""
         if label is not None and not re.match(LABEL, label):
-            raise ValueError(f"a version is up to 64 letters, digits, dots, dashes and underscores, not {label!r}")
+            raise ValueError(
+                f"a version is up to 64 letters, digits, dots, dashes and underscores, not {label!r}"
+            )
         with self._lock:
             self.state = self._new(label)
 

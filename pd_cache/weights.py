@@ -1,9 +1,11 @@
-"""Digests of the folders of models and LoRA adapters. They distinguish two of the same name, shape and size. Only reads files.
+"""Digests of the folders of models and LoRA adapters. They distinguish two of the same name, shape and size.
+Only reads files.
 
-A model's digest covers config.json whole, and samples of the weight files, which may be hundreds of gigabytes. For a safetensors file the
-samples are the whole header and four places in every tensor, so that a fine-tune that changed a single matrix differs. For other formats
-they are 256 places in the file. Files that differ only in a few scattered numbers may get the same digest: give each such model a revision of its
-own (`connector.revision`). An adapter's files are small, and are read whole.
+A model's digest covers config.json whole, and samples of the weight files, which may be hundreds of
+gigabytes. For a safetensors file the samples are the whole header and four places in every tensor, so that a
+fine-tune that changed a single matrix differs. For other formats they are 256 places in the file. Files that
+differ only in a few scattered numbers may get the same digest: give each such model a revision of its own
+(`connector.revision`). An adapter's files are small, and are read whole.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class FileStamp(NamedTuple):
 
 
 def weights_digest(folder: Path) -> str:
-    """Returns 32 hex digits that differ between models of different weights. Raises WeightsError if there is nothing to read."""
+    """Returns 32 hex digits that differ between models of different weights. Raises WeightsError if there is
+    nothing to read."""
     config = folder / "config.json"
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES) if folder.is_dir() else []
     if not config.is_file() or not files:
@@ -62,7 +65,8 @@ def weights_digest(folder: Path) -> str:
 
 
 def adapter_digest(folder: Path) -> str:
-    """Returns 32 hex digits that differ between LoRA adapters of different weights or configuration. Reads the adapter's files whole.
+    """Returns 32 hex digits that differ between LoRA adapters of different weights or configuration. Reads
+    the adapter's files whole.
 
     Raises WeightsError if the folder holds no adapter, and OSError if a file cannot be read.
     """
@@ -104,7 +108,8 @@ def _places(opened: BinaryIO, file: Path, size: int) -> Iterator[tuple[int, int]
 
 
 def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yields `count` samples from `start` to `end`, including the first and the last byte; the whole range if it is no longer than that."""
+    """Yields `count` samples from `start` to `end`, including the first and the last byte; the whole range if
+    it is no longer than that."""
     if end - start <= count * _SAMPLE:
         yield start, max(0, end - start)
         return
@@ -113,7 +118,8 @@ def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _safetensors_header(opened: BinaryIO, size: int) -> tuple[int, list[tuple[int, int]]] | None:
-    """Returns where the data begin, and where each tensor lies in them; None if the file is not a safetensors file."""
+    """Returns where the data begin, and where each tensor lies in them; None if the file is not a safetensors
+    file."""
     raw = opened.read(8)
     if len(raw) < 8:
         return None

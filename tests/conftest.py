@@ -1,4 +1,5 @@
-"""Fixtures that the whole suite shares: real servers for the session, and checks that nothing is left behind."""
+"""Fixtures that the whole suite shares: real servers for the session, and checks that nothing is left
+behind."""
 
 import importlib
 import os
@@ -20,8 +21,13 @@ from tests.support.waiting import PATIENCE_S
 from tests.support.warm_nodes import warm_nodes
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-# Mooncake's own patience, which is part of every recovery: the first store of a process sets it, and that may be any test's
-MOONCAKES_PATIENCE = {"MC_RPC_TIMEOUT_MS": "1000", "MC_TCP_PROGRESS_TIMEOUT_SEC": "3", "MC_TCP_STATUS_TIMEOUT_SEC": "3"}
+# Mooncake's own patience, which is part of every recovery: the first store of a process sets it, and that may
+# be any test's
+MOONCAKES_PATIENCE = {
+    "MC_RPC_TIMEOUT_MS": "1000",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "3",
+}
 for variable, value in MOONCAKES_PATIENCE.items():
     os.environ.setdefault(variable, value)
 # how wide the terminal is that runs the tests says nothing of what they print
@@ -29,7 +35,8 @@ os.environ.pop("COLUMNS", None)
 # how long an example takes says nothing where other programs run, too
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
-# what runs in the background may have been started with these ignored, and so would be what it starts; tests send them
+# what runs in the background may have been started with these ignored, and so would be what it starts; tests
+# send them
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
@@ -37,7 +44,8 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 
 @pytest.fixture(scope="session", autouse=True)
 def runtime_files():
-    """Sockets, notes and versions of this run's processes are nobody else's: ports come again in the next run."""
+    """Sockets, notes and versions of this run's processes are nobody else's: ports come again in the next
+    run."""
     before = os.environ.get("XDG_RUNTIME_DIR")
     # not in pytest's folder: the path of a socket has at most 107 bytes
     with tempfile.TemporaryDirectory(prefix="pdc-") as folder:
@@ -99,8 +107,8 @@ def certificates(tmp_path_factory):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """`status` and `doctor`, where a test runs them in its own process, wait for as long as a busy machine needs, and no rate that
-    it reaches is too low."""
+    """`status` and `doctor`, where a test runs them in its own process, wait for as long as a busy machine
+    needs, and no rate that it reaches is too low."""
     monkeypatch.setattr("launch.doctor.probe._SLOW", {"tcp": 0.0, "rdma": 0.0})
     for name in (
         "launch.operate.watched.SYNC_S",
@@ -116,8 +124,8 @@ def patient(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    """Files with slow tests go first, those that take longest before all: at the end of a parallel run nobody waits for a worker
-    that began a long one last, and what mostly waits does so beside what computes."""
+    """Files with slow tests go first, those that take longest before all: at the end of a parallel run nobody
+    waits for a worker that began a long one last, and what mostly waits does so beside what computes."""
     seconds = {}
     for item in items:
         for mark in item.iter_markers("slow"):
@@ -127,7 +135,9 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter):
     """One line says what was not run, and how to have it run."""
-    why = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
+    why = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])
+    )
     if why:
         told = "; ".join(f"{count} because of {reason}" for reason, count in why.most_common())
         terminalreporter.write_line(f"{why.total()} tests were skipped: {told}.", yellow=True)
@@ -135,6 +145,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """Every thread and child process that a test started is gone after it; fixtures of wider scope start before."""
+    """Every thread and child process that a test started is gone after it; fixtures of wider scope start
+    before."""
     with no_leaks():
         yield

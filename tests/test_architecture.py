@@ -15,7 +15,8 @@ LAYERS = (
     ("server",),
     ("vllm", "adapters"),
 )
-"""Inside pd_cache, above the core: a module imports from its own layer and those before it. Every module that is not named here is core."""
+"""Inside pd_cache, above the core: a module imports from its own layer and those before it. Every module that
+is not named here is core."""
 
 LAUNCH_LAYERS = (
     ("openai", "run._tethered"),
@@ -95,13 +96,18 @@ def imported(file):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute) and node.attr in _ATTRIBUTES and ast.unparse(node) in _BY_ATTRIBUTE:
+        elif (
+            isinstance(node, ast.Attribute)
+            and node.attr in _ATTRIBUTES
+            and ast.unparse(node) in _BY_ATTRIBUTE
+        ):
             names.append(ast.unparse(node))
     return names
 
 
 def layer_of(segments):
-    """The layer of a dotted name below pd_cache or launch: that of its module where this has one of its own, else its package's."""
+    """The layer of a dotted name below pd_cache or launch: that of its module where this has one of its own,
+    else its package's."""
     layers = {"pd_cache": ((), *LAYERS), "launch": LAUNCH_LAYERS}[segments[0]]
     for name in (".".join(segments[1:3]), segments[1]):
         for index, layer in enumerate(layers):
@@ -147,7 +153,9 @@ def test_each_dependency_has_one_home():
         for name in imported(file):
             for dependency, homes in HOMES.items():
                 if name == dependency or name.startswith(dependency + "."):
-                    assert name_of(file).startswith(homes), f"{name_of(file)}: {dependency} is at home in {homes}"
+                    assert name_of(file).startswith(homes), (
+                        f"{name_of(file)}: {dependency} is at home in {homes}"
+                    )
 
 
 def test_no_module_reads_the_environment_when_it_is_imported():
@@ -203,7 +211,10 @@ for first, light in %r:
 
 
 def test_importing_is_light():
-    """Each module in a process of its own: a fork of one that has imported nothing, or torch, which takes seconds."""
+    """Each module in a process of its own: a fork of one that has imported nothing, or torch, which takes
+    seconds."""
     program = _IMPORTER % [("os", LIGHT), ("torch", LIGHT_BUT_FOR_TORCH)]
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout.splitlines() == [*LIGHT, *LIGHT_BUT_FOR_TORCH], done.stderr

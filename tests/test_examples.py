@@ -1,5 +1,5 @@
-"""The examples, run as `examples/README.md` says, with the output that it shows; that of vLLM is in tests/vllm, and that of an engine of
-one's own in tests/launch/test_recipes.py."""
+"""The examples, run as `examples/README.md` says, with the output that it shows; that of vLLM is in
+tests/vllm, and that of an engine of one's own in tests/launch/test_recipes.py."""
 
 import contextlib
 import io
@@ -21,9 +21,7 @@ EXAMPLES = ROOT / "examples"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 """Of the two machines, in the file that people begin with."""
 STAGING = "  staging_size: 128MiB\n"
-PATIENT = (
-    "  staging_size: 16MiB\n  timeouts: {exist_ms: 10000, get_ms: 10000, put_ms: 10000}\nhandoff: {wait_ms: 60000}\n"
-)
+PATIENT = "  staging_size: 16MiB\n  timeouts: {exist_ms: 10000, get_ms: 10000, put_ms: 10000}\nhandoff: {wait_ms: 60000}\n"
 """Less memory, and deadlines that no machine is too busy for."""
 SMALLER = ("segment_size: 512MiB", "segment_size: 64MiB"), ("\nengine:\n", "\nengine:\n  threads: 1\n")
 
@@ -42,7 +40,8 @@ def output_of(example, *arguments):
 
 def test_bytes_and_tensors_by_name_are_there_the_second_time(pool):
     outputs = [output_of("object_cache.py", pool.address)]
-    while "found: True" not in outputs[-1] and len(outputs) < 10:  # a busy machine may exceed a deadline of its pool
+    # a busy machine may exceed a deadline of its pool
+    while "found: True" not in outputs[-1] and len(outputs) < 10:
         outputs.append(output_of("object_cache.py", pool.address))
     assert outputs[0].startswith("there before: False\n")
     assert outputs[-1].replace("before: True", "before: False") in (EXAMPLES / "README.md").read_text()
@@ -89,5 +88,7 @@ def test_two_machines_share_one_cluster(tmp_path):
     if reason := why_not():
         pytest.skip(reason)
     with closing(Network()) as network, up(network, tmp_path) as (one, two):
-        wait_for(lambda: one.has("master", "prefill-0", "proxy") and two.has("decode-0"), "both machines ready")
+        wait_for(
+            lambda: one.has("master", "prefill-0", "proxy") and two.has("decode-0"), "both machines ready"
+        )
         assert output_of("ask.py", one.ready["proxy"]) in (EXAMPLES / "README.md").read_text()

@@ -38,7 +38,9 @@ def wheel(tmp_path_factory):
     """Built from a copy of the sources: setuptools leaves its own files beside them."""
     source, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheel"))
     for name in (*PACKAGES, "configs"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = "from setuptools import build_meta; import sys; build_meta.build_wheel(sys.argv[1])"
@@ -73,7 +75,8 @@ def requirements(metadata):
 
 
 def foreign_imports(package):
-    """Each file, the top-level module that it imports, and whether it does so as soon as it is imported itself."""
+    """Each file, the top-level module that it imports, and whether it does so as soon as it is imported
+    itself."""
     ours = {*PACKAGES, *sys.stdlib_module_names}
     for file in sorted((ROOT / package).rglob("*.py")):
         tree = ast.parse(file.read_text())
@@ -122,7 +125,9 @@ def test_what_is_imported_is_declared_and_what_is_required_is_imported(metadata)
                 extras = (*extras, "", "bench")
             elif module in EXTRAS:
                 assert not at_once, f"{file} always imports {module}, which only {extras} bring"
-            assert names & set.union(*(declared[extra] for extra in extras)), f"{file} imports {module}, undeclared"
+            assert names & set.union(*(declared[extra] for extra in extras)), (
+                f"{file} imports {module}, undeclared"
+            )
             used |= names
     assert declared[""] <= used
 
@@ -140,9 +145,7 @@ def test_the_command_works_without_a_clone(unpacked, tmp_path):
         unpacked, tmp_path, "-m", "launch", "config", "check", "--file-only", "local.yaml"
     )
     assert "--clients" in run(unpacked, tmp_path, "-m", "launch", "bench", "lookup", "--help")
-    where = (
-        "import bench, launch, pd_cache, transfer; print(*{m.__path__[0] for m in (bench, launch, pd_cache, transfer)})"
-    )
+    where = "import bench, launch, pd_cache, transfer; print(*{m.__path__[0] for m in (bench, launch, pd_cache, transfer)})"
     assert all(path.startswith(str(unpacked)) for path in run(unpacked, tmp_path, "-c", where).split())
 
 
@@ -153,7 +156,8 @@ def test_names_in_the_working_directory_do_not_shadow_the_packages(unpacked, tmp
     (tmp_path / "files").mkdir()
     nodes = [free_node("master"), free_node("store-0")]
     file = str(cluster_file(tmp_path / "files", nodes=nodes))
-    command = ("-P", "-m", "launch")  # as the installed script, which does not look into the working directory
+    # as the installed script, which does not look into the working directory
+    command = ("-P", "-m", "launch")
     up = subprocess.Popen(
         [sys.executable, *command, "up", "-c", file],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(unpacked)}, stdout=subprocess.PIPE, text=True,

@@ -1,4 +1,5 @@
-"""README.md and the pages of docs/ that a newcomer reads: examples run, commands are there, links lead somewhere."""
+"""README.md and the pages of docs/ that a newcomer reads: examples run, commands are there, links lead
+somewhere."""
 
 import json
 import re
@@ -26,7 +27,9 @@ from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
 
 README = (ROOT / "README.md").read_text()
-EMBED, OPERATOR, RECIPES = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("embed", "operator", "recipes"))
+EMBED, OPERATOR, RECIPES = (
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("embed", "operator", "recipes")
+)
 _MODELS = {
     "llama": "Llama",
     "gemma3": "Gemma 3",
@@ -82,7 +85,9 @@ def test_the_adapters_of_the_example_find_and_load_what_an_engine_stored(pool, t
         )
         given = {
             "tokens": tokens,
-            "kv_caches": {str(layer): tensor for layer, tensor in enumerate(make_cache(blocks=64, block_size=BLOCK))},
+            "kv_caches": {
+                str(layer): tensor for layer, tensor in enumerate(make_cache(blocks=64, block_size=BLOCK))
+            },
             "block_ids": list(range(blocks_of)),
             "finished_requests": set(),
         }
@@ -120,13 +125,18 @@ def test_the_second_of_two_requests_is_explained_as_it_says(tmp_path):
             script = script.replace(written, wanted)
 
         def is_said():
-            return said in subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False).stdout
+            return (
+                said
+                in subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False).stdout
+            )
 
         wait_for(is_said, "a hit: the pool may have just started")
 
 
 def test_commands_are_there():
-    for line in re.findall(r"^pd-cache (.*)$", "".join(blocks("sh", README + OPERATOR + RECIPES)), re.MULTILINE):
+    for line in re.findall(
+        r"^pd-cache (.*)$", "".join(blocks("sh", README + OPERATOR + RECIPES)), re.MULTILINE
+    ):
         command = main
         for word in line.split():
             if not isinstance(command, click.Group):
@@ -141,7 +151,9 @@ def test_the_wheel_to_install_is_the_one_that_is_built():
 
 def test_every_bench_and_every_file_to_start_from_is_listed():
     (bench,) = [parameter for parameter in main.commands["bench"].params if parameter.name == "name"]
-    assert [name for name in bench.type.choices if f"`{name}`" not in README and f"bench {name}" not in README] == []
+    assert [
+        name for name in bench.type.choices if f"`{name}`" not in README and f"bench {name}" not in README
+    ] == []
     assert set(re.findall(r"\(\.\./configs/(.*?)\.yaml\)", RECIPES)) == {
         file.stem for file in (ROOT / "configs").iterdir()
     }
@@ -155,7 +167,12 @@ def test_the_demo_says_of_its_prompts_what_the_page_says():
 def test_the_file_of_a_second_model_is_a_whole_file():
     file = ROOT / "docs" / "operating.md"
     (text,) = [block for block in blocks("yaml", file.read_text()) if block.startswith("name:")]
-    assert {node.role for node in parse_config(text, file)[0].nodes} == {"master", "prefill", "decode", "proxy"}
+    assert {node.role for node in parse_config(text, file)[0].nodes} == {
+        "master",
+        "prefill",
+        "decode",
+        "proxy",
+    }
 
 
 def test_the_first_screen_has_the_two_commands_that_do_all_the_set_up_and_the_flags_for_vllm():
@@ -186,7 +203,9 @@ def test_the_plot_has_the_figures_of_the_table():
                 taken[_MODELS[run_["model"]], row["tokens"], figure].append(row[figure])
     lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
     for (model, tokens, _), figures in taken.items():
-        (line,) = [line for line in lines if line.startswith(f"| {model} | {tokens} |") and line.count("|") == 11]
+        (line,) = [
+            line for line in lines if line.startswith(f"| {model} | {tokens} |") and line.count("|") == 11
+        ]
         shown = "\N{EN DASH}".join(map(str, sorted({min(figures), max(figures)})))
         assert f"| {shown} |" in line
 
@@ -194,7 +213,9 @@ def test_the_plot_has_the_figures_of_the_table():
 def anchors(page):
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(
-        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+        r"^#+ (.*)$",
+        re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE),
+        re.MULTILINE,
     )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -213,7 +234,9 @@ def test_settings_and_metrics_that_a_page_names_exist(page):
     golden = ROOT / "tests" / "golden"
     settings = re.sub(r"<\w+>|\[\]", "", (golden / "yaml_keys.txt").read_text())
     metrics = re.sub(r"\{.*\}", "", (golden / "metric_names.txt").read_text()).split()
-    for name in re.findall(r"`((?:cache|connector|handoff|proxy|supervisor|transfer)\.[\w.]*)", page.read_text()):
+    for name in re.findall(
+        r"`((?:cache|connector|handoff|proxy|supervisor|transfer)\.[\w.]*)", page.read_text()
+    ):
         assert name.endswith(".py") or re.search(rf"^\.{re.escape(name)}\b", settings, re.MULTILINE), name
     for name in re.findall(r"\b(?:vllm:)?pd_cache_\w+[a-z]\b(?!_)", page.read_text()):
         assert re.sub("^vllm:|_(total|bucket|sum|count)$", "", name) in metrics, name

@@ -3,7 +3,8 @@
     pd-cache bench ttft --json >> runs.jsonl        once for each run and model
     python tools/plot-ttft.py runs.jsonl > docs/images/ttft.svg
 
-Each line of the file is one run. A bar is the median over the runs of its model and length. Needs nothing but Python.
+Each line of the file is one run. A bar is the median over the runs of its model and length. Needs nothing but
+Python.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def plot(lines: list[str]) -> str:
         for row in run["results"]:
             for bar, values in runs[run["model"], row["tokens"]].items():
                 values.append(row[bar])
-    medians = {key: {bar: statistics.median(values) for bar, values in bars.items()} for key, bars in runs.items()}
+    medians = {
+        key: {bar: statistics.median(values) for bar, values in bars.items()} for key, bars in runs.items()
+    }
     scale = (RIGHT - LEFT) / max(max(bars.values()) for bars in medians.values())
     y, parts = 24, []
     for bar, says in BARS.items():
@@ -72,4 +75,6 @@ def plot(lines: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    print(plot([line for file in sys.argv[1:] for line in Path(file).read_text().splitlines() if line.strip()]))
+    print(
+        plot([line for file in sys.argv[1:] for line in Path(file).read_text().splitlines() if line.strip()])
+    )

@@ -1,11 +1,13 @@
 """Runs blocking calls on a bounded set of threads. Callers wait for them with a deadline.
 
-A call into Mooncake cannot be cancelled. So the caller waits only until its own deadline, and `on_end` releases what the call was given
-(staging slots). `on_end` runs exactly once, when nothing can touch these any more:
+A call into Mooncake cannot be cancelled. So the caller waits only until its own deadline, and `on_end`
+releases what the call was given (staging slots). `on_end` runs exactly once, when nothing can touch these any
+more:
 
 1. after the call has returned, if a thread has begun it;
 2. at once, if the call could not be queued;
-3. as soon as the call is abandoned (`abandon`), if it is still queued then. The waiting thread abandons a call whose deadline has passed.
+3. as soon as the call is abandoned (`abandon`), if it is still queued then. The waiting thread abandons a
+   call whose deadline has passed.
 
 One lock, which only one side gets, decides whether a call is begun or dropped.
 """
@@ -29,7 +31,8 @@ D = TypeVar("D")
 
 
 class Call(Generic[T]):
-    """One call under way. `_done` is locked until the outcome is there: the cheapest way for a thread to wait."""
+    """One call under way. `_done` is locked until the outcome is there: the cheapest way for a thread to
+    wait."""
 
     __slots__ = (
         "_args",
@@ -70,7 +73,8 @@ class Call(Generic[T]):
         """Whether a thread has begun the call. No thread begins it after the deadline."""
 
     def outcome(self, otherwise: D) -> T | D:
-        """Returns what the call returned, or `otherwise` if the call has not ended by the deadline. Raises what the call raised."""
+        """Returns what the call returned, or `otherwise` if the call has not ended by the deadline. Raises
+        what the call raised."""
         while not self._done.acquire(timeout=max(0.0, min(_LOOK_S, self.deadline - time.monotonic()))):
             if time.monotonic() >= self.deadline:
                 self.abandon()
@@ -102,11 +106,11 @@ class Call(Generic[T]):
 
 
 class CallThreads:
-    """Runs calls in the order of submission, on `count` daemon threads. At most `limit` calls are queued or running, including
-    dropped ones that are still in the queue.
+    """Runs calls in the order of submission, on `count` daemon threads. At most `limit` calls are queued or
+    running, including dropped ones that are still in the queue.
 
-    A thread whose call has outlived its deadline is *late*. Up to `spare` further threads take the place of late ones, so
-    that a peer that hangs does not hold up calls to others. They end when the late calls do.
+    A thread whose call has outlived its deadline is *late*. Up to `spare` further threads take the place of
+    late ones, so that a peer that hangs does not hold up calls to others. They end when the late calls do.
     """
 
     def __init__(self, name: str, count: int, *, limit: int = 256, spare: int = 0) -> None:
@@ -126,10 +130,14 @@ class CallThreads:
                 self._start_thread()
 
     def submit(
-        self, function: Callable[..., T], deadline: float, on_end: Callable[[], None] | None = None, *args: Any
+        self,
+        function: Callable[..., T],
+        deadline: float,
+        on_end: Callable[[], None] | None = None,
+        *args: Any,
     ) -> Call[T] | None:
-        """Queues the call `function(*args)`. If every thread is late, with the spare ones, or `limit` calls are ahead, runs `on_end` and returns
-        None."""
+        """Queues the call `function(*args)`. If every thread is late, with the spare ones, or `limit` calls
+        are ahead, runs `on_end` and returns None."""
         call = Call(self, function, args, deadline, on_end)
         with self._lock:
             self._relieve()
@@ -154,7 +162,8 @@ class CallThreads:
             self._relieve()
 
     def close(self, timeout: float) -> bool:
-        """Refuses new calls and waits for those accepted. Returns False if some still run after `timeout` seconds."""
+        """Refuses new calls and waits for those accepted. Returns False if some still run after `timeout`
+        seconds."""
         with self._lock:
             first, self._closed = not self._closed, True
             threads = list(self._threads)
@@ -166,7 +175,7 @@ class CallThreads:
             thread.join(left(end))
         return not any(thread.is_alive() for thread in threads)
 
-    # --- with the lock held ---------------------------------------------------------------------------------------
+    # --- with the lock held ---------------------------------------------------------------------------------
 
     def _late(self) -> int:
         now = time.monotonic()
@@ -189,7 +198,7 @@ class CallThreads:
         """Returns whether the calling thread is no longer needed because late calls have ended."""
         return not self._closed and len(self._threads) > self._count + self._late()
 
-    # --- on the threads -------------------------------------------------------------------------------------------
+    # --- on the threads -------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         me = threading.get_ident()

@@ -8,7 +8,8 @@ from typing import overload
 Timeout = float | None
 """How many seconds a call may take; None for the configured ones, or for any number."""
 End = float | None
-"""When a call has to end, on the monotonic clock; None if only its steps have time-outs, which are configured."""
+"""When a call has to end, on the monotonic clock; None if only its steps have time-outs, which are
+configured."""
 
 
 @overload

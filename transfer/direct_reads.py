@@ -1,10 +1,12 @@
-"""Reads of objects in peers' memory over a transfer engine of our own, for TCP only. The caller sleeps until the bytes have come.
+"""Reads of objects in peers' memory over a transfer engine of our own, for TCP only. The caller sleeps until
+the bytes have come.
 
-Mooncake's client asks for a transfer's state without a pause, which takes a core from other programs (docs/mooncake.md, "It waits by
-spinning"). The client still does some reads:
+Mooncake's client asks for a transfer's state without a pause, which takes a core from other programs
+(docs/mooncake.md, "It waits by spinning"). The client still does some reads:
 
 - the first read from a peer, because it takes a minute if the peer is stopped;
-- reads from a peer from which a read has failed, because the engine keeps the addresses that it learned first;
+- reads from a peer from which a read has failed, because the engine keeps the addresses that it learned
+  first;
 - reads that come while the engine connects to a peer;
 - reads of objects that do not lie in another node's memory.
 """
@@ -39,8 +41,8 @@ class TransferEngine(Protocol):
 
 
 idle: list[TransferEngine] = []
-"""Engines of closed stores, for the stores to come. To destroy an engine takes a second, during which no other thread of the process runs
-Python."""
+"""Engines of closed stores, for the stores to come. To destroy an engine takes a second, during which no
+other thread of the process runs Python."""
 
 
 def _taken_engine() -> TransferEngine | None:
@@ -77,7 +79,8 @@ class DirectReads:
         """The peers that have delivered to Mooncake's client, and from which no read of ours has failed."""
         self._failed: set[str] = set()
         self._open: set[str] = set()
-        """The peers to which the engine has connected. It begins no other transfer while it connects to one."""
+        """The peers to which the engine has connected. It begins no other transfer while it connects to
+        one."""
         self._opening = threading.Lock()
 
     def meet(self, peers: set[str]) -> None:
@@ -85,7 +88,8 @@ class DirectReads:
         self._met |= peers - self._failed
 
     def read(self, reads: Sequence[Read], end: float) -> list[int] | None:
-        """Returns for each read its bytes, or Mooncake's code for a failed transfer. Returns None if the client has to read.
+        """Returns for each read its bytes, or Mooncake's code for a failed transfer. Returns None if the
+        client has to read.
 
         A transfer that has not ended by `end` counts as failed, and may still go on.
         """
@@ -99,7 +103,8 @@ class DirectReads:
             if self._engine is None:
                 return None
             for peer, peer_address, address, nbytes in reads:
-                # to look for a peer that has just stopped takes a minute: this does so once, not for each object
+                # to look for a peer that has just stopped takes a minute: this does so once, not for each
+                # object
                 begun = 0
                 if peer not in unreachable:
                     begun = self._engine.batch_transfer_async_read(peer, [address], [peer_address], [nbytes])

@@ -1,7 +1,7 @@
 """The project's root exception, and the meaning of Mooncake's return codes for a cache.
 
-Mooncake's client raises nothing: every call returns an int, and a negative one is a code of its `ErrorCode` enumeration
-(mooncake-store/include/types.h). Outside this package, only `Status` is used.
+Mooncake's client raises nothing: every call returns an int, and a negative one is a code of its `ErrorCode`
+enumeration (mooncake-store/include/types.h). Outside this package, only `Status` is used.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ OUTAGE = frozenset({Status.POOL_DOWN, Status.TRANSFER_FAILED, Status.TIMEOUT})
 """Outcomes that concern the pool's health rather than the key."""
 
 _CODES = {
-    # -101, SEGMENT_NOT_FOUND: nothing is mounted that could take the bytes. The range has the quotas of tenants
+    # -101, SEGMENT_NOT_FOUND: nothing is mounted that could take the bytes. The range has the quotas of
+    # tenants
     Status.NO_SPACE: (-10, -101, -200, *range(-1799, -1699)),
     Status.INVALID: (-102, -400, -600, -601, *range(-1599, -1499)),
-    # -103, CLIENT_NOT_FOUND: the master has forgotten this client, which has not registered again yet. The range has the codes of a master
-    # that does not serve: elections, etcd, "not in this state"
+    # -103, CLIENT_NOT_FOUND: the master has forgotten this client, which has not registered again yet. The
+    # range has the codes of a master that does not serve: elections, etcd, "not in this state"
     Status.POOL_DOWN: (-103, -900, -901, *range(-1099, -999)),
     # the ranges have the codes of files, buckets and offload: of the disk tier behind a segment
     Status.TRANSFER_FAILED: (-500, -700, -701, -800, *range(-1399, -1099), *range(-1699, -1599)),

@@ -1,7 +1,9 @@
-"""Whether the pool and its peers answer: the breaker of a pool, and the peers that are silent. Neither waits for anything.
+"""Whether the pool and its peers answer: the breaker of a pool, and the peers that are silent. Neither waits
+for anything.
 
-A *peer* is a node with a segment. Each read from a peer that hangs stalls for seconds, which says nothing about other peers or the
-master. So the pool counts as down only after calls to the master have failed, and each peer has a breaker of its own.
+A *peer* is a node with a segment. Each read from a peer that hangs stalls for seconds, which says nothing
+about other peers or the master. So the pool counts as down only after calls to the master have failed, and
+each peer has a breaker of its own.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ _WELL_S = 5.0
 """After each answer to Mooncake's client, lookups may ask the master directly for this time."""
 
 TRIAL_S = 65.0
-"""How long one trial of a peer may take: Mooncake waits a minute for a peer with which this process has never spoken."""
+"""How long one trial of a peer may take: Mooncake waits a minute for a peer with which this process has never
+spoken."""
 FORGOTTEN_S = 60.0
-"""A silent peer is forgotten after this time if no object was found at it meanwhile: the master drops the objects of a node that is gone."""
+"""A silent peer is forgotten after this time if no object was found at it meanwhile: the master drops the
+objects of a node that is gone."""
 
 
 class CircuitBreaker:
-    """Counts calls to the master that failed in a row. After some of them the pool is down until a probe or a call succeeds.
+    """Counts calls to the master that failed in a row. After some of them the pool is down until a probe or a
+    call succeeds.
 
     Thread-safe. Callers on a hot path read only `down` and `well_until`.
     """
@@ -47,7 +52,8 @@ class CircuitBreaker:
         """Until when lookups may ask the master directly."""
 
     def judge(self, what: str, codes: Sequence[int]) -> None:
-        """Learns from the codes of a call. It failed if all of them mean `pool_down`. A failed transfer says nothing about the master."""
+        """Learns from the codes of a call. It failed if all of them mean `pool_down`. A failed transfer says
+        nothing about the master."""
         statuses = {status_of(code) for code in set(codes)}
         if statuses == {Status.POOL_DOWN}:
             self.failed(what)
@@ -71,7 +77,12 @@ class CircuitBreaker:
             opens = not self.down and self._in_a_row >= self._limit
             self.down |= opens
         if opens:
-            log.warning("pool %s counts as down: %s failed; trying again every %d ms", self._pool, what, self._again_ms)
+            log.warning(
+                "pool %s counts as down: %s failed; trying again every %d ms",
+                self._pool,
+                what,
+                self._again_ms,
+            )
 
     def succeeded(self) -> None:
         """Notes a call that the pool answered."""
@@ -99,7 +110,8 @@ class Peers:
     """
 
     def __init__(self, retry_s: float, longest_s: float = 30.0) -> None:
-        """A silent peer is tried again after `retry_s` seconds, then after twice as long each time, up to `longest_s`."""
+        """A silent peer is tried again after `retry_s` seconds, then after twice as long each time, up to
+        `longest_s`."""
         self._retry_s = retry_s
         self._longest_s = longest_s
         self._lock = threading.Lock()
@@ -110,7 +122,8 @@ class Peers:
         """When to stop waiting for the trial's outcome."""
 
     def any_silent(self, now: float) -> bool:
-        """Returns whether any peer is silent, so that it matters where an object lies. Forgets peers that are gone from the pool."""
+        """Returns whether any peer is silent, so that it matters where an object lies. Forgets peers that are
+        gone from the pool."""
         if not self._silent:
             return False
         with self._lock:
@@ -135,16 +148,18 @@ class Peers:
             log.warning("peer %s does not deliver; its objects count as misses until it does", peer)
 
     def tried(self, peers: Collection[str]) -> None:
-        """Notes that a read of objects at `peers` has ended, with any outcome. If it was the trial, the trial is over."""
+        """Notes that a read of objects at `peers` has ended, with any outcome. If it was the trial, the trial
+        is over."""
         with self._lock:
             if self._trial in peers:
                 self._trial = ""
 
     def may_ask(self, peer: str, now: float, busy: Collection[str] = ()) -> bool:
-        """Returns whether to read an object from `peer`: it is not silent, or this is its trial, which begins now.
+        """Returns whether to read an object from `peer`: it is not silent, or this is its trial, which begins
+        now.
 
-        Only one trial is under way at a time, because it may hold its thread for as long as `TRIAL_S`. A peer that already holds a thread
-        (`busy`) gets none.
+        Only one trial is under way at a time, because it may hold its thread for as long as `TRIAL_S`. A peer
+        that already holds a thread (`busy`) gets none.
         """
         with self._lock:
             silence = self._silent.get(peer)

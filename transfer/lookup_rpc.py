@@ -1,14 +1,16 @@
 """LookupRpc: asks a master which keys it has, over connections of our own.
 
-Mooncake's client has no deadlines: a request blocks for as long as the master does not answer. So requests run on other threads
-(`transfer.calls`), and to wake two threads costs as much as the request itself. A lookup is one such request. On a socket it has its
-deadline without another thread. For 16 to 128 keys, the median was 0.16 to 0.6 ms against 0.6 to 0.8 with one thread that asks, 0.27 to 0.5
-against 0.65 to 1.3 with four, and 0.7 to 1.0 against 1.6 to 2.6 with eight (one pool, one process).
+Mooncake's client has no deadlines: a request blocks for as long as the master does not answer. So requests
+run on other threads (`transfer.calls`), and to wake two threads costs as much as the request itself. A lookup
+is one such request. On a socket it has its deadline without another thread. For 16 to 128 keys, the median
+was 0.16 to 0.6 ms against 0.6 to 0.8 with one thread that asks, 0.27 to 0.5 against 0.65 to 1.3 with four,
+and 0.7 to 1.0 against 1.6 to 2.6 with eight (one pool, one process).
 
-The request is `BatchExistKey`, byte for byte as Mooncake's client sends it. That is no public interface, so this is only a short cut. The
-other way, through the client, serves requests that come while there is no connection or all of them are in use, and keys that this module
-cannot spell. A request carries a hash of the method's name and one of its parameters' types, so a master of another version refuses
-it. After an unexpected answer, all requests go the other way for a minute.
+The request is `BatchExistKey`, byte for byte as Mooncake's client sends it. That is no public interface, so
+this is only a short cut. The other way, through the client, serves requests that come while there is no
+connection or all of them are in use, and keys that this module cannot spell. A request carries a hash of the
+method's name and one of its parameters' types, so a master of another version refuses it. After an unexpected
+answer, all requests go the other way for a minute.
 """
 
 from __future__ import annotations
@@ -45,18 +47,21 @@ _LONGEST_S = 3600.0
 
 _MAGIC = 21
 _REQUEST = struct.Struct("<4B4I")
-"""Magic, version, how the arguments are serialized, kind of message; number, method, bytes of the body, bytes of attachments."""
+"""Magic, version, how the arguments are serialized, kind of message; number, method, bytes of the body, bytes
+of attachments."""
 _ANSWER = struct.Struct("<4B3I")
 """Magic, version, error, kind of message; number, bytes of the body, bytes of attachments."""
 _METHOD = 0xB89FA6B0
 """yalantinglibs' hash of the name `mooncake::WrappedMasterService::BatchExistKey`."""
 _PARAMETERS = bytes.fromhex("638df700 0c fd84800c800cff 00")
-"""A vector of strings and a string: the hash of the types, "sizes have two bytes", and the types once more, spelled out."""
+"""A vector of strings and a string: the hash of the types, "sizes have two bytes", and the types once more,
+spelled out."""
 _TENANT = b"\x07\x00default"
 """The tenant of every client whose `setup()` names none."""
 _MOST_KEYS, _LONGEST_KEY = 0xFFFF, 4096
 _RESULTS = [(bytes.fromhex("5d8c5f2a 04 84870b0100"), 1), (bytes.fromhex("5d8c5f2a 0c 84870b0100"), 2)]
-"""How a vector of `expected<bool, ErrorCode>` begins (the hash of the types, how wide sizes are, the types), and the bytes of its size."""
+"""How a vector of `expected<bool, ErrorCode>` begins (the hash of the types, how wide sizes are, the types),
+and the bytes of its size."""
 
 
 class UnexpectedAnswerError(Exception):
@@ -68,13 +73,15 @@ class NoVerdictError(Exception):
 
 
 def lookup_rpc(master: str) -> LookupRpc | None:
-    """Returns a `LookupRpc` to the master at `host:port`; None for elected masters, and if requests do not go over TCP."""
+    """Returns a `LookupRpc` to the master at `host:port`; None for elected masters, and if requests do not go
+    over TCP."""
     address = _address(master)
     return LookupRpc(*address) if address is not None and _over_tcp() else None
 
 
 def why_silent(master: str, seconds: float) -> str | None:
-    """Returns why no master answers at `host:port`, of any version. Returns None if one answers, for elected masters, and if this cannot ask.
+    """Returns why no master answers at `host:port`, of any version. Returns None if one answers, for elected
+    masters, and if this cannot ask.
 
     Takes at most twice `seconds`, for each of the host's addresses.
     """
@@ -89,7 +96,11 @@ def why_silent(master: str, seconds: float) -> str | None:
             answer = connection.recv(2)
     except OSError as error:
         return f"no connection: {error.strerror or error}"
-    return None if answer == bytes((_MAGIC, 0)) else f"what answers there is no master: it begins with {answer!r}"
+    return (
+        None
+        if answer == bytes((_MAGIC, 0))
+        else f"what answers there is no master: it begins with {answer!r}"
+    )
 
 
 def _address(master: str) -> tuple[str, int] | None:
@@ -120,7 +131,8 @@ class LookupRpc:
     def ask(self, keys: Sequence[str], deadline: float) -> bytes | None:
         """Returns 1 or 0 for each key: whether the master has it. It leases those that it has.
 
-        Returns None if the keys have to go the other way. Raises TimeoutError if the master has not answered by `deadline`, on the clock.
+        Returns None if the keys have to go the other way. Raises TimeoutError if the master has not answered
+        by `deadline`, on the clock.
         """
         if not self._idle:
             return None
@@ -163,7 +175,8 @@ class LookupRpc:
     def connect(self) -> None:
         """Makes one more connection and tries it, unless another thread does.
 
-        Takes a second at most, and half a second more for each further address of the master, and as long as a name server takes.
+        Takes a second at most, and half a second more for each further address of the master, and as long as
+        a name server takes.
         """
         if not self._connecting.acquire(blocking=False):
             return
@@ -192,7 +205,8 @@ class LookupRpc:
                 self._discard(self._idle.pop()[0])
 
     def close(self) -> None:
-        """Closes the connections, also for forked children. A connection in use is closed when its request is over. Idempotent."""
+        """Closes the connections, also for forked children. A connection in use is closed when its request is
+        over. Idempotent."""
         self._closed = True
         self.drop_idle()
 
@@ -210,12 +224,17 @@ class LookupRpc:
         connection.close()
 
     def _give_up(self, error: UnexpectedAnswerError) -> None:
-        log.info("for a minute, the master at %s:%d is asked through Mooncake's client only: %s", *self._address, error)
+        log.info(
+            "for a minute, the master at %s:%d is asked through Mooncake's client only: %s",
+            *self._address,
+            error,
+        )
         self._not_before = self._clock() + _STRANGER_S
         self.drop_idle()
 
     def _exchange(self, connection: socket.socket, body: bytes, keys: int, deadline: float) -> bytes:
-        """Sends a request within the connection's time-out, and returns the verdicts. Raises the errors that `ask` handles."""
+        """Sends a request within the connection's time-out, and returns the verdicts. Raises the errors that
+        `ask` handles."""
         number = next(self._numbers) & 0xFFFFFFFF
         connection.sendall(_REQUEST.pack(_MAGIC, 0, 0, 0, number, _METHOD, len(body), 0) + body)
         answer, look_until = b"", self._clock() + _LOOK_S
@@ -243,7 +262,8 @@ class LookupRpc:
 
 
 def _spelled(keys: Sequence[str]) -> bytes:
-    """Returns the body of a request. Raises ValueError if there are too many keys, or one is too long or not ASCII."""
+    """Returns the body of a request. Raises ValueError if there are too many keys, or one is too long or not
+    ASCII."""
     if len(keys) > _MOST_KEYS:
         raise ValueError(f"{len(keys)} keys")
     parts = [_PARAMETERS, len(keys).to_bytes(2, "little")]
@@ -259,7 +279,8 @@ def _spelled(keys: Sequence[str]) -> bytes:
 def read_answer(answer: bytes, number: int, keys: int) -> bytes | None:
     """Returns 1 or 0 for each key of the request `number`; None if this is only the beginning of an answer.
 
-    Raises UnexpectedAnswerError if it does not answer that request, NoVerdictError if it has an error in place of a verdict.
+    Raises UnexpectedAnswerError if it does not answer that request, NoVerdictError if it has an error in
+    place of a verdict.
     """
     if len(answer) < _ANSWER.size:
         return None

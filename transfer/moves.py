@@ -1,14 +1,16 @@
 """Reads and writes many objects at once, in steps that end long before Mooncake would give one of them up.
 
-Mooncake waits at most 60 s for a transfer, by the wall clock, and then returns *although the transfer still runs*
-(`wait_for_completion` in mooncake-store/src/transfer_task.cpp). A peer that was stopped for longer goes on to write into the
-memory that it was asked to fill, whatever that memory is then used for. Therefore:
+Mooncake waits at most 60 s for a transfer, by the wall clock, and then returns *although the transfer still
+runs* (`wait_for_completion` in mooncake-store/src/transfer_task.cpp). A peer that was stopped for longer goes
+on to write into the memory that it was asked to fill, whatever that memory is then used for. Therefore:
 
-1. A step has few objects. If a peer is silent, each of Mooncake's connections to it fails one object after the other when the TCP
-   time-out has passed, and the step ends with a code for each key, within about the caller's deadline.
-2. If Mooncake may still have given up a step (this process or the whole machine was stopped, or the clock was set), the step
-   *forfeits* its slots: their memory is never used again.
-3. The codes show which peers are silent (`transfer.health`). Reads of their objects fail at once until the peers deliver again.
+1. A step has few objects. If a peer is silent, each of Mooncake's connections to it fails one object after
+   the other when the TCP time-out has passed, and the step ends with a code for each key, within about the
+   caller's deadline.
+2. If Mooncake may still have given up a step (this process or the whole machine was stopped, or the clock was
+   set), the step *forfeits* its slots: their memory is never used again.
+3. The codes show which peers are silent (`transfer.health`). Reads of their objects fail at once until the
+   peers deliver again.
 """
 
 from __future__ import annotations
@@ -32,29 +34,35 @@ _GIVES_UP_AFTER_S = 60.0
 _NEAR = 0.8
 """The share of Mooncake's time limit after which we assume that Mooncake may have given up a transfer."""
 _CLOCK_STEP_S = 1.0
-"""If the wall clock and the monotonic clock drift apart by more than this within a step, the wall clock was set."""
+"""If the wall clock and the monotonic clock drift apart by more than this within a step, the wall clock was
+set."""
 _ENDS_WITHIN_S = 25.0
 """The longest that a step may take, whatever the time-outs are set to."""
 _ROUND_EXTRA_S = 0.6
 """How much longer than the TCP time-out one object of a silent peer takes to fail (measured)."""
 _LANES = 4
-"""How many connections to a peer Mooncake has, unless MC_TCP_LANES_PER_PEER says otherwise (up to `_MOST_LANES`)."""
+"""How many connections to a peer Mooncake has, unless MC_TCP_LANES_PER_PEER says otherwise (up to
+`_MOST_LANES`)."""
 _MOST_LANES = 16
 _RETRY_FULL_AFTER_S = 0.02
-"""Eviction frees space in ticks of about 10 ms. A put that found the pool full is tried once more after this time."""
+"""Eviction frees space in ticks of about 10 ms. A put that found the pool full is tried once more after this
+time."""
 
 _NO_ANSWER = -900
 """Mooncake's code for a master that does not answer."""
 _UNANSWERED_S = 0.9
-"""The master has not answered if the question where objects lie took longer than this: MC_RPC_TIMEOUT_MS is at least a second."""
+"""The master has not answered if the question where objects lie took longer than this: MC_RPC_TIMEOUT_MS is
+at least a second."""
 _LEASE_EXPIRED = -707
 """Mooncake's code for an object that may have been evicted while it was read."""
 LATE = -9001
-"""Our own code for a key that was not begun because the deadline had passed. `status_of` turns it into a time-out."""
+"""Our own code for a key that was not begun because the deadline had passed. `status_of` turns it into a
+time-out."""
 
 
 class MovesClient(RegistersMemory, Protocol):
-    """The methods of a Mooncake client that are used here. They return negative ints as codes, and raise nothing."""
+    """The methods of a Mooncake client that are used here. They return negative ints as codes, and raise
+    nothing."""
 
     def batch_is_exist(self, keys: list[str]) -> list[int]: ...
     def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]: ...
@@ -68,7 +76,8 @@ class MovesClient(RegistersMemory, Protocol):
 
 
 def keys_per_step(settings: TransferSettings) -> int:
-    """Returns how many objects a step has: as many as a silent peer fails within the longer of `get_ms` and `put_ms`."""
+    """Returns how many objects a step has: as many as a silent peer fails within the longer of `get_ms` and
+    `put_ms`."""
     patience = min(_ENDS_WITHIN_S, max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000)
     stall = _variable("MC_TCP_PROGRESS_TIMEOUT_SEC", stall_seconds(settings))
     rounds = max(1, int(patience / (stall + _ROUND_EXTRA_S)))
@@ -76,7 +85,8 @@ def keys_per_step(settings: TransferSettings) -> int:
 
 
 def _variable(name: str, usual: int) -> int:
-    """Returns a number from one of Mooncake's variables, or `usual` if it is not a number above 0, which Mooncake ignores, too."""
+    """Returns a number from one of Mooncake's variables, or `usual` if it is not a number above 0, which
+    Mooncake ignores, too."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and int(text) else usual
 
@@ -129,12 +139,14 @@ class Batch(NamedTuple):
             slot.retain()
 
     def release(self) -> None:
-        """Gives the references of `retain` back. A reader settles a slot when it takes the bytes that were read into it."""
+        """Gives the references of `retain` back. A reader settles a slot when it takes the bytes that were
+        read into it."""
         for slot in self.slots:
             slot.release()
 
     def settle_and_release(self) -> None:
-        """Gives the references of `retain` back after a put. Other tiers may still hold the slots, but nothing waits for a peer."""
+        """Gives the references of `retain` back after a put. Other tiers may still hold the slots, but
+        nothing waits for a peer."""
         for slot in self.slots:
             slot.settle()
             slot.release()
@@ -154,8 +166,9 @@ class Moves:
         own_peer: str = "",
         direct: DirectReads | None = None,
     ) -> None:
-        """`memory`: the memory that is registered with the client; the caller may add to it. `own_peer`: the address of this process's own segment,
-        which it reads without a transfer; empty if it has none. `direct`: reads that do not go through Mooncake's client."""
+        """`memory`: the memory that is registered with the client; the caller may add to it. `own_peer`: the
+        address of this process's own segment, which it reads without a transfer; empty if it has none.
+        `direct`: reads that do not go through Mooncake's client."""
         self._client = client
         self._breaker = breaker
         self._memory = memory
@@ -163,7 +176,8 @@ class Moves:
         self._step = keys_per_step(settings)
         self._stall_s = stall_seconds(settings)
         self._lease_s = settings.timeouts.get_ms / 1000
-        """An object is leased for at least this time once the master has said where it lies: the checks of a cluster's file demand it."""
+        """An object is leased for at least this time once the master has said where it lies: the checks of a
+        cluster's file demand it."""
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
         self.direct = direct
         self.own_peer = own_peer
@@ -174,13 +188,15 @@ class Moves:
         self._reading: dict[int, tuple[float, list[str]]] = {}
         """For each thread, when its read began and the keys of that read."""
 
-    # --- reads ---------------------------------------------------------------------------------------------------
+    # --- reads ----------------------------------------------------------------------------------------------
 
     def get(self, batch: Batch, deadline: float) -> list[int]:
-        """Reads each key into its slot. Returns the bytes read, or a code, for each key. No step but the first begins after `deadline`."""
+        """Reads each key into its slot. Returns the bytes read, or a code, for each key. No step but the
+        first begins after `deadline`."""
         now, leased = time.monotonic(), Watch(self._lease_s / _NEAR)
         buffers = self._buffers(batch.keys) if self.direct is not None else {}  # once, not with each step
-        unanswered = not buffers and time.monotonic() - now > _UNANSWERED_S  # the client would wait as long again
+        # the client would wait as long again
+        unanswered = not buffers and time.monotonic() - now > _UNANSWERED_S
         codes = [_NO_ANSWER] * len(batch.keys) if unanswered else []
         for part in () if unanswered else batch.parts(self._step):
             late = bool(codes) and time.monotonic() >= deadline
@@ -221,11 +237,13 @@ class Moves:
         return codes
 
     def _read(self, asked: Batch, buffers: dict[str, Any], leased: Watch) -> list[int]:
-        """Reads the objects directly if all of them fit and lie in the memory of peers that Mooncake's client has met; otherwise with the client."""
+        """Reads the objects directly if all of them fit and lie in the memory of peers that Mooncake's client
+        has met; otherwise with the client."""
         direct = self.direct
         found: list[int] | None = None
         if direct is not None and all(
-            key in buffers and buffers[key].size <= size for key, size in zip(asked.keys, asked.sizes, strict=True)
+            key in buffers and buffers[key].size <= size
+            for key, size in zip(asked.keys, asked.sizes, strict=True)
         ):
             there = [buffers[key] for key in asked.keys]
             found = direct.read(
@@ -242,15 +260,17 @@ class Moves:
         if found is None:
             found = self._client.batch_get_into(asked.keys, asked.addresses, asked.sizes)
             if direct is not None:
-                keys = [key for key, code in zip(asked.keys, found, strict=True) if code >= 0 and key in buffers]
+                keys = [
+                    key for key, code in zip(asked.keys, found, strict=True) if code >= 0 and key in buffers
+                ]
                 direct.meet({buffers[key].transport_endpoint for key in keys})
         return found
 
     def suspect_slow_peers(self) -> None:
         """Marks peers as silent if reads of their objects have run for longer than a peer may stall.
 
-        Call it when a reader's deadline has passed. If this process has never spoken with a peer, Mooncake waits a minute for each key,
-        so codes would come too late.
+        Call it when a reader's deadline has passed. If this process has never spoken with a peer, Mooncake
+        waits a minute for each key, so codes would come too late.
         """
         now = time.monotonic()
         for thread, (began, keys) in list(self._reading.items()):
@@ -261,10 +281,11 @@ class Moves:
                 for peer in peers:
                     self.peers.failed(peer, now)
 
-    # --- puts ----------------------------------------------------------------------------------------------------
+    # --- puts -----------------------------------------------------------------------------------------------
 
     def put(self, batch: Batch, config: Any, deadline: float) -> list[int]:
-        """Writes the objects under their keys. Returns a code for each; 0 means that the pool holds the whole object.
+        """Writes the objects under their keys. Returns a code for each; 0 means that the pool holds the whole
+        object.
 
         A key that found no room is tried once more. No step but the first begins after `deadline`.
         """
@@ -287,8 +308,8 @@ class Moves:
     def _put_part(self, part: Batch, config: Any) -> list[int]:
         """Does what `batch_put_from` does, at the same cost.
 
-        But `batch_put_from` returns 0 for a key that another writer has begun and may never end. A session reports such keys, and keys
-        that already exist.
+        But `batch_put_from` returns 0 for a key that another writer has begun and may never end. A session
+        reports such keys, and keys that already exist.
         """
         watch = self._watch()
         # 1. Mooncake's client refuses a key whose last session is still open
@@ -300,7 +321,10 @@ class Moves:
         if ours:
             some = part.take(ours)
             written = self._client.batch_put_from_multi_buffer_ranges(
-                some.keys, [[address] for address in some.addresses], [[size] for size in some.sizes], [[0]] * len(ours)
+                some.keys,
+                [[address] for address in some.addresses],
+                [[size] for size in some.sizes],
+                [[0]] * len(ours),
             )
             for index, code in zip(ours, written, strict=True):
                 codes[index] = min(code, 0)
@@ -313,7 +337,9 @@ class Moves:
                 self._revoke(broken)
         self._forfeit_if_given_up(part, codes, watch)
         # 3. other keys are there already, or were begun by another writer, perhaps on another thread of ours
-        others = [index for index, code in enumerate(codes) if status_of(code) in (Status.BUSY, Status.INVALID)]
+        others = [
+            index for index, code in enumerate(codes) if status_of(code) in (Status.BUSY, Status.INVALID)
+        ]
         if others:
             there = self._client.batch_is_exist([part.keys[i] for i in others])
             for index, exists in zip(others, there, strict=True):
@@ -322,7 +348,8 @@ class Moves:
         return codes
 
     def _revoke(self, keys: list[str]) -> None:
-        """Gives up sessions. If the master does not answer, a session stays open in Mooncake's client, which then refuses its key (-600).
+        """Gives up sessions. If the master does not answer, a session stays open in Mooncake's client, which
+        then refuses its key (-600).
 
         Such a session is revoked again before the next put.
         """
@@ -332,10 +359,11 @@ class Moves:
             else:
                 self._unrevoked.add(key)
 
-    # --- both ----------------------------------------------------------------------------------------------------
+    # --- both -----------------------------------------------------------------------------------------------
 
     def _forfeit_if_given_up(self, part: Batch, codes: list[int], watch: Watch) -> bool:
-        """Forfeits the slots of a step whose transfers may go on although the step has ended. Returns whether any of them failed."""
+        """Forfeits the slots of a step whose transfers may go on although the step has ended. Returns whether
+        any of them failed."""
         failed = any(status_of(code) is Status.TRANSFER_FAILED for code in codes)
         if failed and watch.may_have_given_up():
             log.warning(
@@ -346,10 +374,11 @@ class Moves:
                 pool.forfeit(part.slots)
         return failed
 
-    # --- peers ---------------------------------------------------------------------------------------------------
+    # --- peers ----------------------------------------------------------------------------------------------
 
     def _from_others_than_silent_peers(self, keys: list[str], where: dict[str, str], now: float) -> list[int]:
-        """Returns the indices of the keys that are worth reading. `where`: the peers of the keys, as far as they are known."""
+        """Returns the indices of the keys that are worth reading. `where`: the peers of the keys, as far as
+        they are known."""
         busy = frozenset[str]().union(*list(self._stalled.values()))
         # ask once for each peer, so that a silent one gets one trial and not one for each key
         asked = {peer: self.peers.may_ask(peer, now, busy) for peer in frozenset(where.values())}
@@ -361,7 +390,9 @@ class Moves:
         peers = [where.get(key, "") for key in keys]
         delivered = {peer for peer, code in zip(peers, codes, strict=True) if peer and code >= 0}
         failed = {
-            peer for peer, code in zip(peers, codes, strict=True) if peer and status_of(code) is Status.TRANSFER_FAILED
+            peer
+            for peer, code in zip(peers, codes, strict=True)
+            if peer and status_of(code) is Status.TRANSFER_FAILED
         }
         for peer in delivered:
             self.peers.delivered(peer)
@@ -374,15 +405,19 @@ class Moves:
         return {key: buffer.transport_endpoint for key, buffer in self._buffers(keys).items()}
 
     def _buffers(self, keys: list[str]) -> dict[str, Any]:
-        """Returns where in a peer's memory each object is read. Leaves out unknown keys, and keys that this process reads from its own segment.
+        """Returns where in a peer's memory each object is read. Leaves out unknown keys, and keys that this
+        process reads from its own segment.
 
-        If there are several copies in memory, Mooncake reads its own, or else the first that the master names. If that fails, it tries no
-        other (`SelectBestReplica` in mooncake-store/include/replica_selection.h).
+        If there are several copies in memory, Mooncake reads its own, or else the first that the master
+        names. If that fails, it tries no other (`SelectBestReplica` in
+        mooncake-store/include/replica_selection.h).
         """
         found: dict[str, Any] = {}
         for key, replicas in self._client.batch_get_replica_desc(list(keys)).items():
             buffers = [
-                replica.get_memory_descriptor().buffer_descriptor for replica in replicas if replica.is_memory_replica()
+                replica.get_memory_descriptor().buffer_descriptor
+                for replica in replicas
+                if replica.is_memory_replica()
             ]
             if buffers and all(buffer.transport_endpoint != self.own_peer for buffer in buffers):
                 found[key] = buffers[0]

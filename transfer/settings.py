@@ -33,7 +33,8 @@ MIN_SEGMENT = 16 << 20
 
 @functools.cache
 def mooncake_version() -> str:
-    """Returns the version of the installed wheel, as `0.3.13.post1`; empty if there is none. Does not load Mooncake."""
+    """Returns the version of the installed wheel, as `0.3.13.post1`; empty if there is none. Does not load
+    Mooncake."""
     import importlib.metadata  # only commands and roles ask
 
     for name in WHEELS:
@@ -43,12 +44,14 @@ def mooncake_version() -> str:
 
 
 def mooncake_release(version: str) -> tuple[int, ...]:
-    """Returns `(0, 3, 13)` for `0.3.13.post1`, so that versions can be compared; `()` for a text without numbers."""
+    """Returns `(0, 3, 13)` for `0.3.13.post1`, so that versions can be compared; `()` for a text without
+    numbers."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 class ByteSize(int):
-    """A number of bytes: an integer, or a text such as `4GiB`. `4G` and `4Gi` mean the same; `4GB` is 4 × 1000³."""
+    """A number of bytes: an integer, or a text such as `4GiB`. `4G` and `4Gi` mean the same; `4GB` is 4 ×
+    1000³."""
 
     def __new__(cls, size: int | str) -> ByteSize:
         """Raises ValueError if `size` is no size."""
@@ -95,7 +98,9 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             try:
                 value = msgspec.convert(value, kind, dec_hook=decode_custom)
             except msgspec.ValidationError as error:
-                metas = (meta for meta in typing.get_args(kind) if isinstance(meta, Meta) and meta.description)
+                metas = (
+                    meta for meta in typing.get_args(kind) if isinstance(meta, Meta) and meta.description
+                )
                 allowed = next((f"must be {meta.description}" for meta in metas), error)
                 raise ValueError(f"{name}: {value!r}: {allowed}") from None
             msgspec.structs.force_setattr(self, name, value)
@@ -120,7 +125,8 @@ class Timeouts(Checked, frozen=True):
 
 
 class BreakerSettings(Checked, frozen=True):
-    """When the pool counts as down. Calls then return at once, and a probe in each interval finds out when the pool is back."""
+    """When the pool counts as down. Calls then return at once, and a probe in each interval finds out when
+    the pool is back."""
 
     failures: Positive = 3
     probe_interval_ms: Milliseconds = 1_000
@@ -132,12 +138,13 @@ class Placement(Checked, frozen=True, kw_only=True):
     replicas: Annotated[int, Meta(ge=1, le=16)] = 1
     """How many copies each object has, on different segments; fewer if there are fewer segments."""
     pin: Literal["none", "soft", "hard"] = "none"
-    """`soft`: evicted only when nothing unpinned is left. `hard`: never evicted, so the pool can stay full for good."""
+    """`soft`: evicted only when nothing unpinned is left. `hard`: never evicted, so the pool can stay full
+    for good."""
     soft_pin_ttl_s: Annotated[int, Meta(ge=1, le=86_400)] = 1_800
     """How long a soft pin holds."""
     preferred_segment: Annotated[str, Meta(pattern=r"^(own|any|[^\s:]+:[0-9]{1,5})\Z")] = "own"
-    """`own`: this node's own segment, if it has one. `any`: a segment with room. `host:port`: that segment. If the preferred segment is
-    full, Mooncake takes another."""
+    """`own`: this node's own segment, if it has one. `any`: a segment with room. `host:port`: that segment.
+    If the preferred segment is full, Mooncake takes another."""
 
 
 class TransferSettings(Checked, frozen=True):
@@ -145,26 +152,31 @@ class TransferSettings(Checked, frozen=True):
 
     protocol: Literal["tcp", "rdma"] = "tcp"
     metadata: str = "P2PHANDSHAKE"
-    """`P2PHANDSHAKE`, `http://host:port/metadata` or `etcd://host:port`. All clients of one master must use the same."""
+    """`P2PHANDSHAKE`, `http://host:port/metadata` or `etcd://host:port`. All clients of one master must use
+    the same."""
     devices: tuple[str, ...] = ()
     """The names of RDMA devices, e.g. `mlx5_0`. If it is empty, Mooncake chooses."""
     segment_size: Bytes = ByteSize(0)
     """The memory that each node gives to the pool, unless the node sets its own; 0 gives none."""
     staging_size: Bytes = ByteSize(512 << 20)
-    """The registered memory between the paged cache and the network. It holds the only copy of a chunk on its way."""
+    """The registered memory between the paged cache and the network. It holds the only copy of a chunk on its
+    way."""
     prefault: bool = True
     """Whether to touch segment and staging memory at start, so that no first write pays for page faults."""
     threads: Annotated[int, Meta(ge=1, le=64)] = 1
-    """How many transfer calls may be in flight in each direction. One call saturates TCP; give RDMA 2 to 4."""
+    """How many transfer calls may be in flight in each direction. One call saturates TCP; give RDMA 2 to
+    4."""
     direct_lookups: bool = True
-    """Whether lookups ask the master over connections of our own (`transfer.lookup_rpc`), unless it is elected. `false`: only
-    through Mooncake's client, which takes longer."""
+    """Whether lookups ask the master over connections of our own (`transfer.lookup_rpc`), unless it is
+    elected. `false`: only through Mooncake's client, which takes longer."""
     timeouts: Timeouts = Timeouts()
     breaker: BreakerSettings = BreakerSettings()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.metadata != "P2PHANDSHAKE" and not self.metadata.startswith(("http://", "https://", "etcd://")):
+        if self.metadata != "P2PHANDSHAKE" and not self.metadata.startswith(
+            ("http://", "https://", "etcd://")
+        ):
             raise ValueError(
                 f"metadata: {self.metadata!r} is neither P2PHANDSHAKE nor an address that starts with http:// or etcd://"
             )
@@ -179,14 +191,16 @@ def rdma_devices(sysfs: Path = Path("/sys/class/infiniband")) -> tuple[str, ...]
     return tuple(sorted(entry.name for entry in sysfs.iterdir())) if sysfs.is_dir() else ()
 
 
-# --- the variables that Mooncake reads --------------------------------------------------------------------------------
+# --- the variables that Mooncake reads ----------------------------------------------------------------------
 
 MAX_TRANSFERS = 1000
-"""The most transfers in one call. With Mooncake's defaults, more than 2048 outstanding transfers to a peer fail with -800."""
+"""The most transfers in one call. With Mooncake's defaults, more than 2048 outstanding transfers to a peer
+fail with -800."""
 
 
 def split_master(master: str) -> tuple[str, str | None]:
-    """Returns a master's address in Mooncake's form, and the election's name in `etcd://host:port;host:port/NAME`, or else None."""
+    """Returns a master's address in Mooncake's form, and the election's name in
+    `etcd://host:port;host:port/NAME`, or else None."""
     if not master.startswith("etcd://"):
         return master, None
     endpoints, _, name = master.removeprefix("etcd://").partition("/")
@@ -199,15 +213,18 @@ def stall_seconds(settings: TransferSettings) -> int:
 
 
 def prepare(settings: TransferSettings, election: str | None = None) -> None:
-    """Sets the variables that Mooncake's client reads, unless the user has set them. docs/mooncake.md has what each does, as measured.
+    """Sets the variables that Mooncake's client reads, unless the user has set them. docs/mooncake.md has
+    what each does, as measured.
 
-    Mooncake reads them when it is imported and at the first `setup()` of a process, so call this before both. `election`: see
-    `split_master`.
+    Mooncake reads them when it is imported and at the first `setup()` of a process, so call this before both.
+    `election`: see `split_master`.
     """
     stall = str(stall_seconds(settings))
     variables = {
-        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # the default of 20 takes 90 s in setup() while the master is away
-        "MC_RPC_TIMEOUT_MS": str(max(1000, settings.timeouts.exist_ms)),  # the default is 30 s if the master is stopped
+        # the default of 20 takes 90 s in setup() while the master is away
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+        # the default is 30 s if the master is stopped
+        "MC_RPC_TIMEOUT_MS": str(max(1000, settings.timeouts.exist_ms)),
         "MC_TCP_PROGRESS_TIMEOUT_SEC": stall,
         "MC_TCP_STATUS_TIMEOUT_SEC": stall,
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384",
@@ -226,8 +243,9 @@ _hush, _hushing = threading.Lock(), 0
 
 @contextlib.contextmanager
 def hushed(when: bool = True) -> Iterator[None]:
-    """Keeps Mooncake's log silent while the block runs: an engine looks for its segment before it has registered one, and logs that as an
-    error. Does nothing if the user chose a log level, or if this wheel's glog is no library of its own."""
+    """Keeps Mooncake's log silent while the block runs: an engine looks for its segment before it has
+    registered one, and logs that as an error. Does nothing if the user chose a log level, or if this wheel's
+    glog is no library of its own."""
     global _hushing
     level = None
     if when:

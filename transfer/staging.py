@@ -1,11 +1,12 @@
 """Leases slots of registered memory between the paged cache and the network.
 
-A slot is reference counted: its holder has one reference, and so has every call in flight that was given the slot's address. A
-caller whose deadline passes lets go of its own reference at once. The call's reference keeps the slot *quarantined*: it is not
-handed out again before the call returns. If a call returned but its transfer may go on, the slot is *forfeited*: its memory is
-never handed out again.
+A slot is reference counted: its holder has one reference, and so has every call in flight that was given the
+slot's address. A caller whose deadline passes lets go of its own reference at once. The call's reference
+keeps the slot *quarantined*: it is not handed out again before the call returns. If a call returned but its
+transfer may go on, the slot is *forfeited*: its memory is never handed out again.
 
-A peer that hangs must not take the memory that others need, so a `Quota` bounds how many slots may wait for peers at a time.
+A peer that hangs must not take the memory that others need, so a `Quota` bounds how many slots may wait for
+peers at a time.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; older kernels answer EINVAL
 
 Pin = Callable[[int, int], Callable[[], None]]
-"""Page-locks `(address, bytes)` for a GPU, and returns a function that undoes this. `pd_cache.paged.cuda` has the one for CUDA."""
+"""Page-locks `(address, bytes)` for a GPU, and returns a function that undoes this. `pd_cache.paged.cuda` has
+the one for CUDA."""
 
 _forfeited: list[memoryview] = []
 """Memory that a transfer may still use. Its addresses stay mapped until the process ends."""
 _FORFEITS = 8
-"""How many times its own size a pool may forfeit and replace. That costs addresses, not memory: the pages are given back."""
+"""How many times its own size a pool may forfeit and replace. That costs addresses, not memory: the pages are
+given back."""
 
 
 class RegistersMemory(Protocol):
@@ -51,9 +54,11 @@ class _SlotMemory(NamedTuple):
 
 
 class Quota:
-    """Bounds how many slots may wait for peers, for one direction of transfers. The lock of its pool guards it.
+    """Bounds how many slots may wait for peers, for one direction of transfers. The lock of its pool guards
+    it.
 
-    A slot counts from its lease until `Slot.settle`, or until its last reference is given back. A late call has a reference until it returns.
+    A slot counts from its lease until `Slot.settle`, or until its last reference is given back. A late call
+    has a reference until it returns.
     """
 
     def __init__(self, most: int, headroom: int = 0) -> None:
@@ -64,7 +69,8 @@ class Quota:
 
 
 class Slot:
-    """A leased piece of staging memory of `size` bytes at `address`. `view` is a writable view of these bytes.
+    """A leased piece of staging memory of `size` bytes at `address`. `view` is a writable view of these
+    bytes.
 
     `pages` are the whole pages that begin there.
     """
@@ -99,7 +105,8 @@ class Slot:
                 self._pool._take_back(self)
 
     def settle(self) -> None:
-        """Notes that the slot no longer waits for a peer, so that its quota has room for another. Idempotent."""
+        """Notes that the slot no longer waits for a peer, so that its quota has room for another.
+        Idempotent."""
         with self._pool._changed:
             self._leave_quota()
 
@@ -115,7 +122,13 @@ class StagingPool:
     """Leases equal slots of memory, as many as fit into `size` bytes. Thread-safe."""
 
     def __init__(
-        self, size: int, slot_bytes: int, *, prefaulted: bool = True, pin: Pin | None = None, headroom: int = 0
+        self,
+        size: int,
+        slot_bytes: int,
+        *,
+        prefaulted: bool = True,
+        pin: Pin | None = None,
+        headroom: int = 0,
     ) -> None:
         """Maps the memory. `headroom`: how many slots stay free for leases that wait.
 
@@ -124,7 +137,9 @@ class StagingPool:
         stride = self.stride_of(slot_bytes)
         count = size // stride
         if slot_bytes <= 0 or count < 1:
-            raise ValueError(f"the staging memory holds no slot of {slot_bytes} bytes; make it at least {stride} bytes")
+            raise ValueError(
+                f"the staging memory holds no slot of {slot_bytes} bytes; make it at least {stride} bytes"
+            )
         self.slot_bytes = slot_bytes
         self.slots = count
         """The number of slots, leased or free."""
@@ -139,7 +154,8 @@ class StagingPool:
         self._unpins: list[Callable[[], None]] = []
         self._closed = False
         self._clients: list[RegistersMemory] = []
-        """The clients that can transfer from and to this memory. `_registering` guards them, and the mappings."""
+        """The clients that can transfer from and to this memory. `_registering` guards them, and the
+        mappings."""
         self._mappings: list[tuple[int, int]] = []
         """The address and the bytes of all memory that was ever mapped."""
         self._registering = threading.Lock()
@@ -169,8 +185,8 @@ class StagingPool:
     def lease(self, deadline: float, quota: Quota | None = None) -> Slot | None:
         """Returns a slot with one reference, or None if none came free by `deadline` (`time.monotonic()`).
 
-        A lease whose deadline has already passed does not wait. It leaves the last `headroom` slots, of the pool and of the quota, to
-        leases that wait, so that reading ahead never takes all slots.
+        A lease whose deadline has already passed does not wait. It leaves the last `headroom` slots, of the
+        pool and of the quota, to leases that wait, so that reading ahead never takes all slots.
         """
         waits = deadline > time.monotonic()
         least = 0 if waits else self.headroom
@@ -191,8 +207,8 @@ class StagingPool:
         return None
 
     def register(self, client: RegistersMemory) -> int:
-        """Registers all of the memory with a client of a pool, and later the memory that takes its place. Returns 0, or a negative code if the
-        client refuses."""
+        """Registers all of the memory with a client of a pool, and later the memory that takes its place.
+        Returns 0, or a negative code if the client refuses."""
         with self._registering:
             code = min(client.register_buffer(address, nbytes) for address, nbytes in self._mappings)
             if code == 0:
@@ -205,10 +221,11 @@ class StagingPool:
             self._clients = [other for other in self._clients if other is not client]
 
     def forfeit(self, slots: Sequence[Slot]) -> None:
-        """Gives up the memory of these leased slots for good, because a transfer that was given up may still use it.
+        """Gives up the memory of these leased slots for good, because a transfer that was given up may still
+        use it.
 
-        New memory takes its place until `_FORFEITS` times the pool's size was given up. After that the pool shrinks. The contents of the
-        slots stay valid until they are released.
+        New memory takes its place until `_FORFEITS` times the pool's size was given up. After that the pool
+        shrinks. The contents of the slots stay valid until they are released.
         """
         with self._changed:
             lost = [slot for slot in slots if slot.address in self._places]
@@ -228,7 +245,9 @@ class StagingPool:
                 log.error("staging: %d slots are lost: could not map new memory for them: %s", count, error)
                 return
             if any(code := client.register_buffer(address, len(memory)) for client in self._clients):
-                log.error("staging: %d slots are lost: Mooncake refused new memory for them (%d)", count, code)
+                log.error(
+                    "staging: %d slots are lost: Mooncake refused new memory for them (%d)", count, code
+                )
                 return
         places = self._cut(address, memory)
         with self._changed:
@@ -242,7 +261,9 @@ class StagingPool:
         with self._changed:
             assert len(self._places) == self.slots, "a slot is lost"
             assert not self._free.keys() & self._leased.keys(), "a slot is free and leased"
-            assert self._free.keys() | self._leased.keys() == self._places.keys(), "a slot is neither free nor leased"
+            assert self._free.keys() | self._leased.keys() == self._places.keys(), (
+                "a slot is neither free nor leased"
+            )
 
     def close(self) -> None:
         """Refuses further leases. The memory itself lives until nothing refers to it."""
@@ -259,8 +280,11 @@ class StagingPool:
         if slot.address in self._places:
             del self._leased[slot.address]
             self._free[slot.address] = self._places[slot.address]
-            self._changed.notify_all()  # all waiting threads: their quotas decide which of them can use the slot
-        elif self._pin is None:  # forfeited: its bytes are no longer needed; its addresses stay mapped for a late write
+            # all waiting threads: their quotas decide which of them can use the slot
+            self._changed.notify_all()
+        elif (
+            self._pin is None
+        ):  # forfeited: its bytes are no longer needed; its addresses stay mapped for a late write
             _madvise(slot.address, len(slot.pages), _MADV_DONTNEED)
 
     def _map(self, count: int) -> tuple[int, memoryview]:
@@ -283,11 +307,12 @@ class StagingPool:
         }
 
 
-# --- resident memory -------------------------------------------------------------------------------------------------
+# --- resident memory ----------------------------------------------------------------------------------------
 
 
 def prefault(address: int, nbytes: int) -> float | None:
-    """Makes the pages of `[address, address + nbytes)` resident and writable. Keeps their contents. The range must be mapped.
+    """Makes the pages of `[address, address + nbytes)` resident and writable. Keeps their contents. The range
+    must be mapped.
 
     Returns the seconds it took, or None if the kernel cannot do it.
     """
@@ -306,7 +331,8 @@ def _madvise(address: int, nbytes: int, advice: int) -> int:
 
 
 def mapping_at(address: int, maps: Iterable[str]) -> range | None:
-    """Returns the writable mapping in which `address` lies, from the lines of /proc/self/maps; None if there is none."""
+    """Returns the writable mapping in which `address` lies, from the lines of /proc/self/maps; None if there
+    is none."""
     for line in maps:
         span, permissions = line.split(maxsplit=2)[:2]
         start, end = (int(part, 16) for part in span.split("-"))
@@ -318,8 +344,9 @@ def mapping_at(address: int, maps: Iterable[str]) -> range | None:
 def prefault_segment(size: int, base: int | None) -> None:
     """Makes the new segment of `size` bytes resident, if that is possible.
 
-    Mooncake maps a segment without touching it, so the first writer of each page pays for the fault: 0.25 to 1.2 GB/s, while later writes
-    reach 2.4 (measured). `base`: the address of the first object in the segment; None if it is not known.
+    Mooncake maps a segment without touching it, so the first writer of each page pays for the fault: 0.25 to
+    1.2 GB/s, while later writes reach 2.4 (measured). `base`: the address of the first object in the segment;
+    None if it is not known.
     """
     if base is None:
         log.warning("segment of %d bytes not prefaulted: its address could not be found", size)

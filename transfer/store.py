@@ -1,16 +1,18 @@
 """MooncakeStore: wraps a Mooncake store client. Only this module and `transfer.moves` call one.
 
-A bare client is dangerous (docs/mooncake.md). A call before setup or after close kills the process. A call blocks for seconds if the
-master is dead, and for a minute if a peer is stopped. So here:
+A bare client is dangerous (docs/mooncake.md). A call before setup or after close kills the process. A call
+blocks for seconds if the master is dead, and for a minute if a peer is stopped. So here:
 
-1. A state (`opening`, `open` or `failed`, `closing`, `closed`) guards every call, and `close()` drains before it closes.
+1. A state (`opening`, `open` or `failed`, `closing`, `closed`) guards every call, and `close()` drains before
+   it closes.
 2. Calls run on a bounded set of threads, and the caller waits only until its own deadline.
-3. Staging memory that an abandoned call may still touch stays quarantined until that call returns. If the call returned before
-   its transfers ended, the memory is never used again (`transfer.moves`).
-4. While the master is down, a circuit breaker makes calls return at once, and a probe in each interval checks whether it is back. Peers
-   that do not deliver have their own breakers (`transfer.health`).
+3. Staging memory that an abandoned call may still touch stays quarantined until that call returns. If the
+   call returned before its transfers ended, the memory is never used again (`transfer.moves`).
+4. While the master is down, a circuit breaker makes calls return at once, and a probe in each interval checks
+   whether it is back. Peers that do not deliver have their own breakers (`transfer.health`).
 5. If the master is not there yet, the store opens by itself when it comes.
-6. In a forked child, where none of its threads runs and Mooncake would hang or crash, the store counts as closed.
+6. In a forked child, where none of its threads runs and Mooncake would hang or crash, the store counts as
+   closed.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ _stores: weakref.WeakSet[MooncakeStore] = weakref.WeakSet()
 
 
 def _end_in_child() -> None:
-    """Closes the stores in a forked child, and keeps clients and engines from being destroyed there: a destructor would wait for threads
-    that do not exist."""
+    """Closes the stores in a forked child, and keeps clients and engines from being destroyed there: a
+    destructor would wait for threads that do not exist."""
     for store in _stores:
         store._state = "closed"
     for kept in (*idle, *(part for store in _stores for part in (store._client, store._moves))):
@@ -83,7 +85,8 @@ class GetResult(NamedTuple):
 
 
 class _MooncakeClient(MovesClient, Protocol):
-    """The methods that we use of `mooncake.store.MooncakeDistributedStore`. They return negative ints as codes, and raise nothing."""
+    """The methods that we use of `mooncake.store.MooncakeDistributedStore`. They return negative ints as
+    codes, and raise nothing."""
 
     def setup(self, config: dict[str, str]) -> int: ...
     def close(self) -> int: ...
@@ -126,18 +129,22 @@ def load_mooncake() -> Any:
 
 
 def _check(batch: Batch) -> None:
-    """Raises ValueError for a batch of no keys or too many, or whose keys, slots and sizes do not belong together."""
+    """Raises ValueError for a batch of no keys or too many, or whose keys, slots and sizes do not belong
+    together."""
     keys, slots, sizes = batch
     if not keys or len(keys) != len(slots) or len(keys) > MAX_TRANSFERS:
         raise ValueError(
             f"got {len(keys)} keys and {len(slots)} slots; expected one slot for each key, 1 to {MAX_TRANSFERS} of them"
         )
-    if len(sizes) != len(keys) or any(size < 1 or size > slot.size for size, slot in zip(sizes, slots, strict=True)):
+    if len(sizes) != len(keys) or any(
+        size < 1 or size > slot.size for size, slot in zip(sizes, slots, strict=True)
+    ):
         raise ValueError("expected one size for each key, between 1 and the size of its slot")
 
 
 class Pending(Generic[R]):
-    """A batch under way. Each key has one result, an `R`, made from Mooncake's code or from a status of our own."""
+    """A batch under way. Each key has one result, an `R`, made from Mooncake's code or from a status of our
+    own."""
 
     def __init__(
         self,
@@ -171,7 +178,8 @@ class Pending(Generic[R]):
 class MooncakeStore:
     """A client of one Mooncake pool, with or without a segment of its own.
 
-    Thread-safe. Every timeout is in seconds. Each key has its own result, and no call raises because the pool is in trouble.
+    Thread-safe. Every timeout is in seconds. Each key has its own result, and no call raises because the pool
+    is in trouble.
     """
 
     def __init__(
@@ -185,12 +193,15 @@ class MooncakeStore:
     ) -> None:
         """Starts opening the store in the background.
 
-        `master` is `host:port`, or `etcd://host:port;host:port/NAME` for elected masters. `host` is the address at which
-        other nodes reach this one; `host:port` also names its segment. `segment_size` overrides that of the settings. `placement`
-        says where its objects go. Raises MissingLibraryError if a library is missing, ValueError if `master` is empty.
+        `master` is `host:port`, or `etcd://host:port;host:port/NAME` for elected masters. `host` is the
+        address at which other nodes reach this one; `host:port` also names its segment. `segment_size`
+        overrides that of the settings. `placement` says where its objects go. Raises MissingLibraryError if a
+        library is missing, ValueError if `master` is empty.
         """
         if not master:  # with an empty address, setup() ends the process
-            raise ValueError("the master has no address; set it to host:port, or etcd://host:port for elected masters")
+            raise ValueError(
+                "the master has no address; set it to host:port, or etcd://host:port for elected masters"
+            )
         self._master, election = split_master(master)
         prepare(settings, election)  # before the import: Mooncake reads its log level when it is loaded
         module = load_mooncake()
@@ -212,7 +223,8 @@ class MooncakeStore:
         self._control = CallThreads("mooncake-control", 2)
         # separate threads, so that stores do not hold up loads
         self._gets, self._puts = (
-            CallThreads(f"mooncake-{name}", settings.threads, spare=settings.threads) for name in ("get", "put")
+            CallThreads(f"mooncake-{name}", settings.threads, spare=settings.threads)
+            for name in ("get", "put")
         )
         self._state = "opening"
         self._changed = threading.Condition()
@@ -223,10 +235,11 @@ class MooncakeStore:
         self._keeper = threading.Thread(target=self._keep, name="mooncake-keeper", daemon=True)
         self._keeper.start()
 
-    # --- life ----------------------------------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------------------
 
     def wait_open(self, timeout: float) -> None:
-        """Waits until the store is open. Raises PoolUnavailableError, with the last error, after `timeout` seconds.
+        """Waits until the store is open. Raises PoolUnavailableError, with the last error, after `timeout`
+        seconds.
 
         Raises TransferError if the store is closed or cannot open.
         """
@@ -248,11 +261,13 @@ class MooncakeStore:
 
     @property
     def hostname(self) -> str:
-        """The name of this node's segment, as `preferred_segment` and the master know it; empty before it is open."""
+        """The name of this node's segment, as `preferred_segment` and the master know it; empty before it is
+        open."""
         return self._client.get_hostname() if self._state == "open" else ""
 
     def staging(self, slot_bytes: int, *, reserve: int = 0, pin: Pin | None = None) -> StagingPool:
-        """Returns memory of `staging_size` and `reserve` bytes in slots of `slot_bytes`, from and to which this store can transfer.
+        """Returns memory of `staging_size` and `reserve` bytes in slots of `slot_bytes`, from and to which
+        this store can transfer.
 
         Raises ValueError if not even one slot fits, TransferError as `attach` does.
         """
@@ -289,7 +304,8 @@ class MooncakeStore:
         drained = True
         for threads in (self._gets, self._puts, self._control):
             drained &= threads.close(left(end))
-        # the keeper may be inside setup() or a probe, and to close the client meanwhile would be a use after free
+        # the keeper may be inside setup() or a probe, and to close the client meanwhile would be a use after
+        # free
         self._keeper.join(left(end))
         drained &= not self._keeper.is_alive()
         for pool in self._regions:  # another store may go on to use it
@@ -299,7 +315,9 @@ class MooncakeStore:
         if drained and self._mounted:
             self._client.close()
         elif not drained:
-            log.warning("a call into Mooncake outlived close(); its client stays open until this process ends")
+            log.warning(
+                "a call into Mooncake outlived close(); its client stays open until this process ends"
+            )
             _undrained.append((self._client, self._moves, list(self._regions)))
         with self._changed:
             self._state = "closed"
@@ -311,10 +329,11 @@ class MooncakeStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # --- calls ---------------------------------------------------------------------------------------------------
+    # --- calls ----------------------------------------------------------------------------------------------
 
     def batch_exist(self, keys: list[str], *, timeout: float) -> list[Status]:
-        """Returns OK or MISSING for each key, with one request to the master. Any other status says why the answer is unknown.
+        """Returns OK or MISSING for each key, with one request to the master. Any other status says why the
+        answer is unknown.
 
         The master leases every key that it finds, so ask only for keys that will be read.
         """
@@ -324,7 +343,8 @@ class MooncakeStore:
             return [self._refusal()] * len(keys)
         deadline, rpc = time.monotonic() + timeout, self._lookup_rpc
         codes: Sequence[int] | None = None
-        # asks directly only a pool that has just answered Mooncake's client: so the breaker learns of the client's own trouble, and of no other
+        # asks directly only a pool that has just answered Mooncake's client: so the breaker learns of the
+        # client's own trouble, and of no other
         if rpc is not None and time.monotonic() < self._breaker.well_until:
             try:
                 codes = rpc.ask(keys, deadline)
@@ -376,11 +396,11 @@ class MooncakeStore:
     ) -> Pending[Status]:
         """Begins to write the first `sizes[i]` bytes of slot i under key i.
 
-        `placement`, by default the store's, says where the objects go. If there is no room, Mooncake takes another segment, and does not
-        report it.
+        `placement`, by default the store's, says where the objects go. If there is no room, Mooncake takes
+        another segment, and does not report it.
 
-        OK means that the pool holds the object. It may have been there before; its key names its contents, so the bytes are the same. BUSY
-        means that another writer has begun the key and not ended it.
+        OK means that the pool holds the object. It may have been there before; its key names its contents, so
+        the bytes are the same. BUSY means that another writer has begun the key and not ended it.
 
         The slots are retained until the call has really ended; then they are settled.
         """
@@ -399,13 +419,14 @@ class MooncakeStore:
         return [Status.TIMEOUT] * len(keys) if codes is None else [status_of(code) for code in codes]
 
     def start_move(self, key: str, source: str, target: str, *, timeout: float) -> Status:
-        """Asks for a key to be moved from one segment to another, leased or not. OK means that the owner of `source` gets the task within
-        seconds."""
+        """Asks for a key to be moved from one segment to another, leased or not. OK means that the owner of
+        `source` gets the task within seconds."""
         task = self._call(self._control, timeout, self._client.create_move_task, key, source, target)
         return Status.TIMEOUT if task is None else status_of(task[1])
 
     def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
-        """Writes a control object, which is never evicted. Returns OK also if it was there before, INVALID if it is empty."""
+        """Writes a control object, which is never evicted. Returns OK also if it was there before, INVALID if
+        it is empty."""
         code = self._call(self._puts, timeout, self._client.put, key, value, self._pinned)
         return Status.TIMEOUT if code is None else status_of(code)
 
@@ -413,10 +434,11 @@ class MooncakeStore:
         """Returns a control object; None if it is missing or the pool did not answer in time."""
         return self._call(self._gets, timeout, self._client.get, key) or None
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _config(self, placement: Placement) -> Any:
-        """Returns Mooncake's form of `placement`. For `own` the client must be set up, because only then has its segment a name."""
+        """Returns Mooncake's form of `placement`. For `own` the client must be set up, because only then has
+        its segment a name."""
         config = self._module.ReplicateConfig()
         config.replica_num = placement.replicas
         config.with_hard_pin = placement.pin == "hard"
@@ -438,8 +460,8 @@ class MooncakeStore:
     def _call(self, threads: CallThreads, timeout: float, function: Callable[..., R], *args: Any) -> R | None:
         """Returns what a call returns; None if the pool is not available or did not answer in time.
 
-        Control objects are transferred on other threads than control calls, and their time-outs say nothing about the master. So a silent
-        store node holds up no control calls, and does not open the breaker.
+        Control objects are transferred on other threads than control calls, and their time-outs say nothing
+        about the master. So a silent store node holds up no control calls, and does not open the breaker.
         """
         call = threads.submit(function, time.monotonic() + timeout, None, *args) if self.available else None
         if call is None:
@@ -464,7 +486,8 @@ class MooncakeStore:
             )
 
     def _keep(self) -> None:
-        """The keeper thread: opens the store, then probes whenever the breaker is open, until the store closes."""
+        """The keeper thread: opens the store, then probes whenever the breaker is open, until the store
+        closes."""
         interval = self._settings.breaker.probe_interval_ms / 1000
         while self._state not in ("closing", "closed", "failed"):
             try:
@@ -488,8 +511,9 @@ class MooncakeStore:
 
     def _open(self) -> bool:
         settings = self._settings
-        # setup() holds the GIL for 4.5 s if the connection is refused, and for 1.1 s if nothing answers (a stopped master, another program):
-        # no other thread would end at its deadline, nor would the calls to another pool
+        # setup() holds the GIL for 4.5 s if the connection is refused, and for 1.1 s if nothing answers (a
+        # stopped master, another program): no other thread would end at its deadline, nor would the calls to
+        # another pool
         if (why := why_silent(self._master, _CONNECT_S)) is not None:
             if self._setup_error != why:
                 log.warning("Mooncake master %s: %s; trying again until it succeeds", self._master, why)
@@ -504,11 +528,16 @@ class MooncakeStore:
             "rdma_devices": ",".join(settings.devices),
             "master_server_addr": self._master,
         }
-        with hushed(not self._setup_error.startswith("setup()")):  # a second attempt logs why the first failed
+        # a second attempt logs why the first failed
+        with hushed(not self._setup_error.startswith("setup()")):
             code = self._client.setup(given)
         if code != 0:
             if self._setup_error != (error := f"setup() answered {code}; is a master at that address?"):
-                log.warning("Mooncake master %s: setup failed (%d); trying again until it succeeds", self._master, code)
+                log.warning(
+                    "Mooncake master %s: setup failed (%d); trying again until it succeeds",
+                    self._master,
+                    code,
+                )
             self._setup_error = error
             return False
         self._mounted = True
@@ -517,7 +546,9 @@ class MooncakeStore:
         first = self._probe_segment() if self.segment_size else None
         direct = DirectReads() if settings.protocol == "tcp" and settings.metadata == "P2PHANDSHAKE" else None
         own_peer = "" if first is None else first.transport_endpoint
-        self._moves = Moves(self._client, settings, self._breaker, self._regions, own_peer=own_peer, direct=direct)
+        self._moves = Moves(
+            self._client, settings, self._breaker, self._regions, own_peer=own_peer, direct=direct
+        )
         if self.segment_size and settings.prefault:
             prefault_segment(self.segment_size, None if first is None else int(first.buffer_address))
         with self._changed:
@@ -535,7 +566,8 @@ class MooncakeStore:
         return True
 
     def _probe_segment(self) -> Any | None:
-        """Returns the descriptor of a small object that it puts into the new segment; None if that fails. The object's address is the segment's.
+        """Returns the descriptor of a small object that it puts into the new segment; None if that fails. The
+        object's address is the segment's.
 
         Mooncake's client reports neither the segment's address nor that of its transport.
         """

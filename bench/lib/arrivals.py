@@ -36,7 +36,8 @@ class Arrival(NamedTuple):
 
 
 def poisson(rate: float, count: int) -> list[float]:
-    """`count` times of arrival, in seconds, `rate` a second on the average, each independent of the others; the same ones each time."""
+    """`count` times of arrival, in seconds, `rate` a second on the average, each independent of the others;
+    the same ones each time."""
     rng, now, times = random.Random(0), 0.0, []
     for _ in range(count):
         now += rng.expovariate(rate)
@@ -44,8 +45,11 @@ def poisson(rate: float, count: int) -> list[float]:
     return times
 
 
-def synthetic(times: Iterable[float], tokens: int, shared: float, prefixes: int, output: int) -> list[Arrival]:
-    """Returns prompts of `tokens` tokens. The first `shared` part (0 to 1) is one of `prefixes` prefixes; the rest is unique."""
+def synthetic(
+    times: Iterable[float], tokens: int, shared: float, prefixes: int, output: int
+) -> list[Arrival]:
+    """Returns prompts of `tokens` tokens. The first `shared` part (0 to 1) is one of `prefixes` prefixes; the
+    rest is unique."""
     rng = random.Random(0)
     head = round(tokens * shared)
     arrivals = []
@@ -56,8 +60,11 @@ def synthetic(times: Iterable[float], tokens: int, shared: float, prefixes: int,
     return arrivals
 
 
-def from_trace(requests: Sequence[Request], times: Iterable[float], scale: float, longest: int) -> list[Arrival]:
-    """Returns the requests of a trace with prompts and outputs `scale` times shorter, and none longer than `longest` in all.
+def from_trace(
+    requests: Sequence[Request], times: Iterable[float], scale: float, longest: int
+) -> list[Arrival]:
+    """Returns the requests of a trace with prompts and outputs `scale` times shorter, and none longer than
+    `longest` in all.
 
     Equal blocks make equal tokens. A prompt that is too long keeps its beginning.
     """
@@ -77,7 +84,8 @@ def from_trace(requests: Sequence[Request], times: Iterable[float], scale: float
 
 
 def ideal_hit_rate(arrivals: Iterable[Arrival]) -> float:
-    """Returns what a pool that never forgets, and has everything immediately, would find: tokens of whole parts that came before."""
+    """Returns what a pool that never forgets, and has everything immediately, would find: tokens of whole
+    parts that came before."""
     pool, found, total = SimulatedLru[Part](), 0, 0
     for arrival in arrivals:
         found += sum(part.tokens for part in arrival.prompt[: pool.use(arrival.prompt)])

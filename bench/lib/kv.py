@@ -1,4 +1,5 @@
-"""The bytes that benches move: a prompt's KV in a paged cache, and as many in a raw Mooncake client's memory."""
+"""The bytes that benches move: a prompt's KV in a paged cache, and as many in a raw Mooncake client's
+memory."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ CHUNK, BLOCK = 256, 16
 """Tokens of a chunk, and of a block of the paged cache."""
 _KV_HEADS, _HEAD_DIM = 8, 128
 Device = Literal["cpu", "cuda"]
-device_option = option("--device", default="cpu", type=click.Choice(get_args(Device)), help="Of the paged cache.")
+device_option = option(
+    "--device", default="cpu", type=click.Choice(get_args(Device)), help="Of the paged cache."
+)
 
 
 class Shape(NamedTuple):
@@ -56,7 +59,8 @@ class Shape(NamedTuple):
 
     @property
     def pool_bytes(self) -> int:
-        """Room for what raw and ours hold at the same time, below the level at which the master begins to evict."""
+        """Room for what raw and ours hold at the same time, below the level at which the master begins to
+        evict."""
         return int(2.5 * self.chunks * self.object_bytes) + (256 << 20)
 
     @property
@@ -94,10 +98,12 @@ class RawPool:
 
 
 class FlatCopy:
-    """One copy between pieces of host memory and as many bytes that lie in a row on the device: what a paged cache cannot do without."""
+    """One copy between pieces of host memory and as many bytes that lie in a row on the device: what a paged
+    cache cannot do without."""
 
     def __init__(self, pieces: Sequence[memoryview], device: torch.Tensor) -> None:
-        """`device` is uint8 `[pieces, bytes of each]`. The pieces have to be page-locked, if it is on a GPU."""
+        """`device` is uint8 `[pieces, bytes of each]`. The pieces have to be page-locked, if it is on a
+        GPU."""
         self._host = [torch.frombuffer(piece, dtype=torch.uint8) for piece in pieces]
         self._device = device
 
@@ -128,7 +134,8 @@ def settle(tensor: torch.Tensor) -> None:
 
 
 class CopiedPool:
-    """A `RawPool` for what lies in ordinary memory: each batch is copied to or from registered memory beside the call before."""
+    """A `RawPool` for what lies in ordinary memory: each batch is copied to or from registered memory beside
+    the call before."""
 
     def __init__(self, raw: RawPool, device: Device) -> None:
         count = max(1, _COPIED_TOGETHER // raw.object_bytes)
@@ -163,7 +170,9 @@ class PagedPrompt:
         blocks = -(-tokens // block)
         size = (shape.layers, 2 * blocks, _KV_HEADS, block, 2 * _HEAD_DIM)
         self._bits = torch.randint(-(2**15), 2**15, size, dtype=torch.int16).to(device)
-        self.tensors = {str(layer): tensor for layer, tensor in enumerate(self._bits.view(torch.bfloat16).unbind())}
+        self.tensors = {
+            str(layer): tensor for layer, tensor in enumerate(self._bits.view(torch.bfloat16).unbind())
+        }
         self.layout = KVLayout.from_tensors(self.tensors)
         self.device = device
         self.tokens = list(range(tokens))

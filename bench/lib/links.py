@@ -31,7 +31,8 @@ class Place(NamedTuple):
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment of its vLLM. Without UCX_TLS, NIXL would go past the link, through the machine's memory."""
+        """The environment of its vLLM. Without UCX_TLS, NIXL would go past the link, through the machine's
+        memory."""
         hosts = dict.fromkeys(("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST"), self.host)
         ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + self.core)}
         return {**ENV, "VLLM_CPU_OMP_THREADS_BIND": str(self.core), **hosts, **ports, "UCX_TLS": "tcp"}
@@ -44,8 +45,9 @@ class Place(NamedTuple):
 
 @contextmanager
 def linked(rate: str | None, *, gpu: bool) -> Iterator[tuple[Place, Place]]:
-    """Yields the prefill node's place and the decode node's. `rate`, as `tc` writes it, is that of their link in each direction; None means
-    loopback. Raises ClickException if this user or machine cannot have such a link."""
+    """Yields the prefill node's place and the decode node's. `rate`, as `tc` writes it, is that of their link
+    in each direction; None means loopback. Raises ClickException if this user or machine cannot have such a
+    link."""
     if rate is None:
         yield Place("127.0.0.1", 0, 0, (), gpu), Place("127.0.0.1", 1, 0, (), gpu)
         return
@@ -62,7 +64,9 @@ def linked(rate: str | None, *, gpu: bool) -> Iterator[tuple[Place, Place]]:
         enter = ("nsenter", f"--target={holder.pid}", "--net", "--mount")
         here = Place(f"198.18.{number}.1", 0, 0, (), gpu, f"pd-bench-{number}")
         there = Place(f"198.18.{number}.2", 1, 8000, enter, gpu, "eth0")
-        _run("ip", "link", "add", here.device, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
+        _run(
+            "ip", "link", "add", here.device, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid)
+        )
         for place in (here, there):
             _run(*place.enter, "ip", "addr", "add", f"{place.host}/30", "dev", place.device)
             _run(*place.enter, "ip", "link", "set", place.device, "up")

@@ -1,7 +1,7 @@
 """An open-loop load on a completions API: requests begin when they are due, however slow the server is.
 
-A request's times count from when it was **due**, not from when it was sent: a generator that falls behind shows up as latency,
-instead of hiding it.
+A request's times count from when it was **due**, not from when it was sent: a generator that falls behind
+shows up as latency, instead of hiding it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RequestOutcome(msgspec.Struct, kw_only=True):
     """The kind of error; empty if it was answered to the end."""
 
 
-# --- sending ---------------------------------------------------------------------------------------------------------
+# --- sending ------------------------------------------------------------------------------------------------
 
 
 class Destination(NamedTuple):
@@ -55,26 +55,30 @@ class Destination(NamedTuple):
     deadline_s: float = 60.0
     """In seconds, for each request: from when it is due to its last byte."""
     salted: str = ""
-    """If not empty, each request gets a `cache_salt` of its own that begins with it, so that nothing is reused."""
+    """If not empty, each request gets a `cache_salt` of its own that begins with it, so that nothing is
+    reused."""
     key: str = ""
     """API key, where the server asks for one."""
     certificate: str = ""
     """A certificate of the server's own to trust, in PEM format; empty for the machine's authorities."""
     hands_over: bool = False
-    """Whether one node may compute a prompt and another answer it. What the second one then finds in its cache is no reuse, so only reports of
-    our own nodes count, which name both."""
+    """Whether one node may compute a prompt and another answer it. What the second one then finds in its
+    cache is no reuse, so only reports of our own nodes count, which name both."""
 
 
 async def generate(
     target: Destination, arrivals: Sequence[Arrival], start: float, done: Callable[[], None] = lambda: None
 ) -> list[RequestOutcome]:
-    """Sends every request when it is due, `start` being the `time.monotonic()` of due time 0. `done` is called after each.
+    """Sends every request when it is due, `start` being the `time.monotonic()` of due time 0. `done` is
+    called after each.
 
     Ends when the last one has been answered, or has reached its deadline.
     """
     outcomes = []
     headers = {**_HEADERS, **({"Authorization": f"Bearer {target.key}"} if target.key else {})}
-    connector = aiohttp.TCPConnector(limit=0, ssl=trusting(target.certificate) if target.certificate else True)
+    connector = aiohttp.TCPConnector(
+        limit=0, ssl=trusting(target.certificate) if target.certificate else True
+    )
     timeout = aiohttp.ClientTimeout(total=None)  # each request has its own
     session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
 
@@ -137,8 +141,8 @@ class _Event(msgspec.Struct):
     error: Any = None
 
     def cached(self, hands_over: bool) -> int | None:
-        """Prompt tokens from the pool: at the prefill node, if there was one, because the decode node also finds what the prefill node has just
-        computed."""
+        """Prompt tokens from the pool: at the prefill node, if there was one, because the decode node also
+        finds what the prefill node has just computed."""
         if self.pd_cache is not None:
             return (self.pd_cache.prefill or self.pd_cache.self).cached_tokens
         if not hands_over and self.usage is not None and self.usage.prompt_tokens_details is not None:
@@ -181,7 +185,8 @@ async def _ask(
                     outcome.error = "error in the stream"
                     return
                 new = sum(
-                    bool(choice.text) if choice.token_ids is None else len(choice.token_ids) for choice in event.choices
+                    bool(choice.text) if choice.token_ids is None else len(choice.token_ids)
+                    for choice in event.choices
                 )
                 if new:
                     outcome.first = now if outcome.first is None else outcome.first
@@ -199,17 +204,20 @@ async def _ask(
         outcome.error = f"broken answer: {type(error).__name__}"
 
 
-# --- what it comes to ------------------------------------------------------------------------------------------------
+# --- what it comes to ---------------------------------------------------------------------------------------
 
 
 def summarize(outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
-    """Figures of a load: latencies of what was answered to the end, rates over the time from the first to the last; None without any."""
+    """Figures of a load: latencies of what was answered to the end, rates over the time from the first to the
+    last; None without any."""
     answered = [outcome for outcome in outcomes if not outcome.error and outcome.first is not None]
     began = min(outcome.due for outcome in outcomes)
     seconds = max((outcome.due + outcome.last for outcome in answered), default=began) - began
     firsts = [outcome.first for outcome in answered if outcome.first is not None]
     known = [outcome for outcome in answered if outcome.cached is not None]
-    hits, tokens = (sum(getattr(outcome, what) or 0 for outcome in known) for what in ("cached", "prompt_tokens"))
+    hits, tokens = (
+        sum(getattr(outcome, what) or 0 for outcome in known) for what in ("cached", "prompt_tokens")
+    )
     return {
         "requests": len(outcomes),
         "answered": len(answered),

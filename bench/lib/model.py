@@ -1,4 +1,5 @@
-"""Small models with seeded random weights and a tokenizer of numbers, in a folder as Hugging Face lays them out."""
+"""Small models with seeded random weights and a tokenizer of numbers, in a folder as Hugging Face lays them
+out."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from typing import Any, Literal
 VOCABULARY = 4096
 
 ModelKind = Literal["llama", "mla", "gemma3", "gptoss", "qwen3next", "mamba2", "ernie"]
-"""`llama`: grouped-query attention. `mla`: the latents of a DeepSeek-V3, whose layers are all dense. `gemma3` and `gptoss`: most, or half,
-of the layers have a sliding window, of 256 or 128 tokens. `qwen3next` and `mamba2`: three of four layers keep a state instead of keys and
-values, of a gated delta net or of Mamba-2 (a NemotronH). `ernie`: an Ernie 4.5 with dense layers."""
+"""`llama`: grouped-query attention. `mla`: the latents of a DeepSeek-V3, whose layers are all dense. `gemma3`
+and `gptoss`: most, or half, of the layers have a sliding window, of 256 or 128 tokens. `qwen3next` and
+`mamba2`: three of four layers keep a state instead of keys and values, of a gated delta net or of Mamba-2 (a
+NemotronH). `ernie`: an Ernie 4.5 with dense layers."""
 
 _CLASSES: dict[ModelKind, tuple[str, str]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -35,7 +37,8 @@ def write_model(
     kv_heads: int = 4,
     positions: int = 16384,
 ) -> Path:
-    """Returns the folder; the same seed gives the same weights. Latents have the sizes of a real DeepSeek-V3, whatever `kv_heads` is."""
+    """Returns the folder; the same seed gives the same weights. Latents have the sizes of a real DeepSeek-V3,
+    whatever `kv_heads` is."""
     import torch
     import transformers
     from tokenizers import Tokenizer

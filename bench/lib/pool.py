@@ -1,4 +1,5 @@
-"""Clusters and pools for benches, of their own: what is measured neither disturbs the cluster's pool nor is disturbed by it."""
+"""Clusters and pools for benches, of their own: what is measured neither disturbs the cluster's pool nor is
+disturbed by it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from pd_cache.cluster import ClusterConfig, MasterNode, Node, StoreNode, dump_co
 from transfer.settings import TransferSettings, prepare
 from transfer.store import load_mooncake
 
-config_option = click.option("-c", "--config", "file", type=click.Path(path_type=Path), help="The cluster's YAML file.")
+config_option = click.option(
+    "-c", "--config", "file", type=click.Path(path_type=Path), help="The cluster's YAML file."
+)
 
 
 @contextmanager
@@ -39,7 +42,8 @@ def local_pool(
 ) -> Iterator[str]:
     """Yields `host:port` of a master of a pool, for clients on any machine. No other process knows of it.
 
-    A store node with `segment_size` bytes, prefaulted, runs beside it if that is not 0. `master` says how it evicts.
+    A store node with `segment_size` bytes, prefaulted, runs beside it if that is not 0. `master` says how it
+    evicts.
     """
     nodes: list[Node] = [
         msgspec.structs.replace(master or MasterNode(name="master"), host=host, port=0, metrics_port=0)
@@ -52,13 +56,17 @@ def local_pool(
 
 
 def bench_transfer(config: ClusterConfig) -> TransferSettings:
-    """Returns the file's `transfer` section for a client of a bench's own pool: without a segment unless it is given one."""
+    """Returns the file's `transfer` section for a client of a bench's own pool: without a segment unless it
+    is given one."""
     return msgspec.structs.replace(config.transfer, metadata="P2PHANDSHAKE", segment_size=0)
 
 
 @contextmanager
-def raw_client(master: str, host: str = "127.0.0.1", transfer: TransferSettings | None = None) -> Iterator[Any]:
-    """Yields a bare Mooncake client without a segment: the raw thing that benches compare with, in the same environment."""
+def raw_client(
+    master: str, host: str = "127.0.0.1", transfer: TransferSettings | None = None
+) -> Iterator[Any]:
+    """Yields a bare Mooncake client without a segment: the raw thing that benches compare with, in the same
+    environment."""
     settings = transfer or TransferSettings()
     prepare(settings)  # read at the first setup() of a process, and this is it
     client = load_mooncake().MooncakeDistributedStore()

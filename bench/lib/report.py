@@ -78,15 +78,15 @@ def all_at_most(figures: Mapping[str, float], **limits: float) -> list[Check]:
     return [at_most(name, figures[name], limit) for name, limit in limits.items()]
 
 
-# --- how it was measured ---------------------------------------------------------------------------------------------
+# --- how it was measured ------------------------------------------------------------------------------------
 
 _LOAD = " ".join(f"{value:.1f}" for value in os.getloadavg())
 """Before the bench, which is a load itself."""
 
 
 def about(config: ClusterConfig | None = None) -> dict[str, str]:
-    """Returns what a reader needs to compare figures with others: the command, when and where it ran, versions, and those of the file's
-    settings that bear on speed, unless they are the defaults."""
+    """Returns what a reader needs to compare figures with others: the command, when and where it ran,
+    versions, and those of the file's settings that bear on speed, unless they are the defaults."""
     facts = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
@@ -111,12 +111,14 @@ def _changed(section: msgspec.Struct) -> str:
     return ", ".join(f"{key}: {value}" for key, value in here.items() if value != usual[key]) or "defaults"
 
 
-# --- a bench's end ---------------------------------------------------------------------------------------------------
+# --- a bench's end ------------------------------------------------------------------------------------------
 
 
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a click command `--json` and `--check`: the arguments `as_json` and `strict` of `finish`."""
-    command = click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")(command)
+    command = click.option("--check", "strict", is_flag=True, help="Exit with 1 if a target is missed.")(
+        command
+    )
     return click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")(command)
 
 
@@ -136,12 +138,16 @@ def finish(
 ) -> None:
     """Prints the report of the click command that runs; with `strict`, exits with 1 if a check failed.
 
-    `results` are all figures. For people, each list of rows is a table, and all else another. `config`: the cluster's file, if there was one.
+    `results` are all figures. For people, each list of rows is a table, and all else another. `config`: the
+    cluster's file, if there was one.
     """
     facts, listed = about(config), list(checks)
     ok = all(check.ok for check in listed)
     if as_json:
-        rows = [{"name": c.name, "value": round(c.value, 4), "limit": round(c.limit, 4), "ok": c.ok} for c in listed]
+        rows = [
+            {"name": c.name, "value": round(c.value, 4), "limit": round(c.limit, 4), "ok": c.ok}
+            for c in listed
+        ]
         click.echo(json.dumps({"about": facts, **results, "checks": rows, "ok": ok}))
     else:
         console = Console(width=None if sys.stdout.isatty() else _WIDTH)
@@ -159,7 +165,8 @@ Row = Sequence[object]
 
 
 def laid_out(rows: Sequence[Mapping[str, object]]) -> tuple[Sequence[str], Iterable[Row]]:
-    """Returns columns and cells of rows that have their columns' names. A few long rows stand side by side: their names are the first column."""
+    """Returns columns and cells of rows that have their columns' names. A few long rows stand side by side:
+    their names are the first column."""
     names = list(rows[0])
     if len(names) <= 4 * len(rows):
         return names, [list(row.values()) for row in rows]
@@ -185,7 +192,8 @@ def _draw(console: Console, title: str, columns: Iterable[str], rows: Iterable[R
 
 
 def shown(value: object) -> str:
-    """Returns a cell's text: floats with three digits behind the point, or none from 1000 on; `a: 1, b: 2` for a dict."""
+    """Returns a cell's text: floats with three digits behind the point, or none from 1000 on; `a: 1, b: 2`
+    for a dict."""
     if value is None:
         return ""
     if isinstance(value, dict):

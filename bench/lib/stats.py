@@ -13,7 +13,8 @@ from bench.lib.report import progress
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """Returns the least value that at least `part` (0 to 1) of the values do not exceed; nan without values."""
+    """Returns the least value that at least `part` (0 to 1) of the values do not exceed; nan without
+    values."""
     # a little less: 0.07 * 100 is 7.000000000000001
     return float(np.quantile(values, part * (1 - 1e-12), method="inverted_cdf")) if len(values) else math.nan
 
@@ -26,8 +27,8 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def in_turn(rounds: int, steps: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Returns the seconds of each step, taken in turn, after one round that does not count. Not of those whose name begins with `_`: they
-    prepare others."""
+    """Returns the seconds of each step, taken in turn, after one round that does not count. Not of those
+    whose name begins with `_`: they prepare others."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     with progress() as bar:
         for _ in bar.track(range(rounds + 1), description="rounds"):

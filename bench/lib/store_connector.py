@@ -1,5 +1,5 @@
-"""Lookups of a model with many layer groups: the groups that vLLM makes of DeepSeek-V4-Flash's layers, and the lookup of vLLM's own
-MooncakeStoreConnector. Needs vLLM 0.32 or 0.33 here; no model runs."""
+"""Lookups of a model with many layer groups: the groups that vLLM makes of DeepSeek-V4-Flash's layers, and
+the lookup of vLLM's own MooncakeStoreConnector. Needs vLLM 0.32 or 0.33 here; no model runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _LAYERS = 43
 
 
 def vllm_config(layout: str = "BLHNC") -> Any:
-    """Returns what the functions below read of vLLM's settings. `layout` is the name of a layout of KV tensors."""
+    """Returns what the functions below read of vLLM's settings. `layout` is the name of a layout of KV
+    tensors."""
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     cache = SimpleNamespace(
@@ -49,8 +50,9 @@ def layer_groups(config: Any) -> list[Any]:
 
 
 def layer_specs(layers: int) -> dict[str, Any]:
-    """Returns the specs of the first layers, by name: every layer has a window; all but two keep compressed tokens besides, and a compressor's
-    state, which vLLM treats as a window; those of ratio 4 have an indexer with the same two (`vllm/models/deepseek_v4`)."""
+    """Returns the specs of the first layers, by name: every layer has a window; all but two keep compressed
+    tokens besides, and a compressor's state, which vLLM treats as a window; those of ratio 4 have an indexer
+    with the same two (`vllm/models/deepseek_v4`)."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
     def kept(ratio: int, size: int) -> Any:
@@ -104,7 +106,8 @@ def metadata_of(model: str, groups: Sequence[Any]) -> list[CacheMetadata]:
 
 @contextmanager
 def their_lookup(raw: Any, config: Any, groups: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields vLLM's `LookupKeyClient`, which asks over ZMQ, and the `MooncakeStoreWorker` that answers, here on a thread of this process.
+    """Yields vLLM's `LookupKeyClient`, which asks over ZMQ, and the `MooncakeStoreWorker` that answers, here
+    on a thread of this process.
 
     The worker has what its `lookup` uses, made by its own methods, and asks the master by `raw`.
     """
@@ -115,12 +118,20 @@ def their_lookup(raw: Any, config: Any, groups: list[Any]) -> Iterator[tuple[Any
     kv = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
     sizes = kv_cache_utils.resolve_kv_cache_block_sizes(kv, config)
     scheduler = kv_cache_utils.generate_scheduler_kv_cache_config([kv])
-    kv.cache_hit_alignment_tokens = kv_cache_utils.resolve_cache_hit_alignment_tokens(scheduler, config, *sizes)
+    kv.cache_hit_alignment_tokens = kv_cache_utils.resolve_cache_hit_alignment_tokens(
+        scheduler, config, *sizes
+    )
     answering = worker.MooncakeStoreWorker.__new__(worker.MooncakeStoreWorker)
     answering.store, answering._capacity_only, answering.hash_block_size = raw, False, sizes[1]
     answering.coord = coordinator.MooncakeStoreCoordinator.from_kv_cache_config(kv, config, *sizes)
     answering._kv_cache_groups = answering.coord.kv_cache_groups
-    answering.tp_rank, answering.tp_size, answering.pcp_size, answering.dcp_size, answering.pp_size = 0, 1, 1, 1, 1
+    answering.tp_rank, answering.tp_size, answering.pcp_size, answering.dcp_size, answering.pp_size = (
+        0,
+        1,
+        1,
+        1,
+        1,
+    )
     answering._group_tp_replication_factors = (1,) * len(groups)
     answering.token_dbs = answering._build_token_databases(data.KeyMetadata("bench", 0, 0, 0, 0), None)
     answering._init_lookup_key_prefixes()

@@ -2,13 +2,16 @@
 
 The format is that of Mooncake's FAST'25 traces: one JSON object a line, gzipped or not:
 
-`timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`: one number for each block of 512 prompt tokens, the last
-one maybe not full, equal in two requests where their prompts are equal up to that block's end. Public ones are in
-https://github.com/kvcache-ai/Mooncake under FAST25-release/traces. What `aiperf synthesize agentic-code` writes is read, too: there a line has
-a `session_id`, and says what a call adds to its session, and how many ms after the answer before it comes.
+`timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`: one number for each block of
+512 prompt tokens, the last one maybe not full, equal in two requests where their prompts are equal up to that
+block's end. Public ones are in https://github.com/kvcache-ai/Mooncake under FAST25-release/traces. What
+`aiperf synthesize agentic-code` writes is read, too: there a line has a `session_id`, and says what a call
+adds to its session, and how many ms after the answer before it comes.
 
-A cache takes in a prompt's blocks, and says how many of them, from the first, it held before. It keeps as many blocks as it has room for. The **hit rate** of a trace is the tokens found so, of all prompt tokens: a block that is not full has no name in the
-pool, its tokens are in the denominator only, and so are those behind a hole.
+A cache takes in a prompt's blocks, and says how many of them, from the first, it held before. It keeps as
+many blocks as it has room for. The **hit rate** of a trace is the tokens found so, of all prompt tokens: a
+block that is not full has no name in the pool, its tokens are in the denominator only, and so are those
+behind a hole.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ BLOCK_TOKENS = 512
 
 _LONGEST_LINE = 16 << 20
 _SESSIONS_MS, _ANSWER_MS = 3_600_000.0, 1000 / 60
-"""AIPerf's sessions begin one after the other within the first of these times, and a token of an answer takes the second: so its own report
-assumes."""
+"""AIPerf's sessions begin one after the other within the first of these times, and a token of an answer takes
+the second: so its own report assumes."""
 _Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -58,7 +61,8 @@ class Request(msgspec.Struct):
 
 
 class _Call(msgspec.Struct):
-    """A line of AIPerf's. Its `hash_ids` count only where the session begins: blocks of what is added are not those of the prompt."""
+    """A line of AIPerf's. Its `hash_ids` count only where the session begins: blocks of what is added are not
+    those of the prompt."""
 
     session_id: str
     input_length: Annotated[int, msgspec.Meta(ge=1)]
@@ -92,7 +96,8 @@ def _checked(request: Request) -> Request:
 
 
 def read_trace(file: Path, limit: int | None = None) -> list[Request]:
-    """Returns the first `limit` requests of a trace, in the order of their times. TraceError names the line that does not fit."""
+    """Returns the first `limit` requests of a trace, in the order of their times. TraceError names the line
+    that does not fit."""
     requests: list[Request] = []
     sessions: dict[str, list[Request]] = {}
     fresh = count(1 << 61)
@@ -100,7 +105,9 @@ def read_trace(file: Path, limit: int | None = None) -> list[Request]:
         if len(requests) == limit:
             break
         try:
-            requests.append(_read_call(line, sessions, fresh) if b'"session_id"' in line else read_request(line))
+            requests.append(
+                _read_call(line, sessions, fresh) if b'"session_id"' in line else read_request(line)
+            )
         except ValueError as error:
             raise TraceError(f"{file}, line {number}: {error}") from None
     if not requests:
@@ -112,7 +119,8 @@ def read_trace(file: Path, limit: int | None = None) -> list[Request]:
 
 
 def _read_call(line: bytes, sessions: dict[str, list[Request]], fresh: Iterator[int]) -> Request:
-    """Adds a call to its session, whose prompt is all that was said in it before. Its time is that since the session began."""
+    """Adds a call to its session, whose prompt is all that was said in it before. Its time is that since the
+    session began."""
     try:
         call = _decode_call(line)
     except (ValueError, RecursionError) as error:
@@ -142,13 +150,14 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
         raise TraceError(f"{file}, after line {number}: cannot be read on: {error}") from None
 
 
-# --- caches in simulation --------------------------------------------------------------------------------------------
+# --- caches in simulation -----------------------------------------------------------------------------------
 
 B = TypeVar("B", bound=Hashable)
 
 
 class SimulatedLru(Generic[B]):
-    """Forgets the blocks used longest ago; of one prompt the last first, since they are of no use without those before."""
+    """Forgets the blocks used longest ago; of one prompt the last first, since they are of no use without
+    those before."""
 
     def __init__(self, capacity: int = sys.maxsize) -> None:
         """`capacity` in blocks; by default it never forgets, which is a trace's ideal."""

@@ -1,11 +1,12 @@
 """Benches on one machine or two: one serves, the other connects, leads and prints the report.
 
-    pd-cache bench bandwidth --serve 10.0.0.1:50070        on one machine: until Ctrl-C, one bench after the other
+    pd-cache bench bandwidth --serve 10.0.0.1:50070      on one machine: until Ctrl-C, bench after bench
     pd-cache bench bandwidth --connect 10.0.0.1:50070      on the other
 
-A bench is a `Site`, whose methods `(self, job) -> result` are steps, and a function that leads. Each site has a process of its own, on this
-machine or the other. The machine that connects leads: it has the sites do steps at the same time (`Crew.run`). Jobs and results are what
-msgspec encodes. A site that needs further processes, such as many clients, has a crew of its own. Every wait of the leading machine has a deadline. Nothing is
+A bench is a `Site`, whose methods `(self, job) -> result` are steps, and a function that leads. Each site has
+a process of its own, on this machine or the other. The machine that connects leads: it has the sites do steps
+at the same time (`Crew.run`). Jobs and results are what msgspec encodes. A site that needs further processes,
+such as many clients, has a crew of its own. Every wait of the leading machine has a deadline. Nothing is
 authenticated.
 """
 
@@ -44,7 +45,8 @@ MOST = 1024
 _OPEN, _LEAVE = b"+", b"-"
 """In place of a step's name."""
 _HELLO_S, _START_S, _GRACE_S = 30.0, 300.0, 20.0
-"""Time for the other machine to answer; for a crew's processes to start, with the bench's imports; and for them to end."""
+"""Time for the other machine to answer; for a crew's processes to start, with the bench's imports; and for
+them to end."""
 _LARGEST = 256 << 20
 
 
@@ -54,7 +56,8 @@ class PeerError(PdCacheError):
 
 @dataclass(frozen=True)
 class Location:
-    """Where a site is: its machine's name, its address as the other machine reaches it, and the cluster's file of that machine."""
+    """Where a site is: its machine's name, its address as the other machine reaches it, and the cluster's
+    file of that machine."""
 
     node: str
     host: str
@@ -63,11 +66,14 @@ class Location:
     @classmethod
     def here(cls) -> Location:
         """This machine, for a bench that has no cluster's file."""
-        return cls("node", "127.0.0.1", ClusterConfig(name="bench", nodes=(MasterNode(name="master", port=0),)))
+        return cls(
+            "node", "127.0.0.1", ClusterConfig(name="bench", nodes=(MasterNode(name="master", port=0),))
+        )
 
 
 class Site:
-    """Base of a bench's own class. A site is made when a bench begins, and closed at its end, whatever happened."""
+    """Base of a bench's own class. A site is made when a bench begins, and closed at its end, whatever
+    happened."""
 
     def __init__(self, location: Location) -> None:
         self.location = location
@@ -101,10 +107,11 @@ def conduct(
     connect: str | None,
     **output: Any,
 ) -> None:
-    """Takes part in a bench. The machine that leads reports what `lead` returns; one that serves does so until Ctrl-C.
+    """Takes part in a bench. The machine that leads reports what `lead` returns; one that serves does so
+    until Ctrl-C.
 
-    On this machine alone, without `serve` and `connect`, there are `local` sites. `site` is a class that can be imported. `output` is for
-    `finish`.
+    On this machine alone, without `serve` and `connect`, there are `local` sites. `site` is a class that can
+    be imported. `output` is for `finish`.
     """
     config = Location.here().config if file is None else read_config(file)[0]
     if serve is not None:
@@ -123,8 +130,8 @@ class Crew:
     """The sites of a bench, by name: `NODE-0`, `NODE-1` …, where `NODE` is the location's."""
 
     def __init__(self, site: type[Site], location: Location, count: int, connect: str | None = None) -> None:
-        """Starts `count` processes on this machine, which end with this one, and asks the machine that serves at `connect`. Waits until
-        each has its site. `site` is a class that can be imported."""
+        """Starts `count` processes on this machine, which end with this one, and asks the machine that serves
+        at `connect`. Waits until each has its site. `site` is a class that can be imported."""
         self.location = location
         self.later = ExitStack()
         """Closed after all sites, such as a pool."""
@@ -206,7 +213,8 @@ class Peer:
         return bool(self._socket.poll(max(0, int(seconds * 1000))))
 
     def end(self, deadline: float) -> bytes:
-        """Returns the answer. Raises PeerError if it is an error, or does not come by the deadline (`time.monotonic()`)."""
+        """Returns the answer. Raises PeerError if it is an error, or does not come by the deadline
+        (`time.monotonic()`)."""
         if not self.has_answer(deadline - time.monotonic()):
             raise PeerError(f"{self._address} does not answer; does it run, with --serve?")
         outcome, answer = self._socket.recv_multipart()
@@ -225,8 +233,8 @@ class Peer:
 
 
 def serve_site(site: type[Site], address: str, location: Location) -> None:
-    """Does what comes to this address, for one bench after the other, until an exception ends it. A site is closed when its bench ends, or the
-    next one begins."""
+    """Does what comes to this address, for one bench after the other, until an exception ends it. A site is
+    closed when its bench ends, or the next one begins."""
     listener: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
     listener.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
     listener.setsockopt(zmq.LINGER, 1000)
@@ -247,7 +255,9 @@ def serve_site(site: type[Site], address: str, location: Location) -> None:
                 try:
                     if asked[0] == _OPEN:
                         if asked != _hello(site):
-                            raise ValueError(f"here is {site.__name__} of pd-cache {pd_cache.__version__}, not {asked}")
+                            raise ValueError(
+                                f"here is {site.__name__} of pd-cache {pd_cache.__version__}, not {asked}"
+                            )
                         current = site(location)
                     elif asked[0] != _LEAVE:
                         answer[1] = _do(current, asked)

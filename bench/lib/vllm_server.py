@@ -1,4 +1,5 @@
-"""vLLM's servers in benches: `vllm serve` in its usual form, beside what pd-cache launches, and what is asked of any of them."""
+"""vLLM's servers in benches: `vllm serve` in its usual form, beside what pd-cache launches, and what is asked
+of any of them."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def vllm_server(
     port: int = 0,
     before: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """Yields a server of `model` under the name `name`, by default on a free port of this machine; its URL. `program` is vLLM's command,
-    `before` a command that runs it.
+    """Yields a server of `model` under the name `name`, by default on a free port of this machine; its URL.
+    `program` is vLLM's command, `before` a command that runs it.
 
     RoleError, with the last lines that it printed, if it ends or is not ready in time.
     """

@@ -1,10 +1,12 @@
-"""How fast do bytes move between two nodes' memories? `put_ratio` and `get_ratio`, against Mooncake's raw TransferEngine.
+"""How fast do bytes move between two nodes' memories? `put_ratio` and `get_ratio`, against Mooncake's raw
+TransferEngine.
 
-    pd-cache bench bandwidth                           on one machine, between two processes
-    pd-cache bench bandwidth --serve HOST:PORT         on one of two machines, and on the other --connect HOST:PORT
+    pd-cache bench bandwidth                       on one machine, between two processes
+    pd-cache bench bandwidth --serve HOST:PORT     on one of two machines; on the other --connect HOST:PORT
 
-The pool is the bench's own: a master at the machine that connects, and a segment of each node. Put and get go through `MooncakeStore`, as
-chunks do; raw is one batch of Mooncake's TransferEngine with as many pieces of the same size.
+The pool is the bench's own: a master at the machine that connects, and a segment of each node. Put and get go
+through `MooncakeStore`, as chunks do; raw is one batch of Mooncake's TransferEngine with as many pieces of
+the same size.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ PARTS: tuple[Part, ...] = ("put", "get", "raw_write", "raw_read")
 """What is timed."""
 
 
-# --- at every node ---------------------------------------------------------------------------------------------------
+# --- at every node ------------------------------------------------------------------------------------------
 
 
 class JoinPool(msgspec.Struct, frozen=True):
@@ -82,7 +84,9 @@ class BandwidthSite(Site):
     def open(self, job: JoinPool) -> NodeMemory:
         """Mounts the segment, and registers memory for raw transfers."""
         host, stride = self.location.host, StagingPool.stride_of(job.object_bytes)
-        settings = msgspec.structs.replace(bench_transfer(self.location.config), staging_size=2 * _OBJECTS * stride)
+        settings = msgspec.structs.replace(
+            bench_transfer(self.location.config), staging_size=2 * _OBJECTS * stride
+        )
         self._timeout_s = max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000
         # the objects go with the segments that they are in
         segment_size = max(MIN_SEGMENT, 4 * _OBJECTS * job.object_bytes)
@@ -124,14 +128,18 @@ class BandwidthSite(Site):
         if bad := [status for status in statuses if status is not Status.OK]:
             what = f"{job.part} {'to' if job.part in ('put', 'raw_write') else 'from'} {job.to.node} ({job.to.host})"
             raise TransferError(f"{what}: {bad[0].value} for {len(bad)} of {len(statuses)}")
-        equal = job.part != "get" or all(a.view == b.view for a, b in zip(self._source, self._target, strict=True))
+        equal = job.part != "get" or all(
+            a.view == b.view for a, b in zip(self._source, self._target, strict=True)
+        )
         return Timed(seconds, equal)
 
     def _do(self, job: Transfer, keys: list[str]) -> Sequence[Status]:
         store, timeout = self._store, self._timeout_s
         if job.part == "put":
             placement = Placement(preferred_segment=job.to.segment)
-            return store.start_put(keys, self._source, self._sizes, timeout=timeout, placement=placement).results()
+            return store.start_put(
+                keys, self._source, self._sizes, timeout=timeout, placement=placement
+            ).results()
         if job.part == "get":
             return [moved.status for moved in store.start_get(keys, self._target, timeout=timeout).results()]
         if job.part == "remove":
@@ -144,8 +152,8 @@ class BandwidthSite(Site):
 
 
 def _raw_engine(settings: TransferSettings, host: str) -> Any:
-    """Returns Mooncake's TransferEngine itself, without keys, leases or a master: the raw thing. `host`: the address at which peers reach
-    this process. Raises TransferError if Mooncake refuses."""
+    """Returns Mooncake's TransferEngine itself, without keys, leases or a master: the raw thing. `host`: the
+    address at which peers reach this process. Raises TransferError if Mooncake refuses."""
     from mooncake.engine import TransferEngine  # needs what the store has loaded already
 
     # Mooncake takes no less than 5 s
@@ -154,18 +162,20 @@ def _raw_engine(settings: TransferSettings, host: str) -> Any:
     engine = TransferEngine()
     code = engine.initialize(host, "P2PHANDSHAKE", settings.protocol, ",".join(settings.devices))
     if code != 0:
-        raise TransferError(f"TransferEngine on {host} over {settings.protocol}: initialize() returned {code}")
+        raise TransferError(
+            f"TransferEngine on {host} over {settings.protocol}: initialize() returned {code}"
+        )
     return engine
 
 
-# --- at the machine that leads ---------------------------------------------------------------------------------------
+# --- at the machine that leads ------------------------------------------------------------------------------
 
 
 def measure(
     machines: Crew, opened: dict[str, NodeMemory], pairs: Sequence[tuple[str, str]], batch: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Returns a row for each of the pairs, which move bytes at the same time, from the first to the second node's memory. The first round
-    is not counted."""
+    """Returns a row for each of the pairs, which move bytes at the same time, from the first to the second
+    node's memory. The first round is not counted."""
     timeout = _MARGIN_S + max(memory.timeout_s for memory in opened.values())
     rates: dict[str, dict[Part, list[float]]] = {begin: {part: [] for part in PARTS} for begin, _ in pairs}
     equal = dict.fromkeys(rates, True)
@@ -199,7 +209,9 @@ def _ratio(value: float | None, limit: float | None) -> float | None:
     return value / limit if value is not None and limit else None
 
 
-def lead(machines: Crew, object_bytes: int, rounds: int, at_once: bool, link_gbit: float | None) -> dict[str, Any]:
+def lead(
+    machines: Crew, object_bytes: int, rounds: int, at_once: bool, link_gbit: float | None
+) -> dict[str, Any]:
     """Opens, measures and closes at both nodes. Returns the figures."""
     here = machines.location
     pool = local_pool(0, host=here.host, transfer=bench_transfer(here.config))
@@ -221,13 +233,16 @@ def lead(machines: Crew, object_bytes: int, rounds: int, at_once: bool, link_gbi
     return {
         "results": rows[:4],
         "at_once": rows[4:],
-        "nodes": [{"node": memory.node, "host": memory.host, "machine": memory.machine} for memory in opened.values()],
+        "nodes": [
+            {"node": memory.node, "host": memory.host, "machine": memory.machine}
+            for memory in opened.values()
+        ],
         "object_bytes": object_bytes,
         "objects": _OBJECTS,
     }
 
 
-# --- the report ------------------------------------------------------------------------------------------------------
+# --- the report ---------------------------------------------------------------------------------------------
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:

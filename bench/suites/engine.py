@@ -1,13 +1,15 @@
-"""What does an engine's cache cost? `store_ratio` and `retrieve_ratio`, against Mooncake's own batch calls with the same bytes.
+"""What does an engine's cache cost? `store_ratio` and `retrieve_ratio`, against Mooncake's own batch calls
+with the same bytes.
 
-`raw_put_copied` and `raw_get_copied` are the same calls with the copy that a paged buffer needs: a batch is copied while the batch before it
-is on the network. Over TCP, which costs processors, that copy is not free; its cost differs between processes, with the memory that each got.
+`raw_put_copied` and `raw_get_copied` are the same calls with the copy that a paged buffer needs: a batch is
+copied while the batch before it is on the network. Over TCP, which costs processors, that copy is not free;
+its cost differs between processes, with the memory that each got.
 
-The default is Llama-3.1-8B's KV shape (32 layers, 8 KV heads, 128, bf16: 128 KiB per token), over TCP from a store node in another
-process. Rounds are interleaved, raw and ours in turn, and medians are compared.
+The default is Llama-3.1-8B's KV shape (32 layers, 8 KV heads, 128, bf16: 128 KiB per token), over TCP from a
+store node in another process. Rounds are interleaved, raw and ours in turn, and medians are compared.
 
-`gather` and `scatter` are the copier alone, with the checksum, between the paged cache and staging memory; `to_host` and `to_device` are one
-copy of as many contiguous bytes; `checksum` is the hash alone.
+`gather` and `scatter` are the copier alone, with the checksum, between the paged cache and staging memory;
+`to_host` and `to_device` are one copy of as many contiguous bytes; `checksum` is the hash alone.
 
     pd-cache bench engine [--device cuda] --json
 """
@@ -36,8 +38,11 @@ from pd_cache.paged.base import PendingCopy, Slots, plan
 from transfer.staging import StagingPool
 
 
-def measure(engine: CacheEngine, prompt: PagedPrompt, raw: RawPool, copied: CopiedPool, rounds: int) -> dict[str, Any]:
-    """Returns GB/s of each, medians over the rounds; the very first store, into memory not written to before, is listed apart."""
+def measure(
+    engine: CacheEngine, prompt: PagedPrompt, raw: RawPool, copied: CopiedPool, rounds: int
+) -> dict[str, Any]:
+    """Returns GB/s of each, medians over the rounds; the very first store, into memory not written to before,
+    is listed apart."""
     keys = engine.database.keys(engine.database.name_chunks(prompt.tokens))
     nbytes = len(keys) * prompt.layout.chunk_bytes(engine.chunk_size)
     store = partial(prompt.store, engine)
@@ -72,7 +77,8 @@ def measure(engine: CacheEngine, prompt: PagedPrompt, raw: RawPool, copied: Copi
 
 
 def measure_copier(prompt: PagedPrompt, memory: StagingPool, rounds: int) -> dict[str, Any]:
-    """GB/s between the paged cache and `memory`, which has a slot for each chunk, and those of a plain copy."""
+    """GB/s between the paged cache and `memory`, which has a slot for each chunk, and those of a plain
+    copy."""
     nbytes = CHUNK * prompt.layout.token_bytes
     chunks = plan(Slots(prompt.source[: prompt.whole_tokens]), prompt.layout, CHUNK)
     with ExitStack() as stack:
@@ -94,7 +100,8 @@ def measure_copier(prompt: PagedPrompt, memory: StagingPool, rounds: int) -> dic
                 rounds,
                 {
                     "to_host": flat.to_host,
-                    "gather": partial(copy, copier.gather),  # what `scatter` puts back: the prompt stays as it is
+                    # what `scatter` puts back: the prompt stays as it is
+                    "gather": partial(copy, copier.gather),
                     "checksum": lambda: [checksum(view) for view in views],
                     "scatter": partial(copy, copier.scatter),
                     "to_device": flat.to_device,

@@ -1,7 +1,8 @@
-"""How long does a lookup take? Milliseconds, and lookups a second, against raw `batch_is_exist` and LMCache's lookup client.
+"""How long does a lookup take? Milliseconds, and lookups a second, against raw `batch_is_exist` and LMCache's
+lookup client.
 
-pd-cache bench lookup [--lmcache] [--groups]
-pd-cache bench lookup --serve HOST:PORT                      on one of two machines, and on the other --connect HOST:PORT
+    pd-cache bench lookup [--lmcache] [--groups]
+    pd-cache bench lookup --serve HOST:PORT        on one of two machines; on the other --connect HOST:PORT
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def measure(
     peer: Any,
     tokens: list[int],
 ) -> dict[str, float]:
-    """Returns one row of the report: a prompt whose every chunk is in the pool, looked up for the first time and again."""
+    """Returns one row of the report: a prompt whose every chunk is in the pool, looked up for the first time
+    and again."""
     keys = database.keys(database.name_chunks(tokens))
     store(client, raw, keys, tokens)
     array, hashes = np.array(tokens), block_hashes(len(tokens) // _BLOCK, len(tokens))
@@ -77,7 +79,10 @@ def measure(
             raise TransferError("LMCache does not find what was put under its own keys")
         functions["lmcache_ms"] = lambda: peer.lookup(tokens)
     seconds = in_turn(_ROUNDS, functions)
-    return {"tokens": len(tokens), **{name: 1e3 * statistics.median(values) for name, values in seconds.items()}}
+    return {
+        "tokens": len(tokens),
+        **{name: 1e3 * statistics.median(values) for name, values in seconds.items()},
+    }
 
 
 def metadata_of(model: str) -> CacheMetadata:
@@ -104,7 +109,9 @@ def looking_up(
 ) -> Iterator[tuple[MooncakeLookupClient, LayerGroups, Any]]:
     """Yields a lookup client, the names of its chunks and keys, and a raw client of the same pool."""
     transfer = bench_transfer(location.config)
-    settings = NodeSettings(master=master, host=location.host, cache=CacheConfig(chunk_size=CHUNK), transfer=transfer)
+    settings = NodeSettings(
+        master=master, host=location.host, cache=CacheConfig(chunk_size=CHUNK), transfer=transfer
+    )
     client = MooncakeLookupClient(settings, metadata, master, further=further)
     try:
         client.store.wait_open(_OPEN_S)
@@ -134,11 +141,12 @@ def block_hashes(count: int, seed: int) -> list[bytes]:
 
 
 def lmcache_client(raw: Any) -> Any:
-    """Returns LMCache's `MooncakeLookupClient`: it hashes tokens with Python's built-in `hash` and asks the master once.
+    """Returns LMCache's `MooncakeLookupClient`: it hashes tokens with Python's built-in `hash` and asks the
+    master once.
 
-    `raw` is an open Mooncake client, which it gets because its own would not find the master: LMCache names it
-    `master_server_address` in the settings, where Mooncake 0.3.13 reads `master_server_addr` and otherwise asks 127.0.0.1:50051. Raises
-    click.UsageError if LMCache is not installed.
+    `raw` is an open Mooncake client, which it gets because its own would not find the master: LMCache names
+    it `master_server_address` in the settings, where Mooncake 0.3.13 reads `master_server_addr` and otherwise
+    asks 127.0.0.1:50051. Raises click.UsageError if LMCache is not installed.
     """
     if importlib.util.find_spec("lmcache") is None:
         raise click.UsageError("LMCache is not installed in this environment: pip install lmcache")
@@ -149,7 +157,9 @@ def lmcache_client(raw: Any) -> Any:
     place = (
         "lmcache.inprocess.v1" if importlib.util.find_spec("lmcache.inprocess") else "lmcache.v1"
     )  # since LMCache 0.5.7
-    their_client = importlib.import_module(f"{place}.lookup_client.mooncake_lookup_client").MooncakeLookupClient
+    their_client = importlib.import_module(
+        f"{place}.lookup_client.mooncake_lookup_client"
+    ).MooncakeLookupClient
     their_database = importlib.import_module(f"{place}.token_database").ChunkedTokenDatabase
     metadata = LMCacheMetadata(
         model_name="bench",
@@ -166,11 +176,12 @@ def lmcache_client(raw: Any) -> Any:
     return client
 
 
-# --- many clients ----------------------------------------------------------------------------------------------------
+# --- many clients -------------------------------------------------------------------------------------------
 
 
 class Clients(msgspec.Struct, frozen=True):
-    """Be `count` clients of this master on each node. Each client has a prompt of every length in the pool."""
+    """Be `count` clients of this master on each node. Each client has a prompt of every length in the
+    pool."""
 
     count: int
     master: str
@@ -204,8 +215,8 @@ class TimedLookups(Site):
             self._prompts[length] = tokens, keys
 
     def ask(self, job: Asking) -> float:
-        """Asks without a pause, and returns how many answers came a second. Raises TransferError if one is not that the whole prompt is
-        there."""
+        """Asks without a pause, and returns how many answers came a second. Raises TransferError if one is
+        not that the whole prompt is there."""
         tokens, keys = self._prompts[job.tokens]
         raw, client, answers = self._raw, self._client, 0
         whole = [1] * len(keys)
@@ -235,22 +246,26 @@ class LookupSite(Site):
         self._crew.everywhere(TimedLookups.open, job, timeout_s=_OPEN_S + _MARGIN_S)
 
     def ask(self, job: Asking) -> float:
-        """Makes the clients look up, all at the same time. Returns how many answers came a second, to all together."""
+        """Makes the clients look up, all at the same time. Returns how many answers came a second, to all
+        together."""
         return sum(self._crew.everywhere(TimedLookups.ask, job, timeout_s=job.seconds + _MARGIN_S).values())
 
 
-# --- at the machine that leads ----------------------------------------------------------------------------------------------
+# --- at the machine that leads ------------------------------------------------------------------------------
 
 
 def measure_parts(here: Location, master: str, lmcache: bool) -> list[dict[str, float]]:
     """Lookups of 4k, 32k and 128k tokens by one client against their parts."""
     with looking_up(here, master, metadata_of(f"bench-{uuid.uuid4().hex}")) as (client, groups, raw):
         peer = lmcache_client(raw) if lmcache else None
-        return [measure(client, groups.first, raw, peer, prompt(size, size)) for size in (4096, 32768, 131072)]
+        return [
+            measure(client, groups.first, raw, peer, prompt(size, size)) for size in (4096, 32768, 131072)
+        ]
 
 
 def measure_groups(here: Location, master: str) -> list[dict[str, float]]:
-    """Lookups in all layer groups of DeepSeek-V4-Flash, as the connector for vLLM does them, against those of vLLM's MooncakeStoreConnector.
+    """Lookups in all layer groups of DeepSeek-V4-Flash, as the connector for vLLM does them, against those of
+    vLLM's MooncakeStoreConnector.
 
     Raises click.UsageError if vLLM is not installed.
     """
@@ -273,7 +288,8 @@ def measure_groups(here: Location, master: str) -> list[dict[str, float]]:
             def ours(hashes: list[bytes] = hashes) -> Found:
                 return client.find(stride_hashes(hashes, CHUNK // unit))
 
-            # one token more: of a prompt that is found whole, they search a second time for where to leave one to compute
+            # one token more: of a prompt that is found whole, they search a second time for where to leave
+            # one to compute
             theirs = functools.partial(their_client.lookup, "bench", tokens + 1, hashes)
             keys, their_keys = (
                 groups.keys(stride_hashes(hashes, CHUNK // unit)),
@@ -318,7 +334,9 @@ def measure_clients(machines: Crew, master: str, levels: Sequence[int]) -> list[
 def lead(machines: Crew, levels: Sequence[int], lmcache: bool, groups: bool) -> dict[str, Any]:
     """All parts, on a pool of the bench's own at the machine that leads."""
     here = machines.location
-    master = machines.later.enter_context(local_pool(_SEGMENT, host=here.host, transfer=bench_transfer(here.config)))
+    master = machines.later.enter_context(
+        local_pool(_SEGMENT, host=here.host, transfer=bench_transfer(here.config))
+    )
     parts = measure_parts(here, master, lmcache)
     grouped = measure_groups(here, master) if groups else []
     clients = measure_clients(machines, master, levels)
@@ -326,9 +344,12 @@ def lead(machines: Crew, levels: Sequence[int], lmcache: bool, groups: bool) -> 
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:
-    """Returns the checks of one client's lookups, against LMCache's, and of many clients' against raw requests."""
+    """Returns the checks of one client's lookups, against LMCache's, and of many clients' against raw
+    requests."""
     checks = [
-        at_most(f"{time}, {row['tokens']} tokens, against LMCache", row[time], _PEER_RATIO * row["lmcache_ms"])
+        at_most(
+            f"{time}, {row['tokens']} tokens, against LMCache", row[time], _PEER_RATIO * row["lmcache_ms"]
+        )
         for row in figures["results"]
         if "lmcache_ms" in row
         for time in ("first_ms", "array_ms", "hashes_ms", "again_ms")
@@ -352,15 +373,20 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
 @click.command()
 @machine_options
 @option(
-    "--lmcache", is_flag=True, help="Measure LMCache's MooncakeLookupClient beside ours; it must be installed here."
+    "--lmcache",
+    is_flag=True,
+    help="Measure LMCache's MooncakeLookupClient beside ours; it must be installed here.",
 )
 @option(
-    "--groups", is_flag=True, help="Look up in DeepSeek-V4's layer groups, beside MooncakeStoreConnector; needs vLLM."
+    "--groups",
+    is_flag=True,
+    help="Look up in DeepSeek-V4's layer groups, beside MooncakeStoreConnector; needs vLLM.",
 )
 @option("--clients", multiple=True, default=(1, 2, 4, 8), type=click.IntRange(1, MOST), help="Clients a node; may be given several times.")  # fmt: skip
 @output_options
 def main(lmcache: bool, groups: bool, clients: tuple[int, ...], **options: Any) -> None:
-    """Lookups of 4k, 32k and 128k tokens against their parts, then from more and more clients on every node."""
+    """Lookups of 4k, 32k and 128k tokens against their parts, then from more and more clients on every
+    node."""
 
     def led(machines: Crew) -> dict[str, Any]:
         return lead(machines, sorted(set(clients)), lmcache, groups)

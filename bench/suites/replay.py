@@ -1,12 +1,15 @@
-"""What does a pool of this size find of a trace? `hit_rate`, against LRU with the same room, and a pool that never forgets.
+"""What does a pool of this size find of a trace? `hit_rate`, against LRU with the same room, and a pool that
+never forgets.
 
-For each request of the trace, in order, a client looks up its whole blocks of 512 tokens, loads what is found and compares every byte,
-and stores what is missing. Chunks have only a few KiB, so that the pool of a small machine holds as many as that of a large cluster. All
-else is real: keys, lookups, leases, transfers, eviction. LRU and the pool that never forgets (the trace's ideal) are simulated.
+For each request of the trace, in order, a client looks up its whole blocks of 512 tokens, loads what is found
+and compares every byte, and stores what is missing. Chunks have only a few KiB, so that the pool of a small
+machine holds as many as that of a large cluster. All else is real: keys, lookups, leases, transfers,
+eviction. LRU and the pool that never forgets (the trace's ideal) are simulated.
 
-    pd-cache bench replay --trace FILE                     pools of several capacities on this machine, one after the other
+    pd-cache bench replay --trace FILE          pools of several capacities on this machine, one by one
 
-The **hit rate** is the prompt tokens that were loaded, divided by all prompt tokens; see `bench/lib/trace.py`.
+The **hit rate** is the prompt tokens that were loaded, divided by all prompt tokens; see
+`bench/lib/trace.py`.
 """
 
 from __future__ import annotations
@@ -54,8 +57,8 @@ _FIRST, _NEXT = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D  # odd, so that no two bl
 
 
 class ShrunkenCache:
-    """An engine's paged cache in miniature: one page a block of a trace, a few KiB long, whose bytes follow from the block's number. There
-    are pages to store from, and as many to load into."""
+    """An engine's paged cache in miniature: one page a block of a trace, a few KiB long, whose bytes follow
+    from the block's number. There are pages to store from, and as many to load into."""
 
     def __init__(self, blocks: int, chunk_bytes: int) -> None:
         """`blocks` of the longest prompt; `chunk_bytes` a multiple of STEP_BYTES."""
@@ -90,9 +93,11 @@ class ShrunkenCache:
 
 
 def allotted_bytes(nbytes: int) -> int:
-    """Returns what Mooncake's allocator sets aside for an object: the next size with three binary digits after the first.
+    """Returns what Mooncake's allocator sets aside for an object: the next size with three binary digits
+    after the first.
 
-    So an object a little larger than a power of two takes an eighth more. Mooncake's own metrics count the bytes asked for.
+    So an object a little larger than a power of two takes an eighth more. Mooncake's own metrics count the
+    bytes asked for.
     """
     step = 1 << max(0, nbytes.bit_length() - 4)
     return -(-nbytes // step) * step
@@ -119,7 +124,8 @@ class Tally(msgspec.Struct):
 
 
 def replay(what: str, requests: Sequence[Request], settings: NodeSettings, chunk_bytes: int) -> Tally:
-    """Lives through the requests, one after the other, on the pool of these settings. `what` is for the progress bar."""
+    """Lives through the requests, one after the other, on the pool of these settings. `what` is for the
+    progress bar."""
     cache = ShrunkenCache(max(1, *(len(request.whole_blocks) for request in requests)), chunk_bytes)
     model = f"replay-{uuid.uuid4().hex}"
     metadata = CacheMetadata.of(model, cache.layout)
@@ -164,7 +170,8 @@ class Pools:
         self.distinct = len({block for request in requests for block in request.whole_blocks})
 
     def capacities(self, asked: Sequence[float]) -> Sequence[float]:
-        """Returns the pools' room in chunks: as asked, or by default. Raises UsageError for one that would be too small."""
+        """Returns the pools' room in chunks: as asked, or by default. Raises UsageError for one that would be
+        too small."""
         least = -(-MIN_SEGMENT // self._slot)
         if small := [int(room) for room in asked if room < least]:
             raise click.UsageError(
@@ -184,7 +191,9 @@ class Pools:
             name="master", lease_ttl_ms=lease_ms, eviction_high_watermark=watermark, eviction_ratio=ratio
         )
         chunks = capacity if bounded else _ROOM * self.distinct / watermark
-        with local_pool(max(MIN_SEGMENT, math.ceil(chunks) * self._slot), transfer=transfer, master=master) as address:
+        with local_pool(
+            max(MIN_SEGMENT, math.ceil(chunks) * self._slot), transfer=transfer, master=master
+        ) as address:
             # a chunk is a block of the trace, named by its number
             cache = CacheConfig(chunk_size=BLOCK_TOKENS, hash_mode="blocks")
             settings = NodeSettings(master=address, cache=cache, transfer=transfer)
@@ -217,12 +226,16 @@ def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
     return [*checks, at_most("damaged chunks", float(damaged), 0.0)]
 
 
-def _capacities(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[float, ...]:
+def _capacities(
+    context: click.Context, option: click.Parameter, values: tuple[str, ...]
+) -> tuple[float, ...]:
     def read(value: str) -> float:
         if value == "unbounded":
             return _UNBOUNDED
         if not value.isdecimal() or int(value) < 1:
-            raise click.BadParameter(f"{value!r} is neither a number of chunks nor `unbounded`", context, option)
+            raise click.BadParameter(
+                f"{value!r} is neither a number of chunks nor `unbounded`", context, option
+            )
         return float(value)
 
     return tuple(map(read, values))

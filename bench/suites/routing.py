@@ -1,19 +1,21 @@
-"""Which policy finds most in the nodes' own caches? `hit_rate` and queueing times, against round robin and an oracle, in simulation.
+"""Which policy finds most in the nodes' own caches? `hit_rate` and queueing times, against round robin and an
+oracle, in simulation.
 
-The router is the proxy's own (`launch/proxy/routing.py`), with simulated time. A simulated prefill node computes one prompt after the
-other, at a steady rate of tokens that its cache lacks; its cache is an LRU. `bench/lib/trace.py` describes the format of traces,
-`agent_trace` the synthetic one.
+The router is the proxy's own (`launch/proxy/routing.py`), with simulated time. A simulated prefill node
+computes one prompt after the other, at a steady rate of tokens that its cache lacks; its cache is an LRU.
+`bench/lib/trace.py` describes the format of traces, `agent_trace` the synthetic one.
 
 - `round_robin`, `least_loaded`: the proxy's policies of these names.
-- `guess`: `prefix_aware` without events, if nodes do not say how large their caches are, as vLLM's do not. The proxy assumes a million
-  tokens.
+- `guess`: `prefix_aware` without events, if nodes do not say how large their caches are, as vLLM's do not.
+  The proxy assumes a million tokens.
 - `guess_of_size`: the same, if nodes say it.
 - `events`: `prefix_aware` with the nodes' KV events, which arrive 0.1 s after the prompt was computed.
 - `oracle`: the same cost, by a router that looks into every cache and queue at the moment of its choice.
 
-`--pooled` compares nodes' own caches with one pool that has as much room as all of them together (docs/performance.md has what others published):
-`longest_prefix` takes the node whose cache holds most of the prompt, and of equal ones the first, `longest_prefix_idle` the one with the
-least to do. `--customers` is llm-d's prefix workload; `random` takes any node.
+`--pooled` compares nodes' own caches with one pool that has as much room as all of them together
+(docs/performance.md has what others published): `longest_prefix` takes the node whose cache holds most of the
+prompt, and of equal ones the first, `longest_prefix_idle` the one with the least to do. `--customers` is
+llm-d's prefix workload; `random` takes any node.
 
     pd-cache bench routing [--pooled | --customers N] [--trace FILE] --json
 """
@@ -74,7 +76,7 @@ _P90 = 1.2816
 """The 90th percentile of the normal distribution."""
 
 
-# --- nodes and a router ----------------------------------------------------------------------------------------------
+# --- nodes and a router -------------------------------------------------------------------------------------
 
 
 class PolicyOutcome(NamedTuple):
@@ -91,7 +93,8 @@ class _SimulatedNode:
     def __init__(self, cache_tokens: int) -> None:
         self.cache = SimulatedLru[int](cache_tokens // BLOCK_TOKENS)
         self.queue: deque[tuple[float, Request, ExitStack]] = deque()
-        """Arrival time and request; closing the stack reports to the router that the node has computed the prompt."""
+        """Arrival time and request; closing the stack reports to the router that the node has computed the
+        prompt."""
         self.wake = Happening()
 
 
@@ -103,7 +106,8 @@ def simulate(
     rate: float = _RATE,
     behind: SimulatedLru[int] | None = None,
 ) -> PolicyOutcome:
-    """Lets `nodes` nodes of `rate` tokens/s each compute the trace, with the pool behind them, if there is one."""
+    """Lets `nodes` nodes of `rate` tokens/s each compute the trace, with the pool behind them, if there is
+    one."""
     policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
     pool, rng = NodePool("prefill", policy, rng=Random(0)), Random(0)
     size = 0 if router == "guess" else cache_tokens
@@ -145,7 +149,9 @@ def simulate(
                     events.append(StoredEvent([*came], block_size=BLOCK_TOKENS, medium="GPU"))
                 if node.cache.gone:
                     events.append(RemovedEvent([*node.cache.gone], "GPU"))
-                time.call_at(time.now + _LAG_S, partial(known[url].ranks[0].apply, [EventBatch(time.now, events)]))
+                time.call_at(
+                    time.now + _LAG_S, partial(known[url].ranks[0].apply, [EventBatch(time.now, events)])
+                )
             done.close()
 
     def arrive() -> Process:
@@ -172,10 +178,12 @@ def simulate(
     return PolicyOutcome(hit / total, queueing, computed)
 
 
-# --- the comparisons: rows of the report, and targets ------------------------------------------------------------------------------
+# --- the comparisons: rows of the report, and targets -------------------------------------------------------
 
 
-def compare_policies(name: str, requests: list[Request], nodes: int, cache_tokens: int, rate: float = _RATE) -> Found:
+def compare_policies(
+    name: str, requests: list[Request], nodes: int, cache_tokens: int, rate: float = _RATE
+) -> Found:
     """One row per policy."""
     rows: dict[str, dict[str, Any]] = {}
     for router in get_args(Policies):
@@ -188,7 +196,12 @@ def compare_policies(name: str, requests: list[Request], nodes: int, cache_token
             "queueing_mean_s": statistics.fmean(outcome.queueing),
             "queueing_p99_s": quantile(outcome.queueing, 0.99),
         }
-    known, oracle, robin, at = rows["events"], rows["oracle"], rows["round_robin"], f"{name} at {cache_tokens}"
+    known, oracle, robin, at = (
+        rows["events"],
+        rows["oracle"],
+        rows["round_robin"],
+        f"{name} at {cache_tokens}",
+    )
     return list(rows.values()), [
         at_least(f"hits of the oracle's, {at}", known["hit_rate"] / max(1e-9, oracle["hit_rate"]), 0.95),
         at_least(f"hit_rate, {at}", known["hit_rate"], robin["hit_rate"]),
@@ -199,7 +212,8 @@ def compare_policies(name: str, requests: list[Request], nodes: int, cache_token
 def compare_pooled(
     name: str, requests: list[Request], routers: Iterable[Router], nodes: int, cache_tokens: int
 ) -> Found:
-    """One row per router: nodes with caches of their own, and beside them the pool, whose hits no router changes."""
+    """One row per router: nodes with caches of their own, and beside them the pool, whose hits no router
+    changes."""
     whole = SimulatedLru[int](nodes * cache_tokens // BLOCK_TOKENS)
     pooled = simulate(requests, "least_loaded", nodes, 0, behind=whole).hit_rate
     rows: list[dict[str, Any]] = []
@@ -228,9 +242,9 @@ def compare_customers(customers: int, nodes: int, cache_tokens: int, scale: floa
 def customer_trace(customers: int, scale: float = 1.0) -> list[Request]:
     """Returns the requests of llm-d's prefix workload, of 15 to 60 requests a second, times `scale`.
 
-    Each customer has a system prompt of 6,000 tokens and five users, and each user one question of 1,200 tokens, which comes again and again,
-    always in the same order; a stage of the load begins when that before it is answered (inference-perf's profile X-70R-6kSys,
-    https://llm-d.ai/blog/kvcache-wins-you-can-see).
+    Each customer has a system prompt of 6,000 tokens and five users, and each user one question of 1,200
+    tokens, which comes again and again, always in the same order; a stage of the load begins when that before
+    it is answered (inference-perf's profile X-70R-6kSys, https://llm-d.ai/blog/kvcache-wins-you-can-see).
     """
     rng, fresh = Random(0), count()
     prompts = []
@@ -253,17 +267,20 @@ def customer_trace(customers: int, scale: float = 1.0) -> list[Request]:
 
 
 def agent_trace(sessions: int) -> list[Request]:
-    """Returns the requests of `sessions` agents, in the order of their times. The sessions begin within an hour.
+    """Returns the requests of `sessions` agents, in the order of their times. The sessions begin within an
+    hour.
 
-    A synthetic trace of coding agents: many turns, one system prompt for all, and a tool's result in each turn.
-    The numbers are those of 610 sessions of Codex with GPT-5.4 on SWE-bench Pro, as their publisher gives them
-    (https://huggingface.co/datasets/Inferact/codex_swebenchpro_traces, "Per-Trial Statistics", and figure 1 of vLLM's article of 2026-05-06,
-    "Serving Agentic Workloads at Scale with vLLM x Mooncake"):
+    A synthetic trace of coding agents: many turns, one system prompt for all, and a tool's result in each
+    turn. The numbers are those of 610 sessions of Codex with GPT-5.4 on SWE-bench Pro, as their publisher
+    gives them (https://huggingface.co/datasets/Inferact/codex_swebenchpro_traces, "Per-Trial Statistics", and
+    figure 1 of vLLM's article of 2026-05-06, "Serving Agentic Workloads at Scale with vLLM x Mooncake"):
 
     - calls of a session: 30 in the median, 57 at the 90th percentile, 33 in the mean;
-    - context at the first call: 12,278 tokens in the median and 13,744 at the 99th percentile. That it varies so little says that most of it
-      is the same in all sessions. How much is not published; we take 11,264 tokens, and a task of 1,014;
-    - growth per call: 2,242 tokens in the mean (the answer and the tool's result), which makes 80,488 tokens at the last call in the median;
+    - context at the first call: 12,278 tokens in the median and 13,744 at the 99th percentile. That it varies
+      so little says that most of it is the same in all sessions. How much is not published; we take 11,264
+      tokens, and a task of 1,014;
+    - growth per call: 2,242 tokens in the mean (the answer and the tool's result), which makes 80,488 tokens
+      at the last call in the median;
     - an answer: 17,239 / 33 = 522 tokens in the mean;
     - time from one call to the next: 5.2 to 81.4 s, here evenly on a logarithmic scale.
 
@@ -294,11 +311,17 @@ _POOLED: tuple[Router, ...] = ("longest_prefix", "longest_prefix_idle", "round_r
 
 
 @click.command()
-@option("--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Besides the synthetic one.")
+@option(
+    "--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Besides the synthetic one."
+)
 @option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; with --pooled, for each node; 0 for none.")  # fmt: skip
 @option("--nodes", "fleets", multiple=True, default=(4,), type=click.IntRange(1), help="With --pooled: may be given several times.")  # fmt: skip
 @option("--cache", "caches", multiple=True, default=_CACHES, type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
-@option("--pooled", is_flag=True, help="Compare nodes' own caches with a pool of all of them, instead of policies.")
+@option(
+    "--pooled",
+    is_flag=True,
+    help="Compare nodes' own caches with a pool of all of them, instead of policies.",
+)
 @option("--policy", "routers", multiple=True, default=_POOLED, type=click.Choice(get_args(Policies) + _POOLED[:2]), help="With --pooled: of the nodes that have their own caches; may be given several times.")  # fmt: skip
 @option("--customers", default=0, type=click.IntRange(0), help="llm-d's prefix workload of this many customers, in place of the other workloads.")  # fmt: skip
 @output_options
@@ -332,7 +355,9 @@ def main(
     elif pooled:
         for fleet in fleets:
             for name, requests in workloads(agents * fleet).items():
-                comparisons += [partial(compare_pooled, name, requests, routers, fleet, cache) for cache in caches]
+                comparisons += [
+                    partial(compare_pooled, name, requests, routers, fleet, cache) for cache in caches
+                ]
     else:
         about |= {"requests": {}, "ideal_hit_rate": {}}
         for name, requests in workloads(agents).items():

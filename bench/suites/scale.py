@@ -1,10 +1,11 @@
-"""What is full first as a cluster grows to 1,000 nodes? `full_from_nodes`, and times to first token, in simulation; there is no peer.
+"""What is full first as a cluster grows to 1,000 nodes? `full_from_nodes`, and times to first token, in
+simulation; there is no peer.
 
-Requests of a trace come at a rate that grows with the cluster. The policies are the proxy's own modules. Unit costs are assumed; a file
-may give others.
+Requests of a trace come at a rate that grows with the cluster. The policies are the proxy's own modules. Unit
+costs are assumed; a file may give others.
 
     pd-cache bench scale --trace FILE
-    pd-cache bench scale --trace FILE --costs mine.yaml        costs of other machines: those that the file gives
+    pd-cache bench scale --trace FILE --costs mine.yaml      with those costs that the file gives
 """
 
 from __future__ import annotations
@@ -29,27 +30,36 @@ _MEMORY = 32 << 30
 """Bytes that each node gives to the pool."""
 _REQUESTS_PER_NODE, _LEAST_REQUESTS = 8, 300
 _WARM = 1000
-"""How many requests of each copy of the trace the pool has seen before; less of a short trace, and of a share of a trace's users."""
+"""How many requests of each copy of the trace the pool has seen before; less of a short trace, and of a share
+of a trace's users."""
 _DEPTH = 300
 _BUSY = 0.6
-"""The use of engines at the usual rate: of a prefill node's time, or of the room in a decode node's paged cache."""
+"""The use of engines at the usual rate: of a prefill node's time, or of the room in a decode node's paged
+cache."""
 _TRIAL_NODES = 4
 _TRIAL_BUSY = 0.2
 _TRIAL_REQUESTS = 100
 
 
 def grow(
-    trace: Sequence[Request], costs: UnitCosts, proxies: int, nodes: int, rate_per_node: float, requests: int = 0
+    trace: Sequence[Request],
+    costs: UnitCosts,
+    proxies: int,
+    nodes: int,
+    rate_per_node: float,
+    requests: int = 0,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Simulates one cluster under `rate_per_node` requests a second for each of its nodes; `requests` in all, or as many a node as usual.
+    """Simulates one cluster under `rate_per_node` requests a second for each of its nodes; `requests` in all,
+    or as many a node as usual.
 
-    Returns its figures: `answered_per_s` while requests came, and until the last one of these was answered; `refused` those answered with an
-    error. And what each kind of resource was asked for, as a share of what it can do: of the master and the proxies, of all of a kind; 1 is
-    full.
+    Returns its figures: `answered_per_s` while requests came, and until the last one of these was answered;
+    `refused` those answered with an error. And what each kind of resource was asked for, as a share of what
+    it can do: of the master and the proxies, of all of a kind; 1 is full.
     """
     prefill, rate = nodes // 2, rate_per_node * nodes
     count = requests or max(_LEAST_REQUESTS, _REQUESTS_PER_NODE * nodes)
-    # as many users a node in a small cluster as in a large one: a share of the trace's, or several copies of the trace
+    # as many users a node in a small cluster as in a large one: a share of the trace's, or several copies of
+    # the trace
     share = min(1.0, _REQUESTS_PER_NODE * nodes / _DEPTH)
     users = of_some_users(trace, share) or trace
     copied, size = CopiedTrace(users, round(_WARM * share), min(_DEPTH, count)), costs.engine.chunk_tokens
@@ -80,7 +90,8 @@ def grow(
 
 
 def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int) -> float:
-    """Returns the requests a second and node that use `_BUSY` of the engines of the kind that has more to do."""
+    """Returns the requests a second and node that use `_BUSY` of the engines of the kind that has more to
+    do."""
     guess = 1.0
     for _ in range(12):
         _, asked = grow(trace, costs, proxies, _TRIAL_NODES, guess, _TRIAL_REQUESTS)
@@ -92,8 +103,8 @@ def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int) -> floa
 
 
 def limits(asked: Mapping[int, dict[str, float]]) -> list[dict[str, Any]]:
-    """Returns for each resource at how many nodes, between those that were simulated, it is full (None if it never is); the first to be full
-    first. `asked`: what each number of nodes was asked for."""
+    """Returns for each resource at how many nodes, between those that were simulated, it is full (None if it
+    never is); the first to be full first. `asked`: what each number of nodes was asked for."""
     kinds = next(iter(asked.values()))
     full = {kind: full_at([(nodes, shares[kind]) for nodes, shares in asked.items()]) for kind in kinds}
     return [
@@ -103,7 +114,8 @@ def limits(asked: Mapping[int, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
-    """Returns at how many nodes a share comes to 1, by a straight line between the numbers of nodes around; None if it never does."""
+    """Returns at how many nodes a share comes to 1, by a straight line between the numbers of nodes around;
+    None if it never does."""
     before: tuple[int, float] | None = None
     for nodes, share in shares:
         if share >= 1.0:
@@ -115,7 +127,9 @@ def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
 
 
 @click.command()
-@option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py.")
+@option(
+    "--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py."
+)
 @option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill nodes, and as many decode nodes or one more; may be given several times. By default ten numbers from 1 to 1000.")  # fmt: skip
 @option("--proxies", default=1, type=click.IntRange(1, 10_000))
 @option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip

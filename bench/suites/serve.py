@@ -1,13 +1,15 @@
-"""How long do clients wait? `ttft_p50_ms` and `hit_rate` at a rate of requests, against the same requests without reuse.
+"""How long do clients wait? `ttft_p50_ms` and `hit_rate` at a rate of requests, against the same requests
+without reuse.
 
-Open loop: requests begin when they are due, at random times of a given rate (Poisson) or as in a trace, however slow the cluster is
-(`bench/lib/load.py`). The same load is sent twice: first with a `cache_salt` of its own for each request, so that every prompt is
-computed anew; then without, so that prompts reuse what others left in the pool. A few requests before both do not count.
+Open loop: requests begin when they are due, at random times of a given rate (Poisson) or as in a trace,
+however slow the cluster is (`bench/lib/load.py`). The same load is sent twice: first with a `cache_salt` of
+its own for each request, so that every prompt is computed anew; then without, so that prompts reuse what
+others left in the pool. A few requests before both do not count.
 
-    pd-cache bench serve --rate 2                a small cluster of the reference engine on this machine
+    pd-cache bench serve --rate 2              a small cluster of the reference engine on this machine
     pd-cache bench serve --trace FILE --requests 300
-    pd-cache bench serve --rate 50 -c cluster.yaml         requests to the cluster's proxy
-    pd-cache bench serve --rate 2 --url http://HOST:PORT --vocabulary 32000      any server that speaks OpenAI's API
+    pd-cache bench serve --rate 50 -c cluster.yaml      requests to the cluster's proxy
+    pd-cache bench serve --rate 2 --url http://HOST:PORT --vocabulary 32000      any OpenAI-like server
 """
 
 from __future__ import annotations
@@ -56,18 +58,21 @@ _SHARED, _PREFIXES = 0.75, 8
 _PASSES = ("recompute", "reuse")
 
 
-# --- what is put under load ------------------------------------------------------------------------------------------
+# --- what is put under load ---------------------------------------------------------------------------------
 
 
 @contextmanager
 def own_cluster(vocabulary: int | None) -> Iterator[Destination]:
-    """Yields a small cluster of the reference engine on this machine; a block of a trace, sixteen times shorter, is one chunk there."""
+    """Yields a small cluster of the reference engine on this machine; a block of a trace, sixteen times
+    shorter, is one chunk there."""
     config = ClusterConfig(
         name="bench-serve",
         transfer=TransferSettings(staging_size=64 << 20),
         cache=CacheConfig(chunk_size=BLOCK_TOKENS // 16),
         engine=ReferenceEngineConfig(
-            model=ModelConfig(name="bench", random=RandomModel(seed=7, vocab_size=2048, hidden_size=256, layers=4)),
+            model=ModelConfig(
+                name="bench", random=RandomModel(seed=7, vocab_size=2048, hidden_size=256, layers=4)
+            ),
             num_blocks=2048,
             max_model_len=4096,
             max_queue=256,
@@ -108,7 +113,8 @@ def clusters_proxy(config: ClusterConfig, vocabulary: int | None) -> Destination
 
 
 def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str, int, int]:
-    """Returns name, vocabulary and longest request of the model that a file names. Raises ConfigError if the file does not say."""
+    """Returns name, vocabulary and longest request of the model that a file names. Raises ConfigError if the
+    file does not say."""
     if isinstance(engine, ReferenceEngineConfig):
         return engine.model.name, vocabulary or engine.model.random.vocab_size, engine.max_model_len
     if engine is None or vocabulary is None:
@@ -117,7 +123,8 @@ def _of_engine(engine: EngineConfig | None, vocabulary: int | None) -> tuple[str
 
 
 def any_server(url: str, vocabulary: int | None) -> Destination:
-    """Returns the server at `url`, with the first model that it lists. Raises ConfigError if it lists none."""
+    """Returns the server at `url`, with the first model that it lists. Raises ConfigError if it lists
+    none."""
     if vocabulary is None:
         raise ConfigError("--url needs --vocabulary: prompts are made of token ids below it")
     try:
@@ -128,7 +135,7 @@ def any_server(url: str, vocabulary: int | None) -> Destination:
     return Destination(url.rstrip("/"), model, vocabulary)
 
 
-# --- the load --------------------------------------------------------------------------------------------------------
+# --- the load -----------------------------------------------------------------------------------------------
 
 
 def send(what: str, target: Destination, arrivals: Sequence[Arrival], isolated: bool) -> dict[str, Any]:
@@ -136,29 +143,51 @@ def send(what: str, target: Destination, arrivals: Sequence[Arrival], isolated: 
     target = target._replace(salted=uuid.uuid4().hex if isolated else "")
     with progress() as bar:
         task = bar.add_task(what, total=len(arrivals))
-        outcomes = asyncio.run(generate(target, arrivals, time.monotonic() + _START_S, lambda: bar.advance(task)))
+        outcomes = asyncio.run(
+            generate(target, arrivals, time.monotonic() + _START_S, lambda: bar.advance(task))
+        )
     ideal = 0.0 if isolated else ideal_hit_rate(arrivals)
     return {"pass": what, **summarize(outcomes), "ideal_hit_rate": ideal}
 
 
 def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
-    """Everything answered, nothing found where requests are isolated, and answers sooner with reuse than without."""
+    """Everything answered, nothing found where requests are isolated, and answers sooner with reuse than
+    without."""
     checks = [at_least(f"{row['pass']}: answered", row["answered"], row["requests"]) for row in rows]
     recompute, reuse = rows
-    if recompute["hit_rate"] is not None:  # a server that does not know cache_salt would be compared with itself
+    # a server that does not know cache_salt would be compared with itself
+    if recompute["hit_rate"] is not None:
         checks.append(at_most("recompute: hit_rate", recompute["hit_rate"], 0.0))
     if reuse["ttft_p50_ms"] is not None and recompute["ttft_p50_ms"] is not None:
-        checks.append(at_most("ttft_p50_ms: reuse / recompute", reuse["ttft_p50_ms"] / recompute["ttft_p50_ms"], 1.0))
+        checks.append(
+            at_most("ttft_p50_ms: reuse / recompute", reuse["ttft_p50_ms"] / recompute["ttft_p50_ms"], 1.0)
+        )
     return checks
 
 
 @click.command()
 @config_option
-@option("--url", help="A server to put under load, in place of the cluster's proxy or a small cluster of this machine.")
-@option("--vocabulary", type=click.IntRange(16), help="Prompts have token ids below this; by default the model's.")
-@option("--rate", type=click.FloatRange(0, min_open=True), help="Requests a second, at random times (Poisson).")
-@option("--trace", type=click.Path(path_type=Path), help="Prompts, and times where no --rate is given, of a trace.")
-@option("--scale", default=16.0, type=click.FloatRange(1), help="How many times shorter than a trace's prompts are.")
+@option(
+    "--url",
+    help="A server to put under load, in place of the cluster's proxy or a small cluster of this machine.",
+)
+@option(
+    "--vocabulary", type=click.IntRange(16), help="Prompts have token ids below this; by default the model's."
+)
+@option(
+    "--rate", type=click.FloatRange(0, min_open=True), help="Requests a second, at random times (Poisson)."
+)
+@option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    help="Prompts, and times where no --rate is given, of a trace.",
+)
+@option(
+    "--scale",
+    default=16.0,
+    type=click.FloatRange(1),
+    help="How many times shorter than a trace's prompts are.",
+)
 @option("--requests", type=click.IntRange(1), help="How many; by default 100, or all of a trace.")
 @option("--prompt-tokens", default=1024, type=click.IntRange(1), help="Without a trace: of a prompt.")
 @option("--output-tokens", default=16, type=click.IntRange(1), help="Without a trace: of an answer.")

@@ -1,7 +1,9 @@
-"""What does the cache server cost? `store_ratio` and `retrieve_ratio`, against a `CacheEngine` in this process; `memory_ratio`, against memcpy.
+"""What does the cache server cost? `store_ratio` and `retrieve_ratio`, against a `CacheEngine` in this
+process; `memory_ratio`, against memcpy.
 
-The server, Mooncake's master and a store node are processes of their own. Transfers have Llama-3.1-8B's KV shape by default (128 KiB a
-token). The server takes turns with its peers: the engine has the same pool, and memcpy copies the same bytes into the same shared buffer.
+The server, Mooncake's master and a store node are processes of their own. Transfers have Llama-3.1-8B's KV
+shape by default (128 KiB a token). The server takes turns with its peers: the engine has the same pool, and
+memcpy copies the same bytes into the same shared buffer.
 
     pd-cache bench server [--device cuda] --json
 """
@@ -60,13 +62,17 @@ while True:
 
 @contextlib.contextmanager
 def cache_server(shape: Shape, *tiers: StorageTier) -> Iterator[tuple[NodeSettings, str]]:
-    """Yields a pool and a cache server with these tiers on it: settings for an engine of one's own, and the server's URL."""
+    """Yields a pool and a cache server with these tiers on it: settings for an engine of one's own, and the
+    server's URL."""
     nodes = (
         MasterNode(name="master", port=0, metrics_port=0),
         StoreNode(name="store", segment_size=shape.pool_bytes),
         CacheServerNode(name="cache"),
     )
-    name, cache = f"bench-{uuid.uuid4().hex[:8]}", CacheConfig(chunk_size=CHUNK, tiers=(*tiers, MooncakeTier()))
+    name, cache = (
+        f"bench-{uuid.uuid4().hex[:8]}",
+        CacheConfig(chunk_size=CHUNK, tiers=(*tiers, MooncakeTier())),
+    )
     with cluster_here(ClusterConfig(name=name, nodes=nodes, transfer=shape.staging, cache=cache)) as cluster:
         plain = CacheConfig(chunk_size=CHUNK)
         settings = NodeSettings(master=cluster.config.master_address, cache=plain, transfer=shape.staging)
@@ -97,7 +103,9 @@ def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str, rounds:
     with (
         served(url, metadata, prompt.tensors, prompt.tokens[:CHUNK], prompt.source[:CHUNK]) as server,
         # its tensors lie in shared memory, too: both write to the same pages
-        contextlib.closing(CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)) as engine,
+        contextlib.closing(
+            CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)
+        ) as engine,
     ):
         engine.wait_available(30)
         pool, keys = engine.backend, engine.database.keys(engine.database.name_chunks(prompt.tokens))
@@ -159,7 +167,7 @@ def small_prompt(url: str) -> Iterator[str]:
         yield metadata.model
 
 
-# --- lookups ---------------------------------------------------------------------------------------------------------
+# --- lookups ------------------------------------------------------------------------------------------------
 
 
 def round_trips(url: str) -> list[float]:
@@ -172,7 +180,8 @@ def round_trips(url: str) -> list[float]:
 
 
 def raw_round_trips() -> list[float]:
-    """Returns what ZMQ itself takes for frames of that size between two Python processes: the floor of `round_trips`."""
+    """Returns what ZMQ itself takes for frames of that size between two Python processes: the floor of
+    `round_trips`."""
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
         url = f"ipc://{folder}/echo.sock"
         echo = spawn_child((sys.executable, "-c", _ECHO, url))
@@ -207,8 +216,9 @@ class AskingScheduler(Site):
         self.held.callback(self._adapter.shutdown)
 
     def ask(self, job: AskServer) -> list[float]:
-        """Asks half a second from now, and then at the rate; each client at a time of its own. Returns the seconds of each lookup, from when
-        it was due: a lookup that had to wait for the one before it includes that wait."""
+        """Asks half a second from now, and then at the rate; each client at a time of its own. Returns the
+        seconds of each lookup, from when it was due: a lookup that had to wait for the one before it includes
+        that wait."""
         start = time.monotonic() + 0.5 + int(self.location.node.rpartition("-")[2]) / RATE
         latencies, prompt = [], list(range(LOOKUP_TOKENS))
         for index in range(int(RATE / CLIENTS * job.seconds)):
@@ -226,7 +236,8 @@ class AskingScheduler(Site):
 
 
 def lookups_at_a_rate(url: str, model: str) -> list[float]:
-    """Latencies, from when each was due, of `RATE` lookups a second that find 4096 tokens, from four processes."""
+    """Latencies, from when each was due, of `RATE` lookups a second that find 4096 tokens, from four
+    processes."""
     job = AskServer(url, model, _SECONDS)
     with contextlib.closing(Crew(AskingScheduler, Location.here(), CLIENTS)) as crew:
         crew.everywhere(AskingScheduler.connect, job, timeout_s=_PATIENCE_S)
@@ -234,7 +245,7 @@ def lookups_at_a_rate(url: str, model: str) -> list[float]:
         return [latency for latencies in found.values() for latency in latencies]
 
 
-# --- the whole -------------------------------------------------------------------------------------------------------
+# --- the whole ----------------------------------------------------------------------------------------------
 
 
 @click.command()

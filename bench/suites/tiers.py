@@ -1,4 +1,5 @@
-"""How fast is each storage tier? Ratios against memcpy, plain loops of disk calls, and a hybrid's first tier; µs of `contains` and evictions.
+"""How fast is each storage tier? Ratios against memcpy, plain loops of disk calls, and a hybrid's first tier;
+µs of `contains` and evictions.
 
 pd-cache bench tiers --json
 """
@@ -51,7 +52,8 @@ def room(objects: int, payload: int) -> int:
 def opened(
     tiers: Sequence[StorageTier], payload: int, *, staging: int = 8
 ) -> Iterator[tuple[HybridBackend, StorageBackend]]:
-    """Yields the backend of these tiers, as a node has it, with memory for `staging` objects in addition; and that of the first tier."""
+    """Yields the backend of these tiers, as a node has it, with memory for `staging` objects in addition; and
+    that of the first tier."""
     transfer = TransferSettings(staging_size=room(staging, payload))
     settings = NodeSettings(master="", cache=CacheConfig(tiers=tuple(tiers)), transfer=transfer)
     with contextlib.closing(open_backend(settings, payload)) as backend:
@@ -82,7 +84,9 @@ def put(backend: StorageBackend, keys: Sequence[str]) -> None:
     assert set(statuses) == {Status.OK}, statuses
 
 
-def get(backend: StorageBackend, keys: Sequence[str], use: Callable[[memoryview], object] | None = None) -> None:
+def get(
+    backend: StorageBackend, keys: Sequence[str], use: Callable[[memoryview], object] | None = None
+) -> None:
     """Reads every key: checked, in order, each given back before the next."""
     for fetched in backend.batched_get(keys):
         assert not backend.check(fetched), fetched.reason
@@ -99,7 +103,8 @@ def names(count: int) -> list[str]:
 
 
 def compared(nbytes: int, seconds: dict[str, list[float]], limits: Mapping[str, str]) -> dict[str, float]:
-    """Returns GB/s of each, and the speed of those in `limits` in relation to their limit's: the median over the rounds."""
+    """Returns GB/s of each, and the speed of those in `limits` in relation to their limit's: the median over
+    the rounds."""
     figures = gbps(nbytes, seconds)
     for name, limit in limits.items():
         rounds = zip(seconds[limit], seconds[name], strict=True)
@@ -107,7 +112,7 @@ def compared(nbytes: int, seconds: dict[str, list[float]], limits: Mapping[str, 
     return figures
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def measure_local(payload: int, rounds: int) -> dict[str, float]:
@@ -123,7 +128,8 @@ def measure_local(payload: int, rounds: int) -> dict[str, float]:
     with (
         tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder,
         opened(
-            [LocalTier(capacity=room(_OBJECTS, payload)), DiskTier(path=folder, capacity=room(1, payload))], payload
+            [LocalTier(capacity=room(_OBJECTS, payload)), DiskTier(path=folder, capacity=room(1, payload))],
+            payload,
         ) as (backend, tier),
     ):
         fill(tier)
@@ -165,11 +171,12 @@ def measure_contains(rounds: int, folder: Path) -> dict[str, float]:
     return figures
 
 
-# --- disk ------------------------------------------------------------------------------------------------------------
+# --- disk ---------------------------------------------------------------------------------------------------
 
 
 def measure_disk(payload: int, rounds: int, folder: Path) -> dict[str, float]:
-    """Disk gets and puts against plain loops of the tier's calls, with its flags, sizes and number of threads, in turn."""
+    """Disk gets and puts against plain loops of the tier's calls, with its flags, sizes and number of
+    threads, in turn."""
     file_bytes = -(-(payload + TRAILER_BYTES) // PAGE) * PAGE
     tier = DiskTier(path=str(folder / "tier"), capacity=room(2 * _OBJECTS, payload))
     keys, raw = names(_OBJECTS), folder / "raw"
@@ -194,7 +201,10 @@ def measure_disk(payload: int, rounds: int, folder: Path) -> dict[str, float]:
 
         list(pool.map(thread, range(tier.threads)))
 
-    with opened([tier], payload, staging=3 * tier.threads) as (_, disk), ThreadPoolExecutor(tier.threads) as pool:
+    with (
+        opened([tier], payload, staging=3 * tier.threads) as (_, disk),
+        ThreadPoolExecutor(tier.threads) as pool,
+    ):
         fill(disk)
 
         def remove() -> None:
@@ -212,11 +222,12 @@ def measure_disk(payload: int, rounds: int, folder: Path) -> dict[str, float]:
     return compared(_OBJECTS * file_bytes, seconds, {"disk_get": "raw_read", "disk_put": "raw_write"})
 
 
-# --- eviction --------------------------------------------------------------------------------------------------------
+# --- eviction -----------------------------------------------------------------------------------------------
 
 
 def measure_eviction(entries: int, policy: EvictionName) -> float:
-    """Microseconds of processor time to evict one entry and take in another, in an index that holds `entries`: the median over slices."""
+    """Microseconds of processor time to evict one entry and take in another, in an index that holds
+    `entries`: the median over slices."""
     index: EvictingIndex[int] = EvictingIndex(entries, policy)
 
     def take_in(keys: Sequence[str]) -> float:
@@ -234,7 +245,7 @@ def measure_eviction(entries: int, policy: EvictionName) -> float:
     return 1e6 * statistics.median(seconds) / part
 
 
-# --- the whole -------------------------------------------------------------------------------------------------------
+# --- the whole ----------------------------------------------------------------------------------------------
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:
@@ -246,7 +257,8 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     checks += all_at_most(figures, local_contains_us=200.0, disk_contains_us=1000.0)
     for policy in POLICIES:
         growth = figures[f"evict_us_{policy}_{MOST}"] / figures[f"evict_us_{policy}_1000"]
-        # a thousand entries lie in the processor's cache, a million do not: more than that would be more than O(1)
+        # a thousand entries lie in the processor's cache, a million do not: more than that would be more than
+        # O(1)
         checks.append(at_most(f"eviction {policy}, {MOST} / 1000 entries", growth, 3.0))
     return checks
 
@@ -257,7 +269,13 @@ _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 @click.command()
 @option("--chunk", default="32MiB", callback=size, help="Bytes of a payload.")
 @option("--rounds", default=9, type=click.IntRange(3))
-@option("--path", default=tempfile.gettempdir, show_default="temporary files", type=_FOLDER, help="Of the disk tier.")
+@option(
+    "--path",
+    default=tempfile.gettempdir,
+    show_default="temporary files",
+    type=_FOLDER,
+    help="Of the disk tier.",
+)
 @output_options
 def main(chunk: ByteSize, rounds: int, path: Path, **output: Any) -> None:
     """Every storage tier against its limit."""

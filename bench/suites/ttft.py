@@ -1,13 +1,16 @@
-"""How soon does vLLM answer if the pool has the prompt? `ours_b_ms`, against recomputing and vLLM's own MooncakeStoreConnector.
+"""How soon does vLLM answer if the pool has the prompt? `ours_b_ms`, against recomputing and vLLM's own
+MooncakeStoreConnector.
 
     pd-cache bench ttft [--model-kind KIND] [--json] [--check]
-    pd-cache bench ttft --link 10gbit --link 1gbit --link 100mbit       over links of these rates: is a cache ever slower than none?
-    pd-cache bench ttft --pd [--link 1gbit] [--peer mooncake] [--peer nixl]      through a prefill and a decode node: `ttft_pd.py`
+    pd-cache bench ttft --link 10gbit --link 1gbit      over links of these rates, against no cache
+    pd-cache bench ttft --pd [--link 1gbit] [--peer mooncake] [--peer nixl]      `ttft_pd.py`
 
-Servers run one after the other, because several on one machine slow each other down: a plain one; then, for each connector, A, which
-computes and stores, and B, which loads what A stored. A plain one takes turns with our A, because a machine's speed drifts by more than
-storing costs. With `--link`, the pool and A are on one side of a link, which gets one rate after the other, and B on the other; `auto` and
-`always` are values of `connector.load`. Before each rate, B computes three prompts and takes three from the pool, unmeasured. Runs in an environment that has vLLM (`make test-vllm` sets one up).
+Servers run one after the other, because several on one machine slow each other down: a plain one; then, for
+each connector, A, which computes and stores, and B, which loads what A stored. A plain one takes turns with
+our A, because a machine's speed drifts by more than storing costs. With `--link`, the pool and A are on one
+side of a link, which gets one rate after the other, and B on the other; `auto` and `always` are values of
+`connector.load`. Before each rate, B computes three prompts and takes three from the pool, unmeasured. Runs
+in an environment that has vLLM (`make test-vllm` sets one up).
 """
 
 from __future__ import annotations
@@ -61,9 +64,11 @@ TOKEN_BYTES: dict[ModelKind, int] = {
     "qwen3next": _KV_BYTES // 4,
     "mamba2": _KV_BYTES // 4,
 }
-"""Bytes that our connector moves for a token of a long prompt: the KV of layers with full attention, without windows and states."""
+"""Bytes that our connector moves for a token of a long prompt: the KV of layers with full attention, without
+windows and states."""
 STATES: tuple[ModelKind, ...] = ("qwen3next", "mamba2")
-"""Models that continue only from the end of a block: every cache leaves the last block of a prompt to be computed."""
+"""Models that continue only from the end of a block: every cache leaves the last block of a prompt to be
+computed."""
 
 
 Start = Callable[[str], AbstractContextManager[str]]
@@ -75,7 +80,8 @@ Prompts = Mapping[int, Sequence[Sequence[int]]]
 
 STORED, LOADED = (("vllm:pd_cache_bytes_total", "op", op) for op in ("store", "retrieve"))
 THEIRS_STORED, THEIRS_LOADED = (
-    ("vllm:mooncake_store_operation_bytes_total", "operation", operation) for operation in ("save_put", "load_get")
+    ("vllm:mooncake_store_operation_bytes_total", "operation", operation)
+    for operation in ("save_put", "load_get")
 )
 """The connectors' own counters on vLLM's `/metrics`: name, label and the label's value."""
 LOAD = ("vllm:pd_cache_op_seconds_total", "op", "retrieve")
@@ -92,7 +98,9 @@ def arguments(positions: int, kind: ModelKind, *, gpu: bool) -> dict[str, Any]:
     }
     if gpu:
         flags["gpu-memory-utilization"] = 0.4
-    elif kind == "mamba2":  # vLLM 0.32 on CPUs has no states inside a step, so a step must not reach beyond a block
+    elif (
+        kind == "mamba2"
+    ):  # vLLM 0.32 on CPUs has no states inside a step, so a step must not reach beyond a block
         flags |= {"max-num-batched-tokens": BLOCK, "max-num-seqs": 16}
     return flags
 
@@ -100,7 +108,8 @@ def arguments(positions: int, kind: ModelKind, *, gpu: bool) -> dict[str, Any]:
 def vllm(
     model: Path, flags: dict[str, Any], env: dict[str, str], *more: str, at: Place | None = None
 ) -> AbstractContextManager[str]:
-    """Returns a server that is started when the block is entered, on this machine or at a place of `linked`."""
+    """Returns a server that is started when the block is entered, on this machine or at a place of
+    `linked`."""
     if at is None:
         return vllm_server(model, "bench", flags, {**ENV, **env}, *more)
     there: dict[str, Any] = {"host": at.host, "port": at.port, "before": at.enter}
@@ -108,7 +117,12 @@ def vllm(
 
 
 def starting_ours(
-    model: Path, flags: dict[str, Any], master: MasterNode, folder: Path, load: Load = "always", at: Place | None = None
+    model: Path,
+    flags: dict[str, Any],
+    master: MasterNode,
+    folder: Path,
+    load: Load = "always",
+    at: Place | None = None,
 ) -> Start:
     """Returns what starts nodes with pd-cache's connector, B at a place of `linked` if one is given."""
     config = ClusterConfig(
@@ -139,7 +153,9 @@ def starting_ours(
     return start
 
 
-def starting_theirs(model: Path, flags: dict[str, Any], master: str, folder: Path, at: Place | None = None) -> Start:
+def starting_theirs(
+    model: Path, flags: dict[str, Any], master: str, folder: Path, at: Place | None = None
+) -> Start:
     """Returns the same for vLLM's own connector."""
     file = folder / "mooncake.json"
     settings = {
@@ -161,10 +177,16 @@ Figures = dict[tuple[int, str], list[float]]
 
 
 def measure_plain(
-    server: OpenAIServer, kind: ModelKind, prompts: Prompts, raws: Mapping[int, RawPool], client: Any, found: Figures
+    server: OpenAIServer,
+    kind: ModelKind,
+    prompts: Prompts,
+    raws: Mapping[int, RawPool],
+    client: Any,
+    found: Figures,
 ) -> None:
-    """Measures a vLLM without a connector, whose own cache has all of a prompt but a token, or but a block if the model has states. Between
-    prompts, reads as many bytes from the pool as our connector loads for such a prompt. `client` empties the pool."""
+    """Measures a vLLM without a connector, whose own cache has all of a prompt but a token, or but a block if
+    the model has states. Between prompts, reads as many bytes from the pool as our connector loads for such a
+    prompt. `client` empties the pool."""
     for tokens, several in prompts.items():
         for prompt in several:
             server.first_token(prompt[:tokens])
@@ -177,10 +199,13 @@ def measure_plain(
             client.remove_all(True)
 
 
-def measure_connector(name: str, start: Start, plain: Start, prompts: Prompts, found: Figures) -> dict[str, float]:
-    """Measures a connector: A computes and stores all prompts, ours in turn with a `plain` vLLM, which only computes them; then B, started after
-    A has ended, takes them from the pool, once unmeasured. Returns how many chunks A did not store or B did not load, by node, operation and
-    reason, as far as the connector says it."""
+def measure_connector(
+    name: str, start: Start, plain: Start, prompts: Prompts, found: Figures
+) -> dict[str, float]:
+    """Measures a connector: A computes and stores all prompts, ours in turn with a `plain` vLLM, which only
+    computes them; then B, started after A has ended, takes them from the pool, once unmeasured. Returns how
+    many chunks A did not store or B did not load, by node, operation and reason, as far as the connector says
+    it."""
     troubles: dict[str, float] = {}
     for node in ("a", "b"):
         counters = {"stored": STORED if name == "ours" else THEIRS_STORED}
@@ -223,7 +248,8 @@ def measure(
     rounds: int,
     bar: Progress,
 ) -> tuple[dict[str, Any], list[Check]]:
-    """Returns the figures, medians of all prompts but the first, which touches memory that was never touched; and the targets."""
+    """Returns the figures, medians of all prompts but the first, which touches memory that was never touched;
+    and the targets."""
     rng = random.Random(0)
     prompts = {
         tokens: [[rng.randrange(10, VOCABULARY) for _ in range(tokens + 1)] for _ in range(rounds + 1)]
@@ -250,7 +276,9 @@ def measure(
         with plain("") as url:
             measure_plain(OpenAIServer(url), kind, prompts, raws, client, found)
         bar.update(steps, advance=1, description="pd-cache's connector")
-        troubles = measure_connector("ours", starting_ours(model, flags, config.master, folder), plain, prompts, found)
+        troubles = measure_connector(
+            "ours", starting_ours(model, flags, config.master, folder), plain, prompts, found
+        )
         client.remove_all(True)
         bar.update(steps, advance=1, description="MooncakeStoreConnector")
         measure_connector("theirs", starting_theirs(model, flags, master, folder), plain, prompts, found)
@@ -285,7 +313,8 @@ def measure_links(
     at_once: int,
     bar: Progress,
 ) -> tuple[dict[str, Any], list[Check]]:
-    """Returns the figures, medians over the rounds and means over `at_once` prompts that come together; and the targets."""
+    """Returns the figures, medians over the rounds and means over `at_once` prompts that come together; and
+    the targets."""
     rng = random.Random(0)
     steps = bar.add_task("rates", total=2 * len(rates))
 
@@ -297,7 +326,9 @@ def measure_links(
     stored = [*warming, *together, *(prompt for several in prompts.values() for prompt in several)]
     found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     with linked(rates[0], gpu=has_gpu()) as (here, there), ExitStack() as stack:
-        store = StoreNode(name="store", host=here.host, segment_size=5 * sum(map(len, stored)) * _KV_BYTES // 2)
+        store = StoreNode(
+            name="store", host=here.host, segment_size=5 * sum(map(len, stored)) * _KV_BYTES // 2
+        )
         whole = (MasterNode(name="master", host=here.host, port=0, metrics_port=0), store)
         config = stack.enter_context(cluster_here(ClusterConfig(name="bench", nodes=whole))).config
         place = [there._replace(port=there.port + number) for number in range(3)]
@@ -316,7 +347,9 @@ def measure_links(
                     OpenAIServer(url).first_token(prompt)
                 OpenAIServer(url).forget()
             with ExitStack() as running, ThreadPoolExecutor(at_once) as threads:
-                servers = {way: OpenAIServer(running.enter_context(start("b"))) for way, start in ways.items()}
+                servers = {
+                    way: OpenAIServer(running.enter_context(start("b"))) for way, start in ways.items()
+                }
                 for rate in rates:
                     bar.update(steps, advance=1, description=rate)
                     limit((here, there), rate)
@@ -351,7 +384,9 @@ def measure_links(
 @option("--tokens", "lengths", multiple=True, default=(4096, 8192), type=click.IntRange(CHUNK))
 @option("--rounds", default=5, type=click.IntRange(1))
 @option("--model-kind", "kind", default="llama", type=click.Choice(tuple(TOKEN_BYTES)))
-@option("--pd", is_flag=True, help="Through a prefill and a decode node, with and without streaming the hand-off.")
+@option(
+    "--pd", is_flag=True, help="Through a prefill and a decode node, with and without streaming the hand-off."
+)
 @option("--link", "links", multiple=True, help="A link of this rate, such as 1gbit, before the node that loads; needs root. Several, the fastest first, without --pd. By default loopback.")  # fmt: skip
 @option("--at-once", default=16, type=click.IntRange(1), help="With --link: prompts that come together.")
 @option("--peer", "peers", multiple=True, type=click.Choice(get_args(Peer)), help="With --pd: vLLM's own connectors to compare with.")  # fmt: skip
@@ -373,10 +408,15 @@ def main(
         raise click.UsageError("--pd takes one --link")
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name, progress() as bar:
         folder, gpu = Path(name), has_gpu()
-        model, flags = write_model(folder / "model", kind=kind, **SHAPE), arguments(2 * max(lengths), kind, gpu=gpu)
+        model, flags = (
+            write_model(folder / "model", kind=kind, **SHAPE),
+            arguments(2 * max(lengths), kind, gpu=gpu),
+        )
         if pd:
             link = links[0] if links else None
-            found = measure_handoffs(model, flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind], gpu=gpu)
+            found = measure_handoffs(
+                model, flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind], gpu=gpu
+            )
         elif links:
             found = measure_links(model, flags, folder, links, lengths, rounds, at_once, bar)
         else:

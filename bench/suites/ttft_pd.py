@@ -1,8 +1,10 @@
-"""How soon does a decode node answer after the prefill? `after_prefill_ms`, against vLLM's own connectors: `bench ttft --pd`.
+"""How soon does a decode node answer after the prefill? `after_prefill_ms`, against vLLM's own connectors:
+`bench ttft --pd`.
 
-A prefill and a decode node stand behind a proxy; each has a core of its own, or half of a GPU. `never` and `always` are values of
-`handoff.stream`. With vLLM's own connectors, the bench makes both hops. With `--link`, the decode node is in a network namespace of its
-own, behind a link of this rate; everything else, with all of the pool's memory, is on the prefill node's side. Each prompt is new.
+A prefill and a decode node stand behind a proxy; each has a core of its own, or half of a GPU. `never` and
+`always` are values of `handoff.stream`. With vLLM's own connectors, the bench makes both hops. With `--link`,
+the decode node is in a network namespace of its own, behind a link of this rate; everything else, with all of
+the pool's memory, is on the prefill node's side. Each prompt is new.
 """
 
 from __future__ import annotations
@@ -49,11 +51,13 @@ PEERS: dict[Peer, str] = {"mooncake": "MooncakeConnector", "nixl": "NixlConnecto
 COMPUTED = ("vllm:prompt_tokens_by_source_total", "source", "local_compute")
 COLUMNS = ("prefill_ms", "after_prefill_ms", "first_token_ms", "step_ms", "computed")
 STEP = 512
-"""The most tokens of a step. However early the rest was moved, the last step's KV is moved after the prefill's end."""
+"""The most tokens of a step. However early the rest was moved, the last step's KV is moved after the
+prefill's end."""
 
 
 Ask = Callable[[Sequence[int]], tuple[float, float]]
-"""Returns when a prompt's prefill ended and when its first token came, in seconds from the request's start."""
+"""Returns when a prompt's prefill ended and when its first token came, in seconds from the request's
+start."""
 
 
 @contextmanager
@@ -96,7 +100,9 @@ def ours(
         master, store, prefill, decode, *proxies = map(program, config.nodes)
         supervisor.start([master, store, [prefill, decode], proxies])
         urls = supervisor.ready_urls
-        ways: dict[str, Ask] = {stream: functools.partial(ask, OpenAIServer(urls[stream])) for stream in STREAM}
+        ways: dict[str, Ask] = {
+            stream: functools.partial(ask, OpenAIServer(urls[stream])) for stream in STREAM
+        }
         yield ways, OpenAIServer(urls["decode"])
 
 
@@ -104,7 +110,8 @@ def ours(
 def theirs(
     peer: Peer, model: Path, flags: dict[str, Any], places: tuple[Place, Place]
 ) -> Iterator[tuple[Ask, OpenAIServer]]:
-    """Yields how to ask two nodes with a connector of vLLM's own, one after the other, and the decode node."""
+    """Yields how to ask two nodes with a connector of vLLM's own, one after the other, and the decode
+    node."""
     nodes = []
     with ExitStack() as stack:
         for role, place in zip(("kv_producer", "kv_consumer"), places, strict=True):
@@ -130,7 +137,10 @@ def theirs(
                 handoff = json.loads(answer.read())["kv_transfer_params"]
             prefilled = time.perf_counter() - start
             if handoff is None:  # MooncakeConnector leaves it to the proxy
-                address = {"remote_engine_id": "kv_producer", "remote_bootstrap_addr": f"http://{places[0].host}:8998"}
+                address = {
+                    "remote_engine_id": "kv_producer",
+                    "remote_bootstrap_addr": f"http://{places[0].host}:8998",
+                }
                 handoff = {**transfer, "do_remote_decode": False, "do_remote_prefill": True, **address}
             return prefilled, prefilled + decode.first_token(prompt, kv_transfer_params=handoff)
 
@@ -157,7 +167,8 @@ def measure_handoffs(
 
     def measure(ways: Mapping[str, Ask], decode: OpenAIServer) -> None:
         for number in range(rounds + 1):
-            for tokens in lengths if number else lengths[:1]:  # the first touches memory that was never touched
+            # the first touches memory that was never touched
+            for tokens in lengths if number else lengths[:1]:
                 for way, asked in ways.items():
                     prompt = [rng.randrange(10, VOCABULARY) for _ in range(tokens + 1)]
                     before = decode.total(*COMPUTED)
@@ -181,7 +192,9 @@ def measure_handoffs(
             columns = zip(*found[tokens, way], strict=True)
             medians[way] = row = dict(zip(COLUMNS, map(statistics.median, columns), strict=True))
             rows.append({"tokens": tokens, "way": way, **row})
-            checks.append(at_most(f"{tokens}, {way}: tokens that the decode node computed", row["computed"], BLOCK))
+            checks.append(
+                at_most(f"{tokens}, {way}: tokens that the decode node computed", row["computed"], BLOCK)
+            )
         never, always = medians["never"], medians["always"]
         chunk = (never["after_prefill_ms"] - never["step_ms"]) * CHUNK / tokens
         limit = 1.05 * never["prefill_ms"] + chunk + never["step_ms"]

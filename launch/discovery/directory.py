@@ -1,4 +1,5 @@
-"""How a process announces itself and finds others, with both kinds of discovery: the file itself, and etcd."""
+"""How a process announces itself and finds others, with both kinds of discovery: the file itself, and
+etcd."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ from transfer.settings import mooncake_version
 
 
 def open_directory(config: ClusterConfig, on_change: Callable[[View], None] | None = None) -> Directory:
-    """Opens the directory that the file's `discovery` section asks for. In etcd's, the nodes of the file count until etcd was first read.
+    """Opens the directory that the file's `discovery` section asks for. In etcd's, the nodes of the file
+    count until etcd was first read.
 
-    `on_change` gets each new view, including the first one. It must return quickly. Raises ConfigError if a password or certificate for
-    etcd cannot be read.
+    `on_change` gets each new view, including the first one. It must return quickly. Raises ConfigError if a
+    password or certificate for etcd cannot be read.
     """
     if isinstance(config.discovery, EtcdDiscovery):
         from launch.discovery.etcd import EtcdWatch
@@ -57,8 +59,8 @@ class Member:
         self._node = node
         self._registration: Any = None
         self.about = About(version=pd_cache.__version__, mooncake=mooncake_version())
-        """The same as in the node's `/health`, where other nodes read it if discovery is static. A node with a cache, or with a program in another
-        environment, replaces it before `announce`."""
+        """The same as in the node's `/health`, where other nodes read it if discovery is static. A node with
+        a cache, or with a program in another environment, replaces it before `announce`."""
         self.master: str | None = None
         """The address at which a client of the pool expects the master. Set it before `announce`."""
         if isinstance(config.discovery, EtcdDiscovery):
@@ -67,14 +69,16 @@ class Member:
             self._registration = EtcdRegistration(config.discovery, config.name)
 
     def announce(self, address: str) -> None:
-        """Announces that this node can be used at `address`. Returns immediately, even if etcd does not answer. Call it only once."""
+        """Announces that this node can be used at `address`. Returns immediately, even if etcd does not
+        answer. Call it only once."""
         record = describe_node(self._config, self._node, address)
         record = msgspec.structs.replace(record, master=self.master).telling(self.about)
         if self._registration is not None:
             self._registration.announce(record)
 
     def leave(self) -> None:
-        """Announces that this node leaves. Waits no longer than a call to etcd may take. May be called twice."""
+        """Announces that this node leaves. Waits no longer than a call to etcd may take. May be called
+        twice."""
         if self._registration is not None:
             self._registration.close()
 
@@ -93,7 +97,9 @@ def describe_node(config: ClusterConfig, node: Node, address: str) -> NodeRecord
             model = config.engine.model.name
             tokens = config.engine.num_blocks * config.engine.block_size
             engine = config.engine
-            capacity = Capacity(kv_tokens=tokens, max_model_len=engine.max_model_len, max_running=engine.max_running)
+            capacity = Capacity(
+                kv_tokens=tokens, max_model_len=engine.max_model_len, max_running=engine.max_running
+            )
         else:
             model = config.engine.name or config.engine.model
     capacity = msgspec.structs.replace(capacity, segment_bytes=config.segment_size(node))
@@ -149,7 +155,9 @@ def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
     Raises ConfigError if no master is found within `timeout_s`.
     """
     discovery, elected = config.discovery, config.masters.ha
-    if not isinstance(discovery, EtcdDiscovery) or (config.by_role("master") if elected else known_master(config)):
+    if not isinstance(discovery, EtcdDiscovery) or (
+        config.by_role("master") if elected else known_master(config)
+    ):
         return config
     deadline = time.monotonic() + timeout_s
     with open_directory(config) as directory:

@@ -1,8 +1,9 @@
 """Registers and watches nodes in etcd, each on its own thread, which outlives every outage.
 
-We use the client and the stubs of the package etcd3, but not its `Watcher`: that reconnects for ever, even after `close()`, and does
-not report when a stream breaks. Ours lists, watches from the revision of the list on, and begins again after any failure. So a lost
-stream, a compaction and an etcd that came back empty are one case.
+We use the client and the stubs of the package etcd3, but not its `Watcher`: that reconnects for ever, even
+after `close()`, and does not report when a stream breaks. Ours lists, watches from the revision of the list
+on, and begins again after any failure. So a lost stream, a compaction and an etcd that came back empty are
+one case.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from pd_cache.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
-"""The longest pause between two attempts. Each is shorter by chance, so that nodes do not come back all at once."""
+"""The longest pause between two attempts. Each is shorter by chance, so that nodes do not come back all at
+once."""
 _CALL_S = 2.0
 """How long a call may take: an etcd in the same network takes milliseconds."""
 _LONGEST_TICK_S = 1.0
 DISAGREES_S = 30.0
-"""How long a master and etcd may disagree. In an election that goes well they disagree for a second or two, and for longer if the next
-leader has many keys to take over. A restart then would lose these keys."""
+"""How long a master and etcd may disagree. In an election that goes well they disagree for a second or two,
+and for longer if the next leader has many keys to take over. A restart then would lose these keys."""
 _ELECTION_POLL_S = 1.0
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network
@@ -46,10 +48,11 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", 256 << 20),  # the records of all nodes; one has less than a KiB
 )
 
-# --- the package etcd3 --------------------------------------------------------------------------------------------------
-# etcd3 0.12 contains stubs that protobuf has refused to run since its version 4. They hold their own descriptors in serialized form, which
-# every protobuf reads. Message classes made from those are what a new `protoc` would generate. The stubs' files are read, never run; the
-# descriptors lie in a pool of their own, so nothing is set for the process, and the order of imports does not matter.
+# --- the package etcd3 --------------------------------------------------------------------------------------
+# etcd3 0.12 contains stubs that protobuf has refused to run since its version 4. They hold their own
+# descriptors in serialized form, which every protobuf reads. Message classes made from those are what a new
+# `protoc` would generate. The stubs' files are read, never run; the descriptors lie in a pool of their own,
+# so nothing is set for the process, and the order of imports does not matter.
 
 _FILES = ("kv_pb2", "auth_pb2", "rpc_pb2")
 """Each file imports those before it."""
@@ -91,7 +94,7 @@ def _make_stubs() -> None:
         sys.modules[module.__name__] = module
 
 
-# --- clients ------------------------------------------------------------------------------------------------------------
+# --- clients ------------------------------------------------------------------------------------------------
 
 
 class _Lost(Exception):
@@ -113,21 +116,27 @@ class _EtcdOpener:
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"discovery.password_file: {settings.password_file}: {error}") from None
         tls = settings.tls
-        self._files = {"ca_cert": tls.ca_file, "cert_cert": tls.cert_file, "cert_key": tls.key_file} if tls else {}
+        self._files = (
+            {"ca_cert": tls.ca_file, "cert_cert": tls.cert_file, "cert_key": tls.key_file} if tls else {}
+        )
         # the interval of keep-alives must leave time for a call that fails
         self.timeout_s = min(_CALL_S, settings.ttl_s / 3)
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Any]:
-        """Yields a client, logged in if there is a user. Turns every failure between us and etcd into `_Lost`."""
+        """Yields a client, logged in if there is a user. Turns every failure between us and etcd into
+        `_Lost`."""
         endpoint = self._settings.endpoints[self._turn % len(self._settings.endpoints)]
         etcd3 = self._etcd3
         try:
             host, _, port = endpoint.rpartition(":")
             login = {"user": self._settings.user, "password": self._password}
-            made = etcd3.client(host, int(port), timeout=self.timeout_s, grpc_options=_OPTIONS, **login, **self._files)
+            made = etcd3.client(
+                host, int(port), timeout=self.timeout_s, grpc_options=_OPTIONS, **login, **self._files
+            )
             with contextlib.closing(made) as client:
-                # etcd3 sends the token with every call as metadata and as credentials; without TLS, grpc refuses the latter
+                # etcd3 sends the token with every call as metadata and as credentials; without TLS, grpc
+                # refuses the latter
                 client.call_credentials = None
                 yield client
         except grpc.RpcError as error:
@@ -145,7 +154,8 @@ class _EtcdOpener:
 def _repeat(
     opener: _EtcdOpener, closed: threading.Event, work: Callable[[Any], None], lost: Callable[[str], None]
 ) -> None:
-    """Calls `work` with a client, and again whenever it ends, until `closed`. `lost` gets the reasons of failures."""
+    """Calls `work` with a client, and again whenever it ends, until `closed`. `lost` gets the reasons of
+    failures."""
     while not closed.is_set():
         try:
             with opener.client() as client:
@@ -191,7 +201,8 @@ class EtcdRegistration:
         self._thread.start()
 
     def close(self) -> None:
-        """Deregisters. Waits for etcd no longer than two or three calls may take. After that, the lease ends by itself."""
+        """Deregisters. Waits for etcd no longer than two or three calls may take. After that, the lease ends
+        by itself."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -215,7 +226,9 @@ class EtcdRegistration:
     def _keep(self, client: Any, record: NodeRecord) -> None:
         """Keeps the lease alive, or gets a new one, and makes sure that the record is there."""
         key, value = self._prefix + record.name, record.encode()
-        if self._lease is not None and not any(answer.TTL > 0 for answer in client.refresh_lease(self._lease)):
+        if self._lease is not None and not any(
+            answer.TTL > 0 for answer in client.refresh_lease(self._lease)
+        ):
             log.warning("the lease in etcd was lost; registering again")
             self._lease = None
         if self._lease is None:
@@ -244,7 +257,8 @@ class EtcdWatch(Directory):
     ) -> None:
         """Begins to follow. `seeds`: nodes to assume until etcd has been read for the first time.
 
-        The watch's own threads call `on_change` with each new view, one after the other. It must return quickly.
+        The watch's own threads call `on_change` with each new view, one after the other. It must return
+        quickly.
         """
         self._prefix = prefix_of(cluster)
         self._tick_s = min(_LONGEST_TICK_S, settings.ttl_s / 4)
@@ -286,7 +300,9 @@ class EtcdWatch(Directory):
             answer = client.get_prefix_response(self._prefix)
             self._sync([record for kv in answer.kvs if (record := _read(kv, self._prefix)) is not None])
             key, since = utils.to_bytes(self._prefix), answer.header.revision + 1
-            create = etcdrpc.WatchCreateRequest(key=key, range_end=utils.increment_last_byte(key), start_revision=since)
+            create = etcdrpc.WatchCreateRequest(
+                key=key, range_end=utils.increment_last_byte(key), start_revision=since
+            )
             requests = iter([etcdrpc.WatchRequest(create_request=create)])
             self._stream = etcdrpc.WatchStub(client.channel).Watch(requests, metadata=client.metadata)
             for response in () if self._closed.is_set() else self._stream:
@@ -300,7 +316,8 @@ class EtcdWatch(Directory):
                 stream.cancel()
 
     def _tick(self) -> None:
-        """Checks etcd and the doubted nodes. A check is needed because a stream of changes is silent when its other end is gone."""
+        """Checks etcd and the doubted nodes. A check is needed because a stream of changes is silent when its
+        other end is gone."""
         while not self._closed.wait(self._tick_s):
             client = self._client
             if client is not None and self._stream is not None:
@@ -370,16 +387,18 @@ def _read(kv: Any, prefix: str) -> NodeRecord | None:
     return None
 
 
-# --- the election of masters --------------------------------------------------------------------------------------------
+# --- the election of masters --------------------------------------------------------------------------------
 
 
 class ElectionWatch:
     """Finds out whether a master and etcd agree on which master leads.
 
-    Mooncake's masters elect a leader by a key in etcd, which lives as long as the leader renews its lease. An etcd that dies and comes back
-    costs an election. An etcd that loses data can leave masters in a state that never ends (measured; docs/mooncake.md). A leader whose key
-    is gone still says that it leads, but no client finds it. A standby that has followed a lost log of operations takes the key again and
-    again, and refuses to serve. In both cases master and etcd disagree for good. A master that is restarted takes part in a new election.
+    Mooncake's masters elect a leader by a key in etcd, which lives as long as the leader renews its lease. An
+    etcd that dies and comes back costs an election. An etcd that loses data can leave masters in a state that
+    never ends (measured; docs/mooncake.md). A leader whose key is gone still says that it leads, but no
+    client finds it. A standby that has followed a lost log of operations takes the key again and again, and
+    refuses to serve. In both cases master and etcd disagree for good. A master that is restarted takes part
+    in a new election.
     """
 
     def __init__(
@@ -390,8 +409,9 @@ class ElectionWatch:
         leads: Callable[[], bool | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`address`: `host:port` of our master. `leads` returns whether the master says that it leads or prepares to lead; None if it does
-        not answer. `clock` returns seconds. Raises ConfigError for the same reasons as `EtcdRegistration`."""
+        """`address`: `host:port` of our master. `leads` returns whether the master says that it leads or
+        prepares to lead; None if it does not answer. `clock` returns seconds. Raises ConfigError for the same
+        reasons as `EtcdRegistration`."""
         self._connector = _EtcdOpener(settings)
         self._key = f"mooncake-store/{cluster}/master_view"
         self._address = address
@@ -403,8 +423,9 @@ class ElectionWatch:
         """The key's revision when it was last read."""
 
     def lost(self) -> bool:
-        """Compares once a second. Returns whether etcd and our master have both answered, and have disagreed, for `DISAGREES_S` seconds, and
-        counts anew after that. Waits no longer than a call to etcd and one to the master may take."""
+        """Compares once a second. Returns whether etcd and our master have both answered, and have disagreed,
+        for `DISAGREES_S` seconds, and counts anew after that. Waits no longer than a call to etcd and one to
+        the master may take."""
         if self._clock() < self._next:
             return False
         agree, now = self._agree(), self._clock()

@@ -1,8 +1,9 @@
 """Views of the cluster, and how they change. Pure: the time comes from the caller.
 
 1. The source of the view may be away. Then the last known view stays, and is marked stale.
-2. A node that vanished *because* the source was away is not gone: its lease ran out because no node could keep one alive, or the source
-   came back empty. Nodes that are missing right after an outage are kept as *doubted* for `grace_s`: time to register again.
+2. A node that vanished *because* the source was away is not gone: its lease ran out because no node could
+   keep one alive, or the source came back empty. Nodes that are missing right after an outage are kept as
+   *doubted* for `grace_s`: time to register again.
 3. Otherwise a node that vanishes is gone at once.
 """
 
@@ -32,7 +33,8 @@ class View:
 
 
 class Directory:
-    """Views of the cluster's nodes; this class always shows the nodes of the file. Leaving the context stops following them."""
+    """Views of the cluster's nodes; this class always shows the nodes of the file. Leaving the context stops
+    following them."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -42,7 +44,8 @@ class Directory:
         return self._view
 
     def wait_synced(self, timeout: float) -> bool:
-        """Waits until the view comes from a better source than the file, if there is one. Returns False after `timeout` seconds."""
+        """Waits until the view comes from a better source than the file, if there is one. Returns False after
+        `timeout` seconds."""
         return True
 
     def close(self) -> None:
@@ -103,7 +106,8 @@ class Membership:
             self._doubted.discard(name)
 
     def expire(self, now: float) -> bool:
-        """Drops doubted nodes whose grace is over, but none while the source is away. Returns True if any was dropped."""
+        """Drops doubted nodes whose grace is over, but none while the source is away. Returns True if any was
+        dropped."""
         if not self._doubted or self._stale_since is not None or now < self._settled_at:
             return False
         for name in self._doubted:

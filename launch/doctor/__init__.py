@@ -1,7 +1,8 @@
 """`pd-cache doctor`: checks this machine and the cluster, explains what it finds, and names the repair.
 
 `checks` looks at the machine, `probe` at the cluster; `report` has the findings and shows them.
-docs/troubleshooting.md explains the checks. Nothing is changed, and whatever is put into the pool is removed again.
+docs/troubleshooting.md explains the checks. Nothing is changed, and whatever is put into the pool is removed
+again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def examine(config: ClusterConfig | None, file: Path | None) -> DoctorReport:
     if name is not None:
         given = f"-c {shlex.quote(name)}"
         findings = [
-            msgspec.structs.replace(finding, repair=finding.repair.replace("-c FILE", given)) for finding in findings
+            msgspec.structs.replace(finding, repair=finding.repair.replace("-c FILE", given))
+            for finding in findings
         ]
     return DoctorReport(
         version=pd_cache.__version__,
@@ -56,7 +58,8 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
     status = cluster_status(config)
     mine = local_nodes(config)
     segments, running = status.segments or (), {row.name for row in status.nodes if row.answers}
-    for node in mine:  # a store without a metrics_port answers nothing, and has its memory if the pool has that
+    # a store without a metrics_port answers nothing, and has its memory if the pool has that
+    for node in mine:
         mounted = sum(segment.size_bytes for segment in segments if segment.host == node.host)
         if node.role == "store" and mounted >= sum(
             config.segment_size(other) for other in config.nodes if other.host == node.host
@@ -81,7 +84,9 @@ def _transfers(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding
         yield skipped("transfer.segment", "not tried: there is no segment to put anything into")
         return
     if config.transfer.protocol == "rdma" and not rdma_devices():
-        yield skipped("transfer.segment", "not tried: without an RDMA device Mooncake would silently run over TCP")
+        yield skipped(
+            "transfer.segment", "not tried: without an RDMA device Mooncake would silently run over TCP"
+        )
         return
     master, metrics = leading_master(config, status), status.leading[0].record.metrics
     yield from probe.probe_findings(config, status.segments, master, metrics or "", _own_host(config))

@@ -25,7 +25,7 @@ from pd_cache.cluster.machine import (
 )
 from transfer.settings import WHEELS, TransferSettings, rdma_devices
 
-# --- Mooncake's libraries ----------------------------------------------------------------------------------------------
+# --- Mooncake's libraries -----------------------------------------------------------------------------------
 
 
 _WHY_MOONCAKE = "without it no process of pd-cache can reach the pool"
@@ -56,11 +56,16 @@ def library_findings() -> Iterator[Finding]:
 
 
 def _import_finding() -> Finding:
-    """Imports it as our processes do, in a separate process: a library that crashes must not end the doctor."""
+    """Imports it as our processes do, in a separate process: a library that crashes must not end the
+    doctor."""
     check = "libraries.import"
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", _PROGRAM], capture_output=True, text=True, check=False, timeout=_IMPORT_S
+            [sys.executable, "-P", "-c", _PROGRAM],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_IMPORT_S,
         )
     except subprocess.TimeoutExpired:
         return broken(check, f"importing mooncake.store did not end within {_IMPORT_S:g} s", why=_WHY_MOONCAKE,
@@ -68,11 +73,17 @@ def _import_finding() -> Finding:
     if done.returncode == 0:
         return ok(check, "mooncake.store can be imported")
     lines = done.stderr.strip().splitlines()
-    why = lines[-1].partition("MissingLibraryError: ")[2] or lines[-1] if lines else f"it ended with {done.returncode}"
-    return broken(check, f"mooncake.store cannot be imported: {why}", why=_WHY_MOONCAKE, repair="install what it names")
+    why = (
+        lines[-1].partition("MissingLibraryError: ")[2] or lines[-1]
+        if lines
+        else f"it ended with {done.returncode}"
+    )
+    return broken(
+        check, f"mooncake.store cannot be imported: {why}", why=_WHY_MOONCAKE, repair="install what it names"
+    )
 
 
-# --- RDMA --------------------------------------------------------------------------------------------------------------
+# --- RDMA ---------------------------------------------------------------------------------------------------
 
 
 _WHY_RDMA = "transfer.protocol is rdma; Mooncake would silently run over TCP"
@@ -161,7 +172,7 @@ def _word(file: Path) -> str:
     return read_text(file).rpartition(":")[2].strip()
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 _TIGHT = 0.9
@@ -171,7 +182,8 @@ _TIGHT = 0.9
 def memory_finding(
     config: ClusterConfig | None, nodes: Collection[Node], running: Collection[str], root: Path = Path("/")
 ) -> Finding:
-    """Compares with what `nodes`, those of this machine, need. `running`: names of those that have their memory already."""
+    """Compares with what `nodes`, those of this machine, need. `running`: names of those that have their
+    memory already."""
     wanted = needs(config, nodes) if config is not None else {}
     check = "memory.free"
     why = "segments and staging memory are made resident at the start; what does not fit is killed"
@@ -190,8 +202,13 @@ def memory_finding(
     found = f"{have}; nodes that do not run yet need {shown_bytes(missing)} ({shown_needs(wanted)})"
     if missing > memory.free:
         return broken(
-            check, found, why=why, repair="end what else uses memory (ps aux --sort=-rss), or lower segment_size"
+            check,
+            found,
+            why=why,
+            repair="end what else uses memory (ps aux --sort=-rss), or lower segment_size",
         )
     if missing > memory.free * _TIGHT:
-        return warning(check, found, why="little is left to engines", repair="lower segment_size of these nodes")
+        return warning(
+            check, found, why="little is left to engines", repair="lower segment_size of these nodes"
+        )
     return ok(check, found)

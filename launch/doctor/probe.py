@@ -1,8 +1,8 @@
 """Checks of the cluster: what its nodes report, and a real put and get to each segment.
 
-The objects of the last have keys of their own, `pdc1/doctor/…`, which no namespace uses, and are removed whatever happens. They are not
-pinned, so what a killed doctor leaves behind goes with the first eviction. A segment with little room gets less: no cached chunk is
-evicted for a test.
+The objects of the last have keys of their own, `pdc1/doctor/…`, which no namespace uses, and are removed
+whatever happens. They are not pinned, so what a killed doctor leaves behind goes with the first eviction. A
+segment with little room gets less: no cached chunk is evicted for a test.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from transfer import MooncakeStore, PoolUnavailableError, Slot, StagingPool, Sta
 from transfer.errors import TransferError
 from transfer.settings import BreakerSettings, Placement, Timeouts
 
-# --- what nodes report -------------------------------------------------------------------------------------------------
+# --- what nodes report --------------------------------------------------------------------------------------
 
 
 def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
-    """Judges what `pd-cache status` shows: discovery, nodes, the pool, versions and namespaces. If no node answers, the last finding says so."""
+    """Judges what `pd-cache status` shows: discovery, nodes, the pool, versions and namespaces. If no node
+    answers, the last finding says so."""
     nodes, ours, up = status.nodes, pd_cache.__version__, "pd-cache up -c FILE"
     check = "cluster.discovery"
     if status.fresh:
@@ -66,7 +67,9 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
         elif node.answers:
             yield ok(check, node.state, node.name)
     for trouble in status.troubles:
-        yield broken("cluster.pool", trouble.found, why="chunks are not found, or have no room", repair=trouble.repair)
+        yield broken(
+            "cluster.pool", trouble.found, why="chunks are not found, or have no room", repair=trouble.repair
+        )
     if not status.troubles:
         yield ok("cluster.pool", f"{len(status.leading)} master leads, and has the memory that nodes give")
     check = "cluster.version"
@@ -88,7 +91,11 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
         make, why = (broken, SKEW_FAILS) if skew.fails else (warning, SKEW_UNTRIED)
         yield make(check, skew.found, why=why, repair=repair)
     else:
-        yield ok(check, ", ".join(versions)) if versions else skipped(check, "no node says its version of Mooncake")
+        yield (
+            ok(check, ", ".join(versions))
+            if versions
+            else skipped(check, "no node says its version of Mooncake")
+        )
     check, known = "cluster.fingerprint", [node for node in nodes if node.record.fingerprint]
     if known and not any(node.difference for node in known):
         yield ok(check, f"{', '.join(node.name for node in known)}: one namespace, so they share hits")
@@ -127,7 +134,8 @@ def _only_here(host: str) -> bool:
 
 
 def metadata_finding(server: str) -> Finding:
-    """Returns whether the server of `transfer.metadata` takes connections. Without it no client of the pool opens, and says that of the master."""
+    """Returns whether the server of `transfer.metadata` takes connections. Without it no client of the pool
+    opens, and says that of the master."""
     check, usual = "transfer.metadata", {"http": 80, "https": 443}
     port = port_of(server) or usual.get(server.partition(":")[0], 2379)
     try:
@@ -140,7 +148,7 @@ def metadata_finding(server: str) -> Finding:
     return ok(check, "it takes connections", server)
 
 
-# --- a put and a get of up to 64 MiB to each segment -------------------------------------------------------------------
+# --- a put and a get of up to 64 MiB to each segment --------------------------------------------------------
 
 
 PREFIX = "pdc1/doctor"
@@ -151,7 +159,8 @@ _DEADLINE_S = 15.0
 _OPEN_S = 10.0
 _CONTROL_S = 2.0
 _MOST_HUNG = 3
-"""After this many segments that hang, the others are not tried: each holds up to 64 MiB until its call returns."""
+"""After this many segments that hang, the others are not tried: each holds up to 64 MiB until its call
+returns."""
 _SLOW = {"tcp": 0.1e9, "rdma": 1e9}
 _SEGMENT = "transfer.segment"
 _WHY_SEGMENT = "chunks that lie there cannot be used, and those that land there are lost"
@@ -162,7 +171,8 @@ def probe_findings(
 ) -> Iterator[Finding]:
     """Probe one segment after the other, so that each has the network for itself.
 
-    `master`: its address for Mooncake's clients. `host`: the address at which this machine is reached. Objects are removed also if the caller is interrupted.
+    `master`: its address for Mooncake's clients. `host`: the address at which this machine is reached.
+    Objects are removed also if the caller is interrupted.
     """
     hung = 0
     store: MooncakeStore | None = None
@@ -200,7 +210,8 @@ def probe_findings(
 
 
 def second_pool_finding(settings: NodeSettings) -> Finding:
-    """Returns whether the pool that `cache.tiers` names behind the first answers a client. `settings`: of such a client."""
+    """Returns whether the pool that `cache.tiers` names behind the first answers a client. `settings`: of
+    such a client."""
     check = "transfer.second_pool"
     store = MooncakeStore(settings.transfer, master=settings.master, host=settings.host, segment_size=0)
     try:
@@ -284,7 +295,9 @@ def _transfer(
     with contextlib.suppress(OSError, ValueError):  # the master does not say
         copies = copies_at(master_metrics, keys)
         elsewhere = sum(
-            copy.transport_endpoint_ != segment.te_endpoint for key in keys for copy in copies.get(key, ())[:1]
+            copy.transport_endpoint_ != segment.te_endpoint
+            for key in keys
+            for copy in copies.get(key, ())[:1]
         )
     if elsewhere:
         return _full(segment, f"{elsewhere} of {len(put)} objects were put elsewhere"), False
@@ -298,7 +311,9 @@ def _transfer(
             return _full(segment, f"{len(missed)} of {len(got)} objects were evicted at once"), False
         return _failed(segment, "get", set(missed))
     if any(
-        result.size != _OBJECT or slot.view[:8] != index.to_bytes(8, "little") or slot.view[8:] != contents[8:]
+        result.size != _OBJECT
+        or slot.view[:8] != index.to_bytes(8, "little")
+        or slot.view[8:] != contents[8:]
         for index, (result, slot) in enumerate(zip(got, slots, strict=True))
     ):
         damaged = broken(

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-# --- findings ----------------------------------------------------------------------------------------------------------
+# --- findings -----------------------------------------------------------------------------------------------
 
 
 class Verdict(enum.Enum):
@@ -31,7 +31,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
     found: str
     about: str = ""
-    """The node, device, library or address that was checked; empty for the machine or the cluster as a whole."""
+    """The node, device, library or address that was checked; empty for the machine or the cluster as a
+    whole."""
     why: str = ""
     """Why it matters; empty where all is well."""
     repair: str = ""
@@ -69,7 +70,7 @@ def broken(check: str, found: str, about: str = "", *, why: str, repair: str) ->
     return Finding(check=check, verdict=Verdict.BROKEN, found=found, about=about, why=why, repair=repair)
 
 
-# --- the report --------------------------------------------------------------------------------------------------------
+# --- the report ---------------------------------------------------------------------------------------------
 
 
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.BROKEN: "bold red", Verdict.SKIPPED: "dim"}

@@ -50,11 +50,15 @@ print(json.dumps(refused))
 _PARSE_S = 120.0
 
 
-def vllm_program(config: ClusterConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path) -> Program:
-    """Returns the program `vllm serve` for a node of `file`, whose text is `config`. Raises RoleError if there is no vLLM.
+def vllm_program(
+    config: ClusterConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path
+) -> Program:
+    """Returns the program `vllm serve` for a node of `file`, whose text is `config`. Raises RoleError if
+    there is no vLLM.
 
-    Its environment has the file's own variables, and the secrets of its arguments. If the file has a collector, vLLM sends its own spans there,
-    and gives the connector the trace context of each request. It does so only with that option.
+    Its environment has the file's own variables, and the secrets of its arguments. If the file has a
+    collector, vLLM sends its own spans there, and gives the connector the trace context of each request. It
+    does so only with that option.
     """
     engine, traces = config.engine, config.tracing.endpoint
     assert isinstance(engine, VllmEngineConfig), "the file's checks make sure of it"
@@ -85,25 +89,37 @@ def vllm_program(config: ClusterConfig, node: PrefillNode | DecodeNode, file: Pa
     if traces is not None:
         arguments.setdefault("otlp-traces-endpoint", traces)
         # vLLM would send over gRPC, which is another port of a collector
-        env = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{node.role}", **env}
+        env = {
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            "OTEL_SERVICE_NAME": f"vllm-{node.role}",
+            **env,
+        }
     if node.events_port:
         stream, replay = config.event_addresses(node)
         # vLLM 0.32 binds it only if it has a `*` or is no TCP address; any other it connects to
         if stream.startswith("tcp:"):
             stream = f"tcp://*:{stream.rpartition(':')[2]}"
-        settings = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": stream, "replay_endpoint": replay}
+        settings = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": stream,
+            "replay_endpoint": replay,
+        }
         argv.append(f"--kv-events-config={json.dumps(settings)}")
     for name, variable in SECRET_VARIABLES.items():
         value = given.get(name)
-        if value is not None and not isinstance(value, bool):  # true is vLLM's word for the token of `hf auth login`
+        # true is vLLM's word for the token of `hf auth login`
+        if value is not None and not isinstance(value, bool):
             env[variable] = str(value[0] if isinstance(value, list) else value)
     return Program(node.name, (*argv, *flags(arguments)), env)
 
 
 def refused_flags(config: ClusterConfig, nodes: Iterable[PrefillNode | DecodeNode]) -> dict[str, str]:
-    """Returns what vLLM says against these nodes, by their names: its own parser against their flags, or its Python against what it imports.
+    """Returns what vLLM says against these nodes, by their names: its own parser against their flags, or its
+    Python against what it imports.
 
-    It runs in vLLM's Python, and takes seconds to two minutes. Raises RoleError, which says why, if vLLM cannot be asked.
+    It runs in vLLM's Python, and takes seconds to two minutes. Raises RoleError, which says why, if vLLM
+    cannot be asked.
     """
     engine = config.engine
     assert isinstance(engine, VllmEngineConfig)
@@ -132,7 +148,11 @@ def _arguments(engine: VllmEngineConfig, node: PrefillNode | DecodeNode) -> dict
 
 def _visible(arguments: Mapping[str, Argument]) -> dict[str, Argument]:
     """Returns the arguments without secrets, which every user of the machine could read."""
-    return {name: value for name, value in arguments.items() if name not in SECRET_VARIABLES or isinstance(value, bool)}
+    return {
+        name: value
+        for name, value in arguments.items()
+        if name not in SECRET_VARIABLES or isinstance(value, bool)
+    }
 
 
 def flags(arguments: Mapping[str, Argument]) -> Iterator[str]:

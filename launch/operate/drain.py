@@ -1,8 +1,10 @@
-"""`pd-cache drain`: the objects of one node move to the memory of the others, so that the node can leave and nothing is lost.
+"""`pd-cache drain`: the objects of one node move to the memory of the others, so that the node can leave and
+nothing is lost.
 
-Mooncake's master has them moved by a drain job (docs/mooncake.md, "Drain jobs"). The job leaves alone what is leased, and so just the
-objects that are looked up again and again. When nothing else is left, we ask for their moves, key by key. The master does not list its
-jobs: a command that finds its node being drained follows that by the segment's status alone.
+Mooncake's master has them moved by a drain job (docs/mooncake.md, "Drain jobs"). The job leaves alone what is
+leased, and so just the objects that are looked up again and again. When nothing else is left, we ask for
+their moves, key by key. The master does not list its jobs: a command that finds its node being drained
+follows that by the segment's status alone.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ class Drain(msgspec.Struct, kw_only=True):
     node: str
     segment: str
     outcome: Literal["drained", "failed", "canceled", "goes on"] = "goes on"
-    """`failed`: the master has given up what is left. `canceled`: by a signal or the deadline. After both, the node takes objects again.
-    `goes on`: the master still moves objects; another command follows that."""
+    """`failed`: the master has given up what is left. `canceled`: by a signal or the deadline. After both,
+    the node takes objects again. `goes on`: the master still moves objects; another command follows that."""
     moved: int = 0
     """Objects."""
     failed: int = 0
@@ -66,22 +68,32 @@ class Drain(msgspec.Struct, kw_only=True):
 def drain(
     config: ClusterConfig, name: str, *, timeout_s: float, report: Callable[[Drain], None], stop: StopFlag
 ) -> Drain:
-    """Moves the objects of a node to the others, and returns how that ended. If the node is being drained already, this helps, and follows it.
-    After `timeout_s` seconds it cancels what it began, as it does when `stop` is set; that takes up to a minute more.
+    """Moves the objects of a node to the others, and returns how that ended. If the node is being drained
+    already, this helps, and follows it. After `timeout_s` seconds it cancels what it began, as it does when
+    `stop` is set; that takes up to a minute more.
 
-    Calls `report` twice a second. Raises ConfigError if the node does not exist or gives no memory, PdCacheError if it cannot be drained, or if
-    the master stops to answer.
+    Calls `report` twice a second. Raises ConfigError if the node does not exist or gives no memory,
+    PdCacheError if it cannot be drained, or if the master stops to answer.
     """
     status = cluster_status(config)
     row = next((row for row in status.nodes if row.name == name), None)
     giving = [row.name for row in status.nodes if row.record.capacity.segment_bytes]
     if row is None or name not in giving:
-        what = "no node of that name" if row is None else f"that {row.record.role} node gives no memory to the pool"
+        what = (
+            "no node of that name"
+            if row is None
+            else f"that {row.record.role} node gives no memory to the pool"
+        )
         there = ", ".join(giving) or "there is none"
         raise ConfigError(f"expected a node that gives memory to the pool ({there}), got {name}: {what}")
     if not status.leading or status.segments is None:
-        said = "; ".join(f"{node.name}: {node.state} {node.why}".rstrip() for node in status.masters) or "none is known"
-        raise PdCacheError(f"no master that leads has answered ({said}): nothing was begun; see `pd-cache status`")
+        said = (
+            "; ".join(f"{node.name}: {node.state} {node.why}".rstrip() for node in status.masters)
+            or "none is known"
+        )
+        raise PdCacheError(
+            f"no master that leads has answered ({said}): nothing was begun; see `pd-cache status`"
+        )
     own = next(iter(row.segments or ()), None)
     if own is None:
         unknown = row.state == "not asked" and row.record.address.endswith(":0")
@@ -108,9 +120,13 @@ def _again(name: str) -> str:
 
 def _check_room(name: str, own: Segment, segments: Sequence[Segment]) -> None:
     """Raises PdCacheError if the other segments cannot take what lies in this one."""
-    others = [segment for segment in segments if segment.status == "OK" and segment.segment_name != own.segment_name]
+    others = [
+        segment for segment in segments if segment.status == "OK" and segment.segment_name != own.segment_name
+    ]
     if not others:
-        raise PdCacheError(f"{name} has the only memory that takes objects: there is nowhere to move what it holds")
+        raise PdCacheError(
+            f"{name} has the only memory that takes objects: there is nowhere to move what it holds"
+        )
     # the allocator sets aside up to an eighth more than an object's size (docs/mooncake.md)
     room = sum(max(0, segment.free - segment.size_bytes // 8) for segment in others)
     if own.allocator_used_bytes > room:
@@ -123,7 +139,9 @@ def _check_room(name: str, own: Segment, segments: Sequence[Segment]) -> None:
 class _Follower:
     """Follows a drain to its end."""
 
-    def __init__(self, store: MooncakeStore, metrics: str, own: Segment, job: str | None, state: Drain) -> None:
+    def __init__(
+        self, store: MooncakeStore, metrics: str, own: Segment, job: str | None, state: Drain
+    ) -> None:
         """`job`: the id of the master's job; None if another command has begun it."""
         self._store = store
         self._metrics = metrics
@@ -137,7 +155,8 @@ class _Follower:
         self._asked_for: set[str] = set()
         """Keys whose moves we have asked for."""
         self._listed: list[str] = []
-        """The others of the last list of what was left: a list of a million keys takes longer than their moves."""
+        """The others of the last list of what was left: a list of a million keys takes longer than their
+        moves."""
         self._ask_again = 0.0
         self._begin = time.monotonic()
 
@@ -166,7 +185,8 @@ class _Follower:
         return state
 
     def _look(self) -> str:
-        """Returns the segment's status, and takes in how the job stands. Raises PdCacheError if the master does not say so in time."""
+        """Returns the segment's status, and takes in how the job stands. Raises PdCacheError if the master
+        does not say so in time."""
         state, deadline = self._state, time.monotonic() + _CALL_S
         while True:
             try:
@@ -180,12 +200,16 @@ class _Follower:
                     raise PdCacheError(f"{why}; {_again(state.node)}") from error
                 time.sleep(_POLL_S)
         if job is None and self._job is not None:
-            raise PdCacheError(f"the master no longer knows the job, because it was started anew; {_again(state.node)}")
+            raise PdCacheError(
+                f"the master no longer knows the job, because it was started anew; {_again(state.node)}"
+            )
         there = (segment for segment in segments if segment.segment_name == state.segment)
         own = next((segment for segment in there if segment.status in ("OK", "DRAINING", "DRAINED")), None)
         if own is None or (own.status == "OK" and job is not None and not job.ended):
             # the master goes on waiting for its moves
-            raise PdCacheError(f"{state.node} has stopped, or was started anew: what it had not moved yet is lost")
+            raise PdCacheError(
+                f"{state.node} has stopped, or was started anew: what it had not moved yet is lost"
+            )
         if job is not None:
             state.moved, state.failed, state.in_use = job.succeeded_units, job.failed_units, job.blocked_units
             state.moved_bytes = job.migrated_bytes
@@ -198,7 +222,8 @@ class _Follower:
         return own.status
 
     def _move_leased(self) -> None:
-        """Moves some objects that the job leaves alone. A reader that has just asked for one still finds it at the old place: nothing is put there."""
+        """Moves some objects that the job leaves alone. A reader that has just asked for one still finds it
+        at the old place: nothing is put there."""
         store, listed = self._store, self._listed
         if not listed:
             here, unknown = keys_in(self._metrics, self._own.te_endpoint, _LISTING_S)
@@ -212,7 +237,8 @@ class _Follower:
         self._ask_again = time.monotonic() + 2.0 + len(keys) / _PER_S
 
     def _cancel(self, status: str) -> str:
-        """Cancels the job, and returns the segment's status, which was `status`. A job of another command goes on."""
+        """Cancels the job, and returns the segment's status, which was `status`. A job of another command
+        goes on."""
         if self._job is None:
             return status
         deadline = time.monotonic() + _CANCEL_S

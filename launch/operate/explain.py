@@ -1,7 +1,8 @@
-"""`pd-cache explain`: why the cache did not have more of a request's prompt, and how much of a prompt each node would find now.
+"""`pd-cache explain`: why the cache did not have more of a request's prompt, and how much of a prompt each
+node would find now.
 
-Proxies and nodes know of the last requests (`/requests/ID`). What a node would find of a prompt is looked up in the pool, by this process,
-under the node's namespaces.
+Proxies and nodes know of the last requests (`/requests/ID`). What a node would find of a prompt is looked up
+in the pool, by this process, under the node's namespaces.
 """
 
 from __future__ import annotations
@@ -75,13 +76,15 @@ class _Tokens(msgspec.Struct, frozen=True):
     tokens: list[_Token]
 
 
-# --- a request -------------------------------------------------------------------------------------------------------
+# --- a request ----------------------------------------------------------------------------------------------
 
 
 def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
-    """Asks the proxies and nodes of the cluster for a request of this id: its `X-Request-Id`, or the id of its answer.
+    """Asks the proxies and nodes of the cluster for a request of this id: its `X-Request-Id`, or the id of
+    its answer.
 
-    Each has a few seconds to answer. What a node reported in its answer is the proxy's view; other reports come from the nodes themselves.
+    Each has a few seconds to answer. What a node reported in its answer is the proxy's view; other reports
+    come from the nodes themselves.
     """
     nodes = cluster_status(config).nodes
     rows = [row for role in ("proxy", "prefill", "decode") for row in nodes if row.record.role == role]
@@ -96,13 +99,17 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
             answer = fetch(f"{record.address}/requests/{asked_for}", _ASK_S, access if by_proxy else NOBODY)
             if by_proxy:
                 return decode_json(answer, Trip).hops
-            return [HopReport(record.role, record.name, report) for report in decode_json(answer, _Reports).reports]
+            return [
+                HopReport(record.role, record.name, report)
+                for report in decode_json(answer, _Reports).reports
+            ]
         except (OSError, ValueError) as error:
             if not (isinstance(error, BadStatus) and error.status == 404):
                 unanswered[record.name] = f"no answer: {error}"
         return []
 
-    within = request_id.removeprefix("chat").removeprefix("cmpl-")  # engines put `cmpl-` or `chatcmpl-` before the id
+    # engines put `cmpl-` or `chatcmpl-` before the id
+    within = request_id.removeprefix("chat").removeprefix("cmpl-")
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-explain") as threads:
         for name in dict.fromkeys((request_id, within)):
             asked_for = itertools.repeat(urllib.parse.quote(name, safe=""))
@@ -135,11 +142,12 @@ def request_text(explained: ExplainedRequest) -> str:
     return "\n".join(lines)
 
 
-# --- a prompt --------------------------------------------------------------------------------------------------------
+# --- a prompt -----------------------------------------------------------------------------------------------
 
 
 def read_prompt_file(file: Path) -> list[int] | str:
-    """Returns the prompt in a file: token ids if it holds a JSON list, otherwise its text. Raises ConfigError if it holds neither."""
+    """Returns the prompt in a file: token ids if it holds a JSON list, otherwise its text. Raises ConfigError
+    if it holds neither."""
     prompt: list[int] | str
     try:
         prompt = file.read_text("utf-8")
@@ -156,8 +164,11 @@ def read_prompt_file(file: Path) -> list[int] | str:
     return prompt
 
 
-def explain_prompt(config: ClusterConfig, prompt: list[int] | str, salt: str | None = None) -> list[ExplainedNode]:
-    """Returns how much of a prompt each prefill and decode node would find in the pool now, and why not more. `salt` is the request's `cache_salt`.
+def explain_prompt(
+    config: ClusterConfig, prompt: list[int] | str, salt: str | None = None
+) -> list[ExplainedNode]:
+    """Returns how much of a prompt each prefill and decode node would find in the pool now, and why not more.
+    `salt` is the request's `cache_salt`.
 
     Nothing is stored, loaded or computed.
     """
@@ -188,13 +199,16 @@ def prompt_text(explained: Sequence[ExplainedNode]) -> str:
         if node.found is None:
             lines.append(f"{node.node} ({node.role}): {node.detail or MEANINGS[node.reason]}")
             continue
-        lines.append(f"{node.node} ({node.role}): would find {node.found} of {node.tokens} tokens in the pool")
+        lines.append(
+            f"{node.node} ({node.role}): would find {node.found} of {node.tokens} tokens in the pool"
+        )
         lines.append(f"  {reason_text(node.reason, node.detail)}")
     return "\n".join(lines) or "discovery knows no prefill or decode node"
 
 
 def _tokenized(record: NodeRecord, prompt: str) -> list[int]:
-    """Returns the tokens of a text from the node. Raises OSError or ValueError if it does not answer with them."""
+    """Returns the tokens of a text from the node. Raises OSError or ValueError if it does not answer with
+    them."""
     body = {"prompt": prompt, **({"model": record.model} if record.model else {})}
     answer = fetch(f"{record.address}/tokenize", _ASK_S, NOBODY, msgspec.json.encode(body))
     return decode_json(answer, _Tokens).tokens
@@ -203,7 +217,9 @@ def _tokenized(record: NodeRecord, prompt: str) -> list[int]:
 class _PoolLookups:
     """Lookups in the pool, with a client for each kind of namespaces. For one thread."""
 
-    def __init__(self, config: ClusterConfig, view: View, salt: str | None, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, config: ClusterConfig, view: View, salt: str | None, stack: contextlib.ExitStack
+    ) -> None:
         """`stack` closes the clients."""
         self._config = config
         self._stack = stack

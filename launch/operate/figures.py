@@ -1,8 +1,8 @@
 """What the nodes' metrics say of the cache, at one moment and over time. Pure.
 
-`read_samples` reads Prometheus' text. `read_node` makes a `NodeReading` of it, in terms of the cache instead of names of metrics. A
-`NodeHistory` makes rates, shares and quantiles of one reading after another: a counter that is lower than before has begun at zero
-again, and all that it shows now is new.
+`read_samples` reads Prometheus' text. `read_node` makes a `NodeReading` of it, in terms of the cache instead
+of names of metrics. A `NodeHistory` makes rates, shares and quantiles of one reading after another: a counter
+that is lower than before has begun at zero again, and all that it shows now is new.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pd_cache.decoding import one_line
 
 SOURCES = ("engine", "memory", "disk", "pool", "loaded", "computed")
-"""The places that the KV of a prompt's tokens can come from: the engine's own cache, a tier, a tier that the node does not name, or none."""
+"""The places that the KV of a prompt's tokens can come from: the engine's own cache, a tier, a tier that the
+node does not name, or none."""
 TIMINGS = ("lookup", "retrieve", "store", "first token", "first byte")
 LONGEST_WINDOW_S = 60.0
 """The window of shares and quantiles."""
@@ -47,10 +48,11 @@ _RUNNING = (
 
 
 def read_samples(text: str) -> Samples:
-    """Returns the samples that are used here, of the families that pd-cache, vLLM and Mooncake's master export.
+    """Returns the samples that are used here, of the families that pd-cache, vLLM and Mooncake's master
+    export.
 
-    Leaves out values that are negative, infinite or no numbers: they are none of our counts. Labels are printable. Raises ValueError for
-    text that Prometheus could not read.
+    Leaves out values that are negative, infinite or no numbers: they are none of our counts. Labels are
+    printable. Raises ValueError for text that Prometheus could not read.
     """
     lines: list[str] = []
     for line in text.split("\n"):
@@ -63,7 +65,9 @@ def read_samples(text: str) -> Samples:
             for sample in family.samples:
                 if sample.name.startswith(_OURS) and 0 <= sample.value < _MOST:
                     labels = {name: one_line(value) for name, value in sample.labels.items()}
-                    found.setdefault(sample.name.removeprefix(_VLLM), []).append((labels, float(sample.value)))
+                    found.setdefault(sample.name.removeprefix(_VLLM), []).append(
+                        (labels, float(sample.value))
+                    )
     except (ValueError, LookupError) as error:
         raise ValueError(f"not a line of Prometheus' metrics: {one_line(str(error))}") from None
     return found
@@ -74,7 +78,7 @@ def total(samples: Samples, name: str) -> float:
     return sum(value for _, value in samples.get(name, ()))
 
 
-# --- one moment ------------------------------------------------------------------------------------------------------
+# --- one moment ---------------------------------------------------------------------------------------------
 
 
 class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,8 +89,9 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     started: float | None = None
     """When the process started, in seconds since 1970."""
     counts: dict[Key, float] = {}
-    """Counters, by kind and label: `lookups`, `requests` (by status), `bytes` (by operation), `tokens` (by source), `hits` and
-    `evictions` (by tier), `missed` (tokens by reason), and each of `TIMINGS`: how many took at most the label's seconds."""
+    """Counters, by kind and label: `lookups`, `requests` (by status), `bytes` (by operation), `tokens` (by
+    source), `hits` and `evictions` (by tier), `missed` (tokens by reason), and each of `TIMINGS`: how many
+    took at most the label's seconds."""
     queued: float | None = None
     running: float | None = None
     staging: float | None = None
@@ -179,7 +184,9 @@ def _gauge(samples: Samples, *names: str) -> float | None:
 
 
 def _buckets(samples: Samples, timing: str) -> dict[str, float]:
-    names = {"first token": _FIRST_TOKEN, "first byte": ("pd_cache_proxy_first_byte_seconds_bucket",)}.get(timing)
+    names = {"first token": _FIRST_TOKEN, "first byte": ("pd_cache_proxy_first_byte_seconds_bucket",)}.get(
+        timing
+    )
     found: dict[str, float] = {}
     for name in names or ("pd_cache_op_seconds_bucket",):
         for labels, value in samples.get(name, ()):
@@ -191,11 +198,12 @@ def _buckets(samples: Samples, timing: str) -> dict[str, float]:
     return found
 
 
-# --- over time -------------------------------------------------------------------------------------------------------
+# --- over time ----------------------------------------------------------------------------------------------
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's recent work: rates a second over the last interval, unless stated otherwise; None if unknown."""
+    """A node's recent work: rates a second over the last interval, unless stated otherwise; None if
+    unknown."""
 
     load: float = 0.0
     """Bytes that it loaded."""
@@ -208,10 +216,11 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     sources: dict[str, float] | None = None
     """The shares of the last minute's prompt tokens, by source (`SOURCES`); None without prompts."""
     quantiles: dict[str, tuple[float, float]] = {}
-    """The median and the 99th percentile of the last minute, in seconds, by timing. Infinite beyond the last bucket."""
+    """The median and the 99th percentile of the last minute, in seconds, by timing. Infinite beyond the last
+    bucket."""
     missed: tuple[tuple[str, float, float], ...] = ()
-    """The reasons of the last minute for tokens that were computed: reason, tokens, and how many seconds ago it last occurred. The most recent
-    comes first, then the one with most tokens."""
+    """The reasons of the last minute for tokens that were computed: reason, tokens, and how many seconds ago
+    it last occurred. The most recent comes first, then the one with most tokens."""
 
     @property
     def hit(self) -> float | None:
@@ -293,9 +302,11 @@ class NodeHistory:
         )
 
 
-def merged_sources(nodes: Iterable[NodeHistory], servers: Iterable[NodeHistory], now: float) -> dict[str, float] | None:
-    """Returns the sources of several nodes' prompt tokens together. `servers`: cache servers, which know the tiers of what their engines
-    loaded."""
+def merged_sources(
+    nodes: Iterable[NodeHistory], servers: Iterable[NodeHistory], now: float
+) -> dict[str, float] | None:
+    """Returns the sources of several nodes' prompt tokens together. `servers`: cache servers, which know the
+    tiers of what their engines loaded."""
     tokens = dict.fromkeys(SOURCES, 0.0)
     for history in nodes:
         for source, count in _tokens(history.recent(now), history.last).items():
@@ -318,7 +329,8 @@ def _sums(steps: Iterable[_Increment], kind: str) -> dict[str, float]:
 
 
 def _tokens(steps: list[_Increment], last: NodeReading | None) -> dict[str, float]:
-    """Returns how many tokens came from each source. Loaded ones are split as the chunks that were read from each tier."""
+    """Returns how many tokens came from each source. Loaded ones are split as the chunks that were read from
+    each tier."""
     tokens = _sums(steps, "tokens")
     found = {source: tokens.get(source, 0.0) for source in ("engine", "loaded", "computed")}
     parts = _parts(steps)
@@ -349,8 +361,9 @@ def _quantiles(steps: list[_Increment]) -> dict[str, tuple[float, float]]:
 
 
 def quantile(counted: Mapping[float, float], part: float) -> float:
-    """Returns the value below which `part` of the observations lie, as Prometheus' `histogram_quantile` does: by a straight line through its
-    bucket. `counted`: how many were at most so large. Infinite in the bucket without a bound, NaN without observations."""
+    """Returns the value below which `part` of the observations lie, as Prometheus' `histogram_quantile` does:
+    by a straight line through its bucket. `counted`: how many were at most so large. Infinite in the bucket
+    without a bound, NaN without observations."""
     bounds = sorted(counted)
     if not bounds or counted[bounds[-1]] <= 0:
         return math.nan

@@ -17,14 +17,19 @@ from pd_cache.errors import PdCacheError
 _ASK_S = 10.0
 
 
-def send_action(config: ClusterConfig, kind: str, payload: dict[str, Any], action_id: str | None) -> ActionAnswer:
-    """Sends an action to one of the cluster's proxies after the other, until one does not refuse it. Returns its answer, or the last refusal.
+def send_action(
+    config: ClusterConfig, kind: str, payload: dict[str, Any], action_id: str | None
+) -> ActionAnswer:
+    """Sends an action to one of the cluster's proxies after the other, until one does not refuse it. Returns
+    its answer, or the last refusal.
 
     Raises PdCacheError if no proxy answers.
     """
     name = action_id or secrets.token_hex(8)
     action = {"action_id": name, "action_type": kind, "action_version": "1.0", "payload": payload}
-    body = msgspec.json.encode({"protocol_version": "0.1", "message_id": secrets.token_hex(8), "actions": [action]})
+    body = msgspec.json.encode(
+        {"protocol_version": "0.1", "message_id": secrets.token_hex(8), "actions": [action]}
+    )
     access = proxy_access(config)._replace(key=client_key(config))
     answer, why = None, "discovery knows none"
     for row in cluster_status(config).nodes:

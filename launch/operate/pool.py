@@ -1,7 +1,8 @@
 """`pd-cache pool`: the namespaces that the pool holds, what they take, and their removal.
 
-The master makes one list of all keys. We read it as it arrives, and keep only counts. Then we ask for the sizes of the first keys of each
-namespace, with short requests, until a deadline. None of this takes a lease, so nothing stays in the pool longer because it was counted.
+The master makes one list of all keys. We read it as it arrives, and keep only counts. Then we ask for the
+sizes of the first keys of each namespace, with short requests, until a deadline. None of this takes a lease,
+so nothing stays in the pool longer because it was counted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from transfer.errors import PoolUnavailableError, Status
 from transfer.store import MooncakeStore
 
 SAMPLES = 100
-"""The most keys of a namespace whose size is asked. All chunks of a namespace have one size; values by name have any."""
+"""The most keys of a namespace whose size is asked. All chunks of a namespace have one size; values by name
+have any."""
 _SIZES_S = 5.0
 _LISTING_S = 120.0
 _OPEN_S = 10.0
@@ -50,7 +52,7 @@ _PREFIX = re.compile(rf"{_CHUNK}|{VALUE_FORMAT}/([0-9a-f]{{16}})".encode())
 _MANIFEST = re.compile(rf"{KEY_FORMAT}/([0-9a-f]{{16}})/manifest".encode())
 
 
-# --- counting ----------------------------------------------------------------------------------------------------------
+# --- counting -----------------------------------------------------------------------------------------------
 
 
 class Counted:
@@ -63,8 +65,8 @@ class Counted:
 
 
 class Tally:
-    """Counts keys by namespace. However many there are, it holds only `SAMPLES` keys of each namespace: the first, which are as good as any,
-    because a master lists keys by their hashes."""
+    """Counts keys by namespace. However many there are, it holds only `SAMPLES` keys of each namespace: the
+    first, which are as good as any, because a master lists keys by their hashes."""
 
     def __init__(self, keys: Iterable[bytes]) -> None:
         self.spaces: defaultdict[str, Counted] = defaultdict(Counted)
@@ -86,13 +88,15 @@ class Tally:
 
 @functools.lru_cache(1 << 12)
 def _namespace(prefix: bytes) -> str:
-    """Returns the name of the namespace whose keys begin so; `OTHERS` for keys that are not ours, and for manifests."""
+    """Returns the name of the namespace whose keys begin so; `OTHERS` for keys that are not ours, and for
+    manifests."""
     match = _PREFIX.fullmatch(prefix)
     return OTHERS if match is None else (match[1] or match[2]).decode()
 
 
 def _sizes(metrics: str, samples: Iterable[Sequence[str]]) -> dict[str, int]:
-    """Returns how many bytes all copies of each key take in memory, of all namespaces alike if the time does not suffice for all."""
+    """Returns how many bytes all copies of each key take in memory, of all namespaces alike if the time does
+    not suffice for all."""
     alike = (key for keys in itertools.zip_longest(*samples) for key in keys if key is not None)
     end, found = time.monotonic() + _SIZES_S, dict[str, int]()
     while (batch := list(itertools.islice(alike, KEYS_IN_A_URL))) and (left := end - time.monotonic()) > 0:
@@ -102,7 +106,7 @@ def _sizes(metrics: str, samples: Iterable[Sequence[str]]) -> dict[str, int]:
     return found
 
 
-# --- what is there -----------------------------------------------------------------------------------------------------
+# --- what is there ------------------------------------------------------------------------------------------
 
 
 class Space(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,12 +121,14 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[str]
     """The nodes that have this namespace."""
     current: bool | None
-    """Whether an engine has this weights version; None if no engine has the namespace, or one does not say its version."""
+    """Whether an engine has this weights version; None if no engine has the namespace, or one does not say
+    its version."""
     shards: int
     """The number of objects of a chunk, among the keys that are there."""
     objects: int
     bytes: int | None
-    """The bytes of all copies in memory; None if the master did not say. An estimate, unless `sampled` equals `objects`."""
+    """The bytes of all copies in memory; None if the master did not say. An estimate, unless `sampled` equals
+    `objects`."""
     sampled: int
     """The number of objects whose size is known."""
     namespace: dict[str, Any] | None
@@ -141,7 +147,8 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def survey(config: ClusterConfig) -> PoolReport:
-    """Returns what the pool holds. Takes seconds for a million keys. Raises PdCacheError if no master lists its keys."""
+    """Returns what the pool holds. Takes seconds for a million keys. Raises PdCacheError if no master lists
+    its keys."""
     status = cluster_status(config)
     metrics, records = _leading(status), [row.record for row in status.nodes]
     tally = Tally(_keys(metrics))
@@ -162,7 +169,9 @@ def survey(config: ClusterConfig) -> PoolReport:
             Space(
                 name=name,
                 kind="other" if name == OTHERS else "values" if values else "chunks",
-                model=next((record.model for record in having if record.model), "" if space is None else space.model),
+                model=next(
+                    (record.model for record in having if record.model), "" if space is None else space.model
+                ),
                 nodes=[record.name for record in having],
                 current=version in labels if having and all(record.weights for record in having) else None,
                 shards=len(counted.prefixes),
@@ -192,7 +201,9 @@ def _keys(metrics: str) -> Iterator[bytes]:
 
 def open_store(config: ClusterConfig, status: ClusterStatus) -> MooncakeStore:
     """Returns a client of the pool whose master leads. Does not wait for the pool."""
-    return MooncakeStore(config.transfer, master=leading_master(config, status), host="127.0.0.1", segment_size=0)
+    return MooncakeStore(
+        config.transfer, master=leading_master(config, status), host="127.0.0.1", segment_size=0
+    )
 
 
 @contextlib.contextmanager
@@ -203,8 +214,11 @@ def _opened(config: ClusterConfig, status: ClusterStatus) -> Iterator[MooncakeSt
         yield store
 
 
-def _manifests(config: ClusterConfig, status: ClusterStatus, fingerprints: Collection[str]) -> dict[str, Namespace]:
-    """Returns namespaces that no node has reported. Leaves out those whose manifests cannot be read within a few seconds."""
+def _manifests(
+    config: ClusterConfig, status: ClusterStatus, fingerprints: Collection[str]
+) -> dict[str, Namespace]:
+    """Returns namespaces that no node has reported. Leaves out those whose manifests cannot be read within a
+    few seconds."""
     found: dict[str, Namespace] = {}
     if not fingerprints:
         return found
@@ -222,15 +236,18 @@ def _manifest_key(fingerprint: str) -> str:
     return f"{KEY_FORMAT}/{fingerprint}/manifest"
 
 
-# --- removal -----------------------------------------------------------------------------------------------------------
+# --- removal ------------------------------------------------------------------------------------------------
 
 
 def choose(report: PoolReport, pattern: str, *, old: bool) -> list[Space]:
-    """Returns the namespaces whose name or model matches a shell pattern; with `old`, only versions that are known not to be current.
+    """Returns the namespaces whose name or model matches a shell pattern; with `old`, only versions that are
+    known not to be current.
 
     Raises PdCacheError if there is none.
     """
-    ours = [space for space in report.namespaces if space.kind != "other" and (space.objects or not space.nodes)]
+    ours = [
+        space for space in report.namespaces if space.kind != "other" and (space.objects or not space.nodes)
+    ]
     chosen = [
         space
         for space in ours
@@ -239,19 +256,24 @@ def choose(report: PoolReport, pattern: str, *, old: bool) -> list[Space]:
     ]
     if not chosen:
         what = "namespace of an old version" if old else "namespace"
-        raise PdCacheError(f"no {what} in the pool matches {pattern}: see `pd-cache pool ls`; nothing was removed")
+        raise PdCacheError(
+            f"no {what} in the pool matches {pattern}: see `pd-cache pool ls`; nothing was removed"
+        )
     return chosen
 
 
 def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -> tuple[int, int]:
-    """Removes all objects of namespaces, leased or not. A manifest goes with the last version of a namespace that no node has.
+    """Removes all objects of namespaces, leased or not. A manifest goes with the last version of a namespace
+    that no node has.
 
-    Returns how many were removed, and how many stay because they are being written. Raises PdCacheError, which says how many are gone
-    already, if the master or the pool does not answer.
+    Returns how many were removed, and how many stay because they are being written. Raises PdCacheError,
+    which says how many are gone already, if the master or the pool does not answer.
     """
     names = {space.name for space in chosen}
     stay = {space.fingerprint for space in report.namespaces if space.nodes or space.name not in names}
-    manifests = {_manifest_key(space.fingerprint).encode() for space in chosen if space.fingerprint not in stay}
+    manifests = {
+        _manifest_key(space.fingerprint).encode() for space in chosen if space.fingerprint not in stay
+    }
     status, removed, busy = cluster_status(config), 0, 0
     metrics = _leading(status)
     try:
@@ -267,11 +289,13 @@ def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -
                 if failed := outcomes.keys() - {Status.OK, Status.BUSY, Status.MISSING}:
                     raise PdCacheError(f"the pool answers {', '.join(outcome.value for outcome in failed)}")
     except PdCacheError as error:
-        raise PdCacheError(f"{removed} objects were removed, and then: {error}; run it again for the others") from error
+        raise PdCacheError(
+            f"{removed} objects were removed, and then: {error}; run it again for the others"
+        ) from error
     return removed, busy
 
 
-# --- showing -----------------------------------------------------------------------------------------------------------
+# --- showing ------------------------------------------------------------------------------------------------
 
 
 def space_table(spaces: Sequence[Space], segments: Sequence[Segment] = ()) -> Group:
@@ -287,7 +311,11 @@ def space_table(spaces: Sequence[Space], segments: Sequence[Segment] = ()) -> Gr
             chunks = f"{space.objects // max(1, space.shards):,}"
             about = f"{space.model or '?'}, layers {group}" if group else space.model or "?"
         table.add_row(
-            space.name, users, chunks, "?" if space.bytes is None else shown_bytes(space.bytes), escape(one_line(about))
+            space.name,
+            users,
+            chunks,
+            "?" if space.bytes is None else shown_bytes(space.bytes),
+            escape(one_line(about)),
         )
     shown: list[RenderableType] = [table]
     sampled, objects = sum(space.sampled for space in spaces), sum(space.objects for space in spaces)
@@ -305,5 +333,7 @@ def space_table(spaces: Sequence[Space], segments: Sequence[Segment] = ()) -> Gr
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in columns:
-        table.add_column(name.removeprefix(">"), justify="right" if name[0] == ">" else "left", overflow="fold")
+        table.add_column(
+            name.removeprefix(">"), justify="right" if name[0] == ">" else "left", overflow="fold"
+        )
     return table

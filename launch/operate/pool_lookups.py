@@ -13,7 +13,8 @@ from pd_cache.lookup import MooncakeLookupClient
 
 
 def master_of(config: ClusterConfig, view: View) -> str | None:
-    """Returns the address of the pool's master: the file's, or that of the registered one; None if both are unknown."""
+    """Returns the address of the pool's master: the file's, or that of the registered one; None if both are
+    unknown."""
     return known_master(config) or next((record.address for record in view.by_role("master")), None)
 
 
@@ -26,8 +27,8 @@ def hash_seeds(config: ClusterConfig) -> set[str]:
 
 
 def pool_bytes(config: ClusterConfig, view: View) -> int:
-    """Returns how many bytes the pool can hold, with as many copies of each object as the file says. Segments that are drained do not count. Raises
-    OSError or ValueError if no master answers."""
+    """Returns how many bytes the pool can hold, with as many copies of each object as the file says. Segments
+    that are drained do not count. Raises OSError or ValueError if no master answers."""
     tiers = (tier for tier in config.cache.tiers if isinstance(tier, MooncakeTier) and tier.master is None)
     copies = next((tier.replicas for tier in tiers), 1)
     failure: OSError | ValueError = ValueError("no master of the pool is known")
@@ -35,7 +36,11 @@ def pool_bytes(config: ClusterConfig, view: View) -> int:
     for record in view.by_role("master"):
         try:
             sizes.append(
-                sum(segment.size_bytes for segment in segments_at(record.metrics or "") if not segment.shown_status)
+                sum(
+                    segment.size_bytes
+                    for segment in segments_at(record.metrics or "")
+                    if not segment.shown_status
+                )
             )
         except (OSError, ValueError) as error:
             failure = error
@@ -44,8 +49,11 @@ def pool_bytes(config: ClusterConfig, view: View) -> int:
     return max(sizes) // copies  # of elected masters, only the leader knows the segments
 
 
-def open_lookup(config: ClusterConfig, host: str, namespaces: Sequence[Namespace], master: str) -> MooncakeLookupClient:
-    """Returns a client that looks up in the namespaces of a model's layer groups. The first group names the chunks.
+def open_lookup(
+    config: ClusterConfig, host: str, namespaces: Sequence[Namespace], master: str
+) -> MooncakeLookupClient:
+    """Returns a client that looks up in the namespaces of a model's layer groups. The first group names the
+    chunks.
 
     `host` is this process's address. Does not wait for the pool at `master`.
     """

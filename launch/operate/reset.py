@@ -1,7 +1,8 @@
 """`pd-cache reset`: gives the new weights of engines a label, over HTTP.
 
-It asks each node for the states of its engines, names those that are meant, and asks again. It reports the second answer. So if two commands at
-once mean the same engine, at least one of them reports that the engine has another version.
+It asks each node for the states of its engines, names those that are meant, and asks again. It reports the
+second answer. So if two commands at once mean the same engine, at least one of them reports that the engine
+has another version.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Reset(NamedTuple):
 
 
 def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: bool) -> Reset:
-    """Gives the label `version`, or a new one, to the weights of all engines that are out; with `everywhere`, to those of all engines.
+    """Gives the label `version`, or a new one, to the weights of all engines that are out; with `everywhere`,
+    to those of all engines.
 
     Raises PdCacheError if there is none.
     """
@@ -43,7 +45,9 @@ def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: boo
     meant = {state.id for state in states if state.label != label and (everywhere or state.label is None)}
     if not meant and all(state.label != label for state in states):
         why = "is out, so none was named: none has said that its weights changed (--all names all engines)"
-        raise PdCacheError(f"no engine {why if states else 'says which weights it has'}; see `pd-cache status`")
+        raise PdCacheError(
+            f"no engine {why if states else 'says which weights it has'}; see `pd-cache status`"
+        )
 
     def name(row: NodeStatus) -> None:
         ids = tuple(state.id for state in row.record.weights if state.id in meant)
@@ -59,12 +63,14 @@ def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: boo
     if not status.fresh:
         outcomes["discovery"] = f"{status.source}; others may not have been reached", False
     return Reset(
-        {name: shown for name, (shown, _) in outcomes.items()}, all(as_meant for _, as_meant in outcomes.values())
+        {name: shown for name, (shown, _) in outcomes.items()},
+        all(as_meant for _, as_meant in outcomes.values()),
     )
 
 
 def _outcome(row: NodeStatus, label: str, seen: Collection[str], *, everywhere: bool) -> tuple[str, bool]:
-    """Returns what a node's engines have in the end, and whether that is as it was meant. `seen`: the ids of all states in the beginning."""
+    """Returns what a node's engines have in the end, and whether that is as it was meant. `seen`: the ids of
+    all states in the beginning."""
     states = row.record.weights
     if not states:
         why = row.why if row.state == "down" else "it does not say which weights it has"

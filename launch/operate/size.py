@@ -1,7 +1,8 @@
 """`pd-cache size`: how much KV a model has for a token, how large a pool and how fast a network that needs.
 
-It reads the model's config.json as vLLM does, and counts a chunk's objects as the connector stores them (`pd_cache/layout.py`,
-`pd_cache/vllm/layers.py`). `tests/vllm/test_size.py` compares that with what vLLM's connector has stored and loaded.
+It reads the model's config.json as vLLM does, and counts a chunk's objects as the connector stores them
+(`pd_cache/layout.py`, `pd_cache/vllm/layers.py`). `tests/vllm/test_size.py` compares that with what vLLM's
+connector has stored and loaded.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from pd_cache.layout import KVLayout, PageKind
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 _CURVE = ((0.0, 0.0), (0.1235, 0.031), (0.2235, 0.0625), (0.3005, 0.125), (0.3592, 0.25), (0.3734, 1.0))
-"""The hit rate, and the share of all different tokens that the pool then has room for: the FAST'25 conversation trace on a real pool
-(docs/performance.md, "Replay"). `pd-cache bench replay` measures the curve of another trace."""
+"""The hit rate, and the share of all different tokens that the pool then has room for: the FAST'25
+conversation trace on a real pool (docs/performance.md, "Replay"). `pd-cache bench replay` measures the curve
+of another trace."""
 _ROUNDED_UP = 9 / 8  # what Mooncake's allocator sets aside for an object, at most (docs/mooncake.md)
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
 class Config(msgspec.Struct):
-    """The fields of a model's config.json that matter here. Models that take images have them in `text_config`."""
+    """The fields of a model's config.json that matter here. Models that take images have them in
+    `text_config`."""
 
     num_hidden_layers: int = 0
     num_attention_heads: int = 0
@@ -76,10 +79,11 @@ class Size(msgspec.Struct):
 def size_of(
     model: Path, *, tokens: int, share: float, prompt: int, ttft_s: float, ranks: int, kv_dtype: str | None
 ) -> Size:
-    """Returns the figures for a model's folder or config.json; `pd-cache size --help` explains the arguments. `kv_dtype` is None for the model's
-    own.
+    """Returns the figures for a model's folder or config.json; `pd-cache size --help` explains the arguments.
+    `kv_dtype` is None for the model's own.
 
-    Raises ConfigError for a file that cannot be read, a model whose layers cannot be counted, or ranks among which vLLM cannot divide its heads.
+    Raises ConfigError for a file that cannot be read, a model whose layers cannot be counted, or ranks among
+    which vLLM cannot divide its heads.
     """
     if model.is_dir():
         model /= "config.json"
@@ -92,15 +96,25 @@ def size_of(
     attention, latent = config.num_attention_heads, config.kv_lora_rank is not None
     heads = config.num_key_value_heads or attention
     if not config.num_hidden_layers or not attention or dtype not in _BYTES:
-        raise ConfigError(f"{model}: expected num_hidden_layers, num_attention_heads and one of {', '.join(_BYTES)}")
+        raise ConfigError(
+            f"{model}: expected num_hidden_layers, num_attention_heads and one of {', '.join(_BYTES)}"
+        )
     if attention % ranks or (not latent and max(heads, ranks) % min(heads, ranks)):
         shared = "" if latent else f", and a divisor or a multiple of its {heads} KV heads"
-        raise ConfigError(f"--tp {ranks}: expected a divisor of the model's {attention} attention heads{shared}")
+        raise ConfigError(
+            f"--tp {ranks}: expected a divisor of the model's {attention} attention heads{shared}"
+        )
     head = config.head_dim or config.hidden_size // attention
     width = (config.kv_lora_rank or 0) + config.qk_rope_head_dim if latent else 2 * head
     kind, pieces = (PageKind.MLA, 1) if latent else (PageKind.HEADS_FIRST, heads)
     layout = KVLayout(
-        kind=kind, layers=1, blocks=1, block_size=16, pieces=pieces, piece_bytes=width * _BYTES[dtype], dtype=dtype
+        kind=kind,
+        layers=1,
+        blocks=1,
+        block_size=16,
+        pieces=pieces,
+        piece_bytes=width * _BYTES[dtype],
+        dtype=dtype,
     )
     groups, chunks, whole, load, stored = [], prompt // USUAL_CHUNK, 0, 0, 0
     for name, layers in sorted(Counter(_layer_types(config, model)).items()):
@@ -131,18 +145,25 @@ def size_of(
 
 
 def _layer_types(config: Config, model: Path) -> list[str]:
-    """Returns the kind of each layer, as vLLM reads it. Raises ConfigError if layers keep a state: its size is vLLM's to choose."""
+    """Returns the kind of each layer, as vLLM reads it. Raises ConfigError if layers keep a state: its size
+    is vLLM's to choose."""
     layers = config.num_hidden_layers
     types = config.layer_types
     if types is None and config.sliding_window and config.use_sliding_window:
-        every = config.sliding_window_pattern or {"gemma2": 2, "gemma3_text": 6}.get(config.model_type, layers + 1)
+        every = config.sliding_window_pattern or {"gemma2": 2, "gemma3_text": 6}.get(
+            config.model_type, layers + 1
+        )
         types = [_WINDOW if (number + 1) % every else _FULL for number in range(layers)]
     if config.layers_block_type or config.hybrid_override_pattern or set(types or ()) - {_FULL, _WINDOW}:
-        raise ConfigError(f"{model}: has layers that keep a state, or others than attention, whose size vLLM chooses")
+        raise ConfigError(
+            f"{model}: has layers that keep a state, or others than attention, whose size vLLM chooses"
+        )
     return types or [_FULL] * layers
 
 
-def size_text(size: Size, *, tokens: int, share: float, prompt: int, ttft_s: float, **_: object) -> tuple[Table, str]:
+def size_text(
+    size: Size, *, tokens: int, share: float, prompt: int, ttft_s: float, **_: object
+) -> tuple[Table, str]:
     """Returns the table of layer groups, and what follows from it."""
     columns = ("layers keep", "layers", "bytes a token", "a load needs")
     table = Table(

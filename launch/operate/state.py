@@ -1,6 +1,8 @@
-"""What the cluster is: its nodes, its masters, the pool's memory, and what does not work. `status`, `top`, `doctor` and `/ui` print it. Pure.
+"""What the cluster is: its nodes, its masters, the pool's memory, and what does not work. `status`, `top`,
+`doctor` and `/ui` print it. Pure.
 
-`NodeStatus` is one node at one moment, `ClusterStatus` all of them. `WatchedNodes` makes both of what nodes answer (`watched.py`).
+`NodeStatus` is one node at one moment, `ClusterStatus` all of them. `WatchedNodes` makes both of what nodes
+answer (`watched.py`).
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from pd_cache.cluster import NodeRecord, Skew, differences, mooncake_skew
 from pd_cache.cluster.machine import host_of, shown_bytes
 
 NodeState = Literal["up", "degraded", "down", "asking", "not asked"]
-"""`degraded`: it answers, but part of it does not work. `down`: it was asked and does not answer. `asking`: its first answer has not come
-yet. `not asked`: there is no address to ask it at."""
+"""`degraded`: it answers, but part of it does not work. `down`: it was asked and does not answer. `asking`:
+its first answer has not come yet. `not asked`: there is no address to ask it at."""
 _ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
 
 
 def page_of(record: NodeRecord) -> str:
-    """Returns the address at which a node answers `/health` and `/metrics`; empty if it takes no questions."""
+    """Returns the address at which a node answers `/health` and `/metrics`; empty if it takes no
+    questions."""
     return record.address if record.address.startswith(("http://", "https://")) else record.metrics or ""
 
 
@@ -50,7 +53,8 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     leads: str = ""
     """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
     segments: tuple[Segment, ...] | None = None
-    """The memory that the pool has from it, as the leading master says; for a master, all that it knows. None if that is not known."""
+    """The memory that the pool has from it, as the leading master says; for a master, all that it knows. None
+    if that is not known."""
     difference: str = ""
     """The difference between its namespace and that of most nodes; empty if there is none."""
     rates: Rates | None = None
@@ -82,7 +86,8 @@ class NodeStatus(msgspec.Struct, kw_only=True):
 
     @property
     def memory(self) -> str:
-        """`draining` or `drained` if the pool puts nothing into its memory any more (`pd-cache drain`); otherwise empty."""
+        """`draining` or `drained` if the pool puts nothing into its memory any more (`pd-cache drain`);
+        otherwise empty."""
         own = () if self.role == "master" else self.segments or ()
         return " ".join(sorted({segment.shown_status for segment in own} - {""}))
 
@@ -103,7 +108,8 @@ class NodeStatus(msgspec.Struct, kw_only=True):
         return int(sum(known)) if known else None
 
     def figures(self) -> dict[str, object]:
-        """Returns what it does now, for `top --json` and `/ui`: rates by the names of `Rates`, gauges by those of `NodeReading`."""
+        """Returns what it does now, for `top --json` and `/ui`: rates by the names of `Rates`, gauges by
+        those of `NodeReading`."""
         reading, rates = self.reading, self.rates
         shown = dict.fromkeys(Rates.__struct_fields__) if rates is None else msgspec.to_builtins(rates)
         if self.moves is None:
@@ -122,7 +128,7 @@ class NodeStatus(msgspec.Struct, kw_only=True):
         }
 
 
-# --- the cluster -------------------------------------------------------------------------------------------------------
+# --- the cluster --------------------------------------------------------------------------------------------
 
 
 class Trouble(NamedTuple):
@@ -142,13 +148,15 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     nodes: list[NodeStatus]
     """In the order of a request's way."""
     weights: list[str] = []
-    """The nodes whose weights are not those of their files, and those that have been out for a minute, with what to do."""
+    """The nodes whose weights are not those of their files, and those that have been out for a minute, with
+    what to do."""
     segments: tuple[Segment, ...] | None = None
     """The pool's memory, as the leading master knows it; None if none says so."""
     elected: bool = False
     """Whether etcd elects one of several masters."""
     sources: dict[str, float] | None = None
-    """The shares of prompts' tokens by source (`figures.SOURCES`), at prefill nodes, or at decode nodes if the prefill nodes had no prompts."""
+    """The shares of prompts' tokens by source (`figures.SOURCES`), at prefill nodes, or at decode nodes if
+    the prefill nodes had no prompts."""
 
     @property
     def view(self) -> View:
@@ -199,7 +207,9 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
 
 SKEW_FAILS = "every put between these fails, without a word in any log; install one version on all nodes"
-SKEW_UNTRIED = "these have not been tried together, and Mooncake promises nothing; install one version on all nodes"
+SKEW_UNTRIED = (
+    "these have not been tried together, and Mooncake promises nothing; install one version on all nodes"
+)
 _NO_LEADER = {
     False: "start it, or see its row",
     True: "they elect one within 15 s after etcd answers (`etcdctl endpoint health`), and within a minute where it lost its data",
@@ -208,12 +218,10 @@ _TWO_LEADERS = {
     False: "end all but one, or have them elected: `master: {ha: true}`",
     True: "restart those whose address is not in etcd (`etcdctl get --prefix mooncake-store/`)",
 }
-_NO_MEMORY = (
-    "start those that do not run; those that run and follow an earlier master find this one when they are restarted"
-)
+_NO_MEMORY = "start those that do not run; those that run and follow an earlier master find this one when they are restarted"
 
 
-# --- over time ---------------------------------------------------------------------------------------------------------
+# --- over time ----------------------------------------------------------------------------------------------
 
 
 class _Watched(msgspec.Struct):
@@ -231,10 +239,16 @@ class WatchedNodes:
     """The nodes, and their answers so far. The time comes from the caller."""
 
     def __init__(
-        self, discovery: str = "static", *, elected: bool = False, stale_s: float = 10.0, since_start: bool = False
+        self,
+        discovery: str = "static",
+        *,
+        elected: bool = False,
+        stale_s: float = 10.0,
+        since_start: bool = False,
     ) -> None:
-        """`discovery` is its kind; `elected` says whether masters are elected. A node that has not answered for `stale_s` seconds is down, even if
-        it was not asked since. With `since_start`, shares and quantiles count from the nodes' start, otherwise over the last minute."""
+        """`discovery` is its kind; `elected` says whether masters are elected. A node that has not answered
+        for `stale_s` seconds is down, even if it was not asked since. With `since_start`, shares and
+        quantiles count from the nodes' start, otherwise over the last minute."""
         self._discovery = discovery
         self._elected = elected
         self._stale_s = stale_s
@@ -250,7 +264,8 @@ class WatchedNodes:
         return [record for record in self._view.nodes if page_of(record)]
 
     def update(self, view: View, synced: bool = True) -> None:
-        """Uses the nodes of this view from now on. A node that was started anew keeps its history. `synced` is what `Directory.wait_synced` returned."""
+        """Uses the nodes of this view from now on. A node that was started anew keeps its history. `synced`
+        is what `Directory.wait_synced` returned."""
         self._view, self._synced, before = view, synced, self._nodes
         self._nodes = {}
         for record in view.nodes:
@@ -273,7 +288,9 @@ class WatchedNodes:
     def status(self, now: float) -> ClusterStatus:
         """Returns the cluster as it is now."""
         nodes = [self._node(node, now) for node in self._nodes.values()]
-        nodes.sort(key=lambda node: (_ROLES.index(node.role) if node.role in _ROLES else len(_ROLES), node.name))
+        nodes.sort(
+            key=lambda node: (_ROLES.index(node.role) if node.role in _ROLES else len(_ROLES), node.name)
+        )
         if (records := [node.record for node in nodes]) != self._compared:
             self._compared, self._differences = records, differences(records)
         leading = (node.segments for node in nodes if node.leads == LEADER)

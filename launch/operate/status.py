@@ -17,7 +17,8 @@ from pd_cache.cluster.machine import shown_bytes
 
 
 def status_table(status: ClusterStatus) -> Group:
-    """Returns the cluster's state as text for people, to be read in 80 columns: what may be long stands below the table."""
+    """Returns the cluster's state as text for people, to be read in 80 columns: what may be long stands below
+    the table."""
     table = Table(box=None, pad_edge=False)
     for column in ("node", "role"):
         table.add_column(column, no_wrap=True)

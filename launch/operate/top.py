@@ -1,4 +1,5 @@
-"""`pd-cache top`: what the nodes do now, as one table that is renewed until Ctrl-C. docs/monitoring.md says what its columns mean."""
+"""`pd-cache top`: what the nodes do now, as one table that is renewed until Ctrl-C. docs/monitoring.md says
+what its columns mean."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ WIDEST = 200
 _STYLES = {"up": "green", "degraded": "yellow", "asking": "dim", "not asked": "dim", "DOWN": "bold red"}
 
 
-# --- texts for figures -----------------------------------------------------------------------------------------------
+# --- texts for figures --------------------------------------------------------------------------------------
 
 
 def rate(value: float | None) -> str:
@@ -64,7 +65,7 @@ def percent(part: float | None) -> str:
     return "" if part is None else f"{part:.0%}"
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
+# --- the table ----------------------------------------------------------------------------------------------
 
 
 class Column(NamedTuple):
@@ -79,7 +80,10 @@ class Column(NamedTuple):
 
 def _pair(node: NodeStatus, *timings: str) -> str:
     found = {} if node.rates is None else node.rates.quantiles
-    return next((f"{seconds(found[name][0]):>5} {seconds(found[name][1]):>5}" for name in timings if name in found), "")
+    return next(
+        (f"{seconds(found[name][0]):>5} {seconds(found[name][1]):>5}" for name in timings if name in found),
+        "",
+    )
 
 
 def _source(node: NodeStatus, name: str) -> str:
@@ -94,7 +98,9 @@ def _moved(node: NodeStatus, what: Literal["load", "store", "lookups"]) -> float
 
 
 def _queue(node: NodeStatus) -> str:
-    return "+".join(short(count) for count in (node.reading.queued, node.reading.running) if count is not None)
+    return "+".join(
+        short(count) for count in (node.reading.queued, node.reading.running) if count is not None
+    )
 
 
 def _staging(node: NodeStatus) -> float | None:
@@ -167,7 +173,9 @@ def table(nodes: Sequence[NodeStatus], width: int) -> Group:
         shown.add_column(Text(column.title), width=column.width, no_wrap=True, justify=justify)
     for node in nodes:
         if node.state in ("down", "degraded"):
-            since = "" if node.state != "down" or node.silent_s is None else f" for {shown_age(node.silent_s)}"
+            since = (
+                "" if node.state != "down" or node.silent_s is None else f" for {shown_age(node.silent_s)}"
+            )
             style = "red" if node.state == "down" else "yellow"
             line = f"{node.name:<{COLUMNS[0].width}} {node.state}{since}: {node.why}"
             troubles.append(Text(line, style, no_wrap=True, overflow="ellipsis"))
@@ -186,11 +194,16 @@ def summary(status: ClusterStatus, name: str) -> Text:
     for trouble in status.troubles:
         line.append(f", {trouble.found.partition(':')[0]}", "bold red")
     if (sources := status.sources) is not None:
-        parts = ", ".join(f"{name} {percent(part)}" for name, part in sources.items() if part and name != "computed")
+        parts = ", ".join(
+            f"{name} {percent(part)}" for name, part in sources.items() if part and name != "computed"
+        )
         line.append(f"   hit {percent(hit_rate(sources))}", "bold").append(f" ({parts})" if parts else "")
     # what engines load and store; a cache server moves the same bytes for them
     rates = [node.rates for node in nodes if node.rates is not None and node.role in ("prefill", "decode")]
-    for what, value in {" load": sum(each.load for each in rates), "store": sum(each.store for each in rates)}.items():
+    for what, value in {
+        " load": sum(each.load for each in rates),
+        "store": sum(each.store for each in rates),
+    }.items():
         line.append(f"  {what} {short(value) if value >= 0.5 else '0 '}B/s")
     return line.append(f"   {name}, {status.source}", "dim")
 

@@ -1,6 +1,8 @@
-"""Asks the nodes of a cluster how they are, for `status`, `top`, `doctor` and `/ui`. `state.py` says what their answers mean.
+"""Asks the nodes of a cluster how they are, for `status`, `top`, `doctor` and `/ui`. `state.py` says what
+their answers mean.
 
-`cluster_status` asks each node once. `Asker` asks again and again, each node on a schedule of its own, so that a slow node delays no other.
+`cluster_status` asks each node once. `Asker` asks again and again, each node on a schedule of its own, so
+that a slow node delays no other.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _reading = threading.Lock()
 """Held while an answer is read: many at once would take the interpreter from a proxy's event loop."""
 
 
-# --- one node ----------------------------------------------------------------------------------------------------------
+# --- one node -----------------------------------------------------------------------------------------------
 
 
 class _Unwell(msgspec.Struct, frozen=True):
@@ -52,8 +54,14 @@ class _Unwell(msgspec.Struct, frozen=True):
 
 
 def ask_node(record: NodeRecord, access: Access) -> NodeStatus:
-    """Asks a node for its `/health`, and then for its metrics. `access`: key and certificates for proxies. Raises nothing."""
-    url, proxy, found, troubles = page_of(record), record.role == "proxy", NodeStatus(record=record), list[str]()
+    """Asks a node for its `/health`, and then for its metrics. `access`: key and certificates for proxies.
+    Raises nothing."""
+    url, proxy, found, troubles = (
+        page_of(record),
+        record.role == "proxy",
+        NodeStatus(record=record),
+        list[str](),
+    )
     access = access if proxy else NOBODY
     try:
         body = _text(f"{url}/health", access)
@@ -71,9 +79,12 @@ def ask_node(record: NodeRecord, access: Access) -> NodeStatus:
                 f"/health answers {error.status}: {one_line(said.reason or said.status)}".removesuffix(": ")
             )
     except (OSError, ValueError) as error:
-        return NodeStatus(record=record, at=time.monotonic(), state="down", why=one_line(str(error)) or repr(error))
+        return NodeStatus(
+            record=record, at=time.monotonic(), state="down", why=one_line(str(error)) or repr(error)
+        )
     found.at = time.monotonic()
-    if not proxy or access.key or not access.guarded:  # otherwise this machine has no readable key for its metrics
+    # otherwise this machine has no readable key for its metrics
+    if not proxy or access.key or not access.guarded:
         try:
             text = _text(f"{url}/metrics", access)
             found.at = time.monotonic()
@@ -97,11 +108,12 @@ def _text(url: str, access: Access = NOBODY) -> str:
     return fetch(url, TIMEOUT_S, access).decode(errors="replace")
 
 
-# --- all nodes, once ---------------------------------------------------------------------------------------------------
+# --- all nodes, once ----------------------------------------------------------------------------------------
 
 
 def cluster_status(config: ClusterConfig, times: int = 1, interval_s: float = 0.0) -> ClusterStatus:
-    """Asks discovery, then every node, all at the same time; each has a few seconds to answer. Shares and quantiles are since the nodes' start.
+    """Asks discovery, then every node, all at the same time; each has a few seconds to answer. Shares and
+    quantiles are since the nodes' start.
 
     `times`: how often to ask each; two answers, `interval_s` apart, give rates.
     """
@@ -141,7 +153,7 @@ def leading_master(config: ClusterConfig, status: ClusterStatus) -> str:
     return known_master(config) or status.leading[0].record.address
 
 
-# --- again and again ---------------------------------------------------------------------------------------------------
+# --- again and again ----------------------------------------------------------------------------------------
 
 
 class _Schedule(msgspec.Struct):

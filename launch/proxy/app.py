@@ -1,4 +1,5 @@
-"""The proxy as an aiohttp application: its parts, its socket, what runs beside its requests, the outermost handler, and what it says of itself.
+"""The proxy as an aiohttp application: its parts, its socket, what runs beside its requests, the outermost
+handler, and what it says of itself.
 
 If clients need keys, a client without one learns from `/health` only whether the proxy can serve.
 """
@@ -57,10 +58,12 @@ class Proxy:
         files: WatchedFiles | None = None,
         tracing: Tracing = UNTRACED,
     ) -> None:
-        """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill node; by default all need one.
+        """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill
+        node; by default all need one.
 
-        `cluster` is the cluster's name, for `/ui`. `master` returns the address of the pool's master, for lookups. `pool_bytes` returns the pool's
-        size, for hints. `files` watches the key files. The caller closes `tracing`. Raises ConfigError if a key file cannot be used.
+        `cluster` is the cluster's name, for `/ui`. `master` returns the address of the pool's master, for
+        lookups. `pool_bytes` returns the pool's size, for hints. `files` watches the key files. The caller
+        closes `tracing`. Raises ConfigError if a key file cannot be used.
         """
         self.metrics = ProxyMetrics()
         self._config = config
@@ -101,7 +104,8 @@ class Proxy:
         await check_nodes(self._pools, self.hops.session)
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:
-        """Accepts connections from now on. Returns the base URL. Raises OSError if the address cannot be bound."""
+        """Accepts connections from now on. Returns the base URL. Raises OSError if the address cannot be
+        bound."""
         await web.TCPSite(self._runner, host, port, ssl_context=tls, backlog=_BACKLOG).start()
         shown = f"[{host}]" if ":" in host else host
         return f"{'http' if tls is None else 'https'}://{shown}:{self._runner.addresses[0][1]}"
@@ -112,7 +116,8 @@ class Proxy:
 
     async def _beside_requests(self, app: web.Application) -> AsyncIterator[None]:
         config = self._config
-        # a request holds one connection at a time, and one for its stream; the rest is for health checks and connections that are being closed
+        # a request holds one connection at a time, and one for its stream; the rest is for health checks and
+        # connections that are being closed
         session = new_session(2 * config.max_requests + 128)
         self.hops.session = session
         checks = check_health(self._pools, session)
@@ -132,7 +137,8 @@ class Proxy:
 
     @web.middleware
     async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Gives the request its id. Answers what browsers ask before they send a request of a page from elsewhere."""
+        """Gives the request its id. Answers what browsers ask before they send a request of a page from
+        elsewhere."""
         request[REQUEST_ID] = given_id(request) or uuid.uuid4().hex
         asks_first = request.method == "OPTIONS" and self._origin(request)
         response = web.Response() if asks_first else await handler(request)
@@ -157,7 +163,7 @@ class Proxy:
                 response.headers["Access-Control-Allow-Methods"] = "GET, POST"
                 response.headers["Access-Control-Max-Age"] = "600"
 
-    # --- what it says of itself ------------------------------------------------------------------------------------
+    # --- what it says of itself -----------------------------------------------------------------------------
 
     async def _home(self, request: web.Request) -> web.Response:
         return web.Response(status=302, headers={"Location": "/ui"})
@@ -185,7 +191,9 @@ class Proxy:
             for node, load in pool.loads().items():
                 metrics.node_load.labels(hop, node).set(load)
         metrics.view_stale.set(self._pools.stale_s(now))
-        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(
+            body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
 
     async def _trip(self, request: web.Request) -> web.Response:
         client = self._keys.visible_client(authorization := request.headers.get("Authorization"))

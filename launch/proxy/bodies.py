@@ -1,7 +1,7 @@
 """What clients send and get: bodies, read within a bound of memory, parsed, and made anew for each hop.
 
-Only the fields that matter here are decoded. All others keep their bytes: a prompt of 128k token ids is not turned into
-Python numbers and back, and no number changes its spelling.
+Only the fields that matter here are decoded. All others keep their bytes: a prompt of 128k token ids is not
+turned into Python numbers and back, and no number changes its spelling.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pd_cache.handoff import Announcement, write_params
 
 P = TypeVar("P")
 _COPIES = 2
-"""How often a body is in memory: as the client sent it, and as the node under way gets it. The parsed body is a third copy, for one body at a
-time."""
+"""How often a body is in memory: as the client sent it, and as the node under way gets it. The parsed body is
+a third copy, for one body at a time."""
 _SMALL = 256 << 10
 """The most bytes of a small body: 64k tokens of text, or a chat of many turns."""
 
@@ -37,8 +37,9 @@ _M_MMAP_THRESHOLD = -3
 def unmap_freed_bodies() -> None:
     """Makes this process give the memory of a large body, and of its parts, back as soon as they are freed.
 
-    By default glibc maps blocks of at least 128 KiB, and raises that limit to the size of each mapped block that is freed. Smaller ones come
-    from the heap, where they leave holes. 14 bodies at once then take 660 MiB, and with a fixed limit 420.
+    By default glibc maps blocks of at least 128 KiB, and raises that limit to the size of each mapped block
+    that is freed. Smaller ones come from the heap, where they leave holes. 14 bodies at once then take 660
+    MiB, and with a fixed limit 420.
     """
     with contextlib.suppress(AttributeError):  # musl has no such setting
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
@@ -84,11 +85,12 @@ class BodyShare:
 async def read_body(request: web.Request, share: BodyShare, most: int, limit_s: float) -> bytes:
     """Returns the whole body of a request, of at most `most` bytes, within `limit_s`.
 
-    Raises ApiError 413 if the body is larger, 408 if it comes too slowly, 503 if there is no memory for it, 400 if it cannot be read.
-    Raises ClientGone if the client hung up.
+    Raises ApiError 413 if the body is larger, 408 if it comes too slowly, 503 if there is no memory for it,
+    400 if it cannot be read. Raises ClientGone if the client hung up.
     """
     try:
-        # not `wait_for`: its task would keep a refused body's memory for one more turn, so that all bodies that come at a time are refused
+        # not `wait_for`: its task would keep a refused body's memory for one more turn, so that all bodies
+        # that come at a time are refused
         async with asyncio.timeout(limit_s):
             return await _read(request, share, most)
     except TimeoutError:
@@ -155,7 +157,8 @@ SAMPLING = {
     "stop_token_ids", "stream_interval", "stream_options", "structured_outputs", "temperature",
     "thinking_token_budget", "top_k", "top_logprobs", "top_p", "use_beam_search", "watermarking",
 }  # fmt: skip
-"""Fields that say what to make of a prompt, and on which its KV does not depend: n: 64 would have a node compute 64 sequences."""
+"""Fields that say what to make of a prompt, and on which its KV does not depend: n: 64 would have a node
+compute 64 sequences."""
 
 
 _MOST_FIELDS = 1000
@@ -185,8 +188,8 @@ _TENANT_SALT = "pd-cache-tenant-"
 def tenant_salt(own: str | None, tenant: str) -> str | None:
     """Returns the `cache_salt` of a request of `tenant`, if it has one, whose client has sent the salt `own`.
 
-    A tenant's salt is no other's, because tenants' names have no `/`, and no client can send it: raises ApiError 400. It holds a digest,
-    because vLLM takes at most 128 characters, and neither `@`, `/` nor `\\`.
+    A tenant's salt is no other's, because tenants' names have no `/`, and no client can send it: raises
+    ApiError 400. It holds a digest, because vLLM takes at most 128 characters, and neither `@`, `/` nor `\\`.
     """
     if tenant:
         return _TENANT_SALT + hashlib.sha256(f"{tenant}/{own or ''}".encode()).hexdigest()
@@ -225,7 +228,8 @@ class _Message(msgspec.Struct, Generic[P], frozen=True, gc=False):
 
 
 def _consists_of(messages: bytes, part: type[msgspec.Struct]) -> bool:
-    """Returns whether a chat's parts are texts, or are of this type. Takes no time of the interpreter a message."""
+    """Returns whether a chat's parts are texts, or are of this type. Takes no time of the interpreter a
+    message."""
     try:
         decode_json(messages, list[_Message[part]])  # type: ignore[valid-type]
     except UndecodableError:
@@ -249,7 +253,8 @@ class Completion:
         self._fields.pop(_TRANSFER, None)  # it says which memory to read, so it is only for nodes
         hints = bytes(self._fields.pop(_HINTS, b"null"))
         self.hints = None if hints == b"null" else hints
-        """What the client says about the future of prompts, as JSON (`launch/proxy/hints.py`). Nodes do not get it."""
+        """What the client says about the future of prompts, as JSON (`launch/proxy/hints.py`). Nodes do not
+        get it."""
         self._chat = prompt == "messages"
         self._field = prompt
         if prompt not in self._fields or self._fields[prompt] == _NULL:
@@ -288,7 +293,8 @@ class Completion:
         return read_prompt(b"".join([*shown, self._prompt]), isolation)
 
     def plain(self) -> bool:
-        """Returns whether the tokens of `/tokenize` identify the prompt. They do not if it has images or documents."""
+        """Returns whether the tokens of `/tokenize` identify the prompt. They do not if it has images or
+        documents."""
         return self._media is False and all(self._fields.get(name, _NULL) == _NULL for name in _UNTOLD)
 
     @property
@@ -313,20 +319,25 @@ class Completion:
             return None
 
     def cache_salt(self) -> str | None:
-        """Returns the salt that separates the request's cache from others; None without one. Raises ValueError if it is not text."""
+        """Returns the salt that separates the request's cache from others; None without one. Raises
+        ValueError if it is not text."""
         return decode_json(bytes(self._fields.get("cache_salt", b"null")), str | None)
 
     def isolate(self, tenant: str) -> None:
-        """Makes the request one of a tenant; see `tenant_salt`. Raises ApiError 400 for a salt that no client may send."""
+        """Makes the request one of a tenant; see `tenant_salt`. Raises ApiError 400 for a salt that no client
+        may send."""
         try:
             own = self.cache_salt()
         except ValueError:
-            raise ApiError(400, "`cache_salt` must be text", param="cache_salt", code="invalid_value") from None
+            raise ApiError(
+                400, "`cache_salt` must be text", param="cache_salt", code="invalid_value"
+            ) from None
         if (salt := tenant_salt(own, tenant)) != own:
             self._fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
 
     def scores_prompt(self) -> bool:
-        """Returns whether the answer has log probabilities of the prompt. vLLM computes the whole prompt for them, whatever it has of it."""
+        """Returns whether the answer has log probabilities of the prompt. vLLM computes the whole prompt for
+        them, whatever it has of it."""
 
         def given(field: str) -> bool:
             return bytes(self._fields.get(field, b"null")) not in (b"null", b"false")
@@ -340,15 +351,18 @@ class Completion:
         return self._one_token({}, mm_payload=msgspec.Raw(b'"none"'))
 
     def for_prefill(self) -> bytes:
-        """Returns the body for the prefill node: one token, not streamed, and marked for decoding on another node."""
+        """Returns the body for the prefill node: one token, not streamed, and marked for decoding on another
+        node."""
         return self._one_token({"do_remote_decode": True, "do_remote_prefill": False})
 
     def for_stream(self) -> bytes:
-        """Returns the body that has a decode node load the prompt's chunks as they appear. The node need not answer it."""
+        """Returns the body that has a decode node load the prompt's chunks as they appear. The node need not
+        answer it."""
         return self._one_token(write_params(Announcement(stream=True)))
 
     def for_load(self) -> bytes:
-        """Returns the body that has a decode node load what the pool has of the prompt, and compute the rest."""
+        """Returns the body that has a decode node load what the pool has of the prompt, and compute the
+        rest."""
         return self._one_token({})
 
     def _one_token(self, transfer: dict[str, Any], **more: msgspec.Raw) -> bytes:
@@ -380,28 +394,35 @@ class Completion:
 def _without_media_ids(messages: bytes) -> msgspec.Raw:
     """Returns a chat's messages without the names that the client gave to images, audio and video.
 
-    vLLM takes whatever comes under a name for what it has cached under this name, even if another client sent that, and even if the name is
-    the hash of other content. Without a name, vLLM hashes the content. Raises UndecodableError if this is no chat, ApiError 400 if it has too
-    many parts.
+    vLLM takes whatever comes under a name for what it has cached under this name, even if another client sent
+    that, and even if the name is the hash of other content. Without a name, vLLM hashes the content. Raises
+    UndecodableError if this is no chat, ApiError 400 if it has too many parts.
     """
     places, parts = [], 0
     for place, message in enumerate(decode_json(messages, list[_Message[_AnyPart]])):
-        if isinstance(message.content, list) and any(getattr(part, "uuid", _NULL) != _NULL for part in message.content):
+        if isinstance(message.content, list) and any(
+            getattr(part, "uuid", _NULL) != _NULL for part in message.content
+        ):
             places.append(place)
             parts += len(message.content)
             if parts > _MOST_NAMED:
-                raise ApiError(400, f"Messages with a `uuid` have more than {_MOST_NAMED} parts", param="messages")
+                raise ApiError(
+                    400, f"Messages with a `uuid` have more than {_MOST_NAMED} parts", param="messages"
+                )
     kept = decode_json(messages, list[msgspec.Raw])
     for place in places:
         message = decode_json(bytes(kept[place]), dict[str, msgspec.Raw])
         content = decode_json(bytes(message["content"]), list[str | dict[str, msgspec.Raw]])
-        bare = [part if isinstance(part, str) else {k: part[k] for k in part if k != "uuid"} for part in content]
+        bare = [
+            part if isinstance(part, str) else {k: part[k] for k in part if k != "uuid"} for part in content
+        ]
         kept[place] = msgspec.Raw(msgspec.json.encode({**message, "content": bare}))
     return msgspec.Raw(msgspec.json.encode(kept))
 
 
 def check_fields(body: bytes) -> None:
-    """Raises ApiError 400 if the object has far too many fields, before objects are made of them: a field of 9 bytes takes 200 in memory."""
+    """Raises ApiError 400 if the object has far too many fields, before objects are made of them: a field of
+    9 bytes takes 200 in memory."""
     colons = body.count(b":")
     if colons <= _MOST_COLONS:
         return
@@ -444,7 +465,8 @@ class _Rendered(msgspec.Struct, frozen=True):
 
 
 def read_rendered(answer: bytes) -> PromptTokens:
-    """Reads the answer of vLLM's `/render`. Raises ValueError for anything else, and if media are not named by their content."""
+    """Reads the answer of vLLM's `/render`. Raises ValueError for anything else, and if media are not named
+    by their content."""
     rendered = decode_json(answer, _Rendered)
     features = rendered.features or _Features()
     media = [

@@ -1,8 +1,9 @@
 """Conditional disaggregation: decides which prompts need no prefill node.
 
-A decode node can compute a prompt itself. That is quicker if there is little to compute: the prompt is short, or the pool holds its
-prefix. A single lookup finds out whether the pool does. For a text, the proxy first asks a node for the tokens (vLLM's `/tokenize`, or
-`/render` for a chat with media). If either fails, the prompt takes the usual way.
+A decode node can compute a prompt itself. That is quicker if there is little to compute: the prompt is short,
+or the pool holds its prefix. A single lookup finds out whether the pool does. For a text, the proxy first
+asks a node for the tokens (vLLM's `/tokenize`, or `/render` for a chat with media). If either fails, the
+prompt takes the usual way.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ Why = Literal["short", "in_pool", "scored"]
 LOOKUP_THREADS = 4
 LOOKUP_TIMEOUT_S = 0.6
 MAX_WAITING = 32
-"""The most prompts of completions that are tokenized or looked up at a time. Further ones take the usual way without a lookup."""
+"""The most prompts of completions that are tokenized or looked up at a time. Further ones take the usual way
+without a lookup."""
 _MAX_TOKENS = 1 << 18
-"""The most tokens of a prompt that is looked up. To name the chunks of a longer one would take this process too long."""
+"""The most tokens of a prompt that is looked up. To name the chunks of a longer one would take this process
+too long."""
 _MAX_KEYS = 1 << 18
 """The most objects that a lookup asks for."""
 _ANSWERED: frozenset[MissReason] = frozenset(
@@ -44,7 +47,8 @@ class Pool(NamedTuple):
     """The namespaces of the model's layer groups. The first group names the chunks."""
     master: str
     model: str | None = None
-    """The `model` of requests that can be looked up: the KV of others, such as a LoRA adapter, has other names. None for all."""
+    """The `model` of requests that can be looked up: the KV of others, such as a LoRA adapter, has other
+    names. None for all."""
 
 
 OpenLookup = Callable[[Pool], LookupClient]
@@ -63,10 +67,12 @@ class DirectRule:
         seeds: Collection[str] = (),
         stream_tokens: int | None = None,
     ) -> None:
-        """With 0 `tokens`, no prompt goes directly. `timeout_s` bounds the lookup and the request for tokens of a prompt together.
+        """With 0 `tokens`, no prompt goes directly. `timeout_s` bounds the lookup and the request for tokens
+        of a prompt together.
 
-        `seeds`: other seeds, besides this process's own, from which vLLM's block hashes may start. `stream_tokens`: how many tokens a prefill
-        node must have to compute for the decode node to load them meanwhile; None for never.
+        `seeds`: other seeds, besides this process's own, from which vLLM's block hashes may start.
+        `stream_tokens`: how many tokens a prefill node must have to compute for the decode node to load them
+        meanwhile; None for never.
         """
         self._tokens = tokens
         self._stream_tokens = stream_tokens
@@ -90,7 +96,8 @@ class DirectRule:
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="proxy-lookup")
 
     def use(self, pool: Pool | str, label: str | None = FIRST) -> None:
-        """Looks up in this pool from now on. If given a reason why that is impossible instead, looks up in none.
+        """Looks up in this pool from now on. If given a reason why that is impossible instead, looks up in
+        none.
 
         `label`: that of the weights of the nodes that will load, None if they have none.
         """
@@ -126,13 +133,15 @@ class DirectRule:
         return ""
 
     def why(self, tokens: int, found: int = 0) -> Why | None:
-        """Returns why a prompt of `tokens` tokens needs no prefill node if the pool holds the first `found`; None if it needs one."""
+        """Returns why a prompt of `tokens` tokens needs no prefill node if the pool holds the first `found`;
+        None if it needs one."""
         if tokens < self._tokens:
             return "short"
         return "in_pool" if tokens - found < self._tokens else None
 
     def streams(self, tokens: int, found: int) -> bool:
-        """Returns whether the decode node should load a prompt while a prefill node computes it. The pool holds its first `found` tokens."""
+        """Returns whether the decode node should load a prompt while a prefill node computes it. The pool
+        holds its first `found` tokens."""
         return self._stream_tokens is not None and tokens - found >= self._stream_tokens
 
     @property
@@ -146,7 +155,8 @@ class DirectRule:
         return isinstance(self._used, Pool) and len(self._used.namespaces) > 1
 
     def can_tell(self, model: str | None, tokens: int) -> bool:
-        """Returns whether `look_up` can say more about such a prompt for `model`, and routing or hints would use it."""
+        """Returns whether `look_up` can say more about such a prompt for `model`, and routing or hints would
+        use it."""
         if self._namer is None or tokens > _MAX_TOKENS or (self._client is None and not self.wants_names):
             return False
         return self.model is None or model in (None, self.model)
@@ -154,8 +164,8 @@ class DirectRule:
     async def look_up(
         self, tokens: list[int], salt: str | None, request_id: str, media: Sequence[MediaItem] = ()
     ) -> NamedPrompt | None:
-        """Returns what a prompt is known by, and how much of it the pool holds if prompts are looked up here. Returns None if the prompt
-        cannot be named here. Raises ValueError if a token is none."""
+        """Returns what a prompt is known by, and how much of it the pool holds if prompts are looked up here.
+        Returns None if the prompt cannot be named here. Raises ValueError if a token is none."""
         namer, client, most = self._namer, self._client, self.most_chunks
         if namer is None or len(tokens) > _MAX_TOKENS:
             return None
@@ -166,8 +176,13 @@ class DirectRule:
         return await asyncio.get_running_loop().run_in_executor(self._threads, find)
 
     async def look_up_blocks(self, hashes: Sequence[bytes], request_id: str) -> NamedPrompt | None:
-        """Does the same for a prompt that is given by the hashes of its blocks (`PromptNamer.name_blocks`)."""
-        return None if self._namer is None else await self.look_up_again(self._namer.name_blocks(hashes), request_id)
+        """Does the same for a prompt that is given by the hashes of its blocks
+        (`PromptNamer.name_blocks`)."""
+        return (
+            None
+            if self._namer is None
+            else await self.look_up_again(self._namer.name_blocks(hashes), request_id)
+        )
 
     async def look_up_again(self, named: NamedPrompt, request_id: str) -> NamedPrompt:
         """Returns the prompt with how much of it the pool holds now."""
@@ -193,8 +208,9 @@ class DirectRule:
     async def renew(self, names: Sequence[bytes]) -> tuple[tuple[str, str], int] | None:
         """Keeps chunks from eviction for another lease, as far as the pool has them.
 
-        Returns their space, the namespace's fingerprint and the weights version: in another one, these names are those of other chunks. And
-        how many objects there are. None if the pool does not answer, or is not known.
+        Returns their space, the namespace's fingerprint and the weights version: in another one, these names
+        are those of other chunks. And how many objects there are. None if the pool does not answer, or is not
+        known.
         """
         namer, client = self._namer, self._client
         if namer is None or client is None:

@@ -1,15 +1,17 @@
-"""What each prefill node's own cache holds, by its KV events; and `/query`, which reports it to other routers.
+"""What each prefill node's own cache holds, by its KV events; and `/query`, which reports it to other
+routers.
 
-A block is known by 64 bits of its hash. A node's blocks are a set for each medium, so that to forget a node is to drop its sets. A set takes
-about 100 bytes a block. All sets together have at most `most_blocks`: after that, further blocks are not noted, until others are removed. A
-hash is of the whole prefix, so the number of leading blocks that are in a set is how much of a prompt a node has.
+A block is known by 64 bits of its hash. A node's blocks are a set for each medium, so that to forget a node
+is to drop its sets. A set takes about 100 bytes a block. All sets together have at most `most_blocks`: after
+that, further blocks are not noted, until others are removed. A hash is of the whole prefix, so the number of
+leading blocks that are in a set is how much of a prompt a node has.
 
-`KnownRank.apply` is called on the subscriber's thread and the rest on the event loop's. A set that is read while it grows gives an answer
-that was true a moment ago.
+`KnownRank.apply` is called on the subscriber's thread and the rest on the event loop's. A set that is read
+while it grows gives an answer that was true a moment ago.
 
-The form of `/query` is that of Mooncake Conductor's indexer API. A request is `{"model": "NAME", "token_ids": [1, 2, 3], "cache_salt": "…",
-"instance_id": "NODE"}`. The answer is `{"default": {"NODE": {"longest_matched": 256, "GPU": 128, "CPU": 256, "DISK": 0, "DP": {"0":
-256}}}}`, in tokens.
+The form of `/query` is that of Mooncake Conductor's indexer API. A request is `{"model": "NAME", "token_ids":
+[1, 2, 3], "cache_salt": "…", "instance_id": "NODE"}`. The answer is `{"default": {"NODE": {"longest_matched":
+256, "GPU": 128, "CPU": 256, "DISK": 0, "DP": {"0": 256}}}}`, in tokens.
 """
 
 from __future__ import annotations
@@ -62,11 +64,14 @@ class KnownRank:
         self._sets: dict[str, set[int]] = {}
         """The blocks in each medium."""
         self._partial: set[int] = set()
-        """Groups of layers that do not keep every token of a prefix. Their blocks say nothing about prefixes."""
+        """Groups of layers that do not keep every token of a prefix. Their blocks say nothing about
+        prefixes."""
         self.ready = False
-        """Whether anything has come from the rank since its blocks were last forgotten. Until then nothing is known of its cache."""
+        """Whether anything has come from the rank since its blocks were last forgotten. Until then nothing is
+        known of its cache."""
         self.unnameable = False
-        """Whether its hashes cover tokens behind a block, so that no prompt could be found among them: its blocks are not noted."""
+        """Whether its hashes cover tokens behind a block, so that no prompt could be found among them: its
+        blocks are not noted."""
 
     def __len__(self) -> int:
         return sum(map(len, list(self._sets.values())))
@@ -91,7 +96,9 @@ class KnownRank:
                     self._add(event.medium or MEDIUM_GPU, _short(event.block_hashes))
             elif isinstance(event, RemovedEvent):
                 if event.group_idx not in self._partial:
-                    self._sets.get(event.medium or MEDIUM_GPU, set()).difference_update(_short(event.block_hashes))
+                    self._sets.get(event.medium or MEDIUM_GPU, set()).difference_update(
+                        _short(event.block_hashes)
+                    )
             else:
                 self._sets = {}
 
@@ -122,7 +129,8 @@ class KnownRank:
 
 
 class KnownCache:
-    """What the caches of one node's data-parallel ranks hold, and what requests under way are about to put there.
+    """What the caches of one node's data-parallel ranks hold, and what requests under way are about to put
+    there.
 
     vLLM chooses a request's rank by load alone, so a request may find less than the node has."""
 
@@ -143,8 +151,8 @@ class KnownCache:
         return known and prompt is not None and bool(prompt.blocks) and prompt.fingerprint == self.fingerprint
 
     def tokens(self, prompt: NamedPrompt) -> int:
-        """Returns how many tokens of the prompt's beginning the rank with the most of it has, in any medium, or will have when the requests
-        under way are done."""
+        """Returns how many tokens of the prompt's beginning the rank with the most of it has, in any medium,
+        or will have when the requests under way are done."""
         return max(rank.blocks(prompt, self._under_way) for rank in self.ranks) * prompt.block_tokens
 
     def begin(self, prompt: NamedPrompt) -> Sequence[int]:
@@ -175,7 +183,8 @@ class CacheView:
     """The index of blocks, and the publishers that fill it."""
 
     def __init__(self, most_blocks: int, load_bytes: int) -> None:
-        """`load_bytes`: how many bytes a node loads from the pool in the time in which it computes a token."""
+        """`load_bytes`: how many bytes a node loads from the pool in the time in which it computes a
+        token."""
         self._most_blocks = most_blocks
         self._load_bytes = load_bytes
         self._subscriber = EventSubscriber()
@@ -190,7 +199,8 @@ class CacheView:
         return sum(map(len, self._caches.values()))
 
     def update(self, records: Iterable[NodeRecord]) -> dict[str, KnownCache]:
-        """Follows those of these prefill nodes that publish events, and no others. Returns what is known of the nodes' caches, by URL."""
+        """Follows those of these prefill nodes that publish events, and no others. Returns what is known of
+        the nodes' caches, by URL."""
         wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]] = {}
         caches: dict[tuple[str, str], KnownCache] = {}
         nodes = {}
@@ -215,22 +225,29 @@ class CacheView:
         return self._most_blocks - self.blocks
 
     def load_cost(self, namespaces: Iterable[Namespace]) -> float:
-        """Returns the cost of a token of these layer groups that is loaded: at most 1, which a computed token costs."""
+        """Returns the cost of a token of these layer groups that is loaded: at most 1, which a computed token
+        costs."""
         a_token = sum(space.chunk_bytes / space.chunk_size for space in namespaces)
         return min(1.0, a_token / self._load_bytes)
 
     def hits(self, prompt: NamedPrompt) -> dict[str, list[dict[str, int]]]:
-        """Returns, for each prefill node that shares the prompt's namespace, by name, how many tokens of the prompt's beginning each of its
-        ranks has in each medium. What the pool holds counts as `CPU`, because it is in the memory of hosts and each of these nodes can
-        load it."""
+        """Returns, for each prefill node that shares the prompt's namespace, by name, how many tokens of the
+        prompt's beginning each of its ranks has in each medium. What the pool holds counts as `CPU`, because
+        it is in the memory of hosts and each of these nodes can load it."""
         found = {}
         for url, record in self._nodes.items():
             if record.fingerprint != prompt.fingerprint:
                 continue
             cache = self._caches.get((url, record.instance))
-            ranks = [rank.media(prompt) for rank in cache.ranks] if cache is not None and cache.knows(prompt) else [{}]
+            ranks = (
+                [rank.media(prompt) for rank in cache.ranks]
+                if cache is not None and cache.knows(prompt)
+                else [{}]
+            )
             found[record.name] = [
-                {"GPU": 0, "CPU": 0, "DISK": 0} | media | {"CPU": max(media.get("CPU", 0), prompt.pool_tokens or 0)}
+                {"GPU": 0, "CPU": 0, "DISK": 0}
+                | media
+                | {"CPU": max(media.get("CPU", 0), prompt.pool_tokens or 0)}
                 for media in ranks
             ]
         return found
@@ -249,7 +266,7 @@ class CacheView:
         self._subscriber.close()
 
 
-# --- /query ------------------------------------------------------------------------------------------------------------
+# --- /query -------------------------------------------------------------------------------------------------
 
 
 class Query(msgspec.Struct, frozen=True):
@@ -275,8 +292,9 @@ def read_query(body: bytes) -> Query:
 
 class CacheQuery:
     def __init__(self, direct: DirectRule, caches: CacheView, keys: Keys, bodies: BodyMemory) -> None:
-        """`direct` names prompts and looks them up in the pool. A query needs the key of a monitor, as `/metrics` does. With a client's key, it
-        is about the prompts of the client's tenant, and with a gateway's about none."""
+        """`direct` names prompts and looks them up in the pool. A query needs the key of a monitor, as
+        `/metrics` does. With a client's key, it is about the prompts of the client's tenant, and with a
+        gateway's about none."""
         self._direct = direct
         self._caches = caches
         self._keys = keys
@@ -315,13 +333,16 @@ class CacheQuery:
             raise overloaded(f"Prompts cannot be named now: {self._direct.blind or 'too many, or too long'}")
         if query.block_size not in (None, 0, prompt.block_tokens, prompt.chunk_tokens):
             sizes = f"{prompt.block_tokens} or {prompt.chunk_tokens}"
-            raise ApiError(400, f"`block_size` is {query.block_size}, but here it is {sizes}", param="block_size")
+            raise ApiError(
+                400, f"`block_size` is {query.block_size}, but here it is {sizes}", param="block_size"
+            )
         found: dict[str, dict[str, object]] = {}
         for name, ranks in self._caches.hits(prompt).items():
             if query.instance_id in (None, name):
                 longest = [max(media.values()) for media in ranks]
                 media = {
-                    medium: max(tokens.get(medium, 0) for tokens in ranks) for medium in dict.fromkeys(chain(*ranks))
+                    medium: max(tokens.get(medium, 0) for tokens in ranks)
+                    for medium in dict.fromkeys(chain(*ranks))
                 }
                 found[name] = {
                     "longest_matched": max(longest),

@@ -51,7 +51,11 @@ class Exchange:
         """At least the last `REPORT_BYTES` of what was sent so far."""
         self.tracing = tracing
         self.span = tracing.begin(
-            "pd_cache.proxy", trace_headers(request.headers), kind="server", request_id=self.id, path=request.path
+            "pd_cache.proxy",
+            trace_headers(request.headers),
+            kind="server",
+            request_id=self.id,
+            path=request.path,
         )
         self.decodes: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
@@ -63,7 +67,8 @@ class Exchange:
         """Makes the answer to the request's hints; None without hints."""
 
     def summary(self) -> str:
-        """Returns, for the log, which client asked, which nodes answered, and why they did not find more of the prompt."""
+        """Returns, for the log, which client asked, which nodes answered, and why they did not find more of
+        the prompt."""
         parts = [f"{what}={who}" for what, who in zip(("client", "tenant"), self.client, strict=True) if who]
         parts += [f"{hop}={node}" for hop, node in self.nodes.items()]
         parts += [f"{hop}_reason={report.reason}" for hop, report in self.reports.items() if report]
@@ -74,14 +79,20 @@ class Exchange:
         return self.tracing.begin(f"pd_cache.{what}", self.span.headers, kind="client", node=node)
 
     def headers(self, keys: Keys, span: TraceSpan) -> dict[str, str]:
-        """Returns the headers for a node: not the client's key if that is for the proxy, and the nodes' own key if there is one."""
+        """Returns the headers for a node: not the client's key if that is for the proxy, and the nodes' own
+        key if there is one."""
         headers = {name.capitalize(): value for name, value in span.headers.items()}
         if keys.node_key is not None:
             headers["Authorization"] = f"Bearer {keys.node_key}"
         elif not keys.guarded and "Authorization" in self.request.headers:
             headers["Authorization"] = self.request.headers["Authorization"]
         # bytes are passed on as they come, and the client might not accept every encoding
-        return {**headers, ID_HEADER: self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
+        return {
+            **headers,
+            ID_HEADER: self.id,
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+        }
 
     @property
     def streamed(self) -> bool:

@@ -1,17 +1,20 @@
-"""Hints of clients about the future of prompts: `kv.retain` keeps a prompt in the pool for a while, `kv.release` ends that, and `kv.prefetch` has
-a decode node load it before its request comes.
+"""Hints of clients about the future of prompts: `kv.retain` keeps a prompt in the pool for a while,
+`kv.release` ends that, and `kv.prefetch` has a decode node load it before its request comes.
 
-The master leases each key that it is asked for, and does not evict leased objects. So a pin is a list of chunks' names: the proxy asks for all of
-them again and again, before their leases end. Chunks that are not in the pool yet are kept as soon as they come.
+The master leases each key that it is asked for, and does not evict leased objects. So a pin is a list of
+chunks' names: the proxy asks for all of them again and again, before their leases end. Chunks that are not in
+the pool yet are kept as soon as they come.
 
-1. Pins never fill the pool. All pins of all proxies together take at most `max_share` of it. They count in full, whether the pool has them or not,
-   and a chunk counts once, however many of a holder's pins it is in. If the pool shrinks, the newest pins end.
-2. A pin ends after its time, with a release, with the next request for its prompt (`once`), when the weights change, and with this proxy.
-   Leases cannot be given back: they end by themselves.
+1. Pins never fill the pool. All pins of all proxies together take at most `max_share` of it. They count in
+   full, whether the pool has them or not, and a chunk counts once, however many of a holder's pins it is in.
+   If the pool shrinks, the newest pins end.
+2. A pin ends after its time, with a release, with the next request for its prompt (`once`), when the weights
+   change, and with this proxy. Leases cannot be given back: they end by themselves.
 3. An action never fails the completion that it comes with, nor the actions beside it.
 4. A pin is its client's and its tenant's: others can neither release nor replace it.
-5. A holder is a tenant, or a client without one. Where clients have keys, each gets a pin only while it has fewer than are free, so one alone takes
-   at most half, two a third each, and the next finds room. Chunks are shared out by the same rule, unless a tenant's own bound says how many.
+5. A holder is a tenant, or a client without one. Where clients have keys, each gets a pin only while it has
+   fewer than are free, so one alone takes at most half, two a third each, and the next finds room. Chunks are
+   shared out by the same rule, unless a tenant's own bound says how many.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ log = logging.getLogger(__name__)
 LARGEST_HINTS = 4 << 20
 """The event loop reads them: all of a message of this size in 70 ms."""
 HINTS_S = 5.0
-"""The longest time for the body of a `POST /hints`, and for a completion's answer to wait for the answer to its hints."""
+"""The longest time for the body of a `POST /hints`, and for a completion's answer to wait for the answer to
+its hints."""
 _LEASE_MS = 10_000
 _LONGEST_RENEWAL_S = 5.0
 """Leases are renewed at least so often, however long they are: so chunks that come into the pool get one."""
@@ -153,11 +157,15 @@ class Hints:
         Raises ApiError 400 if the message is too large, or no envelope.
         """
         if len(message) > LARGEST_HINTS:
-            raise ApiError(400, f"kv_hints have more than {LARGEST_HINTS} bytes", param="kv_hints", code="bad_hints")
+            raise ApiError(
+                400, f"kv_hints have more than {LARGEST_HINTS} bytes", param="kv_hints", code="bad_hints"
+            )
         try:
             hints = decode_json(message, HintsMessage)
         except UndecodableError as error:
-            raise ApiError(400, f"No kv_hints of version 0.1: {error}", param="kv_hints", code="bad_hints") from None
+            raise ApiError(
+                400, f"No kv_hints of version 0.1: {error}", param="kv_hints", code="bad_hints"
+            ) from None
         answers = []
         for raw in hints.actions:
             kind, action_id = "other", ""
@@ -187,7 +195,9 @@ class Hints:
             named = None if given.action_id else await self._target(fields, given, exchange)
             last = named and named.names[-1]
             ended = self.pins.end_where(
-                lambda key, pin: key[0] == client and (pin.target == last if last else key[1] == given.action_id)
+                lambda key, pin: (
+                    key[0] == client and (pin.target == last if last else key[1] == given.action_id)
+                )
             )
             if not ended:
                 raise HintRefusedError("this client has no such pin at this proxy")
@@ -198,7 +208,9 @@ class Hints:
             named = await self._target(fields, given, exchange)
             node = await self._prefetch(exchange, self._completion(fields), named)
             tokens = len(named.names) * named.chunk_tokens
-            return done(action.action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=node)
+            return done(
+                action.action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=node
+            )
         if given.ttl_s is None:
             raise HintRefusedError("ttl_s is missing: for how many seconds the prompt is to be kept")
         named = await self._target(fields, given, exchange)
@@ -218,7 +230,9 @@ class Hints:
         tokens = chunks * named.chunk_tokens
         return done(action.action_id, why, ttl_s=ttl_s, tokens=tokens, in_pool=min(tokens, named.pool_tokens))
 
-    async def _target(self, payload: dict[str, msgspec.Raw], known: HintPayload, exchange: Exchange) -> NamedPrompt:
+    async def _target(
+        self, payload: dict[str, msgspec.Raw], known: HintPayload, exchange: Exchange
+    ) -> NamedPrompt:
         """Returns the prompt that an action is about. It has at least one whole chunk."""
         given = [field for field in TARGETS if field in payload]
         if len(given) > 1 or (not given and exchange.known is None):
@@ -243,17 +257,22 @@ class Hints:
         if named is None or isinstance(named, str):
             raise HintRefusedError(f"the prompt cannot be named: {named or direct.blind}")
         if not named.names:
-            raise HintRefusedError(f"the prompt has {named.tokens} tokens: no whole chunk of {named.chunk_tokens}")
+            raise HintRefusedError(
+                f"the prompt has {named.tokens} tokens: no whole chunk of {named.chunk_tokens}"
+            )
         return named
 
     def _completion(self, payload: dict[str, msgspec.Raw]) -> Completion:
-        """Returns the request whose prompt an action names. Raises ApiError or HintRefusedError if it names none."""
+        """Returns the request whose prompt an action names. Raises ApiError or HintRefusedError if it names
+        none."""
         fields = {"prompt" if field == "tokens" else field: raw for field, raw in payload.items()}
         for field in ("ttl_s", "once", "action_id"):
             fields.pop(field, None)
         if self._direct.model is not None:
             fields.setdefault("model", msgspec.Raw(msgspec.json.encode(self._direct.model)))
-        completion = Completion(msgspec.json.encode(fields), prompt="messages" if "messages" in payload else "prompt")
+        completion = Completion(
+            msgspec.json.encode(fields), prompt="messages" if "messages" in payload else "prompt"
+        )
         if "tokens" in payload and completion.token_ids() is None:
             raise HintRefusedError("tokens must be a list of token ids")
         return completion
@@ -279,14 +298,16 @@ class Hints:
     def _proxies(self) -> int:
         return max(1, len(self._view.by_role("proxy")))
 
-    # --- prefetches ----------------------------------------------------------------------------------------------
+    # --- prefetches -----------------------------------------------------------------------------------------
 
     def prefetched_by(self, client: Client) -> bool:
-        """Returns whether a node holds a prompt for this client. Prompts that others prefetch cost it nothing."""
+        """Returns whether a node holds a prompt for this client. Prompts that others prefetch cost it
+        nothing."""
         return any(prefetched.holder == client.holder for prefetched in self._prefetched.values())
 
     def prefetched(self, named: NamedPrompt) -> Prefetched | None:
-        """Returns the longest prefetch of a request's prompt, which ends with the request; None if there is none."""
+        """Returns the longest prefetch of a request's prompt, which ends with the request; None if there is
+        none."""
         last = next((name for name in reversed(named.names) if name in self._prefetched), None)
         return None if last is None else self._prefetched.pop(last)
 
@@ -295,9 +316,11 @@ class Hints:
             prefetched.stream.cancel()
 
     async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt) -> str | None:
-        """Has the decode node that a request with this prompt would get load it, and hold it for `PREFETCH_S`; the request will go there.
+        """Has the decode node that a request with this prompt would get load it, and hold it for
+        `PREFETCH_S`; the request will go there.
 
-        Returns the node's URL, or None if this client may not see it. Raises HintRefusedError, which says why not, if no node does.
+        Returns the node's URL, or None if this client may not see it. Raises HintRefusedError, which says why
+        not, if no node does.
         """
         if not named.pool_tokens:
             raise HintRefusedError(
@@ -310,14 +333,23 @@ class Hints:
             raise HintRefusedError("no decode node can be asked")
         streams = pool.streams(node)
         if not streams and not self._direct.grouped:
-            raise HintRefusedError("decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)")
+            raise HintRefusedError(
+                "decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)"
+            )
         if not streams and not self._direct.why(named.tokens, named.pool_tokens):
-            raise HintRefusedError("a decode node would compute it: the pool lacks too much of it (docs/hints.md)")
+            raise HintRefusedError(
+                "a decode node would compute it: the pool lacks too much of it (docs/hints.md)"
+            )
         holder = exchange.client.holder
         held = sum(prefetched.holder == holder for prefetched in self._prefetched.values())
         if not fair(holder, held, _MOST_PREFETCHED - len(self._prefetched)):
-            raise HintRefusedError(f"of {_MOST_PREFETCHED} prefetches, none is free, or this client has as many as are")
-        body, name = completion.for_stream() if streams else completion.for_load(), f"-prefetch-{last.hex()[:8]}"
+            raise HintRefusedError(
+                f"of {_MOST_PREFETCHED} prefetches, none is free, or this client has as many as are"
+            )
+        body, name = (
+            completion.for_stream() if streams else completion.for_load(),
+            f"-prefetch-{last.hex()[:8]}",
+        )
         stream = self._hops.stream(exchange, node, completion.path, body, name, PREFETCH_S)
         if stream is None:
             raise HintRefusedError("other requests take all the memory for bodies")
@@ -343,7 +375,7 @@ class Hints:
             raise HintRefusedError(f"the decode node does not load it: {why}")
         return node if self._keys.may_watch(exchange.request.headers.get("Authorization")) else None
 
-    # --- leases --------------------------------------------------------------------------------------------------
+    # --- leases ---------------------------------------------------------------------------------------------
 
     @property
     def renew_s(self) -> float:

@@ -1,4 +1,5 @@
-"""A request's hops: what a decode node says of its prompt's tokens, the prefill node, the stream, and the decode node, whose answer is passed on."""
+"""A request's hops: what a decode node says of its prompt's tokens, the prefill node, the stream, and the
+decode node, whose answer is passed on."""
 
 from __future__ import annotations
 
@@ -79,12 +80,13 @@ class Hops:
         self._judging = 0
         """How many prompts are being tokenized or looked up."""
 
-    # --- what a prompt is known by ---------------------------------------------------------------------------------
+    # --- what a prompt is known by --------------------------------------------------------------------------
 
     async def judge(
         self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, *, name: bool
     ) -> tuple[Why | None, NamedPrompt | str]:
-        """Returns why the prompt needs no prefill node, or None, and what it is known by, or why that is not known.
+        """Returns why the prompt needs no prefill node, or None, and what it is known by, or why that is not
+        known.
 
         `name`: what it is known by is wanted even if the prompt is so short that nothing depends on it here.
         """
@@ -151,7 +153,8 @@ class Hops:
         body: bytes | None,
         read: Callable[[bytes], T],
     ) -> T:
-        """Returns what `read` makes of a node's whole answer. Raises Refusal if the node refuses the request, HopError if it fails."""
+        """Returns what `read` makes of a node's whole answer. Raises Refusal if the node refuses the request,
+        HopError if it fails."""
         answer = await send(self.session, method, url, exchange.headers(self._keys, span), body)
         try:
             await check_status(answer)
@@ -163,8 +166,11 @@ class Hops:
         finally:
             answer.close()
 
-    def _failed(self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError) -> None:
-        """Notes how a node failed. Without `attempts`, only a connection that cannot be made counts against the node."""
+    def _failed(
+        self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError
+    ) -> None:
+        """Notes how a node failed. Without `attempts`, only a connection that cannot be made counts against
+        the node."""
         free_frames(error)
         self._metrics.hop_failures.labels(hop, error.reason).inc()
         now = time.monotonic()
@@ -176,13 +182,15 @@ class Hops:
         elif error.reason == "unreachable":
             self.pools[hop].failed(node, error.reason, now)
 
-    # --- the prefill hop -----------------------------------------------------------------------------------------
+    # --- the prefill hop ------------------------------------------------------------------------------------
 
-    async def prefill(self, exchange: Exchange, body: bytes, prompt: RoutedPrompt) -> tuple[str, HandedOver | None]:
+    async def prefill(
+        self, exchange: Exchange, body: bytes, prompt: RoutedPrompt
+    ) -> tuple[str, HandedOver | None]:
         """Returns how it went, and what a prefill node handed over; None if none computed the prompt.
 
-        The decode node gets the request even if prefill nodes refuse it: its longest prompt, its adapters and its queue may be others, and
-        what it refuses, too, it refuses in the client's own words.
+        The decode node gets the request even if prefill nodes refuse it: its longest prompt, its adapters and
+        its queue may be others, and what it refuses, too, it refuses in the client's own words.
         """
         limit_s, refused = self._config.prefill_timeout_s, 0
         until = time.monotonic() + limit_s
@@ -196,7 +204,12 @@ class Hops:
                 with pool.working(node, prompt), exchange.hop_span("prefill", node) as span:
                     url = node + exchange.request.path
                     asking = self._whole(
-                        exchange, span, "POST", url, body, lambda answer: (read_handoff(answer), read_report(answer))
+                        exchange,
+                        span,
+                        "POST",
+                        url,
+                        body,
+                        lambda answer: (read_handoff(answer), read_report(answer)),
                     )
                     async with asyncio.timeout(left):
                         handoff, report = await asking
@@ -219,10 +232,11 @@ class Hops:
                 return "handed_over" if handoff else "nothing_stored", handoff
         return "prefill_refused" if refused else "prefill_failed", None
 
-    # --- the stream ------------------------------------------------------------------------------------------------
+    # --- the stream -----------------------------------------------------------------------------------------
 
     def streaming_node(self, exchange: Exchange, prompt: RoutedPrompt) -> str | None:
-        """Returns the decode node that should load the prompt's chunks while a prefill node computes them; None if that is not worth while.
+        """Returns the decode node that should load the prompt's chunks while a prefill node computes them;
+        None if that is not worth while.
 
         The node will probably answer the request.
         """
@@ -235,10 +249,16 @@ class Hops:
         return node if node is not None and pool.streams(node) else None
 
     def stream(
-        self, exchange: Exchange, node: str, path: str, body: bytes, name: str = _STREAM_ID, most_s: float | None = None
+        self,
+        exchange: Exchange,
+        node: str,
+        path: str,
+        body: bytes,
+        name: str = _STREAM_ID,
+        most_s: float | None = None,
     ) -> asyncio.Task[int] | None:
-        """Keeps a stream open until it is cancelled, for at most `most_s`. The task's result is the status of its answer; 0 without one. Returns
-        None if there is no memory for its body.
+        """Keeps a stream open until it is cancelled, for at most `most_s`. The task's result is the status of
+        its answer; 0 without one. Returns None if there is no memory for its body.
 
         No request depends on it, so its failure counts against no node.
         """
@@ -263,7 +283,7 @@ class Hops:
         task.add_done_callback(lambda _: share.give_back())
         return task
 
-    # --- the decode hop ------------------------------------------------------------------------------------------
+    # --- the decode hop -------------------------------------------------------------------------------------
 
     async def decode(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
         pool = self.pools["decode"]
@@ -299,13 +319,16 @@ class Hops:
         if refusal is not None:
             return passed_on(refusal)
         if attempts.blamed:
-            raise ApiError(502, "This request failed on two nodes and is not tried on others", code="node_failed")
+            raise ApiError(
+                502, "This request failed on two nodes and is not tried on others", code="node_failed"
+            )
         raise overloaded("No decode node could answer")
 
     async def _relay(
         self, exchange: Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes
     ) -> web.StreamResponse:
-        """Passes on the node's answer as it comes, beginning with `first`. Raises HopError if it breaks off."""
+        """Passes on the node's answer as it comes, beginning with `first`. Raises HopError if it breaks
+        off."""
         response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
         response.headers[ID_HEADER] = exchange.id
         if exchange.hinted is not None:
@@ -335,16 +358,19 @@ class Hops:
         exchange.reports["decode"] = read_report(exchange.ending)
         self.trips.note(exchange.id, exchange.trip())
 
-    # --- the list of models --------------------------------------------------------------------------------------
+    # --- the list of models ---------------------------------------------------------------------------------
 
     async def models(self, exchange: Exchange, _: bytes) -> web.Response:
-        """Returns the list of one of two decode nodes. It says nothing about how a node computes: only a refused connection counts against it."""
+        """Returns the list of one of two decode nodes. It says nothing about how a node computes: only a
+        refused connection counts against it."""
         pool, tried = self.pools["decode"], list[str]()
         while len(tried) < 2 and (node := pool.out_of_turn(time.monotonic(), tried)) is not None:
             tried.append(node)
             exchange.nodes["decode"] = node
             try:
-                asking = self._whole(exchange, exchange.span, "GET", node + exchange.request.path, None, read_models)
+                asking = self._whole(
+                    exchange, exchange.span, "GET", node + exchange.request.path, None, read_models
+                )
                 async with asyncio.timeout(_LIST_AT_ONE_S):
                     found = await asking
             except TimeoutError:
@@ -363,8 +389,9 @@ class Hops:
 
 
 def free_frames(error: BaseException | None) -> None:
-    """Clears the local variables in an error's traceback, and in those of its causes. They refer to bodies, which would stay until the
-    garbage collector runs: frames of `_finish` and aiohttp refer to the error, too.
+    """Clears the local variables in an error's traceback, and in those of its causes. They refer to bodies,
+    which would stay until the garbage collector runs: frames of `_finish` and aiohttp refer to the error,
+    too.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -1,4 +1,5 @@
-"""Who may ask, and how much: keys of clients, monitors and nodes, tenants, the certificate, and how many requests are admitted.
+"""Who may ask, and how much: keys of clients, monitors and nodes, tenants, the certificate, and how many
+requests are admitted.
 
 Files of keys, tenants and certificates are read again when they change.
 """
@@ -39,7 +40,8 @@ class Client(NamedTuple):
     name: str = ""
     """Empty if clients need no keys."""
     tenant: str = ""
-    """The tenant in whose name it asks; `@HEADER` if that header of each request says which; empty for none."""
+    """The tenant in whose name it asks; `@HEADER` if that header of each request says which; empty for
+    none."""
 
     @property
     def holder(self) -> str:
@@ -48,7 +50,8 @@ class Client(NamedTuple):
 
 
 def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, Client]:
-    """Returns the digest of each key, with the client. A line is `NAME KEY`, or for clients `NAME KEY TENANT`; `#` begins a comment.
+    """Returns the digest of each key, with the client. A line is `NAME KEY`, or for clients `NAME KEY
+    TENANT`; `#` begins a comment.
 
     The keys themselves are not kept. Raises ConfigError, which names the line, if the file cannot be used.
     """
@@ -82,7 +85,9 @@ def read_node_key(file: str) -> str:
     """Returns the only key in a file. Raises ConfigError if the file holds anything else."""
     key = _text(file, "node_key_file").strip()
     if not re.fullmatch(r"[\x21-\x7e]{1,512}", key):
-        raise ConfigError(f"proxy.node_key_file: {file}: must hold one key of 1 to 512 visible ASCII characters")
+        raise ConfigError(
+            f"proxy.node_key_file: {file}: must hold one key of 1 to 512 visible ASCII characters"
+        )
     return key
 
 
@@ -146,7 +151,8 @@ class Keys:
         return client
 
     def in_tenant(self, client: Client, request: web.Request) -> Client:
-        """Returns the client of a request in the name of its tenant, which a header names if the key's tenant is `@HEADER`.
+        """Returns the client of a request in the name of its tenant, which a header names if the key's tenant
+        is `@HEADER`.
 
         Raises ApiError 400 if the header does not name one, 403 if the tenant is not known.
         """
@@ -203,7 +209,9 @@ def _refused() -> ApiError:
 class Admission:
     """Admits requests, or refuses them immediately."""
 
-    def __init__(self, max_requests: int, max_per_key: int | None, limits: Callable[[str], TenantConfig]) -> None:
+    def __init__(
+        self, max_requests: int, max_per_key: int | None, limits: Callable[[str], TenantConfig]
+    ) -> None:
         """`limits(tenant)`: what a tenant may have."""
         self._max_requests = max_requests
         self._max_per_key = max_per_key
@@ -217,14 +225,21 @@ class Admission:
         return self._running.total()
 
     def check(self, client: Client) -> None:
-        """Raises ApiError 503 if the proxy is full or closing, 429 if the client or the tenant has its share. Takes no place."""
+        """Raises ApiError 503 if the proxy is full or closing, 429 if the client or the tenant has its share.
+        Takes no place."""
         if self.closing:
             raise overloaded("The proxy is shutting down")
         if self.running() >= self._max_requests:
-            raise overloaded(f"{self._max_requests} requests are in flight, and this proxy takes no more at a time")
+            raise overloaded(
+                f"{self._max_requests} requests are in flight, and this proxy takes no more at a time"
+            )
         for place, most in enumerate((self._max_per_key, self._limits(client.tenant).max_requests)):
             name, what = client[place], ("key", "tenant")[place]
-            if name and most is not None and sum(n for who, n in self._running.items() if who[place] == name) >= most:
+            if (
+                name
+                and most is not None
+                and sum(n for who, n in self._running.items() if who[place] == name) >= most
+            ):
                 raise ApiError(
                     429,
                     f"{most} requests of this {what} are in flight, and a {what} may have no more at a time",
@@ -256,7 +271,8 @@ class _WatchedFile(msgspec.Struct):
     changed: list[bytes] | None = None
     """Those of the last look, if they are others."""
     refused: list[bytes] | None = None
-    """Those of what could not be used, which is logged once and tried at each look: the process may have had no file descriptor left."""
+    """Those of what could not be used, which is logged once and tried at each look: the process may have had
+    no file descriptor left."""
 
     def look(self) -> None:
         digests = _digests(self.files)
@@ -271,7 +287,9 @@ class _WatchedFile(msgspec.Struct):
             self.load()
         except Exception as error:  # noqa: BLE001 - whatever is wrong with a file, it must not end its thread
             if digests != self.refused:
-                log.error("%s changed and cannot be used; the previous contents stay in force: %s", self.what, error)
+                log.error(
+                    "%s changed and cannot be used; the previous contents stay in force: %s", self.what, error
+                )
             self.refused = digests
         else:
             self.seen = digests
@@ -279,15 +297,18 @@ class _WatchedFile(msgspec.Struct):
 
 
 class WatchedFiles:
-    """Loads files, and loads them again when they change. If a file cannot be used, logs that and keeps what was loaded before."""
+    """Loads files, and loads them again when they change. If a file cannot be used, logs that and keeps what
+    was loaded before."""
 
     def __init__(self) -> None:
         self._watched: list[_WatchedFile] = []
 
     def add(self, what: str, files: Sequence[str], load: Callable[[], None]) -> None:
-        """Calls `load` now, and on another thread whenever two looks in a row find the same change of `files`.
+        """Calls `load` now, and on another thread whenever two looks in a row find the same change of
+        `files`.
 
-        `load` must raise ConfigError if a file cannot be used, and then change nothing. `what` names the files in the log.
+        `load` must raise ConfigError if a file cannot be used, and then change nothing. `what` names the
+        files in the log.
         """
         seen = _digests(files)  # first, so that a file that changes while it is read is read again
         load()
@@ -298,8 +319,8 @@ class WatchedFiles:
             watched.look()
 
     def follow(self) -> threading.Event:
-        """Looks every two seconds until the returned event is set. Each look has a thread of its own, because one may hang: at a file of a
-        server that is gone."""
+        """Looks every two seconds until the returned event is set. Each look has a thread of its own, because
+        one may hang: at a file of a server that is gone."""
         stop, sparse = threading.Event(), SparseLog(every_s=60.0)
 
         def follow() -> None:
@@ -325,16 +346,20 @@ def _digests(files: Sequence[str]) -> list[bytes]:
 
 
 class ServerTls:
-    """The TLS context of the proxy's socket. After a change of the files, the next handshake uses the new certificate."""
+    """The TLS context of the proxy's socket. After a change of the files, the next handshake uses the new
+    certificate."""
 
     def __init__(self, config: ServerTlsConfig, files: WatchedFiles) -> None:
         """Raises ConfigError, which names the file and the reason, if a file cannot be used."""
         self._config = config
         self._current = self.context = _fresh()
-        # asyncio's buffer for each connection of the process, also for one that sends nothing; 256 KiB by default, where a TLS record has 16
+        # asyncio's buffer for each connection of the process, also for one that sends nothing; 256 KiB by
+        # default, where a TLS record has 16
         sslproto.SSLProtocol.max_size = 16 << 10
         # OpenSSL calls this at the beginning of each handshake, also if the client names no server
-        self.context.sni_callback = lambda handshake, name, context: setattr(handshake, "context", self._current)
+        self.context.sni_callback = lambda handshake, name, context: setattr(
+            handshake, "context", self._current
+        )
         files.add("proxy.tls", [config.cert_file, config.key_file], self._load)
 
     def _load(self) -> None:

@@ -1,7 +1,7 @@
 """What the proxy counts, and what nodes reported on its last requests.
 
-A node's answer holds a report on the prompt (docs/troubleshooting.md). The proxy passes answers on as they come, and looks only at their ends. vLLM's
-streams hold no report; the node itself still has it.
+A node's answer holds a report on the prompt (docs/troubleshooting.md). The proxy passes answers on as they
+come, and looks only at their ends. vLLM's streams hold no report; the node itself still has it.
 """
 
 from __future__ import annotations
@@ -51,16 +51,21 @@ class ProxyMetrics:
             "Work given to a node and not done: prompt tokens for prefill, requests for decode",
             ["hop", "node"],
         )
-        self.view_stale = gauge("pd_cache_proxy_view_stale_seconds", "For how long discovery has not answered")
+        self.view_stale = gauge(
+            "pd_cache_proxy_view_stale_seconds", "For how long discovery has not answered"
+        )
         self.hints = counter(
             "pd_cache_proxy_hints",
             "Actions of hints: retain, release, prefetch or other; accepted, clipped or refused",
             ["action", "outcome"],
         )
         self.pins = gauge("pd_cache_proxy_pins", "Prompts that are kept in the pool")
-        self.pinned_bytes = gauge("pd_cache_proxy_pinned_bytes", "The most bytes that pinned prompts take in the pool")
+        self.pinned_bytes = gauge(
+            "pd_cache_proxy_pinned_bytes", "The most bytes that pinned prompts take in the pool"
+        )
         self.pinned_objects = gauge(
-            "pd_cache_proxy_pinned_objects", "Objects of pinned prompts that the pool has; 0 if it does not answer"
+            "pd_cache_proxy_pinned_objects",
+            "Objects of pinned prompts that the pool has; 0 if it does not answer",
         )
         self.tenant_requests = counter(
             "pd_cache_proxy_tenant_requests",
@@ -76,7 +81,8 @@ class ProxyMetrics:
             "pd_cache_proxy_prefill_seconds", "From a request's arrival to the end of its prefill hop"
         )
         self.first_byte_seconds = histogram(
-            "pd_cache_proxy_first_byte_seconds", "From a completion's arrival to its first byte from the decode node"
+            "pd_cache_proxy_first_byte_seconds",
+            "From a completion's arrival to its first byte from the decode node",
         )
 
 
@@ -96,7 +102,8 @@ class RecentTrips:
             self._trips.note(key, trip)
 
     def get(self, request_id: str, client: Client | None) -> Trip:
-        """Returns a client's request, or if `client` is None, the last one of that id. Raises ApiError 404 if it is not among the last ones."""
+        """Returns a client's request, or if `client` is None, the last one of that id. Raises ApiError 404 if
+        it is not among the last ones."""
         trip = self._trips.get(request_id if client is None else f"{client.name} {request_id}")
         if trip is None:
             raise ApiError(404, "No such request among the last ones", code="not_found")
@@ -106,8 +113,8 @@ class RecentTrips:
 def read_report(answer: bytes | bytearray) -> RequestReport | None:
     """Returns the last report in a node's answer or in the end of one; None if there is none.
 
-    A report is a flat object, so it ends at the first closing brace. Inside a JSON string, such as a generated text, the quotes around the
-    key would be escaped.
+    A report is a flat object, so it ends at the first closing brace. Inside a JSON string, such as a
+    generated text, the quotes around the key would be escaped.
     """
     _, mark, rest = answer[-REPORT_BYTES:].rpartition(_MARK)
     value = rest.lstrip()

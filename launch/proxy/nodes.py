@@ -35,7 +35,8 @@ _MAX_ANSWER = 64 << 10
 _AT_A_TIME = 64
 _HOPS: tuple[Hop, ...] = ("prefill", "decode")
 _KEEPALIVE_S = 4.0
-"""How long an idle connection is kept. A uvicorn node closes one after 5 s, and no request should meet a closing connection."""
+"""How long an idle connection is kept. A uvicorn node closes one after 5 s, and no request should meet a
+closing connection."""
 _PIECE = 1 << 18
 _SILENCE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -44,16 +45,23 @@ _SILENCE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
 )
-"""A host that lost its power or its cable sends nothing, not even the end of the connection. With these options the kernel probes the
-host, and ends the connection after 10 s without an answer. The request then fails before its deadline. If a node merely computes for long,
-its kernel answers the probes."""
+"""A host that lost its power or its cable sends nothing, not even the end of the connection. With these
+options the kernel probes the host, and ends the connection after 10 s without an answer. The request then
+fails before its deadline. If a node merely computes for long, its kernel answers the probes."""
 
 
 _FAILURES = (aiohttp.ClientError, OSError, UnicodeError)
 _MAX_REFUSAL = 4 << 20
 _REFUSAL_S = 2.0
 """How long the body of a refusal may take. It is short, because there may be another node to ask."""
-_TO_CLIENT = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
+_TO_CLIENT = (
+    "Content-Type",
+    "Content-Length",
+    "Content-Encoding",
+    "Cache-Control",
+    "Retry-After",
+    "WWW-Authenticate",
+)
 
 
 class Refusal(PdCacheError):
@@ -68,7 +76,8 @@ class Refusal(PdCacheError):
 
 
 class HopError(PdCacheError):
-    """A node failed a request. `reason` says how. `refusal` is the node's answer, if it may be passed on to the client."""
+    """A node failed a request. `reason` says how. `refusal` is the node's answer, if it may be passed on to
+    the client."""
 
     def __init__(self, reason: Reason, message: str, refusal: Refusal | None = None) -> None:
         super().__init__(message)
@@ -77,9 +86,12 @@ class HopError(PdCacheError):
 
 
 def new_session(connections: int) -> aiohttp.ClientSession:
-    """Returns the session for all nodes: at most `connections` in all, and no limit per node. It does not decompress answers."""
+    """Returns the session for all nodes: at most `connections` in all, and no limit per node. It does not
+    decompress answers."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=connections, keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket),
+        connector=aiohttp.TCPConnector(
+            limit=connections, keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket
+        ),
         timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),  # the caller has a deadline
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
@@ -101,7 +113,8 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 async def send(
     session: aiohttp.ClientSession, method: str, url: str, headers: Mapping[str, str], body: bytes | None
 ) -> aiohttp.ClientResponse:
-    """Returns a node's answer, with its body unread. The caller must close it. Raises HopError if none came."""
+    """Returns a node's answer, with its body unread. The caller must close it. Raises HopError if none
+    came."""
     data: bytes | AsyncIterator[bytes] | None = body
     if body is not None and len(body) > _PIECE:
         data, headers = _pieces(body), {**headers, "Content-Length": str(len(body))}
@@ -118,10 +131,14 @@ async def _pieces(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def read_some(answer: aiohttp.ClientResponse) -> bytes:
-    """Returns the bytes of the body that have arrived, at least one; empty at the end. Raises HopError if the body broke off."""
+    """Returns the bytes of the body that have arrived, at least one; empty at the end. Raises HopError if the
+    body broke off."""
     try:
         return await answer.content.readany()
-    except (*_FAILURES, RuntimeError) as error:  # aiohttp's for a connection that ended with a broken head of a chunk
+    except (
+        *_FAILURES,
+        RuntimeError,
+    ) as error:  # aiohttp's for a connection that ended with a broken head of a chunk
         raise _hop_error(error) from error
 
 
@@ -165,7 +182,9 @@ async def check_status(answer: aiohttp.ClientResponse) -> None:
 
 
 def _hop_error(error: Exception) -> HopError:
-    if isinstance(error, (aiohttp.InvalidURL, UnicodeError, aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)):
+    if isinstance(
+        error, (aiohttp.InvalidURL, UnicodeError, aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
+    ):
         return HopError("unreachable", _text_of(error))  # UnicodeError: a host name that cannot be looked up
     if isinstance(error, TimeoutError):  # an OSError, too, from Python 3.11 on
         return HopError("timeout", _text_of(error))
@@ -232,7 +251,9 @@ class NodePools:
         }
 
     def _compare(self) -> None:
-        known = ((record, self._abouts.get(record.address.rstrip("/"))) for record in self._view.by_role(*_HOPS))
+        known = (
+            (record, self._abouts.get(record.address.rstrip("/"))) for record in self._view.by_role(*_HOPS)
+        )
         records = [record if about is None else record.telling(about) for record, about in known]
         for hop, pool in self.pools.items():
             pool.update(_target(record) for record in records if record.role == hop)
@@ -250,7 +271,8 @@ class NodePools:
             for record in records
             if record.role == "decode" and record.cache_namespaces
         ]
-        if serves and self._serves not in serves:  # while nodes of two versions come and go, it stays as long as it can
+        # while nodes of two versions come and go, it stays as long as it can
+        if serves and self._serves not in serves:
             self._serves = serves[0]
         master = self._master(self._view)
         if not serves:
@@ -261,7 +283,9 @@ class NodePools:
             namespaces, model = self._serves
             prefill.load_cost = self.caches.load_cost(namespaces)
             serving = (
-                record for record in records if record.role == "decode" and record.cache_namespaces == namespaces
+                record
+                for record in records
+                if record.role == "decode" and record.cache_namespaces == namespaces
             )
             label = Counter(record.label for record in serving).most_common(1)
             self._direct.use(Pool(namespaces, master, model), label[0][0] if label else FIRST)
@@ -270,7 +294,9 @@ class NodePools:
 def _target(record: NodeRecord) -> Target:
     capacity = record.capacity
     address = record.address.rstrip("/")
-    return Target(address, record.instance, capacity.kv_tokens, capacity.max_running, record.streams, record.renders)
+    return Target(
+        address, record.instance, capacity.kv_tokens, capacity.max_running, record.streams, record.renders
+    )
 
 
 def _addresses(view: View) -> dict[str, str]:

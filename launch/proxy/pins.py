@@ -1,4 +1,5 @@
-"""The messages of hints, as vLLM, SGLang and Dynamo send them, and pins: which chunks are kept in the pool until when. Pure."""
+"""The messages of hints, as vLLM, SGLang and Dynamo send them, and pins: which chunks are kept in the pool
+until when. Pure."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class HintPayload(msgspec.Struct, frozen=True):
     model: str | None = None
     request_id: str | None = None
     block_hashes: Annotated[list[_Hash], msgspec.Meta(max_length=1 << 14)] | None = None
-    """The engine's chained hashes of the prompt's blocks, from the first, for at most as many tokens as a lookup may have."""
+    """The engine's chained hashes of the prompt's blocks, from the first, for at most as many tokens as a
+    lookup may have."""
 
 
 class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -95,7 +97,8 @@ def refused(action_id: str, error: Exception) -> ActionAnswer:
 def fair(holder: str, held: int, free: int) -> bool:
     """Returns whether a holder of `held` items may take another one: only if more than `held` are free.
 
-    So a single holder takes at most half, and the next one always finds some. Without keys, all clients are one holder, which may take all.
+    So a single holder takes at most half, and the next one always finds some. Without keys, all clients are
+    one holder, which may take all.
     """
     return held < free if holder else free > 0
 
@@ -133,12 +136,15 @@ class Pins:
         return list(dict.fromkeys(chain.from_iterable(self._uses.values())))
 
     def retain(self, key: PinKey, pin: Pin, room: int, tenant_room: int | None = None) -> int:
-        """Keeps as many of the pin's chunks, from the first, as `room` chunks for all pins and `tenant_room` for those of its tenant allow, in
-        place of an earlier pin of that key. Returns how many; 0 if nothing has changed. Raises HintRefusedError if there are too many pins."""
+        """Keeps as many of the pin's chunks, from the first, as `room` chunks for all pins and `tenant_room`
+        for those of its tenant allow, in place of an earlier pin of that key. Returns how many; 0 if nothing
+        has changed. Raises HintRefusedError if there are too many pins."""
         holder = key[0].holder
         held = sum(client.holder == holder for client, _ in self._pins)
         if key not in self._pins and not fair(holder, held, self._most - len(self._pins)):
-            raise HintRefusedError(f"of {self._most} pins, all are taken, or this client has as many as are free")
+            raise HintRefusedError(
+                f"of {self._most} pins, all are taken, or this client has as many as are free"
+            )
         before, own, count = self._end(key), self._uses.get(holder, ()), 0
         mine, left = len(own), room - self._taken()
         for name in pin.names:
@@ -161,7 +167,8 @@ class Pins:
         return len(ended)
 
     def shrink(self, room: int, tenant_room: Callable[[str], int | None]) -> None:
-        """Ends the newest pins until all have at most `room` chunks, and each tenant's at most what it may have now."""
+        """Ends the newest pins until all have at most `room` chunks, and each tenant's at most what it may
+        have now."""
         for key in reversed(list(self._pins)):
             most = tenant_room(key[0].tenant)
             if self._taken() > room or (most is not None and len(self._uses[key[0].holder]) > most):

@@ -1,7 +1,9 @@
-"""What routing knows a prompt by: a guess from its bytes, and the hashes that nodes and the pool know it by. Pure.
+"""What routing knows a prompt by: a guess from its bytes, and the hashes that nodes and the pool know it by.
+Pure.
 
-Many prompts need no tokenizer, because the same bytes make the same tokens. The proxy cuts a prompt's JSON text into blocks, and names each
-block by a hash over everything up to its end. If two clients spell the same prompt differently, it is merely not recognised.
+Many prompts need no tokenizer, because the same bytes make the same tokens. The proxy cuts a prompt's JSON
+text into blocks, and names each block by a hash over everything up to its end. If two clients spell the same
+prompt differently, it is merely not recognised.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class RoutedPrompt(NamedTuple):
 
 
 def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:
-    """Returns what routing needs to know about a prompt. `text` is its JSON. Prompts of different `isolation` (model, salt) share nothing."""
+    """Returns what routing needs to know about a prompt. `text` is its JSON. Prompts of different `isolation`
+    (model, salt) share nothing."""
     tokens = text.count(b",") + 1 if is_token_ids(text) else max(1, len(text) // _BYTES_A_TOKEN)
     digest = hashlib.blake2b(isolation, digest_size=8)
     digest.update(len(isolation).to_bytes(8, "little"))
@@ -87,7 +90,8 @@ def leading(blocks: Iterable[Hashable], known: Container[Hashable]) -> int:
 
 
 class PrefixIndex:
-    """Remembers the blocks that a node's own cache probably holds: those last sent to the node, as many as it has room for."""
+    """Remembers the blocks that a node's own cache probably holds: those last sent to the node, as many as it
+    has room for."""
 
     def __init__(self, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens
@@ -102,7 +106,8 @@ class PrefixIndex:
 
     def add(self, prompt: RoutedPrompt) -> None:
         known, size = self._blocks, max(_LEAST_BLOCK_TOKENS, round(prompt.block_tokens))
-        # last block first, so that the end of a prompt is evicted first, and not the beginning that others share
+        # last block first, so that the end of a prompt is evicted first, and not the beginning that others
+        # share
         for block in reversed(prompt.blocks):
             self._tokens += size - known.pop(block, 0)
             known[block] = size
@@ -122,7 +127,9 @@ class PromptNamer:
         self.fingerprint = namespace.fingerprint()
         self.chunk_size = namespace.chunk_size
         self._hasher = (
-            BlockHasher(namespace.block_size, namespace.hash_seed, seeds) if namespace.hash_mode == "blocks" else None
+            BlockHasher(namespace.block_size, namespace.hash_seed, seeds)
+            if namespace.hash_mode == "blocks"
+            else None
         )
         self._database = ChunkedTokenDatabase(namespace)
 
@@ -137,7 +144,8 @@ class PromptNamer:
         return NamedPrompt(self.fingerprint, len(tokens), blocks, step, self.chunk_size, None, names)
 
     def name_blocks(self, hashes: Sequence[bytes]) -> NamedPrompt:
-        """Returns the prompt whose blocks have these hashes, or whose chunks have them if chunks are not named by blocks.
+        """Returns the prompt whose blocks have these hashes, or whose chunks have them if chunks are not
+        named by blocks.
 
         Raises ValueError for a hash of less than 8 bytes.
         """

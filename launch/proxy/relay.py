@@ -24,7 +24,8 @@ class Shortcut(asyncio.Protocol):
         self._over: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def taken(self) -> bytes:
-        """Returns when the answer has ended or broken off, or the client is too slow: bytes that were read, but not written yet.
+        """Returns when the answer has ended or broken off, or the client is too slow: bytes that were read,
+        but not written yet.
 
         The rest is in `answer.content`.
         """
@@ -46,7 +47,11 @@ class Shortcut(asyncio.Protocol):
     def _pass_on(self) -> None:
         content = self._answer.content
         client = self._client
-        if content.exception() is not None or client.is_closing() or client.get_write_buffer_size() > _MOST_UNSENT:
+        if (
+            content.exception() is not None
+            or client.is_closing()
+            or client.get_write_buffer_size() > _MOST_UNSENT
+        ):
             self._end()
             return
         data = content.read_nowait()
@@ -62,7 +67,7 @@ class Shortcut(asyncio.Protocol):
         if self._node.get_protocol() is self:  # otherwise the connection may be another request's by now
             self._node.set_protocol(self._parser)
 
-    # --- events of the node's connection -----------------------------------------------------------------------------
+    # --- events of the node's connection --------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         self._parser.data_received(data)

@@ -1,4 +1,5 @@
-"""A client's request from its key to its last byte: admission, body, the way over the nodes, deadline, and an error that the client can read."""
+"""A client's request from its key to its last byte: admission, body, the way over the nodes, deadline, and an
+error that the client can read."""
 
 from __future__ import annotations
 
@@ -63,14 +64,17 @@ class Requests:
         self._metrics = metrics
         self._recent = recent
         self._tracing = tracing
-        self._large = ThreadPoolExecutor(1, "proxy-large")  # one thread, because each keeps memory for the next body
+        # one thread, because each keeps memory for the next body
+        self._large = ThreadPoolExecutor(1, "proxy-large")
 
     def add_to(self, app: web.Application) -> None:
         limit_s = self._config.request_timeout_s
         for path in ("/v1/completions", CHAT):
             app.router.add_post(path, partial(self._answered, self._over_nodes, LARGEST_BODY, limit_s))
         app.router.add_post("/hints", partial(self._answered, self._hint, LARGEST_HINTS, HINTS_S))
-        app.router.add_get("/v1/models", partial(self._answered, self._hops.models, 0, limit_s), allow_head=False)
+        app.router.add_get(
+            "/v1/models", partial(self._answered, self._hops.models, 0, limit_s), allow_head=False
+        )
 
     async def drain(self, app: web.Application) -> None:
         """Refuses new requests, waits up to `drain_s` for those under way to end, then cuts off the rest."""
@@ -82,10 +86,13 @@ class Requests:
             task.cancel()
         self._large.shutdown(wait=False, cancel_futures=True)
 
-    # --- from its key to its end -----------------------------------------------------------------------------------
+    # --- from its key to its end ----------------------------------------------------------------------------
 
-    async def _answered(self, serve: Serve, most: int, read_s: float, request: web.Request) -> web.StreamResponse:
-        """Checks the client's key, reads a body of at most `most` bytes within `read_s`, and serves the request. Counts and logs it."""
+    async def _answered(
+        self, serve: Serve, most: int, read_s: float, request: web.Request
+    ) -> web.StreamResponse:
+        """Checks the client's key, reads a body of at most `most` bytes within `read_s`, and serves the
+        request. Counts and logs it."""
         exchange = Exchange(request, self.retries, BodyShare(self._hops.bodies), self._tracing)
         status = 499
         try:
@@ -114,7 +121,9 @@ class Requests:
                 self._recent.note(EndedRequest(exchange.id, took, exchange.first_byte_s, status, trip, exchange.streamed, exchange.prefill_s))  # fmt: skip
         return response
 
-    async def _admitted(self, exchange: Exchange, serve: Serve, most: int, read_s: float) -> web.StreamResponse:
+    async def _admitted(
+        self, exchange: Exchange, serve: Serve, most: int, read_s: float
+    ) -> web.StreamResponse:
         self.admission.check(exchange.client)  # so that no body is read only to be refused
         body = await read_body(exchange.request, exchange.share, most, read_s)
         with self.admission.admitted(exchange.client):
@@ -130,7 +139,8 @@ class Requests:
     async def _finish(
         self, exchange: Exchange, serving: Awaitable[web.StreamResponse], limit_s: float
     ) -> web.StreamResponse:
-        """Runs `serving` within `limit_s`, and ends it with the client's connection. Raises ApiError for the client."""
+        """Runs `serving` within `limit_s`, and ends it with the client's connection. Raises ApiError for the
+        client."""
         task = asyncio.current_task()
         assert task is not None
         self.running.add(task)
@@ -141,7 +151,9 @@ class Requests:
         except ApiError as error:
             failure = error
         except HopError as error:
-            failure = ApiError(502, f"The decode node failed while it answered: {error.reason}", code="node_failed")
+            failure = ApiError(
+                502, f"The decode node failed while it answered: {error.reason}", code="node_failed"
+            )
         except ClientGone:
             raise
         except asyncio.CancelledError:
@@ -160,7 +172,8 @@ class Requests:
         return await self._cut(exchange, failure)
 
     async def _cut(self, exchange: Exchange, error: ApiError) -> web.StreamResponse:
-        """Reports an error to the client: by a status before the first byte, by an event in a stream, otherwise by breaking off."""
+        """Reports an error to the client: by a status before the first byte, by an event in a stream,
+        otherwise by breaking off."""
         response = exchange.response
         if response is None or not response.prepared:
             raise error
@@ -182,10 +195,11 @@ class Requests:
             exchange.request.transport.abort()
         return response
 
-    # --- a completion's way over the nodes ---------------------------------------------------------------------------
+    # --- a completion's way over the nodes ------------------------------------------------------------------
 
     async def _over_nodes(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
-        """Answers a completion. Raises ApiError if no node could answer it, HopError if the answer breaks off."""
+        """Answers a completion. Raises ApiError if no node could answer it, HopError if the answer breaks
+        off."""
         try:
             decoding = self._hops.decode(exchange, await self._prepare(exchange, body))
             del body  # so that it takes memory only until a decode node has it
@@ -234,7 +248,9 @@ class Requests:
                 )
                 if stream is not None:
                     exchange.until_answered.callback(stream.cancel)
-            result, handoff = await hops.prefill(exchange, await self._computed(nbytes, completion.for_prefill), prompt)
+            result, handoff = await hops.prefill(
+                exchange, await self._computed(nbytes, completion.for_prefill), prompt
+            )
             exchange.prefill_s = time.monotonic() - exchange.started
             self._metrics.prefill_seconds.observe(exchange.prefill_s)
             if not handoff:
@@ -245,7 +261,8 @@ class Requests:
         return await self._computed(nbytes, lambda: completion.for_decode(handoff))
 
     async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
-        """Returns what the function returns. For a large body, it runs on a thread for these, so that other requests go on."""
+        """Returns what the function returns. For a large body, it runs on a thread for these, so that other
+        requests go on."""
         if nbytes < _LARGE:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._large, function)

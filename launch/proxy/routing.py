@@ -1,25 +1,30 @@
-"""Decides which node to try next, when to stop, and what is to blame for a failure. Pure: the time comes from the caller.
+"""Decides which node to try next, when to stop, and what is to blame for a failure. Pure: the time comes from
+the caller.
 
-A policy is a cost. The node that costs least is taken, and among equals, the one that has not been taken for longest. Nodes that were never taken
-are in random order, so that several proxies do not begin with the same ones:
+A policy is a cost. The node that costs least is taken, and among equals, the one that has not been taken for
+longest. Nodes that were never taken are in random order, so that several proxies do not begin with the same
+ones:
 
 - `round_robin`: all cost the same;
 - `least_loaded`: the work that this proxy has given it and that is not done;
-- `prefix_aware`: that work, plus what the node would compute of this prompt, which is less if its own cache holds the beginning,
-  plus what it would load from the pool. So a node that knows the prompt is taken unless its queue makes another node quicker.
+- `prefix_aware`: that work, plus what the node would compute of this prompt, which is less if its own cache
+  holds the beginning, plus what it would load from the pool. So a node that knows the prompt is taken unless
+  its queue makes another node quicker.
 
-A node's KV events say what its cache holds (`events.py`). For a node without events, and for a prompt whose tokens are not known, it is guessed
-from what was sent there (`prefixes.py`).
+A node's KV events say what its cache holds (`events.py`). For a node without events, and for a prompt whose
+tokens are not known, it is guessed from what was sent there (`prefixes.py`).
 
-For prefill nodes, work is counted in prompt tokens to compute. For decode nodes, it is counted in requests, relative to how many the node
-computes at a time.
+For prefill nodes, work is counted in prompt tokens to compute. For decode nodes, it is counted in requests,
+relative to how many the node computes at a time.
 
-A node that cannot be reached, or that is too slow, is at fault itself. A failure after the request was sent (an error, a lost connection,
-an invalid answer) may be the request's own fault, and a client can send such requests all day. So it counts against the node only if
-another node then answers the same request well. A request that two nodes fail is answered with its error, and no node is blamed.
+A node that cannot be reached, or that is too slow, is at fault itself. A failure after the request was sent
+(an error, a lost connection, an invalid answer) may be the request's own fault, and a client can send such
+requests all day. So it counts against the node only if another node then answers the same request well. A
+request that two nodes fail is answered with its error, and no node is blamed.
 
-A lost connection may mean that the request brought the node down. No request may lose more than two nodes, of either kind. Nodes that
-have answered no request for a while do not count here: a broken group of prefill nodes must not stop decode nodes from answering.
+A lost connection may mean that the request brought the node down. No request may lose more than two nodes, of
+either kind. Nodes that have answered no request for a while do not count here: a broken group of prefill
+nodes must not stop decode nodes from answering.
 """
 
 from __future__ import annotations
@@ -37,12 +42,13 @@ if TYPE_CHECKING:
 Hop = Literal["prefill", "decode"]
 Policy = Literal["round_robin", "least_loaded", "prefix_aware"]
 Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "garbage"]
-"""How a node can fail a request: no connection; a connection that broke; too slow; 503; another error status; an invalid answer."""
+"""How a node can fail a request: no connection; a connection that broke; too slow; 503; another error status;
+an invalid answer."""
 
 NO_PROMPT = RoutedPrompt(1)
 BREAKER_FAILURES = 5
-"""A node that fails this many requests in a row is skipped for a while: so many are no accident, and few clients have met them. One that
-refuses connections is skipped at once."""
+"""A node that fails this many requests in a row is skipped for a while: so many are no accident, and few
+clients have met them. One that refuses connections is skipped at once."""
 _KV_TOKENS = 1_000_000
 """The size assumed for a node's own cache if the node does not report it, which both engines do."""
 
@@ -112,13 +118,16 @@ class NodePool:
         self._turns = 0
 
     def update(self, targets: Iterable[Target]) -> None:
-        """Uses these nodes from now on. Keeps what is known about a node, unless the node was started anew. It may say later how large its
-        cache is."""
+        """Uses these nodes from now on. Keeps what is known about a node, unless the node was started anew.
+        It may say later how large its cache is."""
         nodes = {}
         for target in targets:
             known = self._nodes.get(target.url)
             kv_tokens, streams, renders = target.kv_tokens, target.streams, target.renders
-            if known is None or known.target._replace(kv_tokens=kv_tokens, streams=streams, renders=renders) != target:
+            if (
+                known is None
+                or known.target._replace(kv_tokens=kv_tokens, streams=streams, renders=renders) != target
+            ):
                 known = _RoutedNode(target, self._failures, self._rng.random() - 1)
             known.target = target
             known.prefixes.capacity_tokens = target.kv_tokens or _KV_TOKENS
@@ -150,8 +159,9 @@ class NodePool:
     ) -> str | None:
         """Returns the cheapest node that is not skipped and is not in `tried`; None if there is none.
 
-        `proven_first`: prefer nodes that have failed fewer requests since their last good answer, and only then cheaper ones. The answer
-        of a proven node shows whether the request or the node that failed it is at fault.
+        `proven_first`: prefer nodes that have failed fewer requests since their last good answer, and only
+        then cheaper ones. The answer of a proven node shows whether the request or the node that failed it is
+        at fault.
         """
         candidates = self._candidates(now, tried)
         if not candidates:
@@ -173,7 +183,8 @@ class NodePool:
         return self._node(url).target.streams
 
     def out_of_turn(self, now: float, tried: Collection[str] = (), *, renders: bool = False) -> str | None:
-        """Returns any node that is not skipped and is not in `tried`, with `renders` any that renders chats; None if there is none.
+        """Returns any node that is not skipped and is not in `tried`, with `renders` any that renders chats;
+        None if there is none.
 
         Changes no state, so use it for requests other than completions.
         """
@@ -209,7 +220,8 @@ class NodePool:
         self._node(url).breaker.failed(reason, now)
 
     def suspect(self, url: str) -> bool:
-        """Notes a failure that may be the request's fault. Returns whether the node was trustworthy until then.
+        """Notes a failure that may be the request's fault. Returns whether the node was trustworthy until
+        then.
 
         A node is trustworthy if it has failed fewer requests in a row than open its breaker.
         """
@@ -223,13 +235,15 @@ class NodePool:
         node.breaker.succeeded()
 
     def reached(self, url: str) -> None:
-        """Notes that the node answered, perhaps with a refusal. A node can do that and still fail every good request."""
+        """Notes that the node answered, perhaps with a refusal. A node can do that and still fail every good
+        request."""
         breaker = self._node(url).breaker
         if breaker.unreachable:
             breaker.succeeded()
 
     def checked(self, url: str, alive: bool) -> bool:
-        """Notes the result of a health check. If the node was skipped because no connection could be made, a good check ends that.
+        """Notes the result of a health check. If the node was skipped because no connection could be made, a
+        good check ends that.
 
         Returns whether the result differs from the one before.
         """
@@ -272,7 +286,8 @@ class NodeBreaker:
         return now >= self._skip_until
 
     def sent(self, now: float) -> None:
-        """Notes that a request is sent. If the breaker is open, the node is on trial, and the next request may follow a second later."""
+        """Notes that a request is sent. If the breaker is open, the node is on trial, and the next request
+        may follow a second later."""
         if self._opened:
             self._on_trial = True
             self._skip_until = now + _FIRST_SKIP_S
@@ -283,7 +298,8 @@ class NodeBreaker:
         self._on_trial = self.unreachable = False
 
     def failed(self, reason: Reason, now: float) -> None:
-        """Notes a failure. A node that cannot be reached is skipped at once, others after several failures in a row."""
+        """Notes a failure. A node that cannot be reached is skipped at once, others after several failures in
+        a row."""
         self._failures += 1
         if reason != "unreachable" and self._failures < self._limit:
             return
@@ -299,10 +315,11 @@ _A_REQUEST, _A_SECOND = 0.2, 10.0
 
 
 class RetryBudget:
-    """A token bucket over all requests: each request that arrives adds a fraction of a retry, and each second adds a few more.
+    """A token bucket over all requests: each request that arrives adds a fraction of a retry, and each second
+    adds a few more.
 
-    If every request fails, nodes get only that fraction more requests, not twice as many. A full bucket lasts for as many requests as a
-    node can have when it dies.
+    If every request fails, nodes get only that fraction more requests, not twice as many. A full bucket lasts
+    for as many requests as a node can have when it dies.
     """
 
     def __init__(self, burst: int) -> None:
@@ -394,7 +411,8 @@ class Attempts:
             self._trial.lost += trusted and reason == "disconnected"
 
     def answered(self, node: str, now: float, *, well: bool) -> None:
-        """Notes that the node that `next` returned answered: `well`, or with a refusal, which proves nothing about earlier nodes."""
+        """Notes that the node that `next` returned answered: `well`, or with a refusal, which proves nothing
+        about earlier nodes."""
         if not well:
             self._pool.reached(node)
             return

@@ -2,8 +2,9 @@
 
     python -I -S _tethered.py PARENT_PID DEATH_SIGNAL FILE ARGV0 [ARG ...]
 
-This is a program of its own because the alternative, a `preexec_fn`, runs Python between fork and exec of a process that has threads, and
-needs a real fork, which a process with registered memory must not do. It imports little, because it delays the start of every child.
+This is a program of its own because the alternative, a `preexec_fn`, runs Python between fork and exec of a
+process that has threads, and needs a real fork, which a process with registered memory must not do. It
+imports little, because it delays the start of every child.
 """
 
 from __future__ import annotations

@@ -42,8 +42,9 @@ def exposed(
 ) -> Iterator[tuple[str, int]]:
     """Serves `/metrics` and `/health` while the block runs. Yields the address. Port 0 means any.
 
-    `available` returns whether the pool answers, or None while the node starts: then `/health` answers 503, and otherwise 200, because a
-    pool that does not answer is no reason to restart the node. Raises RoleError if the address cannot be bound.
+    `available` returns whether the pool answers, or None while the node starts: then `/health` answers 503,
+    and otherwise 200, because a pool that does not answer is no reason to restart the node. Raises RoleError
+    if the address cannot be bound.
     """
 
     def respond(path: str) -> Response:
@@ -60,7 +61,9 @@ def exposed(
 
 
 @contextlib.contextmanager
-def serving(host: str, port: int, respond: Callable[[str], Response], connections: int) -> Iterator[tuple[str, int]]:
+def serving(
+    host: str, port: int, respond: Callable[[str], Response], connections: int
+) -> Iterator[tuple[str, int]]:
     """Serves HTTP while the block runs, over at most `connections` connections at a time. Yields the address.
 
     `respond` gets the path of each request. Raises RoleError for the same reason as `exposed`.
@@ -89,7 +92,9 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = 128
     room: threading.BoundedSemaphore
 
-    def process_request(self, request: socket.socket | tuple[bytes, socket.socket], client_address: object) -> None:
+    def process_request(
+        self, request: socket.socket | tuple[bytes, socket.socket], client_address: object
+    ) -> None:
         if self.room.acquire(blocking=False):
             super().process_request(request, client_address)
         else:

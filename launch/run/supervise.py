@@ -4,16 +4,16 @@
         supervisor.start([[master], [store], [prefill, decode], [proxy]], stop)
         supervisor.wait(stop)
 
-A program is ready when it prints `ready NAME URL` (or `ready NAME`) on stdout. Everything else that it prints is passed on as `NAME |
-line`. Two layers make sure that nothing is left behind:
+A program is ready when it prints `ready NAME URL` (or `ready NAME`) on stdout. Everything else that it prints
+is passed on as `NAME | line`. Two layers make sure that nothing is left behind:
 
 1. The kernel signals a child when its parent ends, however that happens (`_tethered`; Linux).
-2. Each program leads a session of its own, and with it a process group. A Ctrl-C at the terminal therefore reaches the
-   supervisor alone, which stops all programs in order. When a leader is gone, the rest of its group, its own children,
-   is killed.
+2. Each program leads a session of its own, and with it a process group. A Ctrl-C at the terminal therefore
+   reaches the supervisor alone, which stops all programs in order. When a leader is gone, the rest of its
+   group, its own children, is killed.
 
-If the supervisor itself is killed, a program that ignores SIGTERM goes on, and so does a descendant in a session of its own. systemd and
-Kubernetes end these, too.
+If the supervisor itself is killed, a program that ignores SIGTERM goes on, and so does a descendant in a
+session of its own. systemd and Kubernetes end these, too.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ _KILLED_S = 5.0
 _LONGEST_LINE = 64 << 10
 """In bytes; longer lines are passed on in pieces."""
 _DRAIN_S = 1.0
-"""How long to wait for the last output of a program that ended: a descendant that escaped may hold its pipes open for ever."""
+"""How long to wait for the last output of a program that ended: a descendant that escaped may hold its pipes
+open for ever."""
 _TAIL = 20
-# Mooncake prints them whenever it starts and ends: it logs before it sets glog up, registers each segment twice, and writes out all of the
-# master's flags.
+# Mooncake prints them whenever it starts and ends: it logs before it sets glog up, registers each segment
+# twice, and writes out all of the master's flags.
 _FALSE_ALARMS = (
     "Logging before InitGoogleLogging()", "warn=segment_already_exists", "] Master service started on port ", "] Master admin server started",
     "] Task cleanup thread st", "Storage root directory or cluster ID is not set", "] Shutdown signal received",
@@ -69,18 +70,22 @@ class RoleError(PdCacheError):
 
 
 class SupervisorError(PdCacheError):
-    """A program that could not be started, was not ready in time, or ended. The message shows its last lines."""
+    """A program that could not be started, was not ready in time, or ended. The message shows its last
+    lines."""
 
     def __init__(self, name: str, what: str, tail: Sequence[str] = ()) -> None:
         shown = "".join(f"\n  {name} | {line}" for line in tail)
-        super().__init__(f"{name}: {what}" + (f"; its last output:{shown}" if tail else "; it printed nothing"))
+        super().__init__(
+            f"{name}: {what}" + (f"; its last output:{shown}" if tail else "; it printed nothing")
+        )
 
 
-# --- requests to stop ---------------------------------------------------------------------------------------------
+# --- requests to stop ---------------------------------------------------------------------------------------
 
 
 class StopFlag:
-    """An event that a signal handler may set. It takes no lock: the handler may have interrupted the thread that holds it."""
+    """An event that a signal handler may set. It takes no lock: the handler may have interrupted the thread
+    that holds it."""
 
     def __init__(self) -> None:
         self._set = False
@@ -103,16 +108,19 @@ class StopFlag:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Returns the signals that ask a process to stop. SIGHUP is left out if it is ignored: that is how `nohup` works."""
+    """Returns the signals that ask a process to stop. SIGHUP is left out if it is ignored: that is how
+    `nohup` works."""
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """Yields a flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only: raises ValueError elsewhere.
+    """Yields a flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only: raises
+    ValueError elsewhere.
 
-    An exception out of a handler could leave a lock held for ever: a `threading.Condition` takes its own in Python.
+    An exception out of a handler could leave a lock held for ever: a `threading.Condition` takes its own in
+    Python.
     """
     flag = StopFlag()
     before = {number: signal.signal(number, flag.set) for number in stop_signals()}
@@ -125,14 +133,15 @@ def stop_on_signals() -> Iterator[StopFlag]:
             signal.signal(number, earlier)
 
 
-# --- children ------------------------------------------------------------------------------------------------------
+# --- children -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Program:
     """A program to run. `argv[0]` is a path or is looked up in PATH.
 
-    `env` is added to this process's environment; PYTHONUNBUFFERED and PYTHONSAFEPATH are set unless they already were.
+    `env` is added to this process's environment; PYTHONUNBUFFERED and PYTHONSAFEPATH are set unless they
+    already were.
     """
 
     name: str
@@ -147,7 +156,8 @@ class Process(Protocol):
     def pid(self) -> int: ...
 
     def poll(self) -> int | None:
-        """Returns the exit status (negative: the signal's number) once the process has ended and all of its output was passed on."""
+        """Returns the exit status (negative: the signal's number) once the process has ended and all of its
+        output was passed on."""
 
     def terminate(self) -> None:
         """Asks the process to stop. No error if it has ended already."""
@@ -167,10 +177,12 @@ def end(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Process]:
-    """Ends processes: asks all of them to stop, and kills those that have not ended after `grace_s` seconds. Returns those.
+    """Ends processes: asks all of them to stop, and kills those that have not ended after `grace_s` seconds.
+    Returns those.
 
-    With `ask=False`, they have been asked in another way, or, with a grace of 0, are killed immediately. On return all have ended, except
-    those that the kernel does not end within five seconds of being killed: these are logged.
+    With `ask=False`, they have been asked in another way, or, with a grace of 0, are killed immediately. On
+    return all have ended, except those that the kernel does not end within five seconds of being killed:
+    these are logged.
     """
     running = [process for process in processes if process.poll() is None]
 
@@ -199,12 +211,14 @@ def spawn_child(
     death_signal: signal.Signals = signal.SIGKILL,
     **popen: Any,
 ) -> subprocess.Popen[bytes]:
-    """Starts a program of others, in a session of its own. The kernel sends it `death_signal` when this process ends.
+    """Starts a program of others, in a session of its own. The kernel sends it `death_signal` when this
+    process ends.
 
-    `popen` goes to `subprocess.Popen`; stdin is /dev/null unless given. Raises FileNotFoundError if there is no such program.
+    `popen` goes to `subprocess.Popen`; stdin is /dev/null unless given. Raises FileNotFoundError if there is
+    no such program.
 
-    Call this on a thread that lives as long as the process (the main thread): the kernel takes the end of the *thread* that started a
-    child for the end of its parent.
+    Call this on a thread that lives as long as the process (the main thread): the kernel takes the end of the
+    *thread* that started a child for the end of its parent.
     """
     file = shutil.which(argv[0], path=(popen.get("env") or os.environ).get("PATH"))
     if file is None:
@@ -216,7 +230,8 @@ def spawn_child(
 
 
 class Child:
-    """A program that was started in a session of its own. Make it, as `spawn_child`, on a thread that lives long enough.
+    """A program that was started in a session of its own. Make it, as `spawn_child`, on a thread that lives
+    long enough.
 
     Raises OSError if the program cannot be started.
     """
@@ -226,7 +241,9 @@ class Child:
         # safe path: a `launch.py` or `transfer/` in the working directory is not our package
         env = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", **os.environ, **(program.env or {})}
         pipe = subprocess.PIPE
-        self._popen = spawn_child(program.argv, death_signal=signal.SIGTERM, env=env, stdout=pipe, stderr=pipe)
+        self._popen = spawn_child(
+            program.argv, death_signal=signal.SIGTERM, env=env, stdout=pipe, stderr=pipe
+        )
         pipes: dict[Stream, IO[bytes] | None] = {"stdout": self._popen.stdout, "stderr": self._popen.stderr}
         self._readers = [
             threading.Thread(
@@ -242,7 +259,8 @@ class Child:
         return self._popen.pid
 
     def poll(self) -> int | None:
-        # Popen.poll and Popen.terminate reap, so they are not used: only an unreaped leader holds the group's number
+        # Popen.poll and Popen.terminate reap, so they are not used: only an unreaped leader holds the group's
+        # number
         if self._popen.returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
@@ -277,14 +295,18 @@ def _read_lines(stream: Stream, pipe: IO[bytes], on_line: OnLine) -> None:
                 log.debug("a line of output was lost", exc_info=True)
 
 
-# --- one program of others, as the child of a role ------------------------------------------------------------------
+# --- one program of others, as the child of a role ----------------------------------------------------------
 
 
 class ForeignProgram:
-    """A program that is not ours and that a role runs: Mooncake's master, or vLLM. Entering the context starts it, leaving ends it."""
+    """A program that is not ours and that a role runs: Mooncake's master, or vLLM. Entering the context
+    starts it, leaving ends it."""
 
-    def __init__(self, name: str, spawn: Callable[[], Process], grace_s: float, hint: Callable[[], str]) -> None:
-        """`spawn` starts the program. It has `grace_s` seconds to end by itself before it is killed. `hint` names a likely cause of trouble."""
+    def __init__(
+        self, name: str, spawn: Callable[[], Process], grace_s: float, hint: Callable[[], str]
+    ) -> None:
+        """`spawn` starts the program. It has `grace_s` seconds to end by itself before it is killed. `hint`
+        names a likely cause of trouble."""
         self._name = name
         self._spawn = spawn
         self._grace_s = grace_s
@@ -311,7 +333,8 @@ class ForeignProgram:
         return not stop.is_set()
 
     def watch(self, stop: StopFlag, anew: Callable[[], bool] | None = None) -> None:
-        """Returns when `stop` is set. Raises RoleError if the program ends by itself. Starts it again whenever `anew()` is true."""
+        """Returns when `stop` is set. Raises RoleError if the program ends by itself. Starts it again
+        whenever `anew()` is true."""
         while not stop.wait(_LOOK_S):
             self._check("; its own last lines say why, and without any it was killed")
             if anew is not None and anew():
@@ -324,7 +347,7 @@ class ForeignProgram:
             raise RoleError(f"{self._name} ended with {status}{when}")
 
 
-# --- several programs as one ----------------------------------------------------------------------------------------
+# --- several programs as one --------------------------------------------------------------------------------
 
 
 def to_stderr(line: str) -> None:
@@ -350,8 +373,8 @@ class _Watched:
 class Supervisor:
     """Starts, watches and stops programs. Use it on one thread, which must live as long as the programs.
 
-    `sink` is called with whole lines, one at a time, from other threads: `NAME | line`, and `ready NAME URL` whenever a program is ready. Tests
-    replace `clock` (seconds), `sleep` and `spawn`.
+    `sink` is called with whole lines, one at a time, from other threads: `NAME | line`, and `ready NAME URL`
+    whenever a program is ready. Tests replace `clock` (seconds), `sleep` and `spawn`.
     """
 
     def __init__(
@@ -387,11 +410,15 @@ class Supervisor:
         """The pids of the programs' processes, by name. A process that was found dead is left out."""
         return {w.program.name: w.process.pid for w in self._all() if w.process is not None}
 
-    def start(self, programs: Sequence[Program | Sequence[Program]], stop_event: StopFlag | None = None) -> bool:
-        """Starts programs in order, each when the program before it is ready. Starts those of an inner list together.
+    def start(
+        self, programs: Sequence[Program | Sequence[Program]], stop_event: StopFlag | None = None
+    ) -> bool:
+        """Starts programs in order, each when the program before it is ready. Starts those of an inner list
+        together.
 
-        Returns True once all are ready, False if `stop_event` was set first. Raises SupervisorError, with everything stopped, if a program
-        cannot be started, ends (even one of an earlier group), or is not ready within `ready_timeout_s` of its start. Names must differ.
+        Returns True once all are ready, False if `stop_event` was set first. Raises SupervisorError, with
+        everything stopped, if a program cannot be started, ends (even one of an earlier group), or is not
+        ready within `ready_timeout_s` of its start. Names must differ.
         """
         try:
             for entry in programs:
@@ -407,7 +434,8 @@ class Supervisor:
         return True
 
     def wait(self, stop_event: StopFlag) -> None:
-        """Watches the programs until `stop_event` is set. The programs still run then; leaving the `with` block stops them.
+        """Watches the programs until `stop_event` is set. The programs still run then; leaving the `with`
+        block stops them.
 
         A program that ends is started again after 1, 2, 4 … 30 s (from 1 s again once it has run for 60 s).
         """
@@ -416,7 +444,8 @@ class Supervisor:
                 self._tend(watched)
 
     def stop(self) -> None:
-        """Stops everything, the last group first: SIGTERM, and SIGKILL after `stop_grace_s`. Does nothing the second time.
+        """Stops everything, the last group first: SIGTERM, and SIGKILL after `stop_grace_s`. Does nothing the
+        second time.
 
         When it returns, no process and no thread of the supervisor is left.
         """

@@ -1,5 +1,5 @@
-"""`up`: every node of a file that belongs on this machine, each in its own process, supervised; and what `launch` shares with it: which
-node a process runs, and on which ports."""
+"""`up`: every node of a file that belongs on this machine, each in its own process, supervised; and what
+`launch` shares with it: which node a process runs, and on which ports."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class LocalCluster:
 
 
 def welcome(cluster: LocalCluster, file: Path) -> str:
-    """Returns what `up` says when all nodes are ready: how many, and if a proxy is among them, the page to watch and a command to try."""
+    """Returns what `up` says when all nodes are ready: how many, and if a proxy is among them, the page to
+    watch and a command to try."""
     config, urls = cluster.config, cluster.urls
     lines = [f"all {len(urls)} nodes{'' if len(urls) == len(config.nodes) else ' of this machine'} are ready"]
     proxy = next((urls[node.name] for node in config.by_role("proxy") if node.name in urls), None)
@@ -78,17 +79,21 @@ def running(
     stop: StopFlag | None = None,
     sink: Callable[[str], None] = to_stderr,
 ) -> Iterator[LocalCluster]:
-    """Starts this machine's nodes, each when those it needs are ready, and stops them in reverse order at the end.
+    """Starts this machine's nodes, each when those it needs are ready, and stops them in reverse order at the
+    end.
 
-    Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. Raises ConfigError or SupervisorError if
-    they cannot all be started, after stopping those that were, ConfigError also if they run already, and RuntimeFolderError if this user has
-    no runtime folder of their own. If `stop` is set before all are ready, the rest are not started. `sink` gets the nodes' output, and a line
+    Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. Raises
+    ConfigError or SupervisorError if they cannot all be started, after stopping those that were, ConfigError
+    also if they run already, and RuntimeFolderError if this user has no runtime folder of their own. If
+    `stop` is set before all are ready, the rest are not started. `sink` gets the nodes' output, and a line
     `ready NAME URL` for each that is ready.
     """
     mine = local_nodes(config)
     if not mine:
         hosts = ", ".join(sorted({node.host for node in config.nodes}))
-        raise ConfigError(f"{source.file}: no node of this file belongs on this machine; its hosts are {hosts}")
+        raise ConfigError(
+            f"{source.file}: no node of this file belongs on this machine; its hosts are {hosts}"
+        )
     resolved = choose_ports(config, mine)
     text = f"# pid {os.getpid()}\n{dump_config(resolved)}"
     with temporary_folder() as folder, note(_note_of(source.file), text) as other:
@@ -102,7 +107,11 @@ def running(
         file.write_text(text, encoding="utf-8")
         with Supervisor(resolved.supervisor, sink=sink) as supervisor:
             supervisor.start(
-                [[program_of(node, file) for node in mine if node.role in roles] for roles in _STARTED_TOGETHER], stop
+                [
+                    [program_of(node, file) for node in mine if node.role in roles]
+                    for roles in _STARTED_TOGETHER
+                ],
+                stop,
             )
             yield LocalCluster(resolved, supervisor)
 
@@ -125,18 +134,30 @@ def _note_of(file: Path) -> str:
 
 
 def program_of(node: Node, file: Path) -> Program:
-    """Returns the command that runs a node of `file`, in which each port is chosen. It logs details if this process logs them."""
+    """Returns the command that runs a node of `file`, in which each port is chosen. It logs details if this
+    process logs them."""
     details = ["-v"] if log.isEnabledFor(logging.DEBUG) else []
-    command = (sys.executable, "-m", "launch", *details, "launch", node.role, "-c", str(file), "--node", node.name)
+    command = (
+        sys.executable,
+        "-m",
+        "launch",
+        *details,
+        "launch",
+        node.role,
+        "-c",
+        str(file),
+        "--node",
+        node.name,
+    )
     return Program(name=node.name, argv=command)
 
 
-# --- which node, and on which ports ------------------------------------------------------------------------------------
+# --- which node, and on which ports -------------------------------------------------------------------------
 
 
 def choose_ports(config: ClusterConfig, nodes: Iterable[Node]) -> ClusterConfig:
-    """Returns the same cluster with a free port wherever one of `nodes` has port 0, and with the address of each cache server written out:
-    a process with another environment would choose another folder for it."""
+    """Returns the same cluster with a free port wherever one of `nodes` has port 0, and with the address of
+    each cache server written out: a process with another environment would choose another folder for it."""
     mine = {node.name for node in nodes}
     with ExitStack() as stack:
         chosen: list[Node] = []
@@ -149,14 +170,17 @@ def choose_ports(config: ClusterConfig, nodes: Iterable[Node]) -> ClusterConfig:
             chosen.append(msgspec.structs.replace(node, **ports))
         config = msgspec.structs.replace(config, nodes=tuple(chosen))
     written = (
-        msgspec.structs.replace(node, url=config.server_url(node)) if isinstance(node, CacheServerNode) else node
+        msgspec.structs.replace(node, url=config.server_url(node))
+        if isinstance(node, CacheServerNode)
+        else node
         for node in config.nodes
     )
     return msgspec.structs.replace(config, nodes=tuple(written))
 
 
 def pick_node(config: ClusterConfig, role: str, name: str | None) -> Node:
-    """Returns the node to launch: the named node, or the only node of the role on this machine. Raises ConfigError otherwise."""
+    """Returns the node to launch: the named node, or the only node of the role on this machine. Raises
+    ConfigError otherwise."""
     if name is not None:
         found = [node for node in config.by_role(role) if node.name == name]
         what = "of that name"
@@ -174,7 +198,8 @@ def pick_node(config: ClusterConfig, role: str, name: str | None) -> Node:
 
 
 def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
-    """Returns a problem if the node has to know a port that the file leaves open: other processes learn it only from the file."""
+    """Returns a problem if the node has to know a port that the file leaves open: other processes learn it
+    only from the file."""
     if isinstance(config.discovery, EtcdDiscovery):
         return None  # there they learn it
     known = ("master", "prefill", "decode") if node.role == "proxy" else ("master",)

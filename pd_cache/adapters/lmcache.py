@@ -1,11 +1,14 @@
-"""The L2 adapter for LMCache's server: `--l2-adapter '{"type": "plugin", "module_path": "pd_cache.adapters.lmcache", ...}'`.
+"""The L2 adapter for LMCache's server: `--l2-adapter '{"type": "plugin", "module_path":
+"pd_cache.adapters.lmcache", ...}'`.
 
-LMCache (0.5.6, 0.5.7) submits tasks, polls an event descriptor for each kind of task, and asks for results. `PdCacheL2Adapter` does that in
-three methods over an `ObjectCache`, each on the threads of a `TaskLane`.
+LMCache (0.5.6, 0.5.7) submits tasks, polls an event descriptor for each kind of task, and asks for results.
+`PdCacheL2Adapter` does that in three methods over an `ObjectCache`, each on the threads of a `TaskLane`.
 
 1. Every task ends, at the latest at `timeout_s`, and the pool's trouble is a failed store or a miss.
-2. A load copies into LMCache's memory on our own thread, so nothing writes there after the task, or `close`, has ended.
-3. LMCache's key has neither types nor shapes. Each value has those of its object, and a load into memory of others is a miss.
+2. A load copies into LMCache's memory on our own thread, so nothing writes there after the task, or `close`,
+   has ended.
+3. LMCache's key has neither types nor shapes. Each value has those of its object, and a load into memory of
+   others is a miss.
 """
 
 from __future__ import annotations
@@ -34,13 +37,14 @@ _REMEMBERED = 1 << 18
 
 
 class PdCacheL2Adapter(L2AdapterInterface):
-    """Stores and loads LMCache's objects in a Mooncake pool. Thread-safe. A task that raises, or that cannot run in time, stores, finds and loads
-    nothing."""
+    """Stores and loads LMCache's objects in a Mooncake pool. Thread-safe. A task that raises, or that cannot
+    run in time, stores, finds and loads nothing."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         """Takes `adapter_params` (`LMCacheOptions`). Does not wait for the pool.
 
-        Raises ConfigError for parameters that cannot be used, MissingLibraryError if Mooncake cannot be loaded.
+        Raises ConfigError for parameters that cannot be used, MissingLibraryError if Mooncake cannot be
+        loaded.
         """
         options = read_options(params, LMCacheOptions, "adapter_params")
         settings = settings_of(options)
@@ -53,16 +57,20 @@ class PdCacheL2Adapter(L2AdapterInterface):
         self._lookups: TaskLane[Bitmap] = TaskLane("lmcache-lookup", 1)
         self._loads: TaskLane[Bitmap] = TaskLane("lmcache-load", options.threads)
         self._sizes: OrderedDict[str, int] = OrderedDict()
-        """The sizes of objects that were stored here and may still be there, by name. The oldest are forgotten first."""
+        """The sizes of objects that were stored here and may still be there, by name. The oldest are
+        forgotten first."""
         self._lock = threading.Lock()
         self._closed = False
 
-    # --- on the threads ---------------------------------------------------------------------------------------------
+    # --- on the threads -------------------------------------------------------------------------------------
 
     def store(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> int | None:
-        """Stores objects. Returns how many bytes were not there before, or None if they are not all there now."""
+        """Stores objects. Returns how many bytes were not there before, or None if they are not all there
+        now."""
         names, values = _names(keys), [given.byte_array for given in objects]
-        statuses = self.cache.put_many(names, values, forms=[_form(given) for given in objects], timeout=deadline)
+        statuses = self.cache.put_many(
+            names, values, forms=[_form(given) for given in objects], timeout=deadline
+        )
         new: dict[str, int] = {}
         with self._lock:
             for index, status in enumerate(statuses):
@@ -72,7 +80,9 @@ class PdCacheL2Adapter(L2AdapterInterface):
             while len(self._sizes) > _REMEMBERED:
                 self._sizes.popitem(last=False)
         if new:
-            self._notify_keys_stored([keys[index] for index in new.values()], [len(values[i]) for i in new.values()])
+            self._notify_keys_stored(
+                [keys[index] for index in new.values()], [len(values[i]) for i in new.values()]
+            )
         stored = sum(len(values[index]) for index in new.values())
         return stored if all(status is Status.OK for status in statuses) else None
 
@@ -84,7 +94,8 @@ class PdCacheL2Adapter(L2AdapterInterface):
         return [status is Status.OK for status in statuses]
 
     def load(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> list[bool]:
-        """Loads objects into LMCache's memory. Returns for each whether it is there. Does not write there after it has returned."""
+        """Loads objects into LMCache's memory. Returns for each whether it is there. Does not write there
+        after it has returned."""
         buffers = [given.byte_array for given in objects]
         reasons = self.cache.read_into(
             _names(keys), buffers, forms=[_form(given) for given in objects], timeout=deadline
@@ -94,7 +105,7 @@ class PdCacheL2Adapter(L2AdapterInterface):
             self._notify_keys_accessed(loaded)
         return [not reason for reason in reasons]
 
-    # --- LMCache's interface ----------------------------------------------------------------------------------------
+    # --- LMCache's interface --------------------------------------------------------------------------------
 
     def get_store_event_fd(self) -> int:
         return self._stores.event
@@ -139,13 +150,15 @@ class PdCacheL2Adapter(L2AdapterInterface):
         return self._loads.take(task_id)
 
     def get_memory_tags(self) -> Any:
-        """Returns where the bytes lie, for LMCache 0.5.7: the same as LMCache reports for Mooncake's pools."""
+        """Returns where the bytes lie, for LMCache 0.5.7: the same as LMCache reports for Mooncake's
+        pools."""
         from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags  # 0.5.6 has none
 
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.REMOTE)
 
     def delete(self, keys: list[Any]) -> None:
-        """Removes objects. Reports those that were there, and those that the pool has lost since they were stored. Never raises."""
+        """Removes objects. Reports those that were there, and those that the pool has lost since they were
+        stored. Never raises."""
         if not keys or self._closed:
             return
         try:
@@ -179,8 +192,9 @@ class PdCacheL2Adapter(L2AdapterInterface):
             lane.close(_CLOSE_S)
 
     def _forget(self, keys: Sequence[Any], names: Sequence[str], statuses: Sequence[Status]) -> None:
-        """Reports objects as deleted that were stored here and are missing now, because the pool evicts by itself. Otherwise LMCache would count
-        them for ever, and its eviction would choose them again and again."""
+        """Reports objects as deleted that were stored here and are missing now, because the pool evicts by
+        itself. Otherwise LMCache would count them for ever, and its eviction would choose them again and
+        again."""
         with self._lock:
             gone = [
                 (key, self._sizes.pop(name))
@@ -193,7 +207,10 @@ class PdCacheL2Adapter(L2AdapterInterface):
 
 def _names(keys: Sequence[Any]) -> list[str]:
     """Returns a name for each `ObjectKey`, of all its fields."""
-    return [repr((key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)) for key in keys]
+    return [
+        repr((key.chunk_hash, key.model_name, key.kv_rank, key.object_group_id, key.cache_salt))
+        for key in keys
+    ]
 
 
 def _form(memory: Any) -> TensorForm | None:

@@ -1,4 +1,5 @@
-"""The options of all adapters: which pool, and under which names. They are keys in the peer's JSON or YAML."""
+"""The options of all adapters: which pool, and under which names. They are keys in the peer's JSON or
+YAML."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class AdapterOptions(Section, frozen=True, kw_only=True):
     tiers: Annotated[tuple[StorageTier, ...], msgspec.Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
     """As `cache.tiers` in the file."""
     namespace: LineOrEmpty = ""
-    """Adapters share values only within a namespace. Other weights under the same model name need another one."""
+    """Adapters share values only within a namespace. Other weights under the same model name need another
+    one."""
     timeout_s: Seconds = 10.0
     """How long one task may take. After that, a load is a miss, and a store has failed."""
 
@@ -45,7 +47,8 @@ Options = TypeVar("Options", bound=AdapterOptions)
 
 
 def read_options(given: Mapping[str, Any], kind: type[Options], where: str) -> Options:
-    """Returns the options that a peer hands over. Raises ConfigError for wrong ones. `where` is for its message."""
+    """Returns the options that a peer hands over. Raises ConfigError for wrong ones. `where` is for its
+    message."""
     try:
         options = msgspec.convert(dict(given), kind, dec_hook=decode_custom)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
@@ -70,7 +73,8 @@ def settings_of(options: AdapterOptions) -> NodeSettings:
 
 
 def weights_of(model: str, where: str) -> str:
-    """Returns a digest of the weights in a model's folder. Raises ConfigError if there are none. A `revision` in `where` can replace it."""
+    """Returns a digest of the weights in a model's folder. Raises ConfigError if there are none. A `revision`
+    in `where` can replace it."""
     try:
         return weights_digest(Path(model))
     except (WeightsError, OSError) as error:
@@ -84,9 +88,10 @@ class LMCacheOptions(AdapterOptions, frozen=True, kw_only=True):
     """`adapter_params` of the L2 adapter's JSON (`lmcache`)."""
 
     part_size: Bytes | None = None
-    """The most bytes of an object in the pool, the same for all adapters of a namespace. A larger object of LMCache is cut into parts."""
+    """The most bytes of an object in the pool, the same for all adapters of a namespace. A larger object of
+    LMCache is cut into parts."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """How many stores, and how many loads, run at the same time."""
     capacity: Bytes = ByteSize(0)
-    """How many bytes LMCache may keep in the pool before it evicts some itself, if it has an eviction policy for L2. 0 leaves eviction to
-    the pool."""
+    """How many bytes LMCache may keep in the pool before it evicts some itself, if it has an eviction policy
+    for L2. 0 leaves eviction to the pool."""

@@ -1,10 +1,12 @@
-"""pd-cache as a storage backend of SGLang's HiCache: `--hicache-storage-backend dynamic` with the class `PdCacheStorage` of this module.
+"""pd-cache as a storage backend of SGLang's HiCache: `--hicache-storage-backend dynamic` with the class
+`PdCacheStorage` of this module.
 
-HiCache keeps pages of KV in a pool of the host's memory and hands them to a storage backend. docs/adapters.md shows the flags. The calls run on
-SGLang's storage threads, each with a deadline, and raise nothing.
+HiCache keeps pages of KV in a pool of the host's memory and hands them to a storage backend. docs/adapters.md
+shows the flags. The calls run on SGLang's storage threads, each with a deadline, and raise nothing.
 
-Pages are copied between staging memory and SGLang's host pool, and never transferred straight into it: a late transfer may go on after its
-caller has given up (docs/architecture.md, "Staging memory and deadlines"), and SGLang would have given the page to another prompt by then.
+Pages are copied between staging memory and SGLang's host pool, and never transferred straight into it: a late
+transfer may go on after its caller has given up (docs/architecture.md, "Staging memory and deadlines"), and
+SGLang would have given the page to another prompt by then.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class PdCacheStorage(HiCacheStorage):
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         """Waits neither for the pool nor for a disk. The options are in `storage_config.extra_config`.
 
-        Raises ConfigError for options that are wrong, without `interface_v1`, and for an SGLang whose page hashes do not cover what
-        separates requests.
+        Raises ConfigError for options that are wrong, without `interface_v1`, and for an SGLang whose page
+        hashes do not cover what separates requests.
         """
         own, given = split_options(storage_config.extra_config)
         options = read_options(given, StorageOptions, "--hicache-storage-backend-extra-config")
@@ -82,11 +84,11 @@ class PdCacheStorage(HiCacheStorage):
         self._log = SparseLog()
         self._stats: list[tuple[bool, int, float]] = []
 
-    # --- host pools ----------------------------------------------------------------------------------------------
+    # --- host pools -----------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Registers SGLang's main host pool, whose pages are as large as an object. Raises LayoutError, as for any other pool, if its memory
-        cannot be addressed page by page."""
+        """Registers SGLang's main host pool, whose pages are as large as an object. Raises LayoutError, as
+        for any other pool, if its memory cannot be addressed page by page."""
         self.mem_pool_host = mem_pool_host
         self._register("kv", mem_pool_host)
 
@@ -96,10 +98,11 @@ class PdCacheStorage(HiCacheStorage):
             self._register(name, host_pool)
 
     def on_host_pools_registered(self) -> None:
-        """Opens the cache. Raises ValueError if the staging memory is too small for a page, MissingLibraryError without Mooncake."""
+        """Opens the cache. Raises ValueError if the staging memory is too small for a page,
+        MissingLibraryError without Mooncake."""
         self._opened()
 
-    # --- v1 ------------------------------------------------------------------------------------------------------
+    # --- v1 -------------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Returns how many pages are there, from the first, with one request."""
@@ -116,10 +119,11 @@ class PdCacheStorage(HiCacheStorage):
         """Stores pages of the host pool that are not there yet."""
         return self._pages("kv", keys, host_indices, load=False)
 
-    # --- v2 ------------------------------------------------------------------------------------------------------
+    # --- v2 -------------------------------------------------------------------------------------------------
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Returns the longest prefix that can be restored from all pools, with one request. See SGLang's own class."""
+        """Returns the longest prefix that can be restored from all pools, with one request. See SGLang's own
+        class."""
         return self._safely(
             "exists", lambda: self._restorable(keys, pool_transfers or []), PoolTransferResult(0, {}, [])
         )
@@ -130,7 +134,7 @@ class PdCacheStorage(HiCacheStorage):
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         return self._pages_of_all(transfers, load=False)
 
-    # --- single tensors, by which SGLang moves pages without `interface_v1` ---------------------------------------
+    # --- single tensors, by which SGLang moves pages without `interface_v1` ---------------------------------
 
     def _unused(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
@@ -140,10 +144,11 @@ class PdCacheStorage(HiCacheStorage):
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    # --- life ----------------------------------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Notes that the weights have changed: this process no longer finds older pages. Returns whether that is done."""
+        """Notes that the weights have changed: this process no longer finds older pages. Returns whether that
+        is done."""
 
         def begin() -> bool:
             self._opened().reset()
@@ -152,7 +157,8 @@ class PdCacheStorage(HiCacheStorage):
         return self._safely("clear", begin, False)
 
     def get_stats(self) -> Any:
-        """Returns pages and GB/s of what was moved since the last call, as SGLang's own backends do; None without storage metrics."""
+        """Returns pages and GB/s of what was moved since the last call, as SGLang's own backends do; None
+        without storage metrics."""
         if not self._config.enable_storage_metrics:
             return None
         with self._lock:
@@ -172,7 +178,7 @@ class PdCacheStorage(HiCacheStorage):
         if cache is not None:
             cache.close()
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _register(self, name: str, host: Any) -> None:
         if name == "kv" and getattr(host, "kv_buffer", True) is None:
@@ -180,12 +186,14 @@ class PdCacheStorage(HiCacheStorage):
         try:
             pages = PoolPages(host)
         except (ValueError, AttributeError, TypeError) as error:
-            raise LayoutError(f"pages of pool {name}: {error}. Use --hicache-mem-layout page_first") from error
+            raise LayoutError(
+                f"pages of pool {name}: {error}. Use --hicache-mem-layout page_first"
+            ) from error
         self._pools[name] = _HostPoolEntry(prefix_of(self._config, name, host), pages)
 
     def _opened(self) -> VersionedNames:
-        """Returns the open cache. Opens it for objects of the main pool's pages, or of the largest page. Raises PoolUnavailableError if it
-        was closed before that."""
+        """Returns the open cache. Opens it for objects of the main pool's pages, or of the largest page.
+        Raises PoolUnavailableError if it was closed before that."""
         if self._names is not None:
             return self._names
         with self._lock:
@@ -195,7 +203,9 @@ class PdCacheStorage(HiCacheStorage):
                 sizes = {name: pool.pages.bytes for name, pool in self._pools.items()}
                 part = sizes.get("kv") or max(sizes.values(), default=PART_BYTES)
                 most = min(MOST_BYTES, part * MOST_PARTS)
-                self.cache = ObjectCache.open(self._settings, self._namespace, part_bytes=part, most_bytes=most)
+                self.cache = ObjectCache.open(
+                    self._settings, self._namespace, part_bytes=part, most_bytes=most
+                )
                 self._names = VersionedNames(self.cache)
             return self._names
 
@@ -214,14 +224,26 @@ class PdCacheStorage(HiCacheStorage):
     ) -> list[bool]:
         pool = self._pools.get(name)
         end = time.monotonic() + self._seconds if end is None else end
-        if name == "kv" and pool is None and getattr(getattr(self, "mem_pool_host", None), "kv_buffer", 0) is None:
+        if (
+            name == "kv"
+            and pool is None
+            and getattr(getattr(self, "mem_pool_host", None), "kv_buffer", 0) is None
+        ):
             return [True] * len(keys)  # no page of this pool has any bytes
         return self._safely(
-            "get" if load else "set", lambda: self._move(name, pool, keys, indices, load, end), [False] * len(keys)
+            "get" if load else "set",
+            lambda: self._move(name, pool, keys, indices, load, end),
+            [False] * len(keys),
         )
 
     def _move(
-        self, name: str, pool: _HostPoolEntry | None, keys: Sequence[str], indices: Any, load: bool, end: float
+        self,
+        name: str,
+        pool: _HostPoolEntry | None,
+        keys: Sequence[str],
+        indices: Any,
+        load: bool,
+        end: float,
     ) -> list[bool]:
         opened = self._opened()
         if not keys:
@@ -249,7 +271,8 @@ class PdCacheStorage(HiCacheStorage):
                     self._stats.append((load, pages, speed))
 
     def _restorable(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
-        """Returns the longest prefix that all pools can restore, each pool's part of it, and all prefixes that could be restored."""
+        """Returns the longest prefix that all pools can restore, each pool's part of it, and all prefixes
+        that could be restored."""
         kv = self._pools.get("kv")
         asked = [names_of(kv.prefix, keys)] if kv is not None else []
         policies = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
@@ -296,7 +319,8 @@ def _server_args() -> Mapping[str, Any]:
         return dict(context.resolved_server_args_dict())
     except ValueError as error:
         log.warning(
-            "SGLang does not say how it runs (%s): of the model, names of pages hold no more than its name", error
+            "SGLang does not say how it runs (%s): of the model, names of pages hold no more than its name",
+            error,
         )
         return {}
 

@@ -1,5 +1,5 @@
-"""The parts of the HiCache backend of SGLang (`sglang_hicache`) that need no SGLang: its options, the names of pages, and the places of pages
-in a host pool.
+"""The parts of the HiCache backend of SGLang (`sglang_hicache`) that need no SGLang: its options, the names
+of pages, and the places of pages in a host pool.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ class StorageOptions(AdapterOptions, frozen=True, kw_only=True):
     """The keys of `--hicache-storage-backend-extra-config`, besides SGLang's own."""
 
     revision: LineOrEmpty = ""
-    """Stands, with the model's name, for the weights, instead of a digest of the model's files. It has to change whenever they do."""
+    """Stands, with the model's name, for the weights, instead of a digest of the model's files. It has to
+    change whenever they do."""
     timeout_s: Seconds = 5.0
-    """How long one call may take. SGLang waits 10 s for a call when it detaches a backend or flushes its cache, and then raises in its scheduler."""
+    """How long one call may take. SGLang waits 10 s for a call when it detaches a backend or flushes its
+    cache, and then raises in its scheduler."""
 
 
 FORMAT = 1
@@ -68,7 +70,8 @@ _OF_THE_SERVER = (
 )
 """What, of the arguments of SGLang's server, changes the KV that it computes, besides the weights."""
 _REPLICATED = ("indexer", "draft_indexer", "deepseek_v4_")
-"""Pools of which all tensor-parallel ranks have the same bytes, if the model's KV is that of all ranks (MLA)."""
+"""Pools of which all tensor-parallel ranks have the same bytes, if the model's KV is that of all ranks
+(MLA)."""
 _LATENT = ("MLATokenToKVPoolHost", "DeepSeekV4PagedHostPool")
 
 
@@ -84,7 +87,9 @@ class PoolPages:
         tensors = _flattened(
             pool.get_hybrid_pool_buffer() if hasattr(pool, "get_hybrid_pool_buffer") else pool.kv_buffer
         )
-        self._memory = sorted((tensor.data_ptr(), memory_of(tensor.detach())) for tensor in tensors if tensor.numel())
+        self._memory = sorted(
+            (tensor.data_ptr(), memory_of(tensor.detach())) for tensor in tensors if tensor.numel()
+        )
         self._starts = [start for start, _ in self._memory]
         import torch
 
@@ -92,8 +97,9 @@ class PoolPages:
         """The bytes of a page."""
 
     def values(self, indices: Any) -> list[Scattered]:
-        """Returns the page at each `page_size` of these indices (int64), as one value. Raises ValueError for indices that are not of
-        whole pages of the pool, and LayoutError for a layout that the pool itself cannot address."""
+        """Returns the page at each `page_size` of these indices (int64), as one value. Raises ValueError for
+        indices that are not of whole pages of the pool, and LayoutError for a layout that the pool itself
+        cannot address."""
         pages = self._pages_at(indices)
         if not pages:
             return []
@@ -108,7 +114,8 @@ class PoolPages:
         return [Scattered(views[page * pieces : (page + 1) * pieces]) for page in range(pages)]
 
     def _pages_at(self, indices: Any) -> int:
-        """Returns how many pages these indices are of. Raises ValueError unless each page's are consecutive, from a multiple of its size."""
+        """Returns how many pages these indices are of. Raises ValueError unless each page's are consecutive,
+        from a multiple of its size."""
         import torch
 
         pages, rest = divmod(len(indices), self.page_size)
@@ -144,10 +151,12 @@ def _flattened(buffers: Any) -> list[Any]:
 
 
 def namespace_of(config: Any, server: Mapping[str, Any], *, revision: str, salts: Sequence[str]) -> str:
-    """Returns a text that two backends share exactly if they may exchange pages of a pool, apart from the differences in `prefix_of`.
+    """Returns a text that two backends share exactly if they may exchange pages of a pool, apart from the
+    differences in `prefix_of`.
 
-    `config` is SGLang's `HiCacheStorageConfig`, `server` the arguments of its server, if there are any. Raises ConfigError if the weights of
-    the model or of its draft model cannot be told from others' and there is no `revision`.
+    `config` is SGLang's `HiCacheStorageConfig`, `server` the arguments of its server, if there are any.
+    Raises ConfigError if the weights of the model or of its draft model cannot be told from others' and there
+    is no `revision`.
     """
     model = str(server.get("model_path") or config.model_name or "")
     draft = str(server.get("speculative_draft_model_path") or "")

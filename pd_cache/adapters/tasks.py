@@ -1,6 +1,7 @@
 """Runs tasks on a bounded set of threads. A peer submits them, and asks about them later. Every task ends.
 
-`TaskLane` runs tasks of one kind, and announces their ends by an event descriptor. `RowJobs` stores and loads rows of one memory on two lanes.
+`TaskLane` runs tasks of one kind, and announces their ends by an event descriptor. `RowJobs` stores and loads
+rows of one memory on two lanes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ MOST_QUEUED = 1024
 MOST_KEPT = 1 << 16
 """The most results that wait for their peer. The oldest go first."""
 _WARN_S = 10.0
-"""How often a thread that waits for transfers logs that, and how much longer than a job's time `RowJobs.close` waits."""
+"""How often a thread that waits for transfers logs that, and how much longer than a job's time
+`RowJobs.close` waits."""
 
 
 class TaskLane(Generic[T]):
@@ -53,7 +55,8 @@ class TaskLane(Generic[T]):
         return self._event
 
     def submit(self, task: Callable[[Deadline], T], failed: T, timeout: float) -> int:
-        """Begins a task, which gets its deadline. Returns its number. `failed` is the result if it raises or cannot run."""
+        """Begins a task, which gets its deadline. Returns its number. `failed` is the result if it raises or
+        cannot run."""
         deadline, end = Deadline(timeout), time.monotonic() + timeout
         with self._changed:
             number = next(self._numbers)
@@ -85,14 +88,15 @@ class TaskLane(Generic[T]):
             return taken
 
     def drain(self, timeout: float) -> bool:
-        """Makes the deadlines of the tasks under way pass, and waits at most `timeout` seconds for them. Returns whether all have ended."""
+        """Makes the deadlines of the tasks under way pass, and waits at most `timeout` seconds for them.
+        Returns whether all have ended."""
         with self._changed:
             self._cut()
             return self._changed.wait_for(lambda: not self._under_way, timeout)
 
     def close(self, timeout: float) -> bool:
-        """Refuses further tasks, makes the deadlines of those under way pass, waits at most `timeout` seconds for them, and closes the
-        descriptor. Returns whether all have ended. Idempotent."""
+        """Refuses further tasks, makes the deadlines of those under way pass, waits at most `timeout` seconds
+        for them, and closes the descriptor. Returns whether all have ended. Idempotent."""
         with self._changed:
             self._closing = True
             self._cut()
@@ -134,10 +138,12 @@ class RowResult(NamedTuple):
 
 
 class RowJobs:
-    """Moves rows between a memory and the cache, for a caller that submits jobs and asks which have ended. Thread-safe.
+    """Moves rows between a memory and the cache, for a caller that submits jobs and asks which have ended.
+    Thread-safe.
 
-    The time of a job counts from its submission. After its end, nothing reads or writes its rows. Waiting jobs are bounded: stores by
-    `most_waiting` rows, beyond which they fail at once; loads by the caller's rows.
+    The time of a job counts from its submission. After its end, nothing reads or writes its rows. Waiting
+    jobs are bounded: stores by `most_waiting` rows, beyond which they fail at once; loads by the caller's
+    rows.
     """
 
     def __init__(
@@ -150,7 +156,8 @@ class RowJobs:
         most_waiting: int,
         threads: int = 2,
     ) -> None:
-        """`memory` is flat and writable, and has rows of `row_bytes`. Each job has `seconds`. There are `threads` for each direction."""
+        """`memory` is flat and writable, and has rows of `row_bytes`. Each job has `seconds`. There are
+        `threads` for each direction."""
         self._names = names
         self._memory = memory
         self._row_bytes = row_bytes
@@ -168,7 +175,9 @@ class RowJobs:
         """Begins to load the values of these names into these rows. Returns at once; so does `store`."""
         self._submit(self._loads, RowResult(number, True, tuple(names), (False,) * len(names)), rows, None)
 
-    def store(self, number: int, names: Sequence[bytes], rows: Sequence[int], *, label: str | None = None) -> None:
+    def store(
+        self, number: int, names: Sequence[bytes], rows: Sequence[int], *, label: str | None = None
+    ) -> None:
         """Begins to store rows that were computed with the weights of `label`, by default the engine's."""
         job = RowResult(number, False, tuple(names), (False,) * len(names))
         with self._lock:
@@ -197,8 +206,8 @@ class RowJobs:
                 log.warning("still waiting for transfers")
 
     def close(self) -> bool:
-        """Ends all jobs and the threads, and releases the memory. Returns False if a transfer still uses it, long after its deadline.
-        Idempotent."""
+        """Ends all jobs and the threads, and releases the memory. Returns False if a transfer still uses it,
+        long after its deadline. Idempotent."""
         end = time.monotonic() + self._seconds + _WARN_S
         ended = [lane.close(left(end)) for lane in (self._loads, self._stores)]
         if not all(ended):
@@ -206,8 +215,11 @@ class RowJobs:
         self._memory.release()
         return True
 
-    def _submit(self, lane: TaskLane[RowResult], job: RowResult, rows: Sequence[int], label: str | None) -> None:
-        """Begins a job. Its result is `job` if it fails, for example because its rows do not fit its names."""
+    def _submit(
+        self, lane: TaskLane[RowResult], job: RowResult, rows: Sequence[int], label: str | None
+    ) -> None:
+        """Begins a job. Its result is `job` if it fails, for example because its rows do not fit its
+        names."""
         begun, size = time.monotonic(), self._row_bytes
         fits = len(rows) == len(job.names) and all(0 <= row < self._rows for row in rows)
 
@@ -220,7 +232,9 @@ class RowJobs:
             views = [self._memory[row * size : (row + 1) * size] for row in rows]
             try:
                 if job.is_load:
-                    done = [not reason for reason in self._names.read_into(job.names, views, timeout=deadline)]
+                    done = [
+                        not reason for reason in self._names.read_into(job.names, views, timeout=deadline)
+                    ]
                 else:
                     done = self._names.put(job.names, views, label=label, timeout=deadline)
                 return job._replace(done=tuple(done), seconds=time.monotonic() - begun)

@@ -1,8 +1,10 @@
-"""VersionedNames: the names under which an adapter keeps values. A change of the weights hides all values that were stored before.
+"""VersionedNames: the names under which an adapter keeps values. A change of the weights hides all values
+that were stored before.
 
-The version of the engine's weights (`pd_cache.versions`) is part of each name. Each engine reports a change of its weights in its own way:
-vLLM drains its tiers, SGLang clears its storage. No command reaches an adapter, so it gives the new weights a random label. Then no other
-process shares its values until it is started again, with another `namespace` if its weights are not those of its files.
+The version of the engine's weights (`pd_cache.versions`) is part of each name. Each engine reports a change
+of its weights in its own way: vLLM drains its tiers, SGLang clears its storage. No command reaches an
+adapter, so it gives the new weights a random label. Then no other process shares its values until it is
+started again, with another `namespace` if its weights are not those of its files.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from transfer.errors import Status
 
 
 class VersionedNames:
-    """The values of a namespace, for the version of this engine's weights. Thread-safe. The pool's trouble raises nothing."""
+    """The values of a namespace, for the version of this engine's weights. Thread-safe. The pool's trouble
+    raises nothing."""
 
     def __init__(self, cache: ObjectCache) -> None:
         """The caller keeps ownership of `cache`."""
@@ -42,7 +45,8 @@ class VersionedNames:
         label: str | None = None,
         timeout: float | Deadline | None = None,
     ) -> list[bool]:
-        """Stores values that were computed with the weights of `label`, by default the engine's. Returns which of them others can load now.
+        """Stores values that were computed with the weights of `label`, by default the engine's. Returns
+        which of them others can load now.
 
         Stores none if the engine has other weights by now.
         """
@@ -56,7 +60,8 @@ class VersionedNames:
     def read_into(
         self, names: Sequence[bytes], buffers: Sequence[Any], *, timeout: float | Deadline | None = None
     ) -> list[str]:
-        """Reads values into the caller's memory. Returns the reason of each miss; see `ObjectCache.read_into`.
+        """Reads values into the caller's memory. Returns the reason of each miss; see
+        `ObjectCache.read_into`.
 
         All are misses if the weights change meanwhile.
         """

@@ -1,8 +1,10 @@
-"""pd-cache as a secondary tier of vLLM's KV offloading: `{"type": "PdCacheTierManager", "module_path": "pd_cache.adapters.vllm_tier"}`.
+"""pd-cache as a secondary tier of vLLM's KV offloading: `{"type": "PdCacheTierManager", "module_path":
+"pd_cache.adapters.vllm_tier"}`.
 
-vLLM's `OffloadingConnector` with its `TieringOffloadingSpec` keeps chunks in the host's memory, its primary tier, and hands them to secondary
-tiers. It groups layers and gathers the shares of the tensor-parallel ranks itself. docs/adapters.md shows the settings. The tier runs in
-vLLM's scheduler, so nothing here waits, apart from `drain_jobs` and `shutdown`.
+vLLM's `OffloadingConnector` with its `TieringOffloadingSpec` keeps chunks in the host's memory, its primary
+tier, and hands them to secondary tiers. It groups layers and gathers the shares of the tensor-parallel ranks
+itself. docs/adapters.md shows the settings. The tier runs in vLLM's scheduler, so nothing here waits, apart
+from `drain_jobs` and `shutdown`.
 """
 
 from __future__ import annotations
@@ -35,19 +37,22 @@ from pd_cache.objects.cache import ObjectCache
 log = logging.getLogger(__name__)
 
 _ROWS_IN_FLIGHT = 2
-"""Stores may wait with one in this many rows of the primary tier: vLLM pins their rows, and needs the others for itself."""
+"""Stores may wait with one in this many rows of the primary tier: vLLM pins their rows, and needs the others
+for itself."""
 
 
 _SHARE_OF_A_REQUEST = 4
-"""A request may load chunks for all but one in this many rows of the primary tier. vLLM 0.32 pins no chunk between its load and its use: of a
-prompt with more chunks than rows, the last ones would drive out the first, which would be loaded again, for ever."""
+"""A request may load chunks for all but one in this many rows of the primary tier. vLLM 0.32 pins no chunk
+between its load and its use: of a prompt with more chunks than rows, the last ones would drive out the first,
+which would be loaded again, for ever."""
 
 
 class TierOptions(AdapterOptions, frozen=True, kw_only=True):
     """The keys of the tier's entry in `secondary_tiers`, besides vLLM's own."""
 
     revision: LineOrEmpty = ""
-    """Stands, with the model's name, for the weights, in place of a digest of the model's files. It has to change whenever they do."""
+    """Stands, with the model's name, for the weights, in place of a digest of the model's files. It has to
+    change whenever they do."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """How many jobs run at the same time in each direction."""
     locality: Literal["LOCAL", "REMOTE"] | None = "REMOTE"
@@ -70,7 +75,8 @@ class _Lookups(AsyncLookupManager):
 
 
 class PdCacheTierManager(SecondaryTierManager):
-    """A secondary tier in pd-cache's pool and tiers. Trouble of the pool is a miss or a failed job, never an exception."""
+    """A secondary tier in pd-cache's pool and tiers. Trouble of the pool is a miss or a failed job, never an
+    exception."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
     cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -84,9 +90,11 @@ class PdCacheTierManager(SecondaryTierManager):
         backpressure_detector: Any = None,
         **given: Any,
     ) -> None:
-        """Waits neither for the pool nor for a disk. `given` are the tier's further keys, which are `TierOptions`.
+        """Waits neither for the pool nor for a disk. `given` are the tier's further keys, which are
+        `TierOptions`.
 
-        Raises ConfigError for options that are wrong, ValueError if the staging memory is too small for a row.
+        Raises ConfigError for options that are wrong, ValueError if the staging memory is too small for a
+        row.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         options = read_options(given, TierOptions, "secondary_tiers")
@@ -119,9 +127,10 @@ class PdCacheTierManager(SecondaryTierManager):
         self._loads: dict[str, set[OffloadKey]] = {}
         """The keys that were loaded for each request."""
         self._begun: dict[str, str] = {}
-        """The weights version in which each request began. What it computes may not count as a later one's."""
+        """The weights version in which each request began. What it computes may not count as a later
+        one's."""
 
-    # --- lookups -------------------------------------------------------------------------------------------------
+    # --- lookups --------------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._begun[req_context.req_id] = self._names.label
@@ -135,7 +144,8 @@ class PdCacheTierManager(SecondaryTierManager):
             return LookupResult.RETRY
         loads = self._loads.get(req_context.req_id, ())
         if key in loads or len(loads) >= self._most_loads:
-            # it was driven out of the primary tier before it could be used, or it would drive out others of this request
+            # it was driven out of the primary tier before it could be used, or it would drive out others of
+            # this request
             return LookupResult.MISS
         return LookupResult.HIT if found else LookupResult.MISS
 
@@ -147,7 +157,7 @@ class PdCacheTierManager(SecondaryTierManager):
         self._loads.pop(req_context.req_id, None)
         self._lookups.cleanup(req_context.req_id)
 
-    # --- jobs ----------------------------------------------------------------------------------------------------
+    # --- jobs -----------------------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         label = self._begun.get(job_metadata.req_context.req_id)
@@ -159,14 +169,17 @@ class PdCacheTierManager(SecondaryTierManager):
         self._jobs.load(job_metadata.job_id, *_places(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Returns the jobs that have ended. A key that a load did not find counts as missing for its requests, which otherwise would look it up
-        and load it again for ever."""
+        """Returns the jobs that have ended. A key that a load did not find counts as missing for its
+        requests, which otherwise would look it up and load it again for ever."""
         results = []
         for ended in self._jobs.finished():
             done = sum(ended.done)
             loaded: Collection[OffloadKey] | None = None
             if ended.is_load and done < len(ended.names):
-                loaded = tuple(OffloadKey(name) for name, ok in zip(ended.names, ended.done, strict=True) if ok) or None
+                loaded = (
+                    tuple(OffloadKey(name) for name, ok in zip(ended.names, ended.done, strict=True) if ok)
+                    or None
+                )
                 self._lookups.mark_miss(
                     [OffloadKey(name) for name, ok in zip(ended.names, ended.done, strict=True) if not ok]
                 )
@@ -182,13 +195,15 @@ class PdCacheTierManager(SecondaryTierManager):
         return results
 
     def drain_jobs(self) -> None:
-        """Ends all jobs, and hides all values: vLLM drains its tiers when it resets its caches, because its weights may have changed."""
+        """Ends all jobs, and hides all values: vLLM drains its tiers when it resets its caches, because its
+        weights may have changed."""
         self._jobs.drain()
         self._names.reset()
         # requests that go on have KV of the version before: it is not stored any more
 
     def shutdown(self) -> None:
-        """Ends all jobs, and closes the cache. Raises RuntimeError if a transfer still uses vLLM's memory, which vLLM then keeps."""
+        """Ends all jobs, and closes the cache. Raises RuntimeError if a transfer still uses vLLM's memory,
+        which vLLM then keeps."""
         self._closed = True
         self._lookups.shutdown()
         ended = self._jobs.close()
@@ -204,12 +219,12 @@ def _places(job: TransferJob) -> tuple[list[bytes], list[int]]:
 def namespace_of(config: Any, *, row_bytes: int, blocks_per_chunk: int, revision: str, salt: str) -> str:
     """Returns a text that two tiers share exactly if each may use the other's rows.
 
-    `config` is vLLM's `OffloadingConfig`, `row_bytes` what a chunk takes in the primary tier. Raises ConfigError if the model's weights cannot
-    be told from others' and there is no `revision`.
+    `config` is vLLM's `OffloadingConfig`, `row_bytes` what a chunk takes in the primary tier. Raises
+    ConfigError if the model's weights cannot be told from others' and there is no `revision`.
     """
     parallel = config.parallel
-    # in vLLM's direct layout the shares of the ranks lie one after another, each with all layers: other bytes for each number of ranks, although
-    # vLLM calls them the same (is_parallelism_agnostic)
+    # in vLLM's direct layout the shares of the ranks lie one after another, each with all layers: other bytes
+    # for each number of ranks, although vLLM calls them the same (is_parallelism_agnostic)
     alike = bool(config.replicated_layout or (config.canonical_layout and parallel.is_parallelism_agnostic))
     fields = {
         "format": FORMAT,
@@ -221,8 +236,12 @@ def namespace_of(config: Any, *, row_bytes: int, blocks_per_chunk: int, revision
         "tokens_per_hash": config.cache.tokens_per_hash,
         "blocks_per_chunk": blocks_per_chunk,
         "row_bytes": row_bytes,
-        "groups": [[group.group_id, group.tokens_per_block, list(group.layer_names)] for group in config.groups],
-        "ranks": [1] * 4 if alike else [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "groups": [
+            [group.group_id, group.tokens_per_block, list(group.layer_names)] for group in config.groups
+        ],
+        "ranks": [1] * 4
+        if alike
+        else [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
         "replicated": bool(config.replicated_layout),
         "layout": str(config.kv_cache_layout),
         "canonical": bool(config.canonical_layout),

@@ -1,4 +1,5 @@
-"""A cluster's configuration: the schema of its YAML file, the file's reader, the checks of the whole file, and nodes' records."""
+"""A cluster's configuration: the schema of its YAML file, the file's reader, the checks of the whole file,
+and nodes' records."""
 
 from __future__ import annotations
 

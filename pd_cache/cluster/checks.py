@@ -55,7 +55,9 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
     for index, node in enumerate(config.nodes):
         first = names.setdefault(node.name, index)
         if first != index:
-            yield Problem(("nodes", index, "name"), f"is also the name of nodes[{first}]; names must be unique")
+            yield Problem(
+                ("nodes", index, "name"), f"is also the name of nodes[{first}]; names must be unique"
+            )
         for key, port in _ports(config, node):
             if not port:
                 continue  # chosen later
@@ -203,7 +205,8 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
         near = sorted({max(1, chunk // max(1, block)) * block, (chunk // max(1, block) + 1) * block})
         named = "engine.block_size" if isinstance(engine, ReferenceEngineConfig) else "engine.args.block-size"
         yield Problem(
-            ("cache", "chunk_size"), f"must be a multiple of {named} {block}, e.g. {' or '.join(map(str, near))}"
+            ("cache", "chunk_size"),
+            f"must be a multiple of {named} {block}, e.g. {' or '.join(map(str, near))}",
         )
     if isinstance(engine, VllmEngineConfig):
         yield from _vllm_problems(config, engine)
@@ -231,7 +234,9 @@ def _vllm_problems(config: ClusterConfig, engine: VllmEngineConfig) -> Iterator[
             if variable := SECRET_VARIABLES.get(name.replace("_", "-")):
                 text = value[0] if isinstance(value, list) and len(value) == 1 else value
                 if isinstance(text, list) or (isinstance(text, bool) and variable == "VLLM_API_KEY"):
-                    yield Problem((*where, name), f"must be a single text: pd-cache passes it to vLLM in {variable}")
+                    yield Problem(
+                        (*where, name), f"must be a single text: pd-cache passes it to vLLM in {variable}"
+                    )
     if config.shards > MAX_SHARDS:
         message = f"the tensor-parallel sizes cut a chunk into {config.shards} parts; at most {MAX_SHARDS} are allowed"
         yield Problem(("engine", "args"), message)
@@ -257,42 +262,59 @@ def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
                 f"each replica needs its own segment, and only {segments} nodes give memory to the pool",
             )
         if tier.preferred_segment not in ("own", "any", *names):
-            known = ", ".join(name for name in names if not name.endswith(":0")) or "none; give a store node a port"
+            known = (
+                ", ".join(name for name in names if not name.endswith(":0"))
+                or "none; give a store node a port"
+            )
             yield Problem(
                 ("cache", "tiers", index, "preferred_segment"),
                 f"must be own, any or the host:port of a store node; there are: {known}",
             )
 
 
-def tier_problems(tiers: Sequence[StorageTier], masters: Sequence[str], *, elected: bool) -> Iterator[Problem]:
-    """Checks the order and the kinds of tiers. `masters`: the addresses of the first pool's masters; `elected`: whether they are elected in
-    etcd."""
+def tier_problems(
+    tiers: Sequence[StorageTier], masters: Sequence[str], *, elected: bool
+) -> Iterator[Problem]:
+    """Checks the order and the kinds of tiers. `masters`: the addresses of the first pool's masters;
+    `elected`: whether they are elected in etcd."""
     for index, tier in enumerate(tiers):
         before = tiers[:index]
         if isinstance(tier, LocalTier | DiskTier) and not tier.capacity:
-            yield Problem(("cache", "tiers", index, "capacity"), "holds nothing; leave the tier out, or give it room")
+            yield Problem(
+                ("cache", "tiers", index, "capacity"), "holds nothing; leave the tier out, or give it room"
+            )
         pools = sum(isinstance(other, MooncakeTier) for other in before)
         if isinstance(tier, MooncakeTier):
             for key, message in _pool_problems(tier, pools, masters, elected=elected):
                 yield Problem(("cache", "tiers", index, *([key] if key else [])), message)
         elif pools:
-            yield Problem(("cache", "tiers", index), "stands after the pool; {kind: mooncake} must be the last tier")
+            yield Problem(
+                ("cache", "tiers", index), "stands after the pool; {kind: mooncake} must be the last tier"
+            )
         if isinstance(tier, LocalTier):
             if any(isinstance(other, DiskTier) for other in before):
-                yield Problem(("cache", "tiers", index), "memory stands after a disk; the fastest tier comes first")
+                yield Problem(
+                    ("cache", "tiers", index), "memory stands after a disk; the fastest tier comes first"
+                )
             if any(isinstance(other, LocalTier) for other in before):
                 yield Problem(("cache", "tiers", index), "is the second local tier; make it one")
-        if isinstance(tier, DiskTier) and any(isinstance(o, DiskTier) and o.path == tier.path for o in before):
+        if isinstance(tier, DiskTier) and any(
+            isinstance(o, DiskTier) and o.path == tier.path for o in before
+        ):
             yield Problem(("cache", "tiers", index, "path"), "is already the path of another tier")
 
 
 def _pool_problems(
     tier: MooncakeTier, pools: int, masters: Sequence[str], *, elected: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yields the problems of a pool among the tiers, each with its key. `pools`: how many pools stand before it."""
+    """Yields the problems of a pool among the tiers, each with its key. `pools`: how many pools stand before
+    it."""
     if not pools:
         if tier.master is not None:
-            yield "master", "is for a second pool; the first one is that of the nodes' own master, so leave it out"
+            yield (
+                "master",
+                "is for a second pool; the first one is that of the nodes' own master, so leave it out",
+            )
         return
     if pools > 1:
         yield "", "is the third pool; there can be two"

@@ -1,8 +1,9 @@
 """Checks whether this machine can run the nodes of a file: addresses, ports, devices, memory and files.
 
-`config check`, `launch`, `up` and `doctor` all use these checks, so that none of them accepts what another refuses. Only `config check`
-refuses problems with which nodes start (`further_problems`). Memory is compared with limits only: free memory changes by the minute, and
-only `doctor` knows which nodes already have their memory.
+`config check`, `launch`, `up` and `doctor` all use these checks, so that none of them accepts what another
+refuses. Only `config check` refuses problems with which nodes start (`further_problems`). Memory is compared
+with limits only: free memory changes by the minute, and only `doctor` knows which nodes already have their
+memory.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ def check_machine(config: ClusterConfig, source: Source, nodes: Iterable[Node]) 
         raise source.error(*problems)
 
 
-def machine_problems(config: ClusterConfig, nodes: Iterable[Node], root: Path = Path("/")) -> Iterator[Problem]:
-    """Yields the reasons why the machine cannot run `nodes`, the most basic problems first. Its `/proc` and `/sys` are below `root`."""
+def machine_problems(
+    config: ClusterConfig, nodes: Iterable[Node], root: Path = Path("/")
+) -> Iterator[Problem]:
+    """Yields the reasons why the machine cannot run `nodes`, the most basic problems first. Its `/proc` and
+    `/sys` are below `root`."""
     mine = list(nodes)
     yield from _device_problems(config) if mine else ()
     yield from _memory_problems(config, mine, root)
@@ -59,11 +63,15 @@ def machine_problems(config: ClusterConfig, nodes: Iterable[Node], root: Path = 
 
 
 def further_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Problem]:
-    """Yields problems with which `nodes` start all the same: hosts that cannot be resolved, disks that cannot be written."""
-    named: list[tuple[KeyPath, str]] = [(("nodes", n, "host"), node.host) for n, node in enumerate(config.nodes)]
+    """Yields problems with which `nodes` start all the same: hosts that cannot be resolved, disks that cannot
+    be written."""
+    named: list[tuple[KeyPath, str]] = [
+        (("nodes", n, "host"), node.host) for n, node in enumerate(config.nodes)
+    ]
     if isinstance(config.discovery, EtcdDiscovery):
         named += [
-            (("discovery", "endpoints", n), host_of(endpoint)) for n, endpoint in enumerate(config.discovery.endpoints)
+            (("discovery", "endpoints", n), host_of(endpoint))
+            for n, endpoint in enumerate(config.discovery.endpoints)
         ]
     for path, host in named:
         try:
@@ -82,14 +90,16 @@ def further_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
 
 
 def missing_model(engine: VllmEngineConfig) -> Path | None:
-    """Returns where Hugging Face's cache would hold the engine's model, if the model is not there. Returns None if it is, or if `model` is no
-    name of a model."""
+    """Returns where Hugging Face's cache would hold the engine's model, if the model is not there. Returns
+    None if it is, or if `model` is no name of a model."""
     if Path(engine.model).is_dir() or engine.model.startswith(("/", ".")) or "://" in engine.model:
         return None
     env = {**os.environ, **engine.env}
     home = env.get("HF_HOME") or f"{env.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/huggingface"
     hubs = (argument(engine.args, "download-dir"), env.get("HF_HUB_CACHE") or f"{home}/hub")
-    places = [Path(str(hub), f"models--{engine.model.partition(':')[0].replace('/', '--')}") for hub in hubs if hub]
+    places = [
+        Path(str(hub), f"models--{engine.model.partition(':')[0].replace('/', '--')}") for hub in hubs if hub
+    ]
     return None if any(any(place.glob("snapshots/*/*")) for place in places) else places[-1]
 
 
@@ -106,11 +116,14 @@ def _device_problems(config: ClusterConfig) -> Iterator[Problem]:
     there = ", ".join(present) or "none"
     if not present:
         yield Problem(
-            ("transfer", "protocol"), "this machine has no RDMA device (/sys/class/infiniband is empty); use tcp"
+            ("transfer", "protocol"),
+            "this machine has no RDMA device (/sys/class/infiniband is empty); use tcp",
         )
     for index, device in enumerate(config.transfer.devices):
         if device not in present:
-            yield Problem(("transfer", "devices", index), f"is not an RDMA device of this machine; there are: {there}")
+            yield Problem(
+                ("transfer", "devices", index), f"is not an RDMA device of this machine; there are: {there}"
+            )
 
 
 def _memory_problems(config: ClusterConfig, nodes: Sequence[Node], root: Path) -> Iterator[Problem]:
@@ -119,36 +132,47 @@ def _memory_problems(config: ClusterConfig, nodes: Sequence[Node], root: Path) -
         largest = max(wanted, key=wanted.__getitem__)
         yield Problem(("nodes", [node.name for node in config.nodes].index(largest)), lacking)
     if config.transfer.protocol == "rdma" and (lacking := locked_shortage(wanted, root)):
-        yield Problem(("transfer", "protocol"), f"rdma locks memory: {lacking}; run `ulimit -l unlimited`, or use tcp")
+        yield Problem(
+            ("transfer", "protocol"), f"rdma locks memory: {lacking}; run `ulimit -l unlimited`, or use tcp"
+        )
 
 
 def _file_problems(config: ClusterConfig, nodes: Sequence[Node]) -> Iterator[Problem]:
-    """Yields the files and folders of the configuration that the processes of `nodes` cannot read on this machine."""
+    """Yields the files and folders of the configuration that the processes of `nodes` cannot read on this
+    machine."""
     engine = config.engine
     if isinstance(engine, VllmEngineConfig) and any(isinstance(node, EngineNode) for node in nodes):
         if find_program(engine.executable) is None:
-            yield Problem(("engine", "executable"), f"is not installed: neither beside {sys.executable} nor in PATH")
+            yield Problem(
+                ("engine", "executable"), f"is not installed: neither beside {sys.executable} nor in PATH"
+            )
         if engine.model.startswith(("/", ".")) and not (Path(engine.model) / "config.json").is_file():
             yield Problem(
-                ("engine", "model"), "is not a Hugging Face model folder on this machine: it has no config.json"
+                ("engine", "model"),
+                "is not a Hugging Face model folder on this machine: it has no config.json",
             )
         elif (folder := Path(engine.model)).is_dir() and argument(engine.args, "load-format") is None:
             if not any(file.suffix in SUFFIXES for file in folder.iterdir()):
                 yield Problem(
-                    ("engine", "model"), f"has no weights: no file that ends with {', '.join(sorted(SUFFIXES))}"
+                    ("engine", "model"),
+                    f"has no weights: no file that ends with {', '.join(sorted(SUFFIXES))}",
                 )
         elif {**os.environ, **engine.env}.get("HF_HUB_OFFLINE", "0") not in ("", "0") and (
             place := missing_model(engine)
         ):
             yield Problem(
-                ("engine", "model"), f"is neither a folder nor at {place}, and HF_HUB_OFFLINE forbids to download it"
+                ("engine", "model"),
+                f"is neither a folder nor at {place}, and HF_HUB_OFFLINE forbids to download it",
             )
     files: list[tuple[KeyPath, object]] = []
     if any(isinstance(node, ProxyNode) for node in nodes):
         keys = ("api_keys_file", "monitor_keys_file", "node_key_file", "tenants_file")
         files += [(("proxy", key), getattr(config.proxy, key)) for key in keys]
         if config.proxy.tls is not None:
-            files += [(("proxy", "tls", key), file) for key, file in msgspec.structs.asdict(config.proxy.tls).items()]
+            files += [
+                (("proxy", "tls", key), file)
+                for key, file in msgspec.structs.asdict(config.proxy.tls).items()
+            ]
     if nodes and isinstance(config.discovery, EtcdDiscovery):
         files.append((("discovery", "password_file"), config.discovery.password_file))
         if (tls := config.discovery.tls) is not None:
@@ -182,7 +206,12 @@ def _gpu_problems(config: ClusterConfig, nodes: Iterable[Node], root: Path) -> I
     for node in nodes:
         if not there or not isinstance(node, EngineNode):
             continue
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(there))), **os.environ, **engine.env, **node.env}
+        visible = {
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(there))),
+            **os.environ,
+            **engine.env,
+            **node.env,
+        }
         stages, share = (
             argument(node.args, name) or argument(engine.args, name)
             for name in ("pipeline-parallel-size", "gpu-memory-utilization")
@@ -200,7 +229,7 @@ def _gpu_problems(config: ClusterConfig, nodes: Iterable[Node], root: Path) -> I
                 )
 
 
-# --- addresses and ports ---------------------------------------------------------------------------------------------
+# --- addresses and ports ------------------------------------------------------------------------------------
 
 
 def is_local(host: str) -> bool:
@@ -224,7 +253,8 @@ def is_bindable(host: str, port: int) -> bool:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket bound to an IPv4 address, as Mooncake's are. Raises OSError or UnicodeError if that is impossible."""
+    """Returns a socket bound to an IPv4 address, as Mooncake's are. Raises OSError or UnicodeError if that is
+    impossible."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, proto)
     try:
@@ -252,12 +282,12 @@ def port_of(address: str) -> int:
         return 0
 
 
-# --- memory: what nodes need, and what the machine and its cgroups allow -----------------------------------------------
+# --- memory: what nodes need, and what the machine and its cgroups allow ------------------------------------
 
 
 def needs(config: ClusterConfig, nodes: Iterable[Node]) -> dict[str, int]:
-    """Returns the bytes that each of `nodes` holds while it runs, besides its engine: its segment, staging memory and local tiers. Leaves out
-    nodes that need none."""
+    """Returns the bytes that each of `nodes` holds while it runs, besides its engine: its segment, staging
+    memory and local tiers. Leaves out nodes that need none."""
     caching = config.caching_nodes()
     tiers = sum(int(tier.capacity) for tier in config.cache.tiers if isinstance(tier, LocalTier))
     own = int(config.transfer.staging_size) + tiers
@@ -276,7 +306,8 @@ class MachineMemory(NamedTuple):
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
-    """Returns the memory of the machine whose `/proc` and `/sys` are below `root`, within the limits of this process's cgroups."""
+    """Returns the memory of the machine whose `/proc` and `/sys` are below `root`, within the limits of this
+    process's cgroups."""
     info = dict(re.findall(r"^(\w+):\s+(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE))
     total, free = (int(info.get(name, 0)) << 10 for name in ("MemTotal", "MemAvailable"))
     limiter = "the machine"
@@ -288,7 +319,8 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
 
 
 def shortage(wanted: Mapping[str, int], memory: MachineMemory) -> str | None:
-    """Returns why a machine is too small for its nodes, even if nothing else runs there; None if it is not."""
+    """Returns why a machine is too small for its nodes, even if nothing else runs there; None if it is
+    not."""
     everything = sum(wanted.values())
     if everything <= memory.total:
         return None
@@ -299,7 +331,8 @@ def shortage(wanted: Mapping[str, int], memory: MachineMemory) -> str | None:
 
 
 def locked_shortage(wanted: Mapping[str, int], root: Path = Path("/")) -> str | None:
-    """Returns why RDMA, which locks every byte that it registers, cannot register a node's memory; None if it can."""
+    """Returns why RDMA, which locks every byte that it registers, cannot register a node's memory; None if it
+    can."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     largest = max(wanted.values(), default=0)
     capable = re.search(r"^CapEff:\s*([0-9a-f]+)", read_text(root / "proc/self/status"), re.MULTILINE)
@@ -324,7 +357,8 @@ def shown_bytes(value: float) -> str:
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yields the limit and the use, without the page cache, of each memory cgroup (of version 2) of this process."""
+    """Yields the limit and the use, without the page cache, of each memory cgroup (of version 2) of this
+    process."""
     path = re.search(r"^0::(.*)$", read_text(root / "proc/self/cgroup"), re.MULTILINE)
     top = root / "sys/fs/cgroup"
     here = top / (path[1].strip("/") if path else "")

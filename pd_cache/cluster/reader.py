@@ -1,7 +1,7 @@
 """Reads the file strictly. Only this module knows YAML, and nothing here reads the environment.
 
-Unknown keys, values of the wrong type and combinations that cannot work raise a single error. Its message has a line for each problem:
-file, line, key path, value and what is allowed.
+Unknown keys, values of the wrong type and combinations that cannot work raise a single error. Its message has
+a line for each problem: file, line, key path, value and what is allowed.
 """
 
 from __future__ import annotations
@@ -68,12 +68,14 @@ class Source:
 
 
 def load_config(file: str | Path) -> ClusterConfig:
-    """Reads and checks a cluster's file. Raises ConfigError, with all problems, if the file cannot be used."""
+    """Reads and checks a cluster's file. Raises ConfigError, with all problems, if the file cannot be
+    used."""
     return read_config(file)[0]
 
 
 def read_config(file: str | Path) -> tuple[ClusterConfig, Source]:
-    """Does the same as `load_config`. Also returns the source, for checks that need more than the file (ports, devices, memory)."""
+    """Does the same as `load_config`. Also returns the source, for checks that need more than the file
+    (ports, devices, memory)."""
     return parse_config(_text(file), file)
 
 
@@ -114,11 +116,12 @@ def dump_config(config: ClusterConfig) -> str:
     return str(yaml.safe_dump(msgspec.to_builtins(config, enc_hook=str), sort_keys=False))
 
 
-# --- YAML ------------------------------------------------------------------------------------------------------------
+# --- YAML ---------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without its surprises: a date is text, and so are `010`, which it reads as 8, and `1:30`, which it reads as 90."""
+    """YAML 1.1 without its surprises: a date is text, and so are `010`, which it reads as 8, and `1:30`,
+    which it reads as 90."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -128,7 +131,8 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def parse_document(text: str, file: Path) -> Source:
-    """Parses a file's text. Its tree is None if the file is empty. Raises ConfigError with file and line if it is not YAML."""
+    """Parses a file's text. Its tree is None if the file is empty. Raises ConfigError with file and line if
+    it is not YAML."""
     lines: dict[KeyPath, int] = {}
     try:
         loader = _Loader(text)
@@ -141,16 +145,20 @@ def parse_document(text: str, file: Path) -> Source:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{file}:{line}: is not valid YAML: {error.problem or error}") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError, LookupError) as error:
-        # PyYAML raises the others for invalid numbers in directives and escapes, for an alias inside its own value, and for `!!bool x`
+        # PyYAML raises the others for invalid numbers in directives and escapes, for an alias inside its own
+        # value, and for `!!bool x`
         raise ConfigError(f"{file}: is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _add_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: Path) -> None:
-    """Adds the lines of a node and of all nodes below it. Follows aliases, so that each place has its line."""
+    """Adds the lines of a node and of all nodes below it. Follows aliases, so that each place has its
+    line."""
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
     if len(lines) > _MOST_VALUES:
-        raise ConfigError(f"{file}:{line}: has more than {_MOST_VALUES} values, with those that aliases repeat")
+        raise ConfigError(
+            f"{file}:{line}: has more than {_MOST_VALUES} values, with those that aliases repeat"
+        )
     if isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             _add_lines(value, (*path, index), lines, file)
@@ -161,7 +169,9 @@ def _add_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: 
                 raise ConfigError(f"{file}:{line}: a key must be text; quote it")
             here = (*path, key.value)
             if here in lines:
-                raise ConfigError(f"{file}:{line}: {_shown_path(here)}: is given twice, first on line {lines[here]}")
+                raise ConfigError(
+                    f"{file}:{line}: {_shown_path(here)}: is given twice, first on line {lines[here]}"
+                )
             lines[here] = line
             _add_lines(value, here, lines, file)
 
@@ -178,26 +188,30 @@ def _shortened(text: str) -> str:
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
 
 
-# --- the problems of a tree that is no configuration --------------------------------------------------------------------
+# --- the problems of a tree that is no configuration --------------------------------------------------------
 
 
 def _problems(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
     """Yields the reasons why a value of the file is no `kind`.
 
-    Each part of a value is converted by itself, so the path of a problem is known, and msgspec's messages need no parsing. Messages about
-    a single value are passed on.
+    Each part of a value is converted by itself, so the path of a problem is known, and msgspec's messages
+    need no parsing. Messages about a single value are passed on.
     """
     try:
         msgspec.convert(value, kind, dec_hook=decode_custom)
     except msgspec.ValidationError as error:
         inside = list(_problems_inside(kind, value, path))
         message = str(error)
-        yield from inside or [Problem(path, _in_words(kind, value, path) or message[0].lower() + message[1:400])]
+        yield from inside or [
+            Problem(path, _in_words(kind, value, path) or message[0].lower() + message[1:400])
+        ]
 
 
 def _problems_inside(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
     allowed = list(_alternatives(kind))
-    structs = [choice for choice in allowed if isinstance(choice, type) and issubclass(choice, msgspec.Struct)]
+    structs = [
+        choice for choice in allowed if isinstance(choice, type) and issubclass(choice, msgspec.Struct)
+    ]
     if structs and isinstance(value, dict):
         yield from _problems_in_section(structs, value, path)
         return
@@ -225,7 +239,9 @@ def _problems_in_section(
             return
         named = [struct for struct in structs if struct.__struct_config__.tag == value[tag]]
         if not named:
-            yield Problem((*path, tag), _one_of([str(struct.__struct_config__.tag) for struct in structs], value[tag]))
+            yield Problem(
+                (*path, tag), _one_of([str(struct.__struct_config__.tag) for struct in structs], value[tag])
+            )
             return
         allowed = [tag, *named[0].__struct_encode_fields__]
         structs = named
@@ -247,7 +263,8 @@ def _missing(key: str, allowed: list[str], value: dict[str, Any], path: KeyPath)
 
 
 def _in_words(kind: Any, value: Any, path: KeyPath) -> str | None:
-    """Returns what is allowed in place of a value, if the schema says more than msgspec's message; otherwise None."""
+    """Returns what is allowed in place of a value, if the schema says more than msgspec's message; otherwise
+    None."""
     allowed = list(_alternatives(kind))
     unit = _TIMES.get(str(path[-1]).rpartition("_")[2]) if path else None
     if unit and isinstance(value, str):

@@ -1,4 +1,5 @@
-"""The records that nodes publish about themselves, and the differences between nodes that share no hits. No I/O."""
+"""The records that nodes publish about themselves, and the differences between nodes that share no hits. No
+I/O."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ Line = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Matches text that a log and a terminal can show as it is."""
 
 HttpAddress = Annotated[str, Meta(pattern=rf"^http://{_AT}\Z", max_length=300)]
-EventAddress = Annotated[str, Meta(pattern=rf"^(tcp://{_AT}|ipc:///[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300)]
+EventAddress = Annotated[
+    str, Meta(pattern=rf"^(tcp://{_AT}|ipc:///[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300)
+]
 
 _FORMS = {
     "master": ("host:port",),
@@ -69,7 +72,8 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     fingerprint: Annotated[Line, Meta(max_length=64)] | None = None
-    """The fingerprint of the namespace; nodes with equal ones share hits. None if the node has no cache or does not know it."""
+    """The fingerprint of the namespace; nodes with equal ones share hits. None if the node has no cache or
+    does not know it."""
     namespace: dict[Line, Line | int] | None = None
     """The namespace, field by field."""
     further: Annotated[tuple[dict[Line, Line | int], ...], Meta(max_length=32)] = ()
@@ -81,12 +85,14 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_namespaces(self) -> tuple[Namespace, ...]:
-        """The namespaces as this version understands them, one for each layer group. Empty if there are none, if one of them has other fields,
-        or if the first does not fit the fingerprint."""
+        """The namespaces as this version understands them, one for each layer group. Empty if there are none,
+        if one of them has other fields, or if the first does not fit the fingerprint."""
         if self.namespace is None:
             return ()
         try:
-            found = tuple(msgspec.convert(fields, prepared(Namespace)) for fields in (self.namespace, *self.further))
+            found = tuple(
+                msgspec.convert(fields, prepared(Namespace)) for fields in (self.namespace, *self.further)
+            )
         except msgspec.ValidationError:
             return ()
         return found if found[0].fingerprint() == self.fingerprint else ()
@@ -98,7 +104,8 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     name: Name
     role: Name
     address: Address
-    """`http://host:port` if the node speaks HTTP, otherwise `host:port`; for a cache server the address to which its engines connect."""
+    """`http://host:port` if the node speaks HTTP, otherwise `host:port`; for a cache server the address to
+    which its engines connect."""
     metrics: HttpAddress | None = None
     """The address of its metrics, if not `address`."""
     lease_ttl_ms: Milliseconds = 0
@@ -196,7 +203,8 @@ def read_about(body: bytes | str) -> About:
 def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
     """Returns why nodes do not share all hits with most of the others, by name of the node.
 
-    The namespace of the node or of one of its layer groups differs, or the node follows a master that has moved since the node's start.
+    The namespace of the node or of one of its layer groups differs, or the node follows a master that has
+    moved since the node's start.
     """
     nodes = list(records)
     masters = sorted(record.address for record in nodes if record.role == "master")
@@ -204,11 +212,16 @@ def differences(records: Iterable[NodeRecord]) -> dict[str, str]:
         record.name: f"expects the master at {one_line(record.master)}, but it registered at {', '.join(masters)}: "
         "the node shares no hit until it is started again"
         for record in nodes
-        if masters and record.master and not record.master.startswith("etcd://") and record.master not in masters
+        if masters
+        and record.master
+        and not record.master.startswith("etcd://")
+        and record.master not in masters
     }
     known = sorted((record for record in nodes if record.fingerprint), key=lambda record: record.name)
     spaces = {
-        record.name: frozenset([record.fingerprint, *(space.fingerprint() for space in record.cache_namespaces[1:])])
+        record.name: frozenset(
+            [record.fingerprint, *(space.fingerprint() for space in record.cache_namespaces[1:])]
+        )
         for record in known
     }
     counts = Counter(spaces.values())
@@ -234,7 +247,8 @@ class Skew(NamedTuple):
 
 
 def mooncake_skew(records: Iterable[NodeRecord]) -> Skew | None:
-    """Returns how the known versions of Mooncake differ between nodes; None if they are known to work together.
+    """Returns how the known versions of Mooncake differ between nodes; None if they are known to work
+    together.
 
     With 0.3.12 beside 0.3.13, reads work and every put fails (Mooncake#2579).
     """
@@ -276,14 +290,18 @@ def _difference(here: NodeRecord, there: NodeRecord) -> str:
     theirs: Mapping[str, str | int]
     if here.fingerprint == there.fingerprint:
         mine, theirs = (
-            {f"layers {space.group}": space.keeps for space in of.cache_namespaces[1:]} for of in (here, there)
+            {f"layers {space.group}": space.keeps for space in of.cache_namespaces[1:]}
+            for of in (here, there)
         )
         why = "what one stores of those, the other cannot load"
     else:
         mine, theirs = here.namespace or {}, there.namespace or {}
         why = "these two never share a hit"
     fields = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
-    shown = [f"{one_line(name)} {_shown(mine, name)} here, {_shown(theirs, name)} on {there.name}" for name in fields]
+    shown = [
+        f"{one_line(name)} {_shown(mine, name)} here, {_shown(theirs, name)} on {there.name}"
+        for name in fields
+    ]
     return f"{', '.join(shown) or 'the fingerprints of the namespaces differ'}: {why}"
 
 

@@ -23,7 +23,9 @@ from transfer.settings import Bytes, ByteSize, Positive, TransferSettings
 
 # `\Z`, not `$`, which also matches before a newline at the end
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Line = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]+\Z", description="text of one line, without control characters")]
+Line = Annotated[
+    str, Meta(pattern=r"^[^\x00-\x1f\x7f]+\Z", description="text of one line, without control characters")
+]
 Name = Annotated[
     str,
     Meta(
@@ -35,7 +37,8 @@ PORT = r"([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 HOST = rf"({_OCTET}(\.{_OCTET}){{3}}|({_LABEL}\.)*(?![0-9]+(?![A-Za-z0-9_-])){_LABEL})"
-"""The pattern of an IPv4 address, or of a name: labels of at most 63 characters, as in DNS. The last label is no number."""
+"""The pattern of an IPv4 address, or of a name: labels of at most 63 characters, as in DNS. The last label is
+no number."""
 Origin = Annotated[
     str,
     Meta(
@@ -52,11 +55,17 @@ ServerUrl = Annotated[
 ]
 FlagName = Annotated[
     str,
-    Meta(pattern=r"^[a-z0-9][a-z0-9_.-]*\Z", description="the name of a flag of `vllm serve` without the dashes"),
+    Meta(
+        pattern=r"^[a-z0-9][a-z0-9_.-]*\Z",
+        description="the name of a flag of `vllm serve` without the dashes",
+    ),
 ]
 VariableName = Annotated[
     str,
-    Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", description="the name of a variable: letters, digits and underscores"),
+    Meta(
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z",
+        description="the name of a variable: letters, digits and underscores",
+    ),
 ]
 LOOPBACK = ("127.0.0.1", "localhost")
 Host = Annotated[
@@ -73,11 +82,12 @@ LARGEST_BODY = 16 << 20
 """The most bytes of a request to the proxy. A prompt of a million token ids fits."""
 
 
-# --- engines ---------------------------------------------------------------------------------------------------------
+# --- engines ------------------------------------------------------------------------------------------------
 
 
 class RandomModel(Section, frozen=True, kw_only=True):
-    """A Llama with seeded random weights, so that every node has the same weights and outputs. Nothing is downloaded."""
+    """A Llama with seeded random weights, so that every node has the same weights and outputs. Nothing is
+    downloaded."""
 
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     vocab_size: Positive = 4096
@@ -105,7 +115,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
 
 class ReferenceEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind", tag="reference"):
-    """The small engine that ships with pd-cache: for trying out, testing and measuring, not for production."""
+    """The small engine that ships with pd-cache: for trying out, testing and measuring, not for
+    production."""
 
     model: ModelConfig
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -126,7 +137,8 @@ class ReferenceEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind"
 
 Argument = bool | int | float | str | list[int | float | str]
 Arguments = dict[FlagName, Argument]
-"""Flags of `vllm serve` without the dashes, such as `max-model-len: 8192`. True is the bare flag, false its `--no-` form."""
+"""Flags of `vllm serve` without the dashes, such as `max-model-len: 8192`. True is the bare flag, false its
+`--no-` form."""
 
 
 Environment = dict[VariableName, str]
@@ -152,13 +164,14 @@ class VllmEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind", tag
 
 
 def argument(args: Arguments, name: str) -> Argument | None:
-    """Returns an argument of `vllm serve`, whether its name is spelled with dashes or underscores; None if it is not set."""
+    """Returns an argument of `vllm serve`, whether its name is spelled with dashes or underscores; None if it
+    is not set."""
     return next((value for key, value in args.items() if key.replace("_", "-") == name), None)
 
 
 SECRET_VARIABLES = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
-"""Secret arguments of `vllm serve`, and the variables from which vLLM reads them. Every user of a machine can read the arguments of its
-processes; only the owner of a process can read its environment."""
+"""Secret arguments of `vllm serve`, and the variables from which vLLM reads them. Every user of a machine can
+read the arguments of its processes; only the owner of a process can read its environment."""
 
 
 COUNTS = frozenset((
@@ -175,28 +188,29 @@ class ConnectorConfig(Section, frozen=True, kw_only=True):
     """The `connector` section: pd-cache inside vLLM."""
 
     load: Literal["auto", "always", "never"] = "auto"
-    """Which prefixes to load. `auto`: those that are probably loaded before vLLM could compute them, as far as earlier loads and steps say, and
-    all that a prefill node hands over."""
+    """Which prefixes to load. `auto`: those that are probably loaded before vLLM could compute them, as far
+    as earlier loads and steps say, and all that a prefill node hands over."""
     lookup_timeout_ms: Annotated[int, Meta(ge=1, le=10_000)] = 50
     """How long a lookup may hold up the scheduler."""
     recompute: Literal["token", "block"] = "token"
-    """What a load of a whole prompt leaves to compute. `token`: the last token. `block`: as much as a hit in vLLM's own prefix cache leaves, so
-    that the results are the same, bit for bit."""
+    """What a load of a whole prompt leaves to compute. `token`: the last token. `block`: as much as a hit in
+    vLLM's own prefix cache leaves, so that the results are the same, bit for bit."""
     load_timeout_ms: Annotated[int, Meta(ge=1, le=600_000)] = 10_000
     """How long a load may take. After that, the request computes what was not loaded."""
     store_queue: Positive = 256
-    """The most chunks that wait to be stored or are being stored. Their blocks are kept until their end. Further chunks are counted and not
-    stored."""
+    """The most chunks that wait to be stored or are being stored. Their blocks are kept until their end.
+    Further chunks are counted and not stored."""
     store_generated: bool = False
     """Whether to store generated tokens as well as prompts."""
     trust_media_ids: bool = False
-    """Whether the names that clients give to images, audio and video (`uuid`) are unique among all clients, and change with the content. If
-    not, a prompt with media is stored and found only if it has a `cache_salt`, or comes through a proxy, which removes these names."""
+    """Whether the names that clients give to images, audio and video (`uuid`) are unique among all clients,
+    and change with the content. If not, a prompt with media is stored and found only if it has a
+    `cache_salt`, or comes through a proxy, which removes these names."""
     revision: LineOrEmpty = ""
     """Identifies the weights in place of the digest of their files, for models that are not in files."""
 
 
-# --- nodes -----------------------------------------------------------------------------------------------------------
+# --- nodes --------------------------------------------------------------------------------------------------
 
 
 class _Role:
@@ -212,7 +226,9 @@ class _Role:
     @property
     def ports(self) -> dict[str, int]:
         """The node's ports in the file, by key; 0 is chosen later."""
-        return {key: port for key in ("port", "metrics_port") if (port := getattr(self, key, None)) is not None}
+        return {
+            key: port for key in ("port", "metrics_port") if (port := getattr(self, key, None)) is not None
+        }
 
 
 class _AnyNode(Section, _Role, frozen=True, kw_only=True, tag_field="role"):
@@ -222,12 +238,14 @@ class _AnyNode(Section, _Role, frozen=True, kw_only=True, tag_field="role"):
 
 
 class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
-    """Mooncake's master, which knows where each key lies, and does leases and eviction. pd-cache sets its flags explicitly."""
+    """Mooncake's master, which knows where each key lies, and does leases and eviction. pd-cache sets its
+    flags explicitly."""
 
     port: Port = 50051
     metrics_port: Port = 9003
     lease_ttl_ms: Annotated[int, Meta(ge=100, le=86_400_000)] = 10_000
-    """How long a key that was looked up is safe from eviction: at least 3 times as long as the slowest batch."""
+    """How long a key that was looked up is safe from eviction: at least 3 times as long as the slowest
+    batch."""
     client_ttl_s: TtlS = 5
     """The seconds of silence after which a node's segment counts as gone."""
     eviction_high_watermark: Annotated[float, Meta(gt=0, le=1)] = 0.9
@@ -247,7 +265,8 @@ class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
 class EngineNode(_AnyNode, frozen=True, kw_only=True):
     port: Port = 0
     cache_server: Name | None = None
-    """The cache-server node, on the same host, that holds this engine's cache. Without one, the engine has its own cache."""
+    """The cache-server node, on the same host, that holds this engine's cache. Without one, the engine has
+    its own cache."""
     segment_size: Bytes | None = None
     """The memory that this node gives to the pool; by default `transfer.segment_size`."""
     args: Arguments = msgspec.field(default_factory=dict)
@@ -255,8 +274,9 @@ class EngineNode(_AnyNode, frozen=True, kw_only=True):
     env: Environment = msgspec.field(default_factory=dict)
     """vLLM: variables of this node alone, e.g. CUDA_VISIBLE_DEVICES. They override `engine.env`."""
     events_port: Port = 0
-    """vLLM: the port at which it publishes which blocks its own cache gets and loses. Each data-parallel rank has a port, from this one on, and
-    replays have as many ports behind those. 0 publishes none. A proxy follows these events."""
+    """vLLM: the port at which it publishes which blocks its own cache gets and loses. Each data-parallel rank
+    has a port, from this one on, and replays have as many ports behind those. 0 publishes none. A proxy
+    follows these events."""
 
 
 class PrefillNode(EngineNode, frozen=True, kw_only=True, tag="prefill"):
@@ -268,13 +288,15 @@ class DecodeNode(EngineNode, frozen=True, kw_only=True, tag="decode"):
 
 
 class CacheServerNode(ServerSettings, _Role, frozen=True, kw_only=True, tag_field="role", tag="cache-server"):
-    """Owns the cache of one host for the engines there that name it: the pool's client, staging memory and local tiers."""
+    """Owns the cache of one host for the engines there that name it: the pool's client, staging memory and
+    local tiers."""
 
     name: Name
     host: Host = "127.0.0.1"
     """The same as for every node."""
     url: ServerUrl = ""
-    """The address at which engines reach it. Empty: a socket in the user's runtime folder, named after the cluster."""
+    """The address at which engines reach it. Empty: a socket in the user's runtime folder, named after the
+    cluster."""
     metrics_port: Port = 0
     segment_size: Bytes | None = None
     """The memory that this node gives to the pool; by default `transfer.segment_size`."""
@@ -292,7 +314,8 @@ def tensor_parallel(engine: VllmEngineConfig, node: EngineNode) -> int:
 
 
 def max_model_lens(config: ClusterConfig) -> dict[str, int | None]:
-    """Returns the `max-model-len` of each node that runs vLLM, by its name; None if the file leaves it to vLLM."""
+    """Returns the `max-model-len` of each node that runs vLLM, by its name; None if the file leaves it to
+    vLLM."""
     engine = config.engine
     if not isinstance(engine, VllmEngineConfig):
         return {}
@@ -323,7 +346,7 @@ ROLES = ("master", "store", "cache-server", "prefill", "decode", "proxy")
 """The roles in the order in which `up` starts them. It stops them in reverse order."""
 
 
-# --- discovery -------------------------------------------------------------------------------------------------------
+# --- discovery ----------------------------------------------------------------------------------------------
 
 Endpoint = Annotated[
     str,
@@ -378,7 +401,8 @@ class MastersConfig(Section, frozen=True, kw_only=True):
     """The `master` section: settings of all nodes of the role master."""
 
     ha: bool = False
-    """Whether there are several masters. etcd elects one master, which shares its log of operations with the others. Clients follow it."""
+    """Whether there are several masters. etcd elects one master, which shares its log of operations with the
+    others. Clients follow it."""
 
 
 class ServerTlsConfig(Section, frozen=True, kw_only=True):
@@ -394,7 +418,8 @@ class HintsConfig(Section, frozen=True, kw_only=True):
     """The `proxy.hints` section: how much clients may keep in the pool (`kv.retain`)."""
 
     max_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.25
-    """The most that all pins of all proxies together may take, as a share of the pool's memory. 0 refuses all hints."""
+    """The most that all pins of all proxies together may take, as a share of the pool's memory. 0 refuses all
+    hints."""
     max_ttl_s: Seconds = 3600.0
     """The longest time for which a prompt is kept until it is retained again."""
     max_pins: Positive = 1000
@@ -424,28 +449,36 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     prefill_timeout_s: Seconds = 120.0
     """How long a prefill may take. After that, the decode node computes the prompt itself."""
     max_requests: Positive = 1024
-    """The most requests in flight. The answer to one more is 503 with Retry-After. Each takes up to four of the files that a process may open."""
+    """The most requests in flight. The answer to one more is 503 with Retry-After. Each takes up to four of
+    the files that a process may open."""
     body_memory: Bytes = ByteSize(512 << 20)
-    """The memory of all requests' bodies together. A body takes twice its size, from its first byte until the decode node's answer begins. A
-    quarter is kept for bodies of at most 256KiB. At least 48MiB are needed, so that the largest body fits."""
+    """The memory of all requests' bodies together. A body takes twice its size, from its first byte until the
+    decode node's answer begins. A quarter is kept for bodies of at most 256KiB. At least 48MiB are needed, so
+    that the largest body fits."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
     """Decides which prefill node computes a prompt; see `launch/proxy/routing.py`."""
     direct_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    """A prompt with fewer tokens than this left to compute goes directly to the decode node. None means `cache.chunk_size`."""
+    """A prompt with fewer tokens than this left to compute goes directly to the decode node. None means
+    `cache.chunk_size`."""
     index_blocks: Positive = 4_000_000
-    """The most blocks that the proxy knows from KV events, of all nodes and the pool together. Each takes about 100 bytes of memory."""
+    """The most blocks that the proxy knows from KV events, of all nodes and the pool together. Each takes
+    about 100 bytes of memory."""
     load_bytes: Bytes = ByteSize(1 << 20)
-    """How many bytes a prefill node loads from the pool in the time in which it computes one token of a prompt."""
+    """How many bytes a prefill node loads from the pool in the time in which it computes one token of a
+    prompt."""
     hints: HintsConfig = HintsConfig()
     api_keys_file: Line | None = None
-    """A file with lines of `NAME KEY` or `NAME KEY TENANT`. If it is given, clients need one of these keys. It is read again when it
-    changes."""
+    """A file with lines of `NAME KEY` or `NAME KEY TENANT`. If it is given, clients need one of these keys.
+    It is read again when it changes."""
     tenants_file: Line | None = None
-    """A YAML file with `tenants: {NAME: {pins, max_requests}}`. Tenants that it does not name are refused. Read again when it changes."""
+    """A YAML file with `tenants: {NAME: {pins, max_requests}}`. Tenants that it does not name are refused.
+    Read again when it changes."""
     monitor_keys_file: Line | None = None
-    """A file with lines of `NAME KEY`, for `/metrics` and all of `/health`. None: clients' keys open these."""
+    """A file with lines of `NAME KEY`, for `/metrics` and all of `/health`. None: clients' keys open
+    these."""
     node_key_file: Line | None = None
-    """A file with the nodes' key (vLLM's `--api-key`), which the proxy sends in place of the client's. It is read again when it changes."""
+    """A file with the nodes' key (vLLM's `--api-key`), which the proxy sends in place of the client's. It is
+    read again when it changes."""
     tls: ServerTlsConfig | None = None
     """None: the proxy speaks plain HTTP."""
     cors_origins: tuple[Origin, ...] = ()
@@ -462,7 +495,9 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
         if self.tenants_file is not None and self.api_keys_file is None:
             raise ValueError("`tenants_file` needs `api_keys_file`, which says whose a key is")
         if self.node_key_file is not None and self.api_keys_file is None:
-            raise ValueError("`node_key_file` needs `api_keys_file`; without it every client could use the nodes' key")
+            raise ValueError(
+                "`node_key_file` needs `api_keys_file`; without it every client could use the nodes' key"
+            )
         if self.body_memory < 3 * LARGEST_BODY:
             raise ValueError(
                 f"`body_memory` must be at least {ByteSize(3 * LARGEST_BODY)}, three times the largest body"
@@ -475,8 +510,8 @@ class HandoffConfig(Section, frozen=True, kw_only=True):
     wait_ms: Annotated[int, Meta(ge=0, le=600_000)] = 2_000
     """How long a decode node waits for a prefix that the prefill node announced."""
     stream: Literal["auto", "always", "never"] = "auto"
-    """Whether a decode node loads a prompt's chunks while the prefill node computes others: for long prompts, for all, or for none. Only decode
-    nodes that report that they can do it get such requests."""
+    """Whether a decode node loads a prompt's chunks while the prefill node computes others: for long prompts,
+    for all, or for none. Only decode nodes that report that they can do it get such requests."""
 
 
 class SupervisorConfig(Section, frozen=True, kw_only=True):
@@ -509,7 +544,8 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
 
     @property
     def master_address(self) -> str:
-        """The master's address for Mooncake's clients: `host:port`, or the etcd that holds the elected master's address."""
+        """The master's address for Mooncake's clients: `host:port`, or the etcd that holds the elected
+        master's address."""
         if self.masters.ha and isinstance(self.discovery, EtcdDiscovery):
             return f"etcd://{';'.join(self.discovery.endpoints)}/{self.name}"
         return f"{self.master.host}:{self.master.port}"
@@ -528,9 +564,11 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         return int(self.transfer.segment_size if own is None else own)
 
     def server_url(self, node: CacheServerNode) -> str:
-        """Returns the address at which a cache server listens. Without etcd, the master's port must be chosen by then.
+        """Returns the address at which a cache server listens. Without etcd, the master's port must be chosen
+        by then.
 
-        The address holds a digest of etcd's addresses or the master's port, so that two clusters of one name differ.
+        The address holds a digest of etcd's addresses or the master's port, so that two clusters of one name
+        differ.
         """
         if node.url:
             return node.url
@@ -541,25 +579,33 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         return f"ipc://{runtime_folder()}/{self.name}-{cluster}-{node.name}.sock"
 
     def event_addresses(self, node: EngineNode, rank: int = 0) -> tuple[str, str]:
-        """Returns where a data-parallel rank of a node publishes its KV events, and where it sends them again. The node has an `events_port`.
+        """Returns where a data-parallel rank of a node publishes its KV events, and where it sends them
+        again. The node has an `events_port`.
 
-        vLLM binds a port of all addresses or none. So events of a loopback address go over sockets in the user's runtime folder. vLLM makes
-        a rank's addresses from those that it gets: it adds the rank to the port, or adds `_dpRANK` to an address with "inproc" in it.
+        vLLM binds a port of all addresses or none. So events of a loopback address go over sockets in the
+        user's runtime folder. vLLM makes a rank's addresses from those that it gets: it adds the rank to the
+        port, or adds `_dpRANK` to an address with "inproc" in it.
         """
         port = node.events_port
         if node.host in LOOPBACK:
-            digest = zlib.crc32(f"{self.name}/{node.name}".encode())  # the path of a socket has at most 107 bytes
-            stream, suffix = f"ipc://{runtime_folder()}/inproc-{digest:08x}-{port}", f"_dp{rank}" if rank else ""
+            # the path of a socket has at most 107 bytes
+            digest = zlib.crc32(f"{self.name}/{node.name}".encode())
+            stream, suffix = (
+                f"ipc://{runtime_folder()}/inproc-{digest:08x}-{port}",
+                f"_dp{rank}" if rank else "",
+            )
             return f"{stream}{suffix}", f"{stream}.replay{suffix}"
         size, _ = data_parallel(self.engine, node)
         return f"tcp://{node.host}:{port + rank}", f"tcp://{node.host}:{port + size + rank}"
 
     def caching_nodes(self) -> list[EngineNode | CacheServerNode]:
-        """Returns the nodes that own a cache and a client of the pool. An engine that names a cache server owns neither."""
+        """Returns the nodes that own a cache and a client of the pool. An engine that names a cache server
+        owns neither."""
         return [
             node
             for node in self.nodes
-            if isinstance(node, CacheServerNode) or (isinstance(node, EngineNode) and node.cache_server is None)
+            if isinstance(node, CacheServerNode)
+            or (isinstance(node, EngineNode) and node.cache_server is None)
         ]
 
     def node(self, name: str) -> Node | None:
@@ -570,7 +616,9 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         """The number of parts into which the nodes of this file cut a chunk's KV heads."""
         if self.cache.shards or not isinstance(self.engine, VllmEngineConfig):
             return self.cache.shards or 1
-        return math.lcm(*(tensor_parallel(self.engine, node) for node in self.nodes if isinstance(node, EngineNode)))
+        return math.lcm(
+            *(tensor_parallel(self.engine, node) for node in self.nodes if isinstance(node, EngineNode))
+        )
 
     def by_role(self, role: str) -> list[Node]:
         return [node for node in self.nodes if node.role == role]
@@ -581,7 +629,9 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         return NodeSettings(
             master=self.master_address,
             host=node.host,
-            cache=self.cache.fitted(engine.block_size) if isinstance(engine, ReferenceEngineConfig) else self.cache,
+            cache=self.cache.fitted(engine.block_size)
+            if isinstance(engine, ReferenceEngineConfig)
+            else self.cache,
             transfer=self.transfer,
             segment_size=self.segment_size(node),
         )

@@ -32,7 +32,8 @@ class StoredEvent(Struct, tag="BlockStored", omit_defaults=True, gc=False):
     group_idx: int | None = None
     kv_cache_spec_kind: _Words = None
     lookahead_token_ids: list[list[int]] | None = None
-    """Tokens behind each block that its hash covers, too, as for EAGLE and MTP in vLLM 0.33 without a connector; otherwise None."""
+    """Tokens behind each block that its hash covers, too, as for EAGLE and MTP in vLLM 0.33 without a
+    connector; otherwise None."""
 
 
 class RemovedEvent(Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
@@ -76,9 +77,9 @@ _other_event = msgpack_decoder(_OtherEvent)
 def read_batch(raw: bytes) -> tuple[EventBatch, int]:
     """Returns the batch of a message, and how many of its events were skipped.
 
-    An unreadable event of stored blocks is skipped: an unknown block does no harm. Mooncake's master sends such events, with a `block_size`
-    of null. Any other unreadable event may say that blocks are gone, and counts as `ClearedEvent`. Raises UndecodableError if `raw` is no
-    batch.
+    An unreadable event of stored blocks is skipped: an unknown block does no harm. Mooncake's master sends
+    such events, with a `block_size` of null. Any other unreadable event may say that blocks are gone, and
+    counts as `ClearedEvent`. Raises UndecodableError if `raw` is no batch.
     """
     try:
         return _whole_batch(raw), 0
@@ -95,6 +96,6 @@ def read_batch(raw: bytes) -> tuple[EventBatch, int]:
 
 
 def short_hash(value: BlockHash) -> int:
-    """Returns the 64 bits that identify a block here. vLLM publishes the last 64 bits of a hash, or all of it if
-    VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0."""
+    """Returns the 64 bits that identify a block here. vLLM publishes the last 64 bits of a hash, or all of it
+    if VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0."""
     return value & _MASK if isinstance(value, int) else int.from_bytes(value[-8:], "big")

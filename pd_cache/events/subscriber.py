@@ -1,12 +1,15 @@
-"""Follows KV events over ZMQ, as vLLM publishes them: PUB and SUB for batches as they come, ROUTER and DEALER for replays.
+"""Follows KV events over ZMQ, as vLLM publishes them: PUB and SUB for batches as they come, ROUTER and DEALER
+for replays.
 
-A publisher numbers its batches from 0, and keeps the last batches. A message of the stream has three frames: a topic, the batch's number
-(8 bytes, big-endian) and the batch. A request for a replay has two frames: an empty frame, and the first number that is wanted. The answer
-has, for each batch that the publisher still has, an empty frame and the three frames of the batch. Its last batch has the number -1.
+A publisher numbers its batches from 0, and keeps the last batches. A message of the stream has three frames:
+a topic, the batch's number (8 bytes, big-endian) and the batch. A request for a replay has two frames: an
+empty frame, and the first number that is wanted. The answer has, for each batch that the publisher still has,
+an empty frame and the three frames of the batch. Its last batch has the number -1.
 
-`StreamOrder` (pure) puts the batches of a connection in order. `EventSubscriber` feeds it, for many publishers on one thread. Behind a lost
-connection there may be another publisher, whose numbers may happen to go on where the numbers of the last publisher ended. So after a lost
-connection, or any other failure, the subscriber forgets all that it knew of a publisher, and begins anew with new sockets.
+`StreamOrder` (pure) puts the batches of a connection in order. `EventSubscriber` feeds it, for many
+publishers on one thread. Behind a lost connection there may be another publisher, whose numbers may happen to
+go on where the numbers of the last publisher ended. So after a lost connection, or any other failure, the
+subscriber forgets all that it knew of a publisher, and begins anew with new sockets.
 """
 
 from __future__ import annotations
@@ -32,19 +35,21 @@ _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _LARGEST = 64 << 20
 """The most bytes of a message; ZMQ ends a connection that brings a larger message."""
 _HIGH_WATER = 16_384
-"""How many batches of the stream may wait in a socket. For a replay it is ZMQ's 1000; the rest of a longer replay is requested again."""
+"""How many batches of the stream may wait in a socket. For a replay it is ZMQ's 1000; the rest of a longer
+replay is requested again."""
 _MOST_SOCKETS = 16_384
 """A publisher that is followed takes three."""
 _HEARTBEAT_MS, _DEAD_MS = 5_000, 15_000
-"""How often the subscriber asks whether the publisher is there, and for how long it waits. Otherwise it would never notice that the
-publisher's host has lost its power."""
+"""How often the subscriber asks whether the publisher is there, and for how long it waits. Otherwise it would
+never notice that the publisher's host has lost its power."""
 _BEAT_S = 0.1
 _REVIVE_S = 1.0
 """The pause after a connection was lost, or after sockets have failed."""
 
 
 class Forget(enum.Enum):
-    """Takes the place of a batch where events are lost: what the subscriber knows of the publisher is no longer true."""
+    """Takes the place of a batch where events are lost: what the subscriber knows of the publisher is no
+    longer true."""
 
     ALL = "all"
 
@@ -55,12 +60,14 @@ Step = EventBatch | Forget
 class StreamOrder:
     """Puts the batches of a publisher in order.
 
-    They come from a live stream, in order but with gaps, and from replays from `ask_from` on, which may lack batches at the end and in the
-    middle. All methods return what to apply now: each batch once and in order, with `Forget.ALL` wherever batches are lost for good.
+    They come from a live stream, in order but with gaps, and from replays from `ask_from` on, which may lack
+    batches at the end and in the middle. All methods return what to apply now: each batch once and in order,
+    with `Forget.ALL` wherever batches are lost for good.
     """
 
     def __init__(self, most_waiting: int = 4096) -> None:
-        """`most_waiting`: how many batches may wait for a replay. Beyond that the oldest go, and the replay has to bring them."""
+        """`most_waiting`: how many batches may wait for a replay. Beyond that the oldest go, and the replay
+        has to bring them."""
         self._next = 0
         self._waiting: dict[int, EventBatch] = {}
         self._most_waiting = most_waiting
@@ -101,7 +108,8 @@ class StreamOrder:
         return [*steps, batch]
 
     def replay_ended(self, whole: bool) -> list[Step]:
-        """Notes the end of a replay. `whole`: the publisher has sent the end. Otherwise, and if the stream is not `in_order` now, ask again."""
+        """Notes the end of a replay. `whole`: the publisher has sent the end. Otherwise, and if the stream is
+        not `in_order` now, ask again."""
         steps: list[Step] = []
         if whole and not self._brought and self._waiting:  # the publisher does not keep what is missing
             steps = self._give_up(min(self._waiting))
@@ -119,7 +127,7 @@ class StreamOrder:
         return [Forget.ALL] if known else []
 
 
-# --- sockets -----------------------------------------------------------------------------------------------------------
+# --- sockets ------------------------------------------------------------------------------------------------
 
 
 class EventEndpoints(NamedTuple):
@@ -136,7 +144,9 @@ OnSteps = Callable[[Sequence[Step]], None]
 class _Feed:
     """A connection to a publisher."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoints: EventEndpoints, on_steps: OnSteps) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoints: EventEndpoints, on_steps: OnSteps
+    ) -> None:
         self.endpoints = endpoints
         self.on_steps = on_steps
         self.order = StreamOrder()
@@ -212,13 +222,14 @@ def _received(made: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
 class EventSubscriber:
     """Follows the events of several publishers, on one thread. Thread-safe.
 
-    It asks for a replay when it joins, when batches are missing, and every `check_s` seconds, to notice that the last batch of a quiet publisher
-    was lost.
+    It asks for a replay when it joins, when batches are missing, and every `check_s` seconds, to notice that
+    the last batch of a quiet publisher was lost.
     """
 
     def __init__(self, *, check_s: float = 5.0, quiet_s: float = 0.5) -> None:
-        """`quiet_s`: a replay that brings nothing for this time is requested again. vLLM's publisher drops messages beyond its socket's queue
-        of 1000, even the end of the replay, so a long replay takes several requests.
+        """`quiet_s`: a replay that brings nothing for this time is requested again. vLLM's publisher drops
+        messages beyond its socket's queue of 1000, even the end of the replay, so a long replay takes several
+        requests.
         """
         self._check_s, self._quiet_s = check_s, quiet_s
         self._wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]] = {}
@@ -231,8 +242,8 @@ class EventSubscriber:
         self._thread: threading.Thread | None = None
 
     def follow(self, wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]]) -> None:
-        """Follows these publishers from now on, and no others. Keeps the connection to a publisher whose key, address and callable stay the
-        same. Call it on one thread."""
+        """Follows these publishers from now on, and no others. Keeps the connection to a publisher whose key,
+        address and callable stay the same. Call it on one thread."""
         self._wanted = dict(wanted)
         self._changed.set()
         if self._thread is None and wanted and not self._closing.is_set():
@@ -240,8 +251,8 @@ class EventSubscriber:
             self._thread.start()
 
     def describe(self) -> dict[Hashable, dict[str, int | bool]]:
-        """Returns, for each publisher, how many batches came, how many gaps could not be closed, how many unreadable events were skipped, and
-        whether no batch is missing."""
+        """Returns, for each publisher, how many batches came, how many gaps could not be closed, how many
+        unreadable events were skipped, and whether no batch is missing."""
         return {
             key: {
                 "batches": feed.batches,
@@ -259,7 +270,7 @@ class EventSubscriber:
         if self._thread is not None:
             self._thread.join()
 
-    # --- on the thread -----------------------------------------------------------------------------------------------
+    # --- on the thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -310,7 +321,9 @@ class EventSubscriber:
         self._open_after = time.monotonic() + _REVIVE_S
         if self._sparse.admit("failed") is not None:
             known = isinstance(error, (zmq.ZMQError, ConnectionError))
-            log.warning("%s: its KV events cannot be followed now: %s", endpoints.stream, error, exc_info=not known)
+            log.warning(
+                "%s: its KV events cannot be followed now: %s", endpoints.stream, error, exc_info=not known
+            )
 
     def _wait(self) -> None:
         """Waits until a message comes, or for a beat."""
@@ -355,5 +368,7 @@ class EventSubscriber:
         except UndecodableError as error:
             # it may have been about any block
             if (count := self._sparse.admit()) is not None:
-                log.warning("%s: %d batches of KV events cannot be read: %s", feed.endpoints.stream, count, error)
+                log.warning(
+                    "%s: %d batches of KV events cannot be read: %s", feed.endpoints.stream, count, error
+                )
             return number, EventBatch(time.time(), [ClearedEvent()])

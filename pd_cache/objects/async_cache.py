@@ -1,4 +1,5 @@
-"""AsyncObjectCache: `ObjectCache` for programs with an asyncio loop. Calls run on threads of its own, so that none blocks the loop."""
+"""AsyncObjectCache: `ObjectCache` for programs with an asyncio loop. Calls run on threads of its own, so that
+none blocks the loop."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ _CLOSE_S = 5.0
 
 
 class AsyncObjectCache:
-    """The calls of `ObjectCache` as coroutines, on any number of loops. Each does the same as the method of its name.
+    """The calls of `ObjectCache` as coroutines, on any number of loops. Each does the same as the method of
+    its name.
 
-    A call that is cancelled, or whose time is over, copies nothing more of the caller's memory, which the caller may then change. A wait
-    that has begun goes on, on its thread.
+    A call that is cancelled, or whose time is over, copies nothing more of the caller's memory, which the
+    caller may then change. A wait that has begun goes on, on its thread.
 
     There is no `read_into`: a cancelled call could still write to the caller's memory.
     """
@@ -36,8 +38,8 @@ class AsyncObjectCache:
     def __init__(
         self, cache: ObjectCache, *, threads: int = 4, most_waiting: int = 256, usual_timeout: float = 60.0
     ) -> None:
-        """Takes over `cache`. `threads`: how many calls run at the same time. `most_waiting`: how many run or wait; one more is refused
-        as OVERLOADED. `usual_timeout` (s) bounds calls without a time-out."""
+        """Takes over `cache`. `threads`: how many calls run at the same time. `most_waiting`: how many run or
+        wait; one more is refused as OVERLOADED. `usual_timeout` (s) bounds calls without a time-out."""
         self.cache = cache
         self._usual_timeout = usual_timeout
         self._closed = False
@@ -55,27 +57,32 @@ class AsyncObjectCache:
         return self.cache.available
 
     async def put(self, name: Name, value: AnyValue, *, timeout: Timeout = None) -> Status:
-        """Stores a value: bytes, anything else with a contiguous buffer, or a tensor. Returns OK if other nodes can get it now.
+        """Stores a value: bytes, anything else with a contiguous buffer, or a tensor. Returns OK if other
+        nodes can get it now.
 
-        `timeout` is in seconds. Returns OK, too, if the name already has a value, whatever it is. Raises ValueError for a value longer
-        than the cache's `most_bytes`.
+        `timeout` is in seconds. Returns OK, too, if the name already has a value, whatever it is. Raises
+        ValueError for a value longer than the cache's `most_bytes`.
         """
         return (await self.put_many([name], [value], timeout=timeout))[0]
 
     async def get(self, name: Name, *, timeout: Timeout = None) -> bytes | None:
-        """Returns the bytes of a value, also of a tensor; None for a miss, or if `timeout` (s) is over. `get_many` says why."""
+        """Returns the bytes of a value, also of a tensor; None for a miss, or if `timeout` (s) is over.
+        `get_many` says why."""
         return (await self.get_many([name], timeout=timeout))[0].value
 
     async def get_tensor(self, name: Name, *, timeout: Timeout = None) -> torch.Tensor | None:
-        """Returns a new tensor on the CPU, as it was put; None for a miss, for a value that is no tensor, or if `timeout` (s) is over."""
+        """Returns a new tensor on the CPU, as it was put; None for a miss, for a value that is no tensor, or
+        if `timeout` (s) is over."""
         return await self._call(self.cache.get_tensor, name, timeout=timeout, refused=lambda _: None)
 
     async def exists(self, name: Name, *, timeout: Timeout = None) -> bool:
-        """Returns whether there is a value; False, too, if `timeout` (s) is over. A get may still miss: of a long value, a part may be gone."""
+        """Returns whether there is a value; False, too, if `timeout` (s) is over. A get may still miss: of a
+        long value, a part may be gone."""
         return (await self.exists_many([name], timeout=timeout))[0] is Status.OK
 
     async def remove(self, name: Name, *, timeout: Timeout = None) -> Status:
-        """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was none. `timeout` is in seconds."""
+        """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was
+        none. `timeout` is in seconds."""
         return await self._call(self.cache.remove, name, timeout=timeout, refused=lambda status: status)
 
     async def put_many(
@@ -83,15 +90,17 @@ class AsyncObjectCache:
     ) -> list[Status]:
         """Stores values, one for each name. Returns a status for each, as `put` does.
 
-        `timeout` (s) bounds the whole call. Do not change the values until the call returns: a mixture of old and new bytes could be
-        stored. Raises ValueError if there are not as many values as names, or for a value longer than the cache's `most_bytes`.
+        `timeout` (s) bounds the whole call. Do not change the values until the call returns: a mixture of old
+        and new bytes could be stored. Raises ValueError if there are not as many values as names, or for a
+        value longer than the cache's `most_bytes`.
         """
         return await self._call(
             self.cache.put_many, names, values, timeout=timeout, refused=lambda status: [status] * len(names)
         )
 
     async def get_many(self, names: Sequence[Name], *, timeout: Timeout = None) -> list[ObjectOutcome]:
-        """Returns the bytes of each value, or the reason why there is none. `timeout` (s) bounds the whole call."""
+        """Returns the bytes of each value, or the reason why there is none. `timeout` (s) bounds the whole
+        call."""
         return await self._call(
             self.cache.get_many,
             names,
@@ -100,7 +109,8 @@ class AsyncObjectCache:
         )
 
     async def exists_many(self, names: Sequence[Name], *, timeout: Timeout = None) -> list[Status]:
-        """Returns OK or MISSING for each name, with one request; any other status says why the answer is unknown. `timeout` is in seconds."""
+        """Returns OK or MISSING for each name, with one request; any other status says why the answer is
+        unknown. `timeout` is in seconds."""
         return await self._call(
             self.cache.exists_many, names, timeout=timeout, refused=lambda status: [status] * len(names)
         )
@@ -118,7 +128,8 @@ class AsyncObjectCache:
     async def _call(
         self, function: Callable[..., T], *given: object, timeout: Timeout, refused: Callable[[Status], T]
     ) -> T:
-        """Runs `function` with what it is given and its deadline. Returns `refused` of the reason if it cannot run, or not in time."""
+        """Runs `function` with what it is given and its deadline. Returns `refused` of the reason if it
+        cannot run, or not in time."""
         seconds = self._usual_timeout if timeout is None else timeout
         deadline = Deadline(seconds)
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()

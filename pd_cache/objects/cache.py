@@ -1,10 +1,12 @@
-"""ObjectCache: bytes and tensors by name, in the same pool and tiers as chunks. For programs that have no paged cache.
+"""ObjectCache: bytes and tensors by name, in the same pool and tiers as chunks. For programs that have no
+paged cache.
 
-1. A name is bytes or text, of any length. It stands for its contents: while a name has a value, a put of the same name changes nothing.
-   So a program that changes a value gives it another name, or another namespace.
-2. A get returns what was put, byte for byte, or it is a miss. The checksum is made over the caller's bytes, on the way out and on the way in
-   (`values`, `tiers`). Damage is removed, so that the next put replaces it.
-3. Nothing raises because the pool is in trouble: a put returns a status, and a miss has a reason. The caller's mistakes are ValueErrors.
+1. A name is bytes or text, of any length. It stands for its contents: while a name has a value, a put of the
+   same name changes nothing. So a program that changes a value gives it another name, or another namespace.
+2. A get returns what was put, byte for byte, or it is a miss. The checksum is made over the caller's bytes,
+   on the way out and on the way in (`values`, `tiers`). Damage is removed, so that the next put replaces it.
+3. Nothing raises because the pool is in trouble: a put returns a status, and a miss has a reason. The
+   caller's mistakes are ValueErrors.
 4. Every call has a deadline. Memory is bounded: by the staging memory, and by `most_bytes` for each value.
 
 Objects have no weights version: see docs/adapters.md.
@@ -52,25 +54,29 @@ PART_BYTES = 4 << 20
 MOST_BYTES = 1 << 30
 """The longest value, unless the caller wants another length or the parts are small."""
 _BATCH_BYTES = 12 << 20
-"""About the bytes of a transfer call: few, because a peer's task is short, and the bytes of a call are copied while the next call runs."""
+"""About the bytes of a transfer call: few, because a peer's task is short, and the bytes of a call are copied
+while the next call runs."""
 _RETRIES = 8
 """How often a damaged object is read again: once for each tier, which removes it."""
 _DAMAGED = frozenset(damage.value for damage in Damage)
 INCOMPLETE = "incomplete"
 """The reason of a miss: the head is there, but a part is gone. The head is removed."""
 OTHER_SIZE = "other_size"
-"""The reason of a miss: the value is of another length than the caller's memory, or longer than `most_bytes`."""
+"""The reason of a miss: the value is of another length than the caller's memory, or longer than
+`most_bytes`."""
 OTHER_FORM = "other_form"
 """The reason of a miss: the value was put with another form than the caller wants."""
 NOT_A_TENSOR = "not_a_tensor"
 """The reason of a miss: the value was put as bytes, or its form is none of a tensor."""
 
 Target = Callable[[PartHeader], Memory | str]
-"""Returns memory for a whole value, or the reason why the caller does not want it. Runs before the header is known to be intact."""
+"""Returns memory for a whole value, or the reason why the caller does not want it. Runs before the header is
+known to be intact."""
 
 
 class Deadline:
-    """The time by which an operation has to end: `timeout` seconds from now, or never, but at once after `cut`."""
+    """The time by which an operation has to end: `timeout` seconds from now, or never, but at once after
+    `cut`."""
 
     def __init__(self, timeout: Timeout) -> None:
         self.end = end_in(timeout)
@@ -90,7 +96,8 @@ class Deadline:
 
 
 Until = float | Deadline | None
-"""The time for a call: seconds, or a deadline that another thread can cut; None for the configured time-outs."""
+"""The time for a call: seconds, or a deadline that another thread can cut; None for the configured
+time-outs."""
 
 
 class ObjectOutcome(NamedTuple):
@@ -120,7 +127,8 @@ class _Reading:
         self.reason = ""
 
     def take(self, number: int, payload: memoryview, part_bytes: int) -> tuple[str, int | None]:
-        """Copies a part to its place. Returns why the payload is useless, and the checksum of the bytes that were used; None for damage."""
+        """Copies a part to its place. Returns why the payload is useless, and the checksum of the bytes that
+        were used; None for damage."""
         # copied before it is parsed, because the slot may change
         before = bytes(payload[:OVERHEAD])
         header = PartHeader.parsed(before, len(payload))
@@ -133,7 +141,9 @@ class _Reading:
             self.header, self.memory = header, memory
         assert self.header is not None
         assert self.memory is not None
-        if number and header != PartHeader.of(self.header.value_bytes, self.header.checksum, number, part_bytes, None):
+        if number and header != PartHeader.of(
+            self.header.value_bytes, self.header.checksum, number, part_bytes, None
+        ):
             return Damage.FOREIGN.value, None
         return "", copy_out(before, header, payload, self.memory)
 
@@ -150,9 +160,11 @@ class ObjectCache:
         most_bytes: int | None = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Takes over `backend`, whose payloads must have room for `part_bytes` and `values.OVERHEAD`. `open` makes one.
+        """Takes over `backend`, whose payloads must have room for `part_bytes` and `values.OVERHEAD`. `open`
+        makes one.
 
-        `most_bytes`: the longest value, by default 1 GiB or 65,536 parts, whichever is less. Raises ValueError for sizes that do not fit.
+        `most_bytes`: the longest value, by default 1 GiB or 65,536 parts, whichever is less. Raises
+        ValueError for sizes that do not fit.
         """
         if not 1 <= part_bytes <= backend.payload_bytes - OVERHEAD:
             raise ValueError(
@@ -162,7 +174,9 @@ class ObjectCache:
         if most_bytes is None:
             most_bytes = min(MOST_BYTES, part_bytes * MOST_PARTS)
         if not 0 <= most_bytes <= part_bytes * MOST_PARTS:
-            raise ValueError(f"most_bytes must be at most {MOST_PARTS} parts of {part_bytes} bytes, got {most_bytes}")
+            raise ValueError(
+                f"most_bytes must be at most {MOST_PARTS} parts of {part_bytes} bytes, got {most_bytes}"
+            )
         self.backend = backend
         self.namespace = namespace
         self.part_bytes = part_bytes
@@ -183,9 +197,11 @@ class ObjectCache:
         most_bytes: int | None = None,
         metrics: CacheMetrics | None = None,
     ) -> ObjectCache:
-        """Returns a cache over the tiers that `settings.cache` names. Waits neither for the pool nor for a disk.
+        """Returns a cache over the tiers that `settings.cache` names. Waits neither for the pool nor for a
+        disk.
 
-        Raises ValueError if `transfer.staging_size` is too small for a part, MissingLibraryError if Mooncake cannot be loaded.
+        Raises ValueError if `transfer.staging_size` is too small for a part, MissingLibraryError if Mooncake
+        cannot be loaded.
         """
         if part_bytes < 1:
             raise ValueError(f"part_bytes must be at least 1, got {part_bytes}")
@@ -203,12 +219,14 @@ class ObjectCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- one value ------------------------------------------------------------------------------------------------
+    # --- one value ------------------------------------------------------------------------------------------
 
     def put(self, name: Name, value: AnyValue, *, timeout: Until = None) -> Status:
-        """Stores a value: bytes, anything else with a contiguous buffer, or a tensor. Returns OK if other nodes can get it now.
+        """Stores a value: bytes, anything else with a contiguous buffer, or a tensor. Returns OK if other
+        nodes can get it now.
 
-        Returns OK, too, if the name already has a value, whatever it is. Raises ValueError for a value longer than `most_bytes`.
+        Returns OK, too, if the name already has a value, whatever it is. Raises ValueError for a value longer
+        than `most_bytes`.
         """
         return self.put_many([name], [value], timeout=timeout)[0]
 
@@ -217,7 +235,8 @@ class ObjectCache:
         return self.get_many([name], timeout=timeout)[0].value
 
     def get_tensor(self, name: Name, *, timeout: Until = None) -> torch.Tensor | None:
-        """Returns a new tensor on the CPU, as it was put; None for a miss, or for a value that is no tensor."""
+        """Returns a new tensor on the CPU, as it was put; None for a miss, or for a value that is no
+        tensor."""
         import torch
 
         memory: list[torch.Tensor] = []
@@ -243,10 +262,11 @@ class ObjectCache:
         return self.exists_many([name], timeout=timeout)[0] is Status.OK
 
     def remove(self, name: Name, *, timeout: Until = None) -> Status:
-        """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was none."""
+        """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was
+        none."""
         return self.remove_many([name], timeout=timeout)[0]
 
-    # --- many values ----------------------------------------------------------------------------------------------
+    # --- many values ----------------------------------------------------------------------------------------
 
     def put_many(
         self,
@@ -256,15 +276,19 @@ class ObjectCache:
         forms: Sequence[TensorForm | None] | None = None,
         timeout: Until = None,
     ) -> list[Status]:
-        """Stores values. Returns a status for each, as `put` does. `timeout` (s) bounds the whole call; without it, the configured
-        timeout bounds each transfer. `forms`: what `read_into` may ask for; by default that of each tensor.
+        """Stores values. Returns a status for each, as `put` does. `timeout` (s) bounds the whole call;
+        without it, the configured timeout bounds each transfer. `forms`: what `read_into` may ask for; by
+        default that of each tensor.
 
-        The caller must not change the values meanwhile: a mixture of old and new bytes could be stored. Bytes that are copied after the deadline
-        are not stored. `timeout` may be a `Deadline`, which another thread can cut.
+        The caller must not change the values meanwhile: a mixture of old and new bytes could be stored. Bytes
+        that are copied after the deadline are not stored. `timeout` may be a `Deadline`, which another thread
+        can cut.
         """
         heads = self._heads(names)
         if len(values) != len(heads):
-            raise ValueError(f"got {len(heads)} names and {len(values)} values; expected one value for each name")
+            raise ValueError(
+                f"got {len(heads)} names and {len(values)} values; expected one value for each name"
+            )
         given = [bytes_of(value) for value in values]
         if forms is not None:
             given = [(raw, form) for (raw, _), form in zip(given, _as_many(forms, heads), strict=True)]
@@ -310,16 +334,21 @@ class ObjectCache:
         forms: Sequence[TensorForm | None] | None = None,
         timeout: Until = None,
     ) -> list[str]:
-        """Reads each value into the caller's memory: contiguous writable buffers or CPU tensors, each exactly as long as its value.
+        """Reads each value into the caller's memory: contiguous writable buffers or CPU tensors, each exactly
+        as long as its value.
 
-        Returns the reason of each miss, and an empty text for each hit. A buffer of a miss may hold anything. Nothing is written to any
-        buffer after the call has returned, however late a transfer is. `timeout` as in `put_many`.
+        Returns the reason of each miss, and an empty text for each hit. A buffer of a miss may hold anything.
+        Nothing is written to any buffer after the call has returned, however late a transfer is. `timeout` as
+        in `put_many`.
 
-        With `forms`, a value that was put with another form is a miss: memory of equal size may be of another shape or type.
+        With `forms`, a value that was put with another form is a miss: memory of equal size may be of another
+        shape or type.
         """
         views = [writable_bytes_of(buffer) for buffer in buffers]
         if len(views) != len(names):
-            raise ValueError(f"got {len(names)} names and {len(views)} buffers; expected one buffer for each name")
+            raise ValueError(
+                f"got {len(names)} names and {len(views)} buffers; expected one buffer for each name"
+            )
 
         wanted = None if forms is None else _as_many(forms, names)
 
@@ -334,7 +363,8 @@ class ObjectCache:
         return self._read(names, [target_of(index) for index in range(len(views))], timeout)
 
     def exists_many(self, names: Sequence[Name], *, timeout: Until = None) -> list[Status]:
-        """Returns OK or MISSING for each name, with one request; any other status says why the answer is unknown.
+        """Returns OK or MISSING for each name, with one request; any other status says why the answer is
+        unknown.
 
         The pool protects what it finds from eviction until the lease ends, so ask only for what will be read.
         """
@@ -346,13 +376,14 @@ class ObjectCache:
         return statuses
 
     def remove_many(self, names: Sequence[Name], *, timeout: Until = None) -> list[Status]:
-        """Removes values. Parts of long ones stay until they are evicted; without the head they are never read."""
+        """Removes values. Parts of long ones stay until they are evicted; without the head they are never
+        read."""
         heads = self._heads(names)
         if self._unusable:
             return [Status.CLOSED] * len(heads)
         return self.backend.batched_remove(heads, end=Deadline.of(timeout).end, force=True) if heads else []
 
-    # --- life -----------------------------------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------------------
 
     @property
     def available(self) -> bool:
@@ -360,21 +391,23 @@ class ObjectCache:
         return not self._unusable and self.backend.available
 
     def wait_available(self, timeout: float) -> None:
-        """Waits until the cache is open. Raises PoolUnavailableError after `timeout` seconds, or if it is closed."""
+        """Waits until the cache is open. Raises PoolUnavailableError after `timeout` seconds, or if it is
+        closed."""
         if self._unusable:
             raise PoolUnavailableError("this cache is closed")
         self.backend.wait_available(timeout)
 
     def close(self) -> None:
         """Ends the calls under way, at their deadlines at the latest, and closes the tiers. Idempotent."""
-        if os.getpid() != self._process:  # in a forked child, a thread that does not exist here may hold the lock
+        # in a forked child, a thread that does not exist here may hold the lock
+        if os.getpid() != self._process:
             return
         with self._closing:
             if not self._closed:
                 self._closed = True
                 self.backend.close()
 
-    # --- inside ---------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     @property
     def _unusable(self) -> bool:
@@ -397,7 +430,8 @@ class ObjectCache:
         statuses: dict[int, Status],
         deadline: Deadline,
     ) -> None:
-        """Puts the values with these indices: first all parts but the heads, then the heads of values whose parts are there."""
+        """Puts the values with these indices: first all parts but the heads, then the heads of values whose
+        parts are there."""
         headers: dict[int, PartHeader] = {}
         for index in lacking:
             raw, form = given[index]
@@ -448,7 +482,8 @@ class ObjectCache:
         return Status.TIMEOUT if deadline.passed else Status.OVERLOADED
 
     def _stage(self, batch: Sequence[_Piece], deadline: Deadline) -> list[Staged]:
-        """Fills memory with objects, from the first, as far as there is memory. Only the first object waits for memory.
+        """Fills memory with objects, from the first, as far as there is memory. Only the first object waits
+        for memory.
 
         Returns an empty list after the deadline, because the caller may change the values from then on.
         """
@@ -509,11 +544,14 @@ class ObjectCache:
         self._drop(list(broken), deadline)
 
     def _drop(self, heads: list[str], deadline: Deadline) -> None:
-        """Removes heads of values that cannot be read, so that the next put of their names stores all of them."""
+        """Removes heads of values that cannot be read, so that the next put of their names stores all of
+        them."""
         if heads:
             self.backend.batched_remove(heads, end=deadline.end, force=True)
 
-    def _fetch(self, wanted: Mapping[str, tuple[_Reading, int]], deadline: Deadline) -> Iterator[tuple[_Reading, str]]:
+    def _fetch(
+        self, wanted: Mapping[str, tuple[_Reading, int]], deadline: Deadline
+    ) -> Iterator[tuple[_Reading, str]]:
         """Reads parts of values, by key. Yields each reading with the reason of a part's miss, in any order.
 
         A damaged object is read again, because another tier may have a good one; its own has removed it.
@@ -533,7 +571,10 @@ class ObjectCache:
                         if fetched.payload is None:
                             reason = fetched.reason or Status.CLOSED.value
                             # it is gone because it was damaged
-                            yield reading, known.get(key, reason) if reason == Status.MISSING.value else reason
+                            yield (
+                                reading,
+                                known.get(key, reason) if reason == Status.MISSING.value else reason,
+                            )
                         elif deadline.passed:
                             yield reading, Status.TIMEOUT.value
                         else:

@@ -1,7 +1,9 @@
-"""The format of a value of any size in objects of bounded size: a head, and further parts if the value is long.
+"""The format of a value of any size in objects of bounded size: a head, and further parts if the value is
+long.
 
-The head begins with 64 bytes about the value, then comes what describes a tensor (up to 192 bytes), then the value's first `part_bytes` bytes.
-Each further part begins with 64 bytes about itself, and has the next `part_bytes` bytes.
+The head begins with 64 bytes about the value, then comes what describes a tensor (up to 192 bytes), then the
+value's first `part_bytes` bytes. Each further part begins with 64 bytes about itself, and has the next
+`part_bytes` bytes.
 
     offset  size
     0       8     length of the object's payload, these bytes included (`tiers.memory.SELF_SIZED`)
@@ -14,8 +16,9 @@ Each further part begins with 64 bytes about itself, and has the next `part_byte
     38      2     length of the description of a tensor
     40      24    zero
 
-All fields are little-endian. The keys of a value's parts depend on its contents. So two writers that store different values under one name
-at the same time never mix them: the head that is stored first decides whose parts are read. A writer stores the head last.
+All fields are little-endian. The keys of a value's parts depend on its contents. So two writers that store
+different values under one name at the same time never mix them: the head that is stored first decides whose
+parts are read. A writer stores the head last.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ MOST_PARTS = 65_536
 _STEP_BYTES = 512 << 10
 """Bytes are hashed in steps of this size while they are in the processor's cache."""
 
-_DESCRIPTION = re.compile(r"([a-z][a-z0-9_]{0,30}):((?:0|[1-9][0-9]{0,18})(?:,(?:0|[1-9][0-9]{0,18})){0,8})?", re.ASCII)
+_DESCRIPTION = re.compile(
+    r"([a-z][a-z0-9_]{0,30}):((?:0|[1-9][0-9]{0,18})(?:,(?:0|[1-9][0-9]{0,18})){0,8})?", re.ASCII
+)
 
 
 Name = str | bytes
@@ -84,7 +89,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """Returns the bytes of a contiguous tensor on the CPU, as a view of its own memory."""
     import torch
 
-    # not by `reshape`: torch calls a tensor of at most one element contiguous whatever its strides, and keeps them
+    # not by `reshape`: torch calls a tensor of at most one element contiguous whatever its strides, and keeps
+    # them
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy().data)
 
@@ -111,7 +117,9 @@ class TensorForm(NamedTuple):
     @classmethod
     def of_many(cls, shapes: Iterable[Sequence[int]], dtypes: Iterable[object]) -> TensorForm:
         """Returns a form for several tensors in a value: a digest of their shapes and types."""
-        text = repr([(list(map(int, shape)), str(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)])
+        text = repr(
+            [(list(map(int, shape)), str(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        )
         return cls("of_" + hashlib.blake2b(text.encode(), digest_size=12).hexdigest(), ())
 
     @classmethod
@@ -168,7 +176,9 @@ class PartHeader(NamedTuple):
         return (fields + text).ljust(self.offset, b"\0")
 
     @classmethod
-    def of(cls, value_bytes: int, checksum: int, number: int, part_bytes: int, form: TensorForm | None) -> PartHeader:
+    def of(
+        cls, value_bytes: int, checksum: int, number: int, part_bytes: int, form: TensorForm | None
+    ) -> PartHeader:
         """Returns the header of a part of a value."""
         text = form.described() if form is not None and number == 0 else b""
         before = HEADER_BYTES + -(-len(text) // _ALIGN) * _ALIGN
@@ -178,10 +188,13 @@ class PartHeader(NamedTuple):
 
     @classmethod
     def parsed(cls, start: bytes, payload_bytes: int) -> PartHeader | None:
-        """Returns the header of a payload of this size; None if it has none. `start` are the payload's first `OVERHEAD` bytes."""
+        """Returns the header of a payload of this size; None if it has none. `start` are the payload's first
+        `OVERHEAD` bytes."""
         if len(start) < HEADER_BYTES:
             return None
-        size, value_bytes, checksum, number, part_bytes, magic, kind, text = _HEADER.unpack(start[:HEADER_BYTES])
+        size, value_bytes, checksum, number, part_bytes, magic, kind, text = _HEADER.unpack(
+            start[:HEADER_BYTES]
+        )
         if magic != _MAGIC or kind > 1 or text > MOST_DESCRIPTION or not part_bytes or size != payload_bytes:
             return None
         form = TensorForm.parsed(start[HEADER_BYTES : HEADER_BYTES + text]) if kind else None
@@ -200,7 +213,8 @@ class ValueKeys:
     """The keys of a namespace's values."""
 
     def __init__(self, namespace: str, part_bytes: int) -> None:
-        """Caches with different `part_bytes` have different keys, because neither can read what the other wrote.
+        """Caches with different `part_bytes` have different keys, because neither can read what the other
+        wrote.
 
         Raises ValueError if the namespace is not a str.
         """
@@ -226,11 +240,12 @@ class ValueKeys:
         return f"{head}/{header.checksum:016x}/{number}"
 
 
-# --- the bytes of values -----------------------------------------------------------------------------------------------
+# --- the bytes of values ------------------------------------------------------------------------------------
 
 
 def bytes_of(value: AnyValue) -> tuple[Memory, TensorForm | None]:
-    """Returns a value's bytes, and the form of a tensor. Copies only tensors that are not contiguous or not on the CPU."""
+    """Returns a value's bytes, and the form of a tensor. Copies only tensors that are not contiguous or not
+    on the CPU."""
     if isinstance(value, Scattered):
         return value, None
     if hasattr(value, "untyped_storage"):
@@ -261,7 +276,8 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> tuple[memoryview, TensorForm]:
 
 
 def writable_bytes_of(buffer: Any) -> Memory:
-    """Returns the bytes of the caller's memory. Raises ValueError unless it is contiguous, or scattered, and writable."""
+    """Returns the bytes of the caller's memory. Raises ValueError unless it is contiguous, or scattered, and
+    writable."""
     if isinstance(buffer, Scattered):
         if buffer.readonly:
             raise ValueError("a buffer must be writable")
@@ -273,14 +289,17 @@ def writable_bytes_of(buffer: Any) -> Memory:
     try:
         view = _flat(memoryview(buffer))
     except TypeError:
-        raise ValueError(f"a buffer must be contiguous memory or a tensor, got {type(buffer).__name__}") from None
+        raise ValueError(
+            f"a buffer must be contiguous memory or a tensor, got {type(buffer).__name__}"
+        ) from None
     if view.readonly:
         raise ValueError("a buffer must be writable")
     return view
 
 
 def copy_in(header: PartHeader, value: Memory, payload: memoryview) -> int:
-    """Fills a payload with a part of a value. Returns the checksum that the payload must have: of the caller's bytes."""
+    """Fills a payload with a part of a value. Returns the checksum that the payload must have: of the
+    caller's bytes."""
     before = header.packed()
     digest = Digest(before)
     payload[: len(before)] = before

@@ -12,7 +12,8 @@ from transfer.staging import Pin
 
 
 class DeviceMark:
-    """Marks the work that the calling thread has given the device of `tensor` so far, so that another thread's work can follow it.
+    """Marks the work that the calling thread has given the device of `tensor` so far, so that another
+    thread's work can follow it.
 
     On the CPU, a call's work is done when the call returns, so there is nothing to wait for.
     """
@@ -31,7 +32,8 @@ class DeviceMark:
 
 
 def open_copier(tensors: Sequence[torch.Tensor], layout: KVLayout) -> PagedCopier:
-    """Returns the copier for these tensors, from which `layout` was derived. Raises ValueError unless they are on the CPU or on CUDA."""
+    """Returns the copier for these tensors, from which `layout` was derived. Raises ValueError unless they
+    are on the CPU or on CUDA."""
     device = tensors[0].device.type
     if device == "cpu":
         from pd_cache.paged.cpu import CpuPagedCopier
@@ -45,8 +47,8 @@ def open_copier(tensors: Sequence[torch.Tensor], layout: KVLayout) -> PagedCopie
 
 
 def own_stream(device: torch.device) -> None:
-    """Gives the calling thread a stream of its own on a GPU. From now on, its copies wait only for marks that it follows, and no other thread's
-    work waits for them. Does nothing on the CPU."""
+    """Gives the calling thread a stream of its own on a GPU. From now on, its copies wait only for marks that
+    it follows, and no other thread's work waits for them. Does nothing on the CPU."""
     if device.type == "cuda":
         from pd_cache.paged.cuda import take_stream
 
@@ -63,8 +65,8 @@ def has_gpu() -> bool:
 
 
 def host_pin() -> Pin | None:
-    """Returns a function that page-locks staging memory in the context of the calling thread's present GPU. Any thread may call the function.
-    Returns None if there is no GPU."""
+    """Returns a function that page-locks staging memory in the context of the calling thread's present GPU.
+    Any thread may call the function. Returns None if there is no GPU."""
     if not has_gpu():
         return None
     from pd_cache.paged.cuda import pin_here

@@ -1,7 +1,7 @@
 """Moves pages between an engine's paged cache and contiguous chunk objects: the interface and its pure parts.
 
-A chunk object holds its pages in the order plane (layer by layer), block, content of the page, in `layout.chunk_bytes(chunk_size)` bytes;
-see `pd_cache.layout` for planes and pages.
+A chunk object holds its pages in the order plane (layer by layer), block, content of the page, in
+`layout.chunk_bytes(chunk_size)` bytes; see `pd_cache.layout` for planes and pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Slots(NamedTuple):
     """Blocks of a paged cache, named by the places of their tokens, as engines do in their slot mappings."""
 
     mapping: Tensor
-    """int `[chunks * chunk_size]`: `block * block_size + offset` of each token. The tokens of a block follow one another."""
+    """int `[chunks * chunk_size]`: `block * block_size + offset` of each token. The tokens of a block follow
+    one another."""
 
 
 BlocksOrSlots = Sequence[int] | Slots
@@ -32,9 +33,11 @@ class PendingCopy(Protocol):
     """A gather or scatter that may still be running on a device."""
 
     def wait(self) -> int:
-        """Waits for the end: then a gathered buffer can be read, and a scattered one reused. Returns the checksum of the chunk object.
+        """Waits for the end: then a gathered buffer can be read, and a scattered one reused. Returns the
+        checksum of the chunk object.
 
-        The checksum is end to end: of the bytes in the pages, not in staging memory, to which a transfer that was given up may still write.
+        The checksum is end to end: of the bytes in the pages, not in staging memory, to which a transfer that
+        was given up may still write.
         """
 
 
@@ -51,11 +54,11 @@ class CopyDone:
 class PagedCopier(ABC):
     """Copies chunks out of and into the tensors of one paged cache.
 
-    A chunk is given by its blocks: int64 `[chunk_size / block_size]`, on the CPU. Negative blocks, at the start and at the end, are left out:
-    a scatter does not write them, and a gather writes zeros for them.
+    A chunk is given by its blocks: int64 `[chunk_size / block_size]`, on the CPU. Negative blocks, at the
+    start and at the end, are left out: a scatter does not write them, and a gather writes zeros for them.
 
-    The engine keeps ownership of the tensors; the copier never allocates cache memory. Thread-safe as long as no two calls write the same
-    blocks.
+    The engine keeps ownership of the tensors; the copier never allocates cache memory. Thread-safe as long as
+    no two calls write the same blocks.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -63,11 +66,13 @@ class PagedCopier(ABC):
 
     @abstractmethod
     def gather(self, blocks: Tensor, out: Tensor) -> PendingCopy:
-        """Copies the chunk's blocks into `out`, a contiguous uint8 CPU tensor of exactly the chunk's bytes."""
+        """Copies the chunk's blocks into `out`, a contiguous uint8 CPU tensor of exactly the chunk's
+        bytes."""
 
     @abstractmethod
     def scatter(self, blocks: Tensor, source: Tensor) -> PendingCopy:
-        """Copies `source`, in the layout that `gather` produces, into the chunk's blocks. Other blocks are untouched."""
+        """Copies `source`, in the layout that `gather` produces, into the chunk's blocks. Other blocks are
+        untouched."""
 
     def close(self) -> None:  # noqa: B027 - only copiers with device resources have something to do
         """Releases device resources."""
@@ -81,7 +86,8 @@ LeavingOut = Literal["nothing", "start", "ends"]
 
 
 def leaving_out(*, loads: bool, keeps_tail: bool) -> LeavingOut:
-    """Returns where a load, or a store, may leave out blocks. A store may do so only for layers that keep the ends of prefixes."""
+    """Returns where a load, or a store, may leave out blocks. A store may do so only for layers that keep the
+    ends of prefixes."""
     if loads:
         return "ends"
     return "start" if keeps_tail else "nothing"
@@ -92,10 +98,12 @@ def plan(
 ) -> list[Tensor]:
     """Returns the blocks of each chunk, as copiers take them.
 
-    `may_leave_out` says where blocks may be `LEFT_OUT`. Raises ValueError for places outside the cache, for places that occur twice, for places
-    of a part of a chunk, or for slots of a part of a block.
+    `may_leave_out` says where blocks may be `LEFT_OUT`. Raises ValueError for places outside the cache, for
+    places that occur twice, for places of a part of a chunk, or for slots of a part of a block.
     """
-    blocks = _blocks_of(places, layout.block_size) if isinstance(places, Slots) else _integers("blocks", places)
+    blocks = (
+        _blocks_of(places, layout.block_size) if isinstance(places, Slots) else _integers("blocks", places)
+    )
     per_chunk = chunk_size // layout.block_size
     if blocks.numel() % per_chunk:
         raise ValueError(f"{blocks.numel()} blocks are no whole number of chunks of {per_chunk} blocks")
@@ -118,7 +126,8 @@ def plan(
 def plan_named(
     names: Names, places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: LeavingOut
 ) -> list[Tensor]:
-    """Does the same for named chunks. Also raises ValueError for bad names, or for places of another number of chunks."""
+    """Does the same for named chunks. Also raises ValueError for bad names, or for places of another number
+    of chunks."""
     check_names(names)
     chunks = plan(places, layout, chunk_size, may_leave_out=may_leave_out)
     if len(chunks) != len(names):
@@ -127,7 +136,8 @@ def plan_named(
 
 
 def _blocks_of(places: Slots, size: int) -> Tensor:
-    """Returns the blocks of a slot mapping. Raises ValueError unless it is of whole blocks of `size` tokens."""
+    """Returns the blocks of a slot mapping. Raises ValueError unless it is of whole blocks of `size`
+    tokens."""
     slots = _integers("slot_mapping", places.mapping)
     if slots.numel() % size:
         raise ValueError(f"{slots.numel()} slots are no whole number of blocks of {size} tokens")
@@ -136,7 +146,9 @@ def _blocks_of(places: Slots, size: int) -> Tensor:
     whole = (heads >= 0) & (heads % size == 0) & (by_block == heads[:, None] + torch.arange(size)).all(dim=1)
     left_out = (by_block == LEFT_OUT).all(dim=1)
     if not bool((whole | left_out).all()):
-        raise ValueError(f"slot_mapping must be of whole blocks of {size} tokens, each token behind the one before it")
+        raise ValueError(
+            f"slot_mapping must be of whole blocks of {size} tokens, each token behind the one before it"
+        )
     return torch.where(left_out, LEFT_OUT, heads // size)
 
 
@@ -158,7 +170,8 @@ def check_payload(blocks: Tensor, payload: Tensor, layout: KVLayout) -> None:
 
 
 def plane_bytes(tensors: Sequence[Tensor], layout: KVLayout) -> list[Tensor]:
-    """Returns each plane of the tensors, from which `layout` was derived, as a uint8 view `[blocks, page_bytes]` of the engine's own memory."""
+    """Returns each plane of the tensors, from which `layout` was derived, as a uint8 view `[blocks,
+    page_bytes]` of the engine's own memory."""
     planes = []
     for tensor in tensors:
         parts = tensor.unbind(0) if layout.planes == 2 * layout.layers else (tensor,)

@@ -1,14 +1,16 @@
 """Gather and scatter on CPU tensors.
 
-NumPy moves the bytes, not torch. NumPy's index operations run on the calling thread alone and release the GIL. Torch's operations wake
-OpenMP threads, which then spin for a while beside the transfers: on two cores that cost a fifth of the throughput (measured).
+NumPy moves the bytes, not torch. NumPy's index operations run on the calling thread alone and release the
+GIL. Torch's operations wake OpenMP threads, which then spin for a while beside the transfers: on two cores
+that cost a fifth of the throughput (measured).
 
-Pages move as the widest elements that their size and address allow. If all planes are evenly spaced in one storage (vLLM's single
-allocation), one operation moves pages of several layers.
+Pages move as the widest elements that their size and address allow. If all planes are evenly spaced in one
+storage (vLLM's single allocation), one operation moves pages of several layers.
 
-A chunk moves step by step, and its checksum is taken of each step's bytes while they are in the processor's cache: of the engine's pages,
-before a gather and after a scatter, and never of staging memory, to which a transfer that was given up may still write. Small
-pages go through memory of the thread, and their checksum is taken there.
+A chunk moves step by step, and its checksum is taken of each step's bytes while they are in the processor's
+cache: of the engine's pages, before a gather and after a scatter, and never of staging memory, to which a
+transfer that was given up may still write. Small pages go through memory of the thread, and their checksum is
+taken there.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from pd_cache.paged.base import CopyDone, PagedCopier, PendingCopy, check_payloa
 Array = npt.NDArray[Any]
 
 _LARGE_PAGE = 16 << 10
-"""Pages of at least this size are hashed one by one in place. For smaller pages, Python's share of the time would be too large."""
+"""Pages of at least this size are hashed one by one in place. For smaller pages, Python's share of the time
+would be too large."""
 _STEP_BYTES = 1 << 20
-"""The bytes of a step: few enough for the caches of a core, and enough for Python's share of the time to be small."""
+"""The bytes of a step: few enough for the caches of a core, and enough for Python's share of the time to be
+small."""
 
 _WIDTHS = ((16, np.complex128), (8, np.int64), (4, np.int32), (2, np.int16), (1, np.uint8))
 
@@ -78,7 +82,8 @@ class CpuPagedCopier(PagedCopier):
         digest = Digest()
         for planes, places, part in self._steps(blocks, source):
             if places.in_place:
-                # NumPy copies a page fastest if it is one element, and on the last axis it still releases the GIL
+                # NumPy copies a page fastest if it is one element, and on the last axis it still releases the
+                # GIL
                 whole = f"V{self.layout.page_bytes}"
                 for plane, target, pages in zip(planes, planes.view(whole), part.view(whole), strict=True):
                     target[places.blocks] = pages
@@ -122,7 +127,8 @@ class CpuPagedCopier(PagedCopier):
                     yield planes, places, part[:, places.cut]
 
     def _pages(self, planes: Array, places: _Places, shape: tuple[int, ...]) -> Array:
-        """Returns a copy of pages of the cache, in memory of this thread. `shape` is `[planes, blocks, elements of a page]`."""
+        """Returns a copy of pages of the cache, in memory of this thread. `shape` is `[planes, blocks,
+        elements of a page]`."""
         pages = self._scratch(shape)
         if planes.flags.c_contiguous:
             # clip: the indices were checked, and only this mode writes to `out` without a copy in between
@@ -149,7 +155,8 @@ class CpuPagedCopier(PagedCopier):
 
 
 def _stack(planes: list[Tensor]) -> list[Tensor]:
-    """Returns the planes as `[planes, blocks, page_bytes]` views: one view if they are evenly spaced in one storage, otherwise one each."""
+    """Returns the planes as `[planes, blocks, page_bytes]` views: one view if they are evenly spaced in one
+    storage, otherwise one each."""
     first = planes[0]
     starts = [plane.storage_offset() for plane in planes]
     steps = {after - before for before, after in itertools.pairwise(starts)}

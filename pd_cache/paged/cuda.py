@@ -1,25 +1,28 @@
 """Gather and scatter on CUDA tensors: one kernel launch moves a chunk's pages of all layers.
 
-The chunk object is assembled in a device buffer, the *bounce buffer*, so that one large copy crosses the bus instead of one
-small copy a page. A gather is kernel, then copy to the host; a scatter is copy to the device, then kernel. Each direction
-has streams of its own, so that stores and loads overlap with the model and with each other; two, used in turn, so that one chunk's
-kernels run beside the next one's copy.
+The chunk object is assembled in a device buffer, the *bounce buffer*, so that one large copy crosses the bus
+instead of one small copy a page. A gather is kernel, then copy to the host; a scatter is copy to the device,
+then kernel. Each direction has streams of its own, so that stores and loads overlap with the model and with
+each other; two, used in turn, so that one chunk's kernels run beside the next one's copy.
 
 Who waits for whom:
 
-- A gather reads the cache after all that the calling thread's current stream held at the call. A caller on another thread
-  than the model's has to make its current stream wait for the model's first.
-- A scatter writes the cache after all that the calling thread's current stream held at the call, so kernels that still read
-  what the slots held before are not disturbed; and what is put on that stream after the call sees the new data. No host
-  wait is needed for that. Any other stream may touch the slots after `wait()` returned.
-- Nothing makes the model wait for a gather: the caller keeps the slots as they are, and `out` alive and unread, until
-  `wait()` returned. Likewise `source` stays alive and unchanged until the scatter's `wait()` returned.
+- A gather reads the cache after all that the calling thread's current stream held at the call. A caller on
+  another thread than the model's has to make its current stream wait for the model's first.
+- A scatter writes the cache after all that the calling thread's current stream held at the call, so kernels
+  that still read what the slots held before are not disturbed; and what is put on that stream after the call
+  sees the new data. No host wait is needed for that. Any other stream may touch the slots after `wait()`
+  returned.
+- Nothing makes the model wait for a gather: the caller keeps the slots as they are, and `out` alive and
+  unread, until `wait()` returned. Likewise `source` stays alive and unchanged until the scatter's `wait()`
+  returned.
 - `close()` waits for all streams.
 
 Host memory that is not page-locked is moved all the same, but the call then returns only after the copy.
 
-Checksums are taken on the device, of what the bounce buffer holds (`pd_cache.paged.xxh3`), so bytes that come into staging memory from
-elsewhere, or are lost on the bus, are found whenever it happens. They end on streams of their own: a chunk's takes about as long as its copy.
+Checksums are taken on the device, of what the bounce buffer holds (`pd_cache.paged.xxh3`), so bytes that come
+into staging memory from elsewhere, or are lost on the bus, are found whenever it happens. They end on streams
+of their own: a chunk's takes about as long as its copy.
 """
 
 from __future__ import annotations
@@ -60,10 +63,11 @@ def _move(
     ELEMENTS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Copies between the cache and a chunk object. Program (plane * count + n, part) moves a part of block n of the chunk in one plane.
+    """Copies between the cache and a chunk object. Program (plane * count + n, part) moves a part of block n
+    of the chunk in one plane.
 
-    planes: int64 [planes, 2], the address of a plane and the bytes from one block to the next. blocks: int64 [count], where each block of
-    the chunk lies in the cache. chunk: elements [planes, count, ELEMENTS].
+    planes: int64 [planes, 2], the address of a plane and the bytes from one block to the next. blocks: int64
+    [count], where each block of the chunk lies in the cache. chunk: elements [planes, count, ELEMENTS].
     """
     index = tl.program_id(0).to(tl.int64)
     plane = index // count
@@ -86,7 +90,8 @@ class PageMover:
     """
 
     def __init__(self, planes: Sequence[Tensor], layout: KVLayout) -> None:
-        """`planes` are those that `plane_bytes` returned; they are kept, so that the memory outlives the addresses taken here."""
+        """`planes` are those that `plane_bytes` returned; they are kept, so that the memory outlives the
+        addresses taken here."""
         self._planes = planes
         rows = [[plane.data_ptr(), plane.stride(0)] for plane in planes]
         self._table = torch.tensor(rows, dtype=torch.int64, device=planes[0].device)
@@ -94,7 +99,8 @@ class PageMover:
         self._element, self._elements = _ELEMENTS[width], layout.page_bytes // width
 
     def move(self, blocks: Tensor, payload: Tensor, *, gather: bool) -> None:
-        """Enqueues on the current stream a copy of the blocks' pages into `payload`, a contiguous uint8 device tensor, or the converse.
+        """Enqueues on the current stream a copy of the blocks' pages into `payload`, a contiguous uint8
+        device tensor, or the converse.
 
         The blocks are on the device, too. Nothing is checked: the kernel follows them wherever they point.
         """
@@ -112,11 +118,13 @@ class PageMover:
 
 
 class _Track:
-    """One stream with the device memory that only work on this stream touches, and one that ends the checksums.
+    """One stream with the device memory that only work on this stream touches, and one that ends the
+    checksums.
 
-    The order of the stream is what makes reuse safe: a later call's first write to the bounce buffer is queued behind the last read of an
-    earlier call, and memory freed here returns to this stream's part of torch's allocator. So one bounce buffer, as large as the largest
-    chunk so far, and a sixteenth of a chunk for each call in flight are all the device memory needed.
+    The order of the stream is what makes reuse safe: a later call's first write to the bounce buffer is
+    queued behind the last read of an earlier call, and memory freed here returns to this stream's part of
+    torch's allocator. So one bounce buffer, as large as the largest chunk so far, and a sixteenth of a chunk
+    for each call in flight are all the device memory needed.
     """
 
     def __init__(self, planes: Sequence[Tensor], layout: KVLayout) -> None:
@@ -130,8 +138,8 @@ class _Track:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Makes the stream current for one thread at a time. On an error it waits until the stream is idle, so that no copy goes on
-        unnoticed."""
+        """Makes the stream current for one thread at a time. On an error it waits until the stream is idle,
+        so that no copy goes on unnoticed."""
         with self._lock, torch.cuda.stream(self.stream):
             try:
                 yield
@@ -143,7 +151,8 @@ class _Track:
         """Returns `nbytes` of the bounce buffer. Call while the stream is current."""
         if self._bounce.numel() < nbytes:
             self._bounce = self._bounce.new_empty(0)  # free the old one before the larger one is allocated
-            with torch.inference_mode(False):  # otherwise a thread outside inference mode could not write to it
+            # otherwise a thread outside inference mode could not write to it
+            with torch.inference_mode(False):
                 self._bounce = torch.empty(nbytes, dtype=torch.uint8, device=self.stream.device)
         return self._bounce[:nbytes]
 
@@ -155,8 +164,8 @@ class _Track:
         return blocks.contiguous().pin_memory().to(self.stream.device, non_blocking=True)
 
     def checksum(self, bounce: Tensor) -> _Checksum | None:
-        """Begins the checksum of what the stream has put into the bounce buffer so far. Returns None for sizes whose checksum the host has to
-        take. Call while the stream is current."""
+        """Begins the checksum of what the stream has put into the bounce buffer so far. Returns None for
+        sizes whose checksum the host has to take. Call while the stream is current."""
         if not Xxh3.takes(bounce.numel()):
             return None
         if self._hash is None or self._hash.nbytes != bounce.numel():
@@ -184,8 +193,8 @@ class _Checksum(NamedTuple):
 
 
 class _Recorded:
-    """A pending copy that ends when the stream has reached this point, and the checksum is there. Raises an error that a kernel or copy met on
-    the device."""
+    """A pending copy that ends when the stream has reached this point, and the checksum is there. Raises an
+    error that a kernel or copy met on the device."""
 
     def __init__(self, stream: torch.cuda.Stream, payload: Tensor, found: _Checksum | None) -> None:
         """`payload` is the chunk object on the host."""
@@ -200,16 +209,18 @@ class _Recorded:
     def wait(self) -> int:
         self._event.synchronize()
         return (
-            checksum(self._payload.numpy().data) if self._found is None else self._found.hash.merge(self._found.lanes)
+            checksum(self._payload.numpy().data)
+            if self._found is None
+            else self._found.hash.merge(self._found.lanes)
         )
 
 
 class CudaPagedCopier(PagedCopier):
     """Asynchronous copies over page-locked host memory; the module's docstring says what waits for what.
 
-    Takes device memory for two chunks per direction, and a sixteenth of a chunk for each call in flight, at the first call that needs it. The
-    first call in each direction also makes Triton compile the kernels. Blocks have to be as `plan` returns them (int64, in range): they are not
-    checked again.
+    Takes device memory for two chunks per direction, and a sixteenth of a chunk for each call in flight, at
+    the first call that needs it. The first call in each direction also makes Triton compile the kernels.
+    Blocks have to be as `plan` returns them (int64, in range): they are not checked again.
     """
 
     def __init__(self, tensors: Sequence[Tensor], layout: KVLayout) -> None:
@@ -247,13 +258,15 @@ class CudaPagedCopier(PagedCopier):
             return _Recorded(track.stream, source, found)
 
     def close(self) -> None:
-        """Waits for copies in flight and frees the bounce buffers. May be called again; a later copy allocates them anew."""
+        """Waits for copies in flight and frees the bounce buffers. May be called again; a later copy
+        allocates them anew."""
         for track in self._tracks:
             track.close()
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """Marks this point of the current stream. Returns a function that makes the stream current at its call wait for this point."""
+    """Marks this point of the current stream. Returns a function that makes the stream current at its call
+    wait for this point."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
 
@@ -274,16 +287,19 @@ def is_available() -> bool:
 
 
 def pin_here() -> Callable[[int, int], Callable[[], None]]:
-    """Returns `pin_host_memory` for the device that is the calling thread's now, whichever thread calls it."""
+    """Returns `pin_host_memory` for the device that is the calling thread's now, whichever thread calls
+    it."""
     return functools.partial(pin_host_memory, device=torch.cuda.current_device())
 
 
 def pin_host_memory(address: int, nbytes: int, device: int | None = None) -> Callable[[], None]:
-    """Page-locks `[address, address + nbytes)` for CUDA. Returns a function that undoes it: a `transfer.staging.Pin`.
+    """Page-locks `[address, address + nbytes)` for CUDA. Returns a function that undoes it: a
+    `transfer.staging.Pin`.
 
-    It works in the context of `device`, by default the calling thread's, for all devices of the process. A thread that has chosen none would open a
-    context on GPU 0. The memory has to be mapped and not locked yet, and has to stay mapped until it is unlocked. No copy may be in flight
-    at that time; unlocking twice says so in the log. Raises PdCacheError if CUDA is missing or refuses.
+    It works in the context of `device`, by default the calling thread's, for all devices of the process. A
+    thread that has chosen none would open a context on GPU 0. The memory has to be mapped and not locked yet,
+    and has to stay mapped until it is unlocked. No copy may be in flight at that time; unlocking twice says
+    so in the log. Raises PdCacheError if CUDA is missing or refuses.
     """
     if not is_available():
         raise PdCacheError(f"cannot page-lock {nbytes} bytes: torch {torch.__version__} finds no CUDA device")
@@ -301,14 +317,16 @@ def pin_host_memory(address: int, nbytes: int, device: int | None = None) -> Cal
         with torch.cuda.device(here):
             status = int(runtime.cudaHostUnregister(address))
             if status != 0:  # on the way out: an error would only hide the reason for leaving
-                log.warning("CUDA did not release %d page-locked bytes at %#x: %s", nbytes, address, _refusal(status))
+                log.warning(
+                    "CUDA did not release %d page-locked bytes at %#x: %s", nbytes, address, _refusal(status)
+                )
 
     return undo
 
 
 def _refusal(status: int) -> str:
-    """Returns the error in words, and clears it. CUDA keeps the error and torch raises it from the thread's next kernel, so a kernel is
-    started."""
+    """Returns the error in words, and clears it. CUDA keeps the error and torch raises it from the thread's
+    next kernel, so a kernel is started."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
     return str(torch.cuda.CudaError(status))

@@ -1,7 +1,9 @@
-"""XXH3-64 of bytes on a GPU: what `pd_cache.layout.checksum` is of the same bytes on the host, where a core reads 7 GB/s of them from memory.
+"""XXH3-64 of bytes on a GPU: what `pd_cache.layout.checksum` is of the same bytes on the host, where a core
+reads 7 GB/s of them from memory.
 
-XXH3 adds up 1024 bytes at a time in eight lanes, and then mixes the lanes. The sums do not depend on what came before, so one kernel computes
-them all at once; a second one, which mixes them in order, has a sixteenth of the bytes to read. The host merges the lanes.
+XXH3 adds up 1024 bytes at a time in eight lanes, and then mixes the lanes. The sums do not depend on what
+came before, so one kernel computes them all at once; a second one, which mixes them in order, has a sixteenth
+of the bytes to read. The host merges the lanes.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ def _add_up(
     last: tl.int64,
     ROWS: tl.constexpr,
 ) -> None:
-    """Adds up each block. words: the bytes, as int64. secret: int64 [32], the words for all stripes and those for the last. sums: int64
-    [blocks + 2, 8]: of `blocks` whole ones, of one of `stripes` stripes, and of the stripe at word `last`, which may overlap with it."""
+    """Adds up each block. words: the bytes, as int64. secret: int64 [32], the words for all stripes and those
+    for the last. sums: int64 [blocks + 2, 8]: of `blocks` whole ones, of one of `stripes` stripes, and of the
+    stripe at word `last`, which may overlap with it."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     lane = tl.arange(0, 8)[None, :]
     is_last = row == blocks + 1
@@ -71,7 +74,8 @@ def _mix(sums: tl.tensor, secret: tl.tensor, lanes: tl.tensor, blocks: tl.int32,
     lane = tl.arange(0, 8)
     key = tl.load(secret + 16 + lane).to(tl.uint64, bitcast=True)
     value = tl.load(lanes + lane).to(tl.uint64, bitcast=True)
-    for block in tl.range(0, blocks, loop_unroll_factor=AHEAD):  # so that sums are read while others are mixed
+    # so that sums are read while others are mixed
+    for block in tl.range(0, blocks, loop_unroll_factor=AHEAD):
         value += tl.load(sums + block * 8 + lane).to(tl.uint64, bitcast=True)
         value = (value ^ (value >> 47) ^ key) * 0x9E3779B1
     value += tl.load(sums + blocks * 8 + lane).to(tl.uint64, bitcast=True)
@@ -93,7 +97,8 @@ class Xxh3:
 
     @staticmethod
     def takes(nbytes: int) -> bool:
-        """Returns whether payloads of this size can be hashed: those of whole words, and long enough for XXH3's long form."""
+        """Returns whether payloads of this size can be hashed: those of whole words, and long enough for
+        XXH3's long form."""
         return nbytes >= _SHORTEST and nbytes % 8 == 0
 
     def add_up(self, payload: Tensor) -> Tensor:

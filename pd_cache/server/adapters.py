@@ -1,8 +1,9 @@
 """What serving engines call: the API of LMCache's multi-process adapters in vLLM.
 
-`SchedulerAdapter` and `WorkerAdapter` are thin over a `RemoteCache`. Only their constructors and `register_kv_caches` wait; a scheduler may
-call thousands of times a second. LMCache's API leaves three things open, which these classes decide: a failed store is counted; a failed
-retrieve reports which blocks the engine has to compute; the engine gets a block back only when the server cannot touch it any more.
+`SchedulerAdapter` and `WorkerAdapter` are thin over a `RemoteCache`. Only their constructors and
+`register_kv_caches` wait; a scheduler may call thousands of times a second. LMCache's API leaves three things
+open, which these classes decide: a failed store is counted; a failed retrieve reports which blocks the engine
+has to compute; the engine gets a block back only when the server cannot touch it any more.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class SchedulerAdapter:
         lookup_timeout_s: float = 1.0,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Arguments and errors are those of `RemoteCache`. A lookup without an answer after `lookup_timeout_s` is a miss."""
+        """Arguments and errors are those of `RemoteCache`. A lookup without an answer after
+        `lookup_timeout_s` is a miss."""
         self._cache = RemoteCache(
             server_url,
             identity,
@@ -66,7 +68,8 @@ class SchedulerAdapter:
         return self._cache.label
 
     def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`. Call `WorkerAdapter.reset` of each worker before its next op."""
+        """Notes that the engine has other weights now; see `LookupClient.reset`. Call `WorkerAdapter.reset`
+        of each worker before its next op."""
         self._cache.reset(version)
 
     def maybe_submit_lookup_request(
@@ -79,16 +82,18 @@ class SchedulerAdapter:
     ) -> None:
         """Begins a lookup for a request, unless one has already begun.
 
-        Needs exactly one of `block_hashes` (one per block; hash mode) and `token_ids` (token mode); raises ValueError otherwise. The found
-        chunks are protected from eviction until they are retrieved, until `end_session`, or until the session's deadline at the server.
-        `extra_keys` is the request's isolation (cache salt, LoRA name, ...), in token mode.
+        Needs exactly one of `block_hashes` (one per block; hash mode) and `token_ids` (token mode); raises
+        ValueError otherwise. The found chunks are protected from eviction until they are retrieved, until
+        `end_session`, or until the session's deadline at the server. `extra_keys` is the request's isolation
+        (cache salt, LoRA name, ...), in token mode.
         """
         if request_id not in self._lookups:
             names = self._cache.name_chunks(token_ids, block_hashes, extra_keys)
             self._lookups[request_id] = self._cache.begin_lookup(names, session=request_id)
 
     def check_lookup_result(self, request_id: str) -> int | None:
-        """Returns how many tokens of the request's prefix the cache holds; None while the lookup is under way.
+        """Returns how many tokens of the request's prefix the cache holds; None while the lookup is under
+        way.
 
         Raises ValueError for a request without a submitted lookup.
         """
@@ -102,11 +107,13 @@ class SchedulerAdapter:
         return self._cache.blocks_per_chunk
 
     def cleanup_lookup_result(self, request_id: str) -> None:
-        """Forgets a request's lookup. Does nothing if there is none. A later lookup with that id is a new one."""
+        """Forgets a request's lookup. Does nothing if there is none. A later lookup with that id is a new
+        one."""
         self._lookups.pop(request_id, None)
 
     def end_session(self, request_id: str) -> None:
-        """Informs the server that a request has ended, so that it need not protect the found chunks any longer."""
+        """Informs the server that a request has ended, so that it need not protect the found chunks any
+        longer."""
         self._cache.end(request_id)
 
     def shutdown(self) -> None:
@@ -118,8 +125,9 @@ class SchedulerAdapter:
 class LoadStoreOp:
     """Tokens to load or store, and the blocks for their KV.
 
-    In hash mode, `block_hashes` has one hash for each of `block_ids`. In token mode, `token_ids` is the whole prompt, because a chunk's
-    name depends on everything before it, and `block_ids` are those of the tokens from `start` to `end`.
+    In hash mode, `block_hashes` has one hash for each of `block_ids`. In token mode, `token_ids` is the whole
+    prompt, because a chunk's name depends on everything before it, and `block_ids` are those of the tokens
+    from `start` to `end`.
     """
 
     block_ids: list[int]
@@ -132,7 +140,8 @@ class LoadStoreOp:
     extra_keys: tuple[ExtraKey, ...] = ()
     """Token mode: the request's isolation."""
     label: str | None = PRESENT
-    """The label of the weights (`SchedulerAdapter.label`): for a store, from before the first of these tokens was computed."""
+    """The label of the weights (`SchedulerAdapter.label`): for a store, from before the first of these tokens
+    was computed."""
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -159,7 +168,8 @@ class WorkerAdapter:
         move_timeout_s: float = 15.0,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Arguments and errors are those of `RemoteCache`. A store or retrieve is given up after `move_timeout_s`."""
+        """Arguments and errors are those of `RemoteCache`. A store or retrieve is given up after
+        `move_timeout_s`."""
         self._cache = RemoteCache(
             server_url,
             identity,
@@ -184,23 +194,27 @@ class WorkerAdapter:
         """Whether the server is there and has this worker's tensors."""
         return self._cache.available
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor], layout_kind: PageKind | None = None) -> None:
+    def register_kv_caches(
+        self, kv_caches: Mapping[str, torch.Tensor], layout_kind: PageKind | None = None
+    ) -> None:
         """Lends the paged KV cache to the server: layer names to tensors, in layer order.
 
-        CPU tensors move to shared memory, in place. `layout_kind` is needed only if shapes fit two kinds (`KVLayout`). Raises
-        ServerRefusedError, with the server's reason, if it does not take them, and SharingError if they cannot be shared.
+        CPU tensors move to shared memory, in place. `layout_kind` is needed only if shapes fit two kinds
+        (`KVLayout`). Raises ServerRefusedError, with the server's reason, if it does not take them, and
+        SharingError if they cannot be shared.
         """
         self._cache.register_kv_caches(kv_caches, layout_kind)
 
     def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`. An op with another label moves nothing."""
+        """Notes that the engine has other weights now; see `LookupClient.reset`. An op with another label
+        moves nothing."""
         self._cache.reset(version)
 
     def submit_store_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
         """Begins to store. The blocks must stay as they are until `get_finished` reports the request.
 
-        event: the CUDA event, made with `interprocess=True`, that was recorded after the blocks were computed; None on a CPU. Raises
-        ValueError, before anything moves, for an op that does not fit.
+        event: the CUDA event, made with `interprocess=True`, that was recorded after the blocks were
+        computed; None on a CPU. Raises ValueError, before anything moves, for an op that does not fit.
         """
         pending = self._cache.begin_store(*self._chunks(op), session=request_id, after=event, label=op.label)
         self._stores.append(_Submitted(request_id, pending, ()))
@@ -209,13 +223,19 @@ class WorkerAdapter:
     def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
         """Begins to load. The server may write to the blocks until `get_finished` reports the request.
 
-        Arguments as for `submit_store_request`. `get_block_ids_with_load_errors` returns the blocks that were not loaded.
+        Arguments as for `submit_store_request`. `get_block_ids_with_load_errors` returns the blocks that were
+        not loaded.
         """
-        pending = self._cache.begin_retrieve(*self._chunks(op), session=request_id, after=event, label=op.label)
+        pending = self._cache.begin_retrieve(
+            *self._chunks(op), session=request_id, after=event, label=op.label
+        )
         self._retrieves.append(_Submitted(request_id, pending, list(op.block_ids)))
 
-    def batched_submit_store_requests(self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None) -> None:
-        """Does `submit_store_request` for each; each ends by itself. Raises ValueError, with nothing begun, for an op that does not fit."""
+    def batched_submit_store_requests(
+        self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None
+    ) -> None:
+        """Does `submit_store_request` for each; each ends by itself. Raises ValueError, with nothing begun,
+        for an op that does not fit."""
         self._check_batch(request_ids, ops)
         for request_id, op in zip(request_ids, ops, strict=True):
             self.submit_store_request(request_id, op, event)
@@ -229,11 +249,13 @@ class WorkerAdapter:
             self.submit_retrieve_request(request_id, op, event)
 
     def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Returns the requests whose stores have ended, and those whose retrieves have, since the last call. Cheap, never waits.
+        """Returns the requests whose stores have ended, and those whose retrieves have, since the last call.
+        Cheap, never waits.
 
-        The first set holds only requests that the engine has reported here as finished, now or before. Each is returned once, even if the
-        engine reports it again (as vLLM does with asynchronous scheduling). A request without a store is returned immediately. Failed
-        requests are included: see `get_block_ids_with_load_errors`.
+        The first set holds only requests that the engine has reported here as finished, now or before. Each
+        is returned once, even if the engine reports it again (as vLLM does with asynchronous scheduling). A
+        request without a store is returned immediately. Failed requests are included: see
+        `get_block_ids_with_load_errors`.
         """
         self._stores = [op for op in self._stores if not op.pending.query()]
         ended = [op for op in self._retrieves if op.pending.query()]
@@ -241,7 +263,9 @@ class WorkerAdapter:
         for op in ended:
             self._bad_blocks.update(op.blocks[op.pending.wait().chunks * self._blocks_per_chunk :])
         retrieved = {op.request_id for op in ended} - {op.request_id for op in self._retrieves}
-        self._waiting |= {request_id for request_id in finished_req_ids_from_engine if request_id not in self._reported}
+        self._waiting |= {
+            request_id for request_id in finished_req_ids_from_engine if request_id not in self._reported
+        }
         stored = self._waiting - {op.request_id for op in self._stores}
         self._waiting -= stored
         self._reported.update(dict.fromkeys(stored))
@@ -250,7 +274,8 @@ class WorkerAdapter:
         return stored, retrieved
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the blocks of ended retrieves that hold no loaded KV and must be computed. Each is returned once."""
+        """Returns the blocks of ended retrieves that hold no loaded KV and must be computed. Each is returned
+        once."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
@@ -262,7 +287,7 @@ class WorkerAdapter:
         """Takes the KV cache back from the server and disconnects. Idempotent."""
         self._cache.close()
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _check_batch(self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp]) -> None:
         if len(request_ids) != len(ops):
@@ -278,7 +303,9 @@ class WorkerAdapter:
     def _names(self, op: LoadStoreOp) -> list[bytes]:
         if op.block_hashes is not None and op.token_ids is None:
             if len(op.block_hashes) != len(op.block_ids):
-                raise ValueError(f"{len(op.block_hashes)} block hashes for {len(op.block_ids)} blocks: one each")
+                raise ValueError(
+                    f"{len(op.block_hashes)} block hashes for {len(op.block_ids)} blocks: one each"
+                )
             return self._cache.name_chunks(None, op.block_hashes)
         if op.token_ids is None or op.block_hashes is not None:
             raise ValueError("exactly one of token_ids and block_hashes must be given")

@@ -1,4 +1,5 @@
-"""The cache in this host's cache server: `RemoteCache`, by chunk names and block ids, and the lookup client over it."""
+"""The cache in this host's cache server: `RemoteCache`, by chunk names and block ids, and the lookup client
+over it."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ _GIVE_UP_S = 5.0
 class RemoteCache(LooksUp):
     """A `BlockCache` (see there) over the connection of an engine rank. Thread-safe.
 
-    Each operation has a twin that only begins it, for callers that must not wait. What the server cannot do is counted when the caller sees
-    the end of the operation.
+    Each operation has a twin that only begins it, for callers that must not wait. What the server cannot do
+    is counted when the caller sees the end of the operation.
     """
 
     def __init__(
@@ -67,10 +68,10 @@ class RemoteCache(LooksUp):
     ) -> None:
         """Connects to the server at `url`, e.g. `ipc:///run/pd-cache.sock`.
 
-        kind: a scheduler only looks up. context: a ZMQ context to use, None to create one. If `identity` leaves the chunk size to the
-        server, this waits up to `connect_timeout_s` for it. An operation without a time-out of its own is given up after
-        `lookup_timeout_s` or `move_timeout_s`. version: the version of the engine's weights; by default a new one. Raises the errors
-        of `ServerConnection`.
+        kind: a scheduler only looks up. context: a ZMQ context to use, None to create one. If `identity`
+        leaves the chunk size to the server, this waits up to `connect_timeout_s` for it. An operation without
+        a time-out of its own is given up after `lookup_timeout_s` or `move_timeout_s`. version: the version
+        of the engine's weights; by default a new one. Raises the errors of `ServerConnection`.
         """
         super().__init__(version, metrics)
         self.connection = ServerConnection(url, context, kind, identity, connect_timeout_s=connect_timeout_s)
@@ -93,8 +94,9 @@ class RemoteCache(LooksUp):
     def register_kv_caches(self, kv_caches: KVCaches, kind: PageKind | None = None) -> None:
         """Lends the paged KV cache to the server: one tensor per layer, in layer order.
 
-        CPU tensors move to shared memory, in place. `kind` is needed only if shapes fit two kinds (`KVLayout`). Raises ServerRefusedError, with
-        the server's reason, if it does not take them, and SharingError if they cannot be shared.
+        CPU tensors move to shared memory, in place. `kind` is needed only if shapes fit two kinds
+        (`KVLayout`). Raises ServerRefusedError, with the server's reason, if it does not take them, and
+        SharingError if they cannot be shared.
         """
         tensors = layer_tensors(kv_caches)
         layout = KVLayout.from_tensors(tensors, kind, block_size=self.block_size)
@@ -107,20 +109,23 @@ class RemoteCache(LooksUp):
     ) -> list[bytes]:
         """Returns the names of a prompt's whole chunks, first to last, 8 to 16 bytes each.
 
-        The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the request's isolation, and go
-        with token ids only. Raises ValueError for both or neither, and for the form by which the namespace does not name chunks.
+        The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the
+        request's isolation, and go with token ids only. Raises ValueError for both or neither, and for the
+        form by which the namespace does not name chunks.
         """
         if (welcome := self.connection.welcome) is not None:
             self._namer.mode = welcome.hash_mode
         return self._namer.name_chunks(tokens, hashes, extra_keys)
 
-    # --- operations that wait for their end ----------------------------------------------------------------------
+    # --- operations that wait for their end -----------------------------------------------------------------
 
     def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
-        """Returns how many chunks, from the first, the server's cache holds with every shard, and why not more.
+        """Returns how many chunks, from the first, the server's cache holds with every shard, and why not
+        more.
 
-        The first `at_hand` chunks are not looked up and count as found. The server protects what it found from eviction for `session`,
-        until the session has loaded it or ends. `timeout` (s) is `lookup_timeout_s` by default.
+        The first `at_hand` chunks are not looked up and count as found. The server protects what it found
+        from eviction for `session`, until the session has loaded it or ends. `timeout` (s) is
+        `lookup_timeout_s` by default.
         """
         return self.begin_lookup(names, at_hand=at_hand, session=session, timeout=timeout).wait()
 
@@ -136,9 +141,9 @@ class RemoteCache(LooksUp):
     ) -> list[StoreOutcome]:
         """Stores the chunks that lie in `blocks` of the registered tensors. Returns the outcome of each.
 
-        Waits until the server no longer reads the blocks, usually at most `timeout` (s), by default `move_timeout_s`. The other
-        arguments are those of `BlockCache.store`. Raises ValueError for tensors that were not registered and for blocks that they do not
-        have.
+        Waits until the server no longer reads the blocks, usually at most `timeout` (s), by default
+        `move_timeout_s`. The other arguments are those of `BlockCache.store`. Raises ValueError for tensors
+        that were not registered and for blocks that they do not have.
         """
         self._check(kv_caches)
         return self.begin_store(names, blocks, after=after, label=label, timeout=timeout).wait()
@@ -153,16 +158,17 @@ class RemoteCache(LooksUp):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> Loaded:
-        """Loads chunks into `blocks` of the registered tensors. Returns how many of them, from the first, are there now, and why not more.
+        """Loads chunks into `blocks` of the registered tensors. Returns how many of them, from the first, are
+        there now, and why not more.
 
-        Waits until the server no longer writes to the blocks, usually at most `timeout` (s), by default `move_timeout_s`. The other
-        arguments are those of `BlockCache.load`. Raises ValueError for tensors that were not registered and for blocks that they do not
-        have.
+        Waits until the server no longer writes to the blocks, usually at most `timeout` (s), by default
+        `move_timeout_s`. The other arguments are those of `BlockCache.load`. Raises ValueError for tensors
+        that were not registered and for blocks that they do not have.
         """
         self._check(kv_caches)
         return self.begin_retrieve(names, blocks, session=session, label=label, timeout=timeout).wait()
 
-    # --- operations that only begin ------------------------------------------------------------------------------
+    # --- operations that only begin -------------------------------------------------------------------------
 
     def begin_lookup(
         self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None
@@ -179,7 +185,9 @@ class RemoteCache(LooksUp):
             pending.outcome = "weights_unnamed"
         else:
             seconds = self._lookup_timeout_s if timeout is None else timeout
-            pending.future = self.connection.link.request(Lookup(session, tuple(names), at_hand, label), seconds)
+            pending.future = self.connection.link.request(
+                Lookup(session, tuple(names), at_hand, label), seconds
+            )
         return pending
 
     def begin_store(
@@ -219,7 +227,8 @@ class RemoteCache(LooksUp):
         self.connection.link.notify(EndSession(session))  # if the server is gone, there is nothing to release
 
     def mark(self) -> Any:
-        """Returns a mark of the work that the calling thread has given the device so far: `store(after=…)` waits for it."""
+        """Returns a mark of the work that the calling thread has given the device so far: `store(after=…)`
+        waits for it."""
         if not self._tensors:
             raise ValueError("no KV tensors: call register_kv_caches first")
         return record_event(self._tensors[0])
@@ -228,10 +237,11 @@ class RemoteCache(LooksUp):
         """Takes the KV tensors back from the server, and disconnects. Idempotent."""
         self.connection.close()
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _check(self, kv_caches: Any) -> None:
-        """Raises ValueError for tensors other than the registered ones: a server copies only tensors that it was lent."""
+        """Raises ValueError for tensors other than the registered ones: a server copies only tensors that it
+        was lent."""
         if kv_caches is None:
             return
         tensors = layer_tensors(kv_caches)
@@ -274,7 +284,7 @@ class RemoteCache(LooksUp):
                 pending.give_up()
                 raise
 
-    # --- what answers mean -----------------------------------------------------------------------------------------
+    # --- what answers mean ----------------------------------------------------------------------------------
 
     def _found(self, chunks: int, at_hand: int, answer: Answer | str) -> Found:
         """Returns the result of a lookup of `chunks` chunks, including those at hand. Counts it."""
@@ -285,7 +295,8 @@ class RemoteCache(LooksUp):
         return answer
 
     def _loaded(self, chunks: int, label: str | None, answer: Answer | str) -> Loaded:
-        """Returns how many of `chunks` chunks of the weights version `label` are in their blocks. Counts them."""
+        """Returns how many of `chunks` chunks of the weights version `label` are in their blocks. Counts
+        them."""
         if not isinstance(answer, Loaded):
             return Loaded(0, self._failed("retrieve", chunks, answer))
         if outdated := self.version.why_not(label):
@@ -306,7 +317,8 @@ class RemoteCache(LooksUp):
         return [StoreOutcome(outcome) for outcome in answer.outcomes]
 
     def _failed(self, op: str, chunks: int, answer: Answer | str) -> MissReason:
-        """Returns why there was no proper answer. `answer` is the word of `Future.outcome`, or an answer to something else. Counts it."""
+        """Returns why there was no proper answer. `answer` is the word of `Future.outcome`, or an answer to
+        something else. Counts it."""
         word = answer if isinstance(answer, str) else "nonsense"
         self.metrics.trouble(op, word, chunks)
         reason = miss_reason(word)
@@ -319,10 +331,12 @@ class RemoteCache(LooksUp):
 
 
 class UnderWay(Generic[R]):
-    """A lookup, load or store under way. The server may touch its blocks until `query` returns True. For use by one thread."""
+    """A lookup, load or store under way. The server may touch its blocks until `query` returns True. For use
+    by one thread."""
 
     def __init__(self, cache: RemoteCache, op: str, judge: Callable[[Answer | str], R]) -> None:
-        """`judge` makes the result from the answer, or from the word that says why there is none, and counts it."""
+        """`judge` makes the result from the answer, or from the word that says why there is none, and counts
+        it."""
         self._cache = cache
         self._judge = judge
         self.op = op
@@ -351,7 +365,8 @@ class UnderWay(Generic[R]):
         return True
 
     def wait(self) -> R:
-        """Waits until `query` returns True. Returns the result. If an exception ends the wait, the operation is given up."""
+        """Waits until `query` returns True. Returns the result. If an exception ends the wait, the operation
+        is given up."""
         begun = time.perf_counter()
         try:
             if self.result is None and self.future is not None:
@@ -369,7 +384,8 @@ class UnderWay(Generic[R]):
     def give_up(self) -> None:
         """Returns once the server cannot touch the blocks any more.
 
-        For a load, waits for as long as a copy lasts. If the server stands still in the middle of a copy, the fence goes on trying.
+        For a load, waits for as long as a copy lasts. If the server stands still in the middle of a copy, the
+        fence goes on trying.
         """
         end = time.monotonic() + _GIVE_UP_S
         while self.place is not None and time.monotonic() < end:
@@ -395,10 +411,11 @@ class ServerLookupClient(LookupClient):
         metrics: CacheMetrics | None = None,
         version: WeightsVersion | None = None,
     ) -> None:
-        """Begins to connect; lookups find nothing while there is no server. Raises ValueError for a bad address.
+        """Begins to connect; lookups find nothing while there is no server. Raises ValueError for a bad
+        address.
 
-        A lookup waits at most `timeout_s` for its answer. `further` are the model's other layer groups, if it has several.
-        `version`: as in `RemoteCache`.
+        A lookup waits at most `timeout_s` for its answer. `further` are the model's other layer groups, if it
+        has several. `version`: as in `RemoteCache`.
         """
         identity, metrics = EngineIdentity.of(metadata, config.cache, further), metrics or CacheMetrics()
         self._server = RemoteCache(url, identity, kind="scheduler", metrics=metrics, version=version)

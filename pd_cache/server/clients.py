@@ -1,6 +1,7 @@
 """The KV tensors that clients have lent the server, and their stores and retrieves.
 
-The server maps a worker's KV tensors (`MappedTensors`) when the worker registers, and touches them as the fence allows.
+The server maps a worker's KV tensors (`MappedTensors`) when the worker registers, and touches them as the
+fence allows.
 """
 
 from __future__ import annotations
@@ -60,11 +61,12 @@ class MappedTensors:
         shards_per_rank: int = 1,
         block_size: int = 0,
     ) -> None:
-        """Maps the memory of the descriptors (in the order of the CPU storages; the caller keeps them) and of the handles.
+        """Maps the memory of the descriptors (in the order of the CPU storages; the caller keeps them) and of
+        the handles.
 
-        `shards_per_rank` is how many shards of each chunk the tensors hold, `block_size` the engine's, which opaque pages do not show.
-        Takes over `fence`, which copies must pass. Raises SharingError or LayoutError, with nothing left open, if the parts do not fit
-        together.
+        `shards_per_rank` is how many shards of each chunk the tensors hold, `block_size` the engine's, which
+        opaque pages do not show. Takes over `fence`, which copies must pass. Raises SharingError or
+        LayoutError, with nothing left open, if the parts do not fit together.
         """
         self.fence = fence
         self._maps: list[mmap.mmap] = []
@@ -95,7 +97,8 @@ class MappedTensors:
         end: float,
         on_stream: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> Iterator[Sequence[PagedCopier]]:
-        """Yields the copier of each shard, for the blocks of a load or store, on its stream. The memory stays mapped while the block runs.
+        """Yields the copier of each shard, for the blocks of a load or store, on its stream. The memory stays
+        mapped while the block runs.
 
         Raises AbandonedError after `unmap`, after `end`, and if the engine has given up the load or store.
         """
@@ -115,7 +118,8 @@ class MappedTensors:
                     self._lock.notify_all()
 
     def unmap(self, timeout: float) -> bool:
-        """Lets no more copies begin, and waits up to `timeout` seconds for running copies. Returns True if the memory is then unmapped.
+        """Lets no more copies begin, and waits up to `timeout` seconds for running copies. Returns True if
+        the memory is then unmapped.
 
         Otherwise, the thread that still copies will unmap it.
         """
@@ -143,7 +147,8 @@ class MappedTensors:
             self._copiers.pop().close()
         maps, self._maps = self._maps, []
         for memory in maps:
-            with contextlib.suppress(BufferError):  # a traceback may still hold a view: the memory goes with it
+            # a traceback may still hold a view: the memory goes with it
+            with contextlib.suppress(BufferError):
                 memory.close()
         self.fence.close()
 
@@ -157,7 +162,9 @@ def _view(view: TensorView, bases: list[Tensor]) -> Tensor:
         typed = base[: base.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return torch.as_strided(typed, view.shape, view.stride, view.offset)
     except (IndexError, RuntimeError) as error:  # torch checks that the tensor ends within its storage
-        raise SharingError(f"{view} does not lie in the {len(bases)} storages that were lent: {error}") from None
+        raise SharingError(
+            f"{view} does not lie in the {len(bases)} storages that were lent: {error}"
+        ) from None
 
 
 class Worker(NamedTuple):
@@ -175,12 +182,15 @@ class Worker(NamedTuple):
         layout, database = self.tensors.layout, self.model.database
         may_leave_out = leaving_out(loads=isinstance(request, Retrieve), keeps_tail=self.model.keeps_tail)
         try:
-            chunks = plan_named(request.names, request.blocks, layout, database.chunk_size, may_leave_out=may_leave_out)
+            chunks = plan_named(
+                request.names, request.blocks, layout, database.chunk_size, may_leave_out=may_leave_out
+            )
         except ValueError as error:
             raise RefusalError("invalid", str(error)) from None
         shards = self.model.shards[self.rank]
         keys = database.keys(request.names, shards, request.label)
-        # a stream for the request, whose turns change threads: only this request's copies wait for the engine's event
+        # a stream for the request, whose turns change threads: only this request's copies wait for the
+        # engine's event
         pages = functools.partial(self.tensors.copiers, request, end, own_stream(self.tensors.device))
         if request.event:
             with pages():  # an engine that has given up the request has no event any more
@@ -205,11 +215,13 @@ class Client:
     def register(self, request: Register, descriptors: Sequence[int], models: ServedModels) -> Answer:
         """Maps the client's tensors. Replaces an earlier registration.
 
-        `descriptors` are those of the fence and of the CPU storages. Raises RefusalError, with nothing left open, if the tensors cannot be
-        served.
+        `descriptors` are those of the fence and of the CPU storages. Raises RefusalError, with nothing left
+        open, if the tensors cannot be served.
         """
         if self.hello.kind != "worker":
-            raise RefusalError("invalid", f"only a worker registers KV tensors; this client is a {self.hello.kind}")
+            raise RefusalError(
+                "invalid", f"only a worker registers KV tensors; this client is a {self.hello.kind}"
+            )
         if not descriptors:
             raise RefusalError("invalid", "no file descriptors came with the registration")
         with self.registering:
@@ -226,7 +238,9 @@ class Client:
         """Unmaps the client's tensors. Raises RefusalError if a copy outlives the wait for it."""
         with self.registering:
             if not self._unmap(_UNMAP_S):
-                raise RefusalError("busy", "a copy is still running; the server unmaps the memory when it ends")
+                raise RefusalError(
+                    "busy", "a copy is still running; the server unmaps the memory when it ends"
+                )
         return Done()
 
     def leave(self) -> None:
@@ -235,7 +249,8 @@ class Client:
         Called when the client is gone.
         """
         self.gone = True
-        if self.registering.acquire(blocking=False):  # otherwise the thread that holds it calls this when it is done
+        # otherwise the thread that holds it calls this when it is done
+        if self.registering.acquire(blocking=False):
             try:
                 self._unmap(0.0)
             finally:
@@ -256,7 +271,8 @@ class Client:
         log.info("worker of %s registered: %s", engine.model, tensors.layout)
 
     def _unmap(self, timeout: float) -> bool:
-        """Ends the registration. Returns False if a copy outlives the wait for it. Call with `registering` held."""
+        """Ends the registration. Returns False if a copy outlives the wait for it. Call with `registering`
+        held."""
         worker, self.worker = self.worker, None
         if worker is None:
             return True
@@ -265,10 +281,12 @@ class Client:
 
 
 def turns(client: Client, request: BlockRequest, sessions: Sessions, end: float) -> Iterator[Answer | None]:
-    """Stores or retrieves in turns, one for each `next`. Yields None after each turn but the last, and then the answer.
+    """Stores or retrieves in turns, one for each `next`. Yields None after each turn but the last, and then
+    the answer.
 
-    The engine gives the request up at `end`. A retrieve releases the chunks that its session in `sessions` holds for the client. Raises
-    RefusalError if the request does not fit or is late, AbandonedError if the engine has given it up, and errors of the memory.
+    The engine gives the request up at `end`. A retrieve releases the chunks that its session in `sessions`
+    holds for the client. Raises RefusalError if the request does not fit or is late, AbandonedError if the
+    engine has given it up, and errors of the memory.
     """
     if (worker := client.worker) is None:
         raise RefusalError("unknown_client", "register the KV tensors first")

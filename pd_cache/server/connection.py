@@ -1,8 +1,8 @@
 """A connection of an engine process to its cache server, which outlives the server.
 
-The calling thread sends requests (`link.py`). A thread of the connection keeps it up: it says hello, registers the KV tensors, notices
-when the server is gone, and does all that again when a server is back. Meanwhile every request fails at once, with an error that adapters
-turn into a miss.
+The calling thread sends requests (`link.py`). A thread of the connection keeps it up: it says hello,
+registers the KV tensors, notices when the server is gone, and does all that again when a server is back.
+Meanwhile every request fails at once, with an error that adapters turn into a miss.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _GREETING_S = 2.0
 _REGISTER_S = 120.0
 """Mapping and touching a large cache, and opening the backend for it, take a while."""
 _SOON_S, _AGAIN_S = 0.02, 0.2
-"""The first and the longest pause between attempts to connect, or to say hello: ZMQ connects a moment later than the Unix socket."""
+"""The first and the longest pause between attempts to connect, or to say hello: ZMQ connects a moment later
+than the Unix socket."""
 _WATCH_S = 0.5
 _MOST_STORAGES = 200
 
@@ -55,12 +56,13 @@ class ServerConnection:
         *,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        """Connects to the server at `url`, e.g. `ipc:///run/pd-cache.sock`. `context` is a ZMQ context; None to create one. An observer
-        has no identity.
+        """Connects to the server at `url`, e.g. `ipc:///run/pd-cache.sock`. `context` is a ZMQ context; None
+        to create one. An observer has no identity.
 
-        If `identity` has a chunk size, this does not wait: a server that is not there yet is like a server that comes back. Otherwise
-        it waits up to `connect_timeout_s` for the server's chunk size. Raises ServerRefusedError if the server does not take this engine,
-        NoAnswerError if it does not answer, ValueError for a bad address.
+        If `identity` has a chunk size, this does not wait: a server that is not there yet is like a server
+        that comes back. Otherwise it waits up to `connect_timeout_s` for the server's chunk size. Raises
+        ServerRefusedError if the server does not take this engine, NoAnswerError if it does not answer,
+        ValueError for a bad address.
         """
         self.url = url
         self.client = uuid.uuid4().hex
@@ -100,19 +102,22 @@ class ServerConnection:
         return size
 
     def ask(self, request: Request, timeout: float, descriptors: Sequence[int] | None = None) -> Answer:
-        """Sends any request and waits for its answer; see `ClientLink.request`. Raises CacheServerError if there is none."""
+        """Sends any request and waits for its answer; see `ClientLink.request`. Raises CacheServerError if
+        there is none."""
         return self.link.request(request, timeout, descriptors).result()
 
     def register(self, kv_caches: KVCaches, layout_kind: PageKind | None = None) -> None:
         """Lends the server this worker's KV tensors, now and after each time the server was away.
 
-        Does not wait for a server that is away: it gets the tensors when it comes back. Raises SharingError if they cannot be shared, and
-        ServerRefusedError, with the server's reason, if it does not take them.
+        Does not wait for a server that is away: it gets the tensors when it comes back. Raises SharingError
+        if they cannot be shared, and ServerRefusedError, with the server's reason, if it does not take them.
         """
         share = share_tensors(kv_caches)
         close_all(share.descriptors)
         if len(share.storages) > _MOST_STORAGES:
-            raise SharingError(f"the KV tensors lie in {len(share.storages)} storages; {_MOST_STORAGES} are the most")
+            raise SharingError(
+                f"the KV tensors lie in {len(share.storages)} storages; {_MOST_STORAGES} are the most"
+            )
         with self._changed:
             self._lent = kv_caches, layout_kind
             self.ready, self._problem = False, None
@@ -138,11 +143,14 @@ class ServerConnection:
         left = self.fence.close(_GREETING_S)
         if left:
             log.error(
-                "cache server %s: it stands still in the middle of %d copies, and may end them later", self.url, left
+                "cache server %s: it stands still in the middle of %d copies, and may end them later",
+                self.url,
+                left,
             )
 
     def wait_ready(self, timeout: float, *, only_connected: bool = False) -> None:
-        """Waits for the server. Raises NoAnswerError after `timeout` seconds, ServerRefusedError if it does not take this engine.
+        """Waits for the server. Raises NoAnswerError after `timeout` seconds, ServerRefusedError if it does
+        not take this engine.
 
         With `only_connected`, raises NoAnswerError as soon as no server is there.
         """
@@ -159,11 +167,12 @@ class ServerConnection:
                 raise NoAnswerError(f"no cache server answered at {self.url} within {timeout:g} s")
 
     def _forgotten(self) -> None:
-        """Called, with the link's lock, if the server does not know us: it was restarted, or took us for dead."""
+        """Called, with the link's lock, if the server does not know us: it was restarted, or took us for
+        dead."""
         self.ready = False
         self.link.nudge()
 
-    # --- the keeper's thread -------------------------------------------------------------------------------------
+    # --- the keeper's thread --------------------------------------------------------------------------------
 
     def _keep(self) -> None:
         pause = _SOON_S
@@ -201,7 +210,8 @@ class ServerConnection:
         passes = problem is None or getattr(problem, "reason", "") in ("busy", "unknown_client", "closing")
         lasts = isinstance(problem, SharingError | ServerRefusedError) and not passes
         with self._changed:
-            if lent is not self._lent:  # the server has, or has refused, tensors that are not in use any more: again
+            # the server has, or has refused, tensors that are not in use any more: again
+            if lent is not self._lent:
                 self.link.nudge()
                 return
             self.ready = problem is None
@@ -215,7 +225,8 @@ class ServerConnection:
             log.debug("cache server %s: %s", self.url, problem)
 
     def _introduce(self) -> None:
-        """Says hello. Raises CacheServerError if the server does not take this engine, or names or sizes chunks in another way than before."""
+        """Says hello. Raises CacheServerError if the server does not take this engine, or names or sizes
+        chunks in another way than before."""
         welcome = self.ask(self.hello, _GREETING_S)
         if not isinstance(welcome, Welcome):
             raise ServerLostError(f"the server answered hello with {type(welcome).__name__}")
@@ -223,9 +234,13 @@ class ServerConnection:
         known = self.hello.engine.chunk_size if before is None else before.chunk_size
         if welcome.chunk_size != (known or welcome.chunk_size):
             raise ServerRefusedError(
-                "mismatch", f"the server's chunks have {welcome.chunk_size} tokens, this engine was made for {known}"
+                "mismatch",
+                f"the server's chunks have {welcome.chunk_size} tokens, this engine was made for {known}",
             )
-        if before is not None and (before.hash_mode, before.hash_seed) != (welcome.hash_mode, welcome.hash_seed):
+        if before is not None and (before.hash_mode, before.hash_seed) != (
+            welcome.hash_mode,
+            welcome.hash_seed,
+        ):
             raise ServerRefusedError(
                 "mismatch",
                 f"the server names chunks by {welcome.hash_mode} {welcome.hash_seed}, and named them by {before.hash_mode} "
@@ -241,7 +256,8 @@ class ServerConnection:
         finally:
             close_all(shared.descriptors)
         while not future.query():
-            if not self.link.watch(_SOON_S):  # no other thread would notice that the server has ended meanwhile
+            # no other thread would notice that the server has ended meanwhile
+            if not self.link.watch(_SOON_S):
                 self._lose("the cache server ended while it mapped the KV tensors")
             if self._closing:  # after `close` has failed what was outstanding
                 raise ServerLostError("the connection is being closed")
@@ -251,7 +267,8 @@ class ServerConnection:
 
 
 def server_welcome(url: str, timeout: float) -> Welcome:
-    """Returns how the server names and sizes chunks. Raises CacheServerError if it does not answer, ValueError for a bad address."""
+    """Returns how the server names and sizes chunks. Raises CacheServerError if it does not answer,
+    ValueError for a bad address."""
     with contextlib.closing(ServerConnection(url, None, "observer", connect_timeout_s=timeout)) as connection:
         assert connection.welcome is not None  # the constructor has waited for it
         return connection.welcome

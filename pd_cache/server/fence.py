@@ -1,16 +1,19 @@
-"""Decides which process may touch an engine's blocks: a page that an engine and its server share, and the kernel's locks on it.
+"""Decides which process may touch an engine's blocks: a page that an engine and its server share, and the
+kernel's locks on it.
 
-A server that is late, stopped or cut off may still be about to copy blocks that its engine has given to another request. So each load or
-store gets a *slot* of the fence, with its *ticket* in it. The server copies only while the ticket is there. An engine that gives up a load
-or store removes the ticket.
+A server that is late, stopped or cut off may still be about to copy blocks that its engine has given to
+another request. So each load or store gets a *slot* of the fence, with its *ticket* in it. The server copies
+only while the ticket is there. An engine that gives up a load or store removes the ticket.
 
-A load writes to the blocks. So the server locks the slot's bytes around each copy, of one chunk or of several that are there together, and
-the engine removes the ticket under the same lock: after that, no part of the load can touch the blocks. The kernel drops the locks of a
-process that dies, so a dead server delays no engine. A stopped server delays an engine only if it was stopped in the middle of a copy.
+A load writes to the blocks. So the server locks the slot's bytes around each copy, of one chunk or of several
+that are there together, and the engine removes the ticket under the same lock: after that, no part of the
+load can touch the blocks. The kernel drops the locks of a process that dies, so a dead server delays no
+engine. A stopped server delays an engine only if it was stopped in the middle of a copy.
 
-A store reads the blocks, without a lock: the server looks for the ticket again after each copy, and if it is gone, does not use the
-copied bytes. So nothing delays an engine that gives up a store. The ticket's removal must be seen before later writes to the blocks: x86
-keeps the order of writes, and on other processors both sides have taken locks of their own in between.
+A store reads the blocks, without a lock: the server looks for the ticket again after each copy, and if it is
+gone, does not use the copied bytes. So nothing delays an engine that gives up a store. The ticket's removal
+must be seen before later writes to the blocks: x86 keeps the order of writes, and on other processors both
+sides have taken locks of their own in between.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class AbandonedError(Exception):
 
 class _Page:
     def __init__(self, descriptor: int) -> None:
-        """Takes over the descriptor. Its open file must be this process's own, because the open file owns the locks."""
+        """Takes over the descriptor. Its open file must be this process's own, because the open file owns the
+        locks."""
         self._descriptor = descriptor
         self._memory = mmap.mmap(descriptor, _NBYTES)
 
@@ -63,7 +67,8 @@ class _Page:
         os.close(self._descriptor)
 
     def _set(self, slot: int, kind: int) -> bool:
-        # struct flock: type, whence, start, length, pid; the lock belongs to the open file, so threads share it
+        # struct flock: type, whence, start, length, pid; the lock belongs to the open file, so threads share
+        # it
         request = struct.pack("hhqqi4x", kind, os.SEEK_SET, slot * _SLOT.size, _SLOT.size, 0)
         try:
             fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, request)
@@ -99,21 +104,25 @@ class Fence:
     def admit(self, *, loads: bool) -> tuple[int, int] | None:
         """Returns a slot with a new ticket in it, as (slot, ticket); None if all slots are taken.
 
-        `loads`: whether it writes to the blocks; otherwise it reads them. The caller must `revoke` the ticket in the end.
+        `loads`: whether it writes to the blocks; otherwise it reads them. The caller must `revoke` the ticket
+        in the end.
         """
         with self._lock:
             if self._closed or len(self._taken) == SLOTS:
                 return None
             ticket, self._next = self._next, self._next + 1
             slot = next(
-                slot for slot in (at % SLOTS for at in range(ticket, ticket + SLOTS)) if slot not in self._taken
+                slot
+                for slot in (at % SLOTS for at in range(ticket, ticket + SLOTS))
+                if slot not in self._taken
             )
             self._taken[slot] = _Admitted(ticket, loads)
             self._page.write(slot, ticket)
             return slot, ticket
 
     def revoke(self, slot: int, ticket: int) -> bool:
-        """Removes the ticket and frees the slot. Returns False while the server copies into the blocks under it: try again later.
+        """Removes the ticket and frees the slot. Returns False while the server copies into the blocks under
+        it: try again later.
 
         Returns True if the ticket is not there any more, for example after `close`.
         """
@@ -137,13 +146,15 @@ class Fence:
     def close(self, timeout: float = 0.0) -> int:
         """Removes all tickets, so that the server touches no block any more, and unmaps the page. Idempotent.
 
-        Returns how many tickets could not be removed within `timeout` seconds because the server was in the middle of a copy. The page stays
-        mapped then, and a later `close` or `revoke` tries again.
+        Returns how many tickets could not be removed within `timeout` seconds because the server was in the
+        middle of a copy. The page stays mapped then, and a later `close` or `revoke` tries again.
         """
         with self._lock:
             self._closed = True
         end = time.monotonic() + timeout
-        while left := [slot for slot, taken in list(self._taken.items()) if not self.revoke(slot, taken.ticket)]:
+        while left := [
+            slot for slot, taken in list(self._taken.items()) if not self.revoke(slot, taken.ticket)
+        ]:
             if time.monotonic() >= end:
                 return len(left)
             time.sleep(0.001)
@@ -159,14 +170,17 @@ class FenceView:
 
     def __init__(self, descriptor: int) -> None:
         """Maps the fence. The caller keeps ownership of `descriptor`."""
-        # a passed descriptor shares the engine's open file, whose locks are the engine's; our own locks need our own open file
+        # a passed descriptor shares the engine's open file, whose locks are the engine's; our own locks need
+        # our own open file
         self._page = _Page(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
         self._turns = [threading.Lock() for _ in range(SLOTS)]
-        """The kernel's locks do not distinguish this process's threads: a late thread would release the lock of the slot's next user."""
+        """The kernel's locks do not distinguish this process's threads: a late thread would release the lock
+        of the slot's next user."""
 
     @contextlib.contextmanager
     def writing(self, slot: int, ticket: int) -> Iterator[None]:
-        """Holds the slot's lock; the server may write to blocks only inside this context. Raises AbandonedError if the ticket is gone."""
+        """Holds the slot's lock; the server may write to blocks only inside this context. Raises
+        AbandonedError if the ticket is gone."""
         with self._turns[slot]:
             if not self._page.lock(slot):
                 raise AbandonedError
@@ -178,7 +192,8 @@ class FenceView:
 
     @contextlib.contextmanager
     def reading(self, slot: int, ticket: int) -> Iterator[None]:
-        """Raises AbandonedError if the ticket is gone, before or after the block. Then the bytes that it read may be another request's."""
+        """Raises AbandonedError if the ticket is gone, before or after the block. Then the bytes that it read
+        may be another request's."""
         self._check(slot, ticket)
         yield
         self._check(slot, ticket)

@@ -1,14 +1,16 @@
 """The connections between engines and their cache server. No other module of the server uses ZMQ.
 
-Requests and answers travel over ZMQ. Each engine also opens a Unix socket to its server, for two things that ZMQ cannot do. It carries file
-descriptors, so that shared memory needs no name and nothing is left over when a process is killed: a request with descriptors goes over
-this socket, and its answer over ZMQ. And the kernel closes it when a process ends, so that the other side notices at once.
+Requests and answers travel over ZMQ. Each engine also opens a Unix socket to its server, for two things that
+ZMQ cannot do. It carries file descriptors, so that shared memory needs no name and nothing is left over when
+a process is killed: a request with descriptors goes over this socket, and its answer over ZMQ. And the kernel
+closes it when a process ends, so that the other side notices at once.
 
-Only one thread at a time may use a ZMQ socket. If a thread of ours owned it, each request would cost two thread switches, and beside a
-thread that spins, the owner would get the GIL milliseconds late. So no thread owns the socket. Each thread that sends or looks for answers
-uses it, under a lock that no thread holds while it waits. One thread at a time waits for the socket's file descriptor, outside the lock.
-That descriptor is edge-triggered, and any use of the socket may swallow the edge. So a thread that used the socket and finds frames left to
-read wakes the waiting thread.
+Only one thread at a time may use a ZMQ socket. If a thread of ours owned it, each request would cost two
+thread switches, and beside a thread that spins, the owner would get the GIL milliseconds late. So no thread
+owns the socket. Each thread that sends or looks for answers uses it, under a lock that no thread holds while
+it waits. One thread at a time waits for the socket's file descriptor, outside the lock. That descriptor is
+edge-triggered, and any use of the socket may swallow the edge. So a thread that used the socket and finds
+frames left to read wakes the waiting thread.
 """
 
 from __future__ import annotations
@@ -51,14 +53,15 @@ _EVENTS, _READABLE, _NOW = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 """ZMQ's events as plain integers: enumerations cost as much as the calls."""
 _HIGH_WATER = 4096
 _SERVER_INCOMING = 32
-"""How many messages of a client ZMQ reads ahead. Each has up to `MAX_FRAME` bytes. Further messages stay with the client."""
+"""How many messages of a client ZMQ reads ahead. Each has up to `MAX_FRAME` bytes. Further messages stay with
+the client."""
 _WAIT_SLICE_S = 0.5
 _MAX_DESCRIPTORS = 250  # of the 253 that the kernel takes in a message
 _BESIDE_BYTES = 1 << 20
 """The largest message over the Unix socket, more than the kernel usually sends at once."""
 _AWAKE_S = 0.0002
-"""How long a thread polls for an answer before it sleeps. A lookup takes less, and to fall asleep and wake up would take as long as its
-other steps together."""
+"""How long a thread polls for an answer before it sleeps. A lookup takes less, and to fall asleep and wake up
+would take as long as its other steps together."""
 
 
 def path_beside(url: str) -> Path:
@@ -91,7 +94,8 @@ class _Wire:
             return None
 
     def wait(self, timeout: float, awake: float = 0.0) -> None:
-        """Waits until a message may be there, until `wake`, or for `timeout` seconds. Only one thread may call it, without the lock.
+        """Waits until a message may be there, until `wake`, or for `timeout` seconds. Only one thread may
+        call it, without the lock.
 
         The thread does not sleep for the first `awake` seconds.
         """
@@ -116,7 +120,7 @@ class _Wire:
                 os.close(self._wakeup)
 
 
-# --- a client's end --------------------------------------------------------------------------------------------------
+# --- a client's end -----------------------------------------------------------------------------------------
 
 
 class Future:
@@ -132,11 +136,13 @@ class Future:
         self.deadline = deadline
 
     def query(self) -> bool:
-        """Looks for an answer without waiting. Returns True once there is one, or once it is clear that none will come."""
+        """Looks for an answer without waiting. Returns True once there is one, or once it is clear that none
+        will come."""
         return self.answer is not None or self._link.look(self)
 
     def outcome(self) -> Answer | str:
-        """Waits for the answer, at most until the deadline. Returns it, or why there is none: a word that names a counter."""
+        """Waits for the answer, at most until the deadline. Returns it, or why there is none: a word that
+        names a counter."""
         if self.answer is None:
             self._link.wait(self)
         assert self.answer is not None
@@ -154,14 +160,15 @@ class Future:
 class ClientLink:
     """Sends requests to a server. Thread-safe. Has no thread of its own, and never waits to send.
 
-    ZMQ reconnects by itself. The Unix socket shows whether a server is there: the caller opens it (`attach`), waits for its end (`watch`), and
-    then fails all outstanding requests (`fail_all`).
+    ZMQ reconnects by itself. The Unix socket shows whether a server is there: the caller opens it (`attach`),
+    waits for its end (`watch`), and then fails all outstanding requests (`fail_all`).
     """
 
     def __init__(
         self, url: str, context: Context[zmq.Socket[bytes]] | None, name: str, forgotten: Callable[[], None]
     ) -> None:
-        """`name` identifies this client to the server. `forgotten` is called if the server does not know the client; it must be quick.
+        """`name` identifies this client to the server. `forgotten` is called if the server does not know the
+        client; it must be quick.
 
         Raises ValueError if ZMQ does not understand `url`.
         """
@@ -180,7 +187,8 @@ class ClientLink:
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 500),
             (zmq.HEARTBEAT_IVL, 500),
-            (zmq.HEARTBEAT_TIMEOUT, 5000),  # only a stopped server is silent: one that dies closes its sockets
+            # only a stopped server is silent: one that dies closes its sockets
+            (zmq.HEARTBEAT_TIMEOUT, 5000),
         ):
             requests.setsockopt(option, value)
         requests.setsockopt(zmq.IDENTITY, name.encode())
@@ -189,7 +197,8 @@ class ClientLink:
         self._futures: dict[int, Future] = {}
         self._next = 1
         self._waited_for: Future | None = None
-        """The future of the thread that waits at the socket. Other threads wait until that thread wakes them."""
+        """The future of the thread that waits at the socket. Other threads wait until that thread wakes
+        them."""
         self._closed = False
         self._nudged = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._unix: socket.socket | None = None
@@ -201,9 +210,11 @@ class ClientLink:
             raise ValueError(f"{url!r} is not the address of a cache server: {error}") from None
 
     def request(self, message: Message, timeout: float, descriptors: Sequence[int] | None = None) -> Future:
-        """Sends a request. Returns a future, which gets the answer or, after `timeout` seconds, the reason why there is none.
+        """Sends a request. Returns a future, which gets the answer or, after `timeout` seconds, the reason
+        why there is none.
 
-        A request with `descriptors`, even an empty sequence, goes over the Unix socket; the server gets duplicates of them.
+        A request with `descriptors`, even an empty sequence, goes over the Unix socket; the server gets
+        duplicates of them.
         """
         with self._changed:
             future = Future(self, self._next, time.monotonic() + timeout)
@@ -239,7 +250,8 @@ class ClientLink:
                 self._read()
 
     def look(self, future: Future) -> bool:
-        """Reads the answers that have arrived, without waiting. Returns whether the future is settled, as it is after its deadline."""
+        """Reads the answers that have arrived, without waiting. Returns whether the future is settled, as it
+        is after its deadline."""
         with self._changed:
             self._read()
             if future.answer is None and time.monotonic() >= future.deadline:
@@ -275,10 +287,11 @@ class ClientLink:
                     self._read()
                     self._changed.notify_all()
 
-    # --- for the thread that keeps the connection up -----------------------------------------------------------
+    # --- for the thread that keeps the connection up --------------------------------------------------------
 
     def watch(self, timeout: float) -> bool:
-        """Waits until the server ends, until `nudge`, or for `timeout` seconds. Returns whether the Unix socket is open at both ends."""
+        """Waits until the server ends, until `nudge`, or for `timeout` seconds. Returns whether the Unix
+        socket is open at both ends."""
         poll = select.poll()
         poll.register(self._nudged, select.POLLIN)
         if self._unix is not None:
@@ -322,7 +335,8 @@ class ClientLink:
             self._unix = None
 
     def close(self) -> None:
-        """Fails outstanding requests and disconnects. Idempotent. Must not be called while another thread is in `watch`."""
+        """Fails outstanding requests and disconnects. Idempotent. Must not be called while another thread is
+        in `watch`."""
         with self._changed:
             if self._closed:
                 return
@@ -336,7 +350,7 @@ class ClientLink:
         self.detach()
         os.close(self._nudged)
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         """Settles the futures whose answers have arrived. Call with the lock held."""
@@ -361,7 +375,7 @@ class ClientLink:
             self._wire.wake()
 
 
-# --- a server's end --------------------------------------------------------------------------------------------------
+# --- a server's end -----------------------------------------------------------------------------------------
 
 
 class Incoming(NamedTuple):
@@ -371,14 +385,17 @@ class Incoming(NamedTuple):
     number: int
     request: Request
     descriptors: Sequence[int] | None = None
-    """The descriptors that came with it over the Unix socket; None if it came over ZMQ. They are closed when its handler returns."""
+    """The descriptors that came with it over the Unix socket; None if it came over ZMQ. They are closed when
+    its handler returns."""
 
 
 class ServerLink:
-    """Receives requests from any number of clients, and answers them. An error of one request does not stop the others.
+    """Receives requests from any number of clients, and answers them. An error of one request does not stop
+    the others.
 
-    A thread reads ZMQ's socket. Another one accepts connections of the Unix socket, and each connection has a thread, which also handles the
-    requests that come over it: to map an engine's memory takes seconds, and holds up that engine only.
+    A thread reads ZMQ's socket. Another one accepts connections of the Unix socket, and each connection has a
+    thread, which also handles the requests that come over it: to map an engine's memory takes seconds, and
+    holds up that engine only.
     """
 
     def __init__(
@@ -391,8 +408,8 @@ class ServerLink:
         """Binds to `url`, and begins to receive with `start`. Raises CacheServerError if it cannot listen.
 
         Args:
-            handle: returns the answer, or None if another thread will call `answer`. It may raise RefusalError. It must not wait, except
-                for requests that came over the Unix socket.
+            handle: returns the answer, or None if another thread will call `answer`. It may raise
+                RefusalError. It must not wait, except for requests that came over the Unix socket.
             gone: called when a client's Unix socket has ended. It must not wait.
             metrics: counts refusals and unreadable frames.
         """
@@ -474,7 +491,7 @@ class ServerLink:
         self._wire.close()
         self._context.term()
 
-    # --- messages over ZMQ ---------------------------------------------------------------------------------------
+    # --- messages over ZMQ ----------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         while not self._stopping:
@@ -500,7 +517,7 @@ class ServerLink:
         if answer is not None:
             self.answer(client, number, answer)
 
-    # --- the Unix socket -----------------------------------------------------------------------------------------
+    # --- the Unix socket ------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         while not self._stopping:
@@ -509,13 +526,16 @@ class ServerLink:
             except OSError:  # it was closed, or no descriptor is left
                 time.sleep(0.0 if self._stopping else 0.1)
                 continue
-            thread = threading.Thread(target=self._attend, args=(connection,), name="pd-cache-attend", daemon=True)
+            thread = threading.Thread(
+                target=self._attend, args=(connection,), name="pd-cache-attend", daemon=True
+            )
             with self._lock:
                 self._connections[connection] = thread
             thread.start()
 
     def _attend(self, connection: socket.socket) -> None:
-        """Handles what comes over one connection of the Unix socket: the client's name, then requests with descriptors."""
+        """Handles what comes over one connection of the Unix socket: the client's name, then requests with
+        descriptors."""
         client = b""
         try:
             client = connection.recv(_BESIDE_BYTES)

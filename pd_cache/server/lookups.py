@@ -1,8 +1,10 @@
-"""Answers lookups, and protects the chunks that they found. Lookups that wait at the same time become one request to each backend.
+"""Answers lookups, and protects the chunks that they found. Lookups that wait at the same time become one
+request to each backend.
 
-A *session* protects the chunks that a lookup found until they are loaded, or until a deadline. It belongs to the client that made the
-lookup, and holds the keys, shard by shard. In local tiers a key is pinned by reference count. To protect the pool's objects, the server
-looks them up again before their lease ends, with one `batch_is_exist` for all sessions together.
+A *session* protects the chunks that a lookup found until they are loaded, or until a deadline. It belongs to
+the client that made the lookup, and holds the keys, shard by shard. In local tiers a key is pinned by
+reference count. To protect the pool's objects, the server looks them up again before their lease ends, with
+one `batch_is_exist` for all sessions together.
 """
 
 from __future__ import annotations
@@ -109,8 +111,9 @@ class Sessions:
     def loaded(self, name: str, model: Hashable, rank: int, names: Names) -> None:
         """Releases the chunks that the request's session holds for a rank, which has loaded them.
 
-        The client that looks up and the client that loads belong to the same engine. If several engines of a model have requests of the
-        same name, any session that holds these chunks will do, because it holds the same keys.
+        The client that looks up and the client that loads belong to the same engine. If several engines of a
+        model have requests of the same name, any session that holds these chunks will do, because it holds
+        the same keys.
         """
         with self._lock:
             for session in self._sessions.values():
@@ -176,7 +179,9 @@ class LookupJob(NamedTuple):
     def found(self, end: int) -> list[FoundChunks]:
         """Returns, for each layer group, the chunks that a load up to `end` needs."""
         found = []
-        for model, needed in zip(self.models, self.prefix.groups.needed(self.request.at_hand, end), strict=True):
+        for model, needed in zip(
+            self.models, self.prefix.groups.needed(self.request.at_hand, end), strict=True
+        ):
             names = self.request.names[needed.start : needed.stop]
             database, shards = model.database, model.database.namespace.shards
             keys = database.keys(names, label=self.request.label)

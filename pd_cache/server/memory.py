@@ -1,7 +1,9 @@
-"""Shares KV tensors: an engine and its server map the same memory, so no connection carries the bytes of a cache.
+"""Shares KV tensors: an engine and its server map the same memory, so no connection carries the bytes of a
+cache.
 
-On the CPU, a torch storage moves to shared memory in place, so that every view of it stays valid. The engine passes it as a file
-descriptor. On a GPU, the engine passes a CUDA IPC handle. In both cases the server sees the engine's own pages.
+On the CPU, a torch storage moves to shared memory in place, so that every view of it stays valid. The engine
+passes it as a file descriptor. On a GPU, the engine passes a CUDA IPC handle. In both cases the server sees
+the engine's own pages.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ def new_memory(name: str, nbytes: int) -> int:
 
 
 def reseat(source: int, address: int, nbytes: int) -> None:
-    """Moves the memory at `address` out of /dev/shm, which may be small, in place. The memory must be a shared mapping of all of `source`.
+    """Moves the memory at `address` out of /dev/shm, which may be small, in place. The memory must be a
+    shared mapping of all of `source`.
 
-    Afterwards the same addresses map new memory with the same contents, and the descriptor `source` refers to that memory. Nothing may
-    write there meanwhile. Raises OSError, with nothing changed, if there is not enough memory.
+    Afterwards the same addresses map new memory with the same contents, and the descriptor `source` refers to
+    that memory. Nothing may write there meanwhile. Raises OSError, with nothing changed, if there is not
+    enough memory.
     """
     descriptor = new_memory("pd-cache-tensors", nbytes)
     try:
@@ -79,7 +83,7 @@ def _map_over(descriptor: int, address: int, nbytes: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
-# --- an engine lends its tensors ---------------------------------------------------------------------------------------
+# --- an engine lends its tensors ----------------------------------------------------------------------------
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -98,10 +102,11 @@ class Shared(NamedTuple):
 
 
 def share_tensors(kv_caches: KVCaches) -> Shared:
-    """Makes the tensors' memory mappable by another process, and returns its description. CPU storages move to shared memory, once.
+    """Makes the tensors' memory mappable by another process, and returns its description. CPU storages move
+    to shared memory, once.
 
-    Pointers into a CPU storage that were taken before become invalid; tensors and views stay valid. Raises SharingError if the tensors
-    cannot be shared, for example for want of shared memory.
+    Pointers into a CPU storage that were taken before become invalid; tensors and views stay valid. Raises
+    SharingError if the tensors cannot be shared, for example for want of shared memory.
     """
     storages: list[Storage] = []
     places: dict[int, int] = {}
@@ -122,7 +127,9 @@ def share_tensors(kv_caches: KVCaches) -> Shared:
                 elif tensor.device.type == "cuda":
                     storages.append(_export_cuda(storage))
                 else:
-                    raise SharingError(f"KV tensors on {tensor.device} cannot be shared; expected cpu or cuda")
+                    raise SharingError(
+                        f"KV tensors on {tensor.device} cannot be shared; expected cpu or cuda"
+                    )
             views.append(
                 TensorView(
                     places[identity],
@@ -139,7 +146,8 @@ def share_tensors(kv_caches: KVCaches) -> Shared:
 
 
 def record_event(tensor: torch.Tensor) -> Any:
-    """Returns a CUDA event behind all work on the calling thread's present stream of the tensor's device; None on a CPU."""
+    """Returns a CUDA event behind all work on the calling thread's present stream of the tensor's device;
+    None on a CPU."""
     if tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
@@ -159,7 +167,8 @@ def wait_for_event(device: torch.device, handle: bytes) -> None:
 
 
 def own_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Returns a function whose contexts give the calling thread a new stream of a GPU, always the same. For a CPU they are empty."""
+    """Returns a function whose contexts give the calling thread a new stream of a GPU, always the same. For a
+    CPU they are empty."""
     if device.type != "cuda":
         return contextlib.nullcontext
     return functools.partial(torch.cuda.stream, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
@@ -183,23 +192,32 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
         try:
             reseat(descriptor, storage.data_ptr(), nbytes)
         except OSError as error:
-            raise SharingError(f"could not move {nbytes} bytes of KV cache to shared memory: {error}") from None
+            raise SharingError(
+                f"could not move {nbytes} bytes of KV cache to shared memory: {error}"
+            ) from None
     descriptor, _ = storage._share_fd_cpu_()
     return os.dup(descriptor)  # the storage owns the other one
 
 
 def gpus() -> list[str]:
-    """Returns the UUIDs of this process's GPUs, by torch's ordinal. CUDA_VISIBLE_DEVICES gives each process ordinals of its own."""
-    return [str(torch.cuda.get_device_properties(ordinal).uuid) for ordinal in range(torch.cuda.device_count())]
+    """Returns the UUIDs of this process's GPUs, by torch's ordinal. CUDA_VISIBLE_DEVICES gives each process
+    ordinals of its own."""
+    return [
+        str(torch.cuda.get_device_properties(ordinal).uuid) for ordinal in range(torch.cuda.device_count())
+    ]
 
 
 def _export_cuda(storage: torch.UntypedStorage) -> CudaStorage:
-    ordinal, handle, nbytes, offset, ref_counter, ref_counter_offset, event, event_sync = storage._share_cuda_()  # type: ignore[no-untyped-call]
-    return CudaStorage(nbytes, gpus()[ordinal], handle, offset, ref_counter, ref_counter_offset, event, event_sync)
+    shared = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    ordinal, handle, nbytes, offset, ref_counter, ref_counter_offset, event, event_sync = shared
+    return CudaStorage(
+        nbytes, gpus()[ordinal], handle, offset, ref_counter, ref_counter_offset, event, event_sync
+    )
 
 
 def import_cuda(storage: CudaStorage) -> torch.Tensor:
-    """Returns the bytes of an engine's storage. Raises SharingError if this process lacks its GPU, or CUDA refuses."""
+    """Returns the bytes of an engine's storage. Raises SharingError if this process lacks its GPU, or CUDA
+    refuses."""
     here = gpus()
     if storage.gpu not in here:
         raise SharingError(
@@ -220,5 +238,7 @@ def import_cuda(storage: CudaStorage) -> torch.Tensor:
             storage.event_sync,
         )
     except RuntimeError as error:
-        raise SharingError(f"CUDA does not map {storage.nbytes} bytes of GPU {storage.gpu}: {error}") from None
+        raise SharingError(
+            f"CUDA does not map {storage.nbytes} bytes of GPU {storage.gpu}: {error}"
+        ) from None
     return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", ordinal)).set_(untyped)

@@ -55,7 +55,9 @@ class Model:
     ) -> None:
         self.group = group
         self.metadata = metadata
-        named = replace(cache, chunk_size=group.chunk_size, hash_mode=group.hash_mode, hash_seed=group.hash_seed)
+        named = replace(
+            cache, chunk_size=group.chunk_size, hash_mode=group.hash_mode, hash_seed=group.hash_seed
+        )
         self.database = ChunkedTokenDatabase(metadata.namespace(named))
         self.shards = [replace(metadata, rank=rank).shards for rank in range(group.world_size)]
         """The numbers of the shards that each rank holds."""
@@ -67,10 +69,12 @@ class Model:
 
 
 def memory_size(payload_bytes: int, object_sizes: Sequence[int]) -> int:
-    """Returns the slot size for the payloads of a layer group, in bytes: `payload_bytes`, or a larger one of `object_sizes`.
+    """Returns the slot size for the payloads of a layer group, in bytes: `payload_bytes`, or a larger one of
+    `object_sizes`.
 
-    `object_sizes` are the payload sizes of all layer groups of the engine. They are nearly the same, so not every group needs a backend
-    of its own. A slot is at most twice as large as its payload. The result does not depend on the order in which the groups register.
+    `object_sizes` are the payload sizes of all layer groups of the engine. They are nearly the same, so not
+    every group needs a backend of its own. A slot is at most twice as large as its payload. The result does
+    not depend on the order in which the groups register.
     """
     size = 0
     for larger in sorted({payload_bytes, *object_sizes}, reverse=True):
@@ -91,7 +95,8 @@ class ServedModels:
         released: Callable[[StorageBackend], None],
         opens: OpenBackend | None = None,
     ) -> None:
-        """`released` is called with each backend before it is closed. `opens` replaces the configured tiers, for tests."""
+        """`released` is called with each backend before it is closed. `opens` replaces the configured tiers,
+        for tests."""
         self._settings = settings
         self._metrics = metrics
         self._opens = opens or (lambda node, size: open_backend(node, size, pin=host_pin(), metrics=metrics))
@@ -105,7 +110,8 @@ class ServedModels:
         """The size whose backend gives the segment to the pool. Only one backend does."""
 
     def groups(self, engine: EngineIdentity) -> list[EngineGroup]:
-        """Returns an engine group for each of an engine's layer groups. The engine may choose the hash mode if the file says `auto`.
+        """Returns an engine group for each of an engine's layer groups. The engine may choose the hash mode
+        if the file says `auto`.
 
         Raises RefusalError if the hash modes differ.
         """
@@ -117,7 +123,9 @@ class ServedModels:
                 f"this server's cache.hash_mode is {cache.hash_mode}, the engine's is {mode}; set the same one for both",
             )
         seed = engine.hash_seed or cache.hash_seed
-        chunk_size = (engine.chunk_size or cache.chunk_tokens) if cache.chunk_size == "auto" else cache.chunk_size
+        chunk_size = (
+            (engine.chunk_size or cache.chunk_tokens) if cache.chunk_size == "auto" else cache.chunk_size
+        )
         layer_groups: list[EngineIdentity | FurtherLayers] = [engine, *engine.further]
         return [
             EngineGroup(
@@ -133,13 +141,16 @@ class ServedModels:
             for part in layer_groups
         ]
 
-    def serve(self, group: EngineGroup, layout: KVLayout, client: str, object_sizes: Sequence[int] = ()) -> Model:
-        """Adds this client to the workers of the engine group's model, and returns the model. The first worker makes it.
+    def serve(
+        self, group: EngineGroup, layout: KVLayout, client: str, object_sizes: Sequence[int] = ()
+    ) -> Model:
+        """Adds this client to the workers of the engine group's model, and returns the model. The first
+        worker makes it.
 
         `object_sizes` are the payload sizes of all layer groups of the worker; see `memory_size`.
 
-        Raises RefusalError if the worker does not fit the others or there is no room for it, and LayoutError if its pages cannot be cut
-        into as many shards as the group says.
+        Raises RefusalError if the worker does not fit the others or there is no room for it, and LayoutError
+        if its pages cannot be cut into as many shards as the group says.
         """
         if layout.block_size != group.block_size:
             raise RefusalError(
@@ -208,8 +219,8 @@ class ServedModels:
         return opened
 
     def _make_room(self) -> None:
-        """Closes the backends without a worker, because engines of another size need the memory. The backend with the segment goes only if
-        there is no place otherwise, because other nodes have chunks in it."""
+        """Closes the backends without a worker, because engines of another size need the memory. The backend
+        with the segment goes only if there is no place otherwise, because other nodes have chunks in it."""
         used = {id(model.mover.backend) for model in self if model.workers}
         idle = [size for size, backend in self._backends.items() if id(backend) not in used]
         for size in sorted(idle, key=lambda size: size == self._segment_of):

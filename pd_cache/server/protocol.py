@@ -8,8 +8,8 @@ A frame is a 16-byte header and a msgpack body:
     6       2     zero
     8       8     number of the request, which its answer repeats; 0 for a request that needs no answer
 
-All numbers are little-endian. Neither the header nor `Refused` ever changes, so any two versions can find out that they differ. KV bytes
-never travel in messages: they stay in memory that both sides map.
+All numbers are little-endian. Neither the header nor `Refused` ever changes, so any two versions can find out
+that they differ. KV bytes never travel in messages: they stay in memory that both sides map.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Message(Struct, frozen=True, array_like=True, tag_field="type"):
     """A message."""
 
 
-# --- requests --------------------------------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------------------
 
 
 ObjectSize = Annotated[int, Meta(ge=1, lt=1 << 48)]
@@ -66,7 +66,8 @@ class FurtherLayers(Struct, frozen=True, array_like=True):
     layers: LayerGroup
     block_size: BlockSize
     world_size: Shards
-    """As in `EngineIdentity`, for these layers. For example, all ranks hold the same latents, and each rank a part of the states beside them."""
+    """As in `EngineIdentity`, for these layers. For example, all ranks hold the same latents, and each rank a
+    part of the states beside them."""
     shards_per_rank: Shards
 
 
@@ -85,30 +86,39 @@ class EngineIdentity(Struct, frozen=True, kw_only=True):
     chunk_size: Annotated[int, Meta(ge=1, lt=1 << 40)] | None = None
     """Tokens per chunk; None to use the server's."""
     hash_mode: Literal["", "tokens", "blocks"] = ""
-    """Whether this engine names chunks by tokens or by its blocks' hashes; empty to use the setting in the server's file."""
+    """Whether this engine names chunks by tokens or by its blocks' hashes; empty to use the setting in the
+    server's file."""
     hash_seed: Annotated[str, Meta(max_length=4096)] = ""
     """What those hashes depend on besides tokens; empty to use the setting in the server's file."""
     layers: LayerGroup | None = None
-    """Which of the model's layers; None if all are kept alike. An engine has a connection for each layer group."""
+    """Which of the model's layers; None if all are kept alike. An engine has a connection for each layer
+    group."""
     further: Annotated[tuple[FurtherLayers, ...], Meta(max_length=256)] = ()
     """The other layer groups that lookups ask for."""
     object_sizes: Annotated[tuple[ObjectSize, ...], Meta(max_length=256)] = ()
-    """The payload bytes of a chunk's object in each layer group of this worker. Groups of similar sizes share the server's memory."""
+    """The payload bytes of a chunk's object in each layer group of this worker. Groups of similar sizes share
+    the server's memory."""
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None and self.chunk_size % self.block_size:
-            raise ValueError(f"chunk_size {self.chunk_size} must be a multiple of the block size {self.block_size}")
+            raise ValueError(
+                f"chunk_size {self.chunk_size} must be a multiple of the block size {self.block_size}"
+            )
         if self.rank >= self.world_size:
             raise ValueError(f"rank must be less than world_size {self.world_size}, got {self.rank}")
         groups: list[EngineIdentity | FurtherLayers] = [self, *self.further]
         shards = max(group.world_size * group.shards_per_rank for group in groups)
         if shards > MAX_SHARDS:
-            raise ValueError(f"ranks and their shards make {shards} shards of a chunk; {MAX_SHARDS} are the most")
+            raise ValueError(
+                f"ranks and their shards make {shards} shards of a chunk; {MAX_SHARDS} are the most"
+            )
 
     @classmethod
-    def of(cls, metadata: CacheMetadata, cache: CacheConfig, further: Sequence[CacheMetadata] = ()) -> EngineIdentity:
-        """Returns the identity of an engine's rank, whose chunks are sized and named as `cache` says. `further` are its other layer groups, for
-        lookups."""
+    def of(
+        cls, metadata: CacheMetadata, cache: CacheConfig, further: Sequence[CacheMetadata] = ()
+    ) -> EngineIdentity:
+        """Returns the identity of an engine's rank, whose chunks are sized and named as `cache` says.
+        `further` are its other layer groups, for lookups."""
         return cls(
             model=metadata.model,
             block_size=metadata.block_size,
@@ -120,7 +130,9 @@ class EngineIdentity(Struct, frozen=True, kw_only=True):
             hash_seed=cache.hash_seed,
             layers=metadata.group,
             further=tuple(
-                FurtherLayers(metadata.group, metadata.block_size, metadata.world_size, metadata.shards_per_rank)
+                FurtherLayers(
+                    metadata.group, metadata.block_size, metadata.world_size, metadata.shards_per_rank
+                )
                 for metadata in further
                 if metadata.group is not None
             ),
@@ -187,7 +199,8 @@ class Register(Message, frozen=True, tag="register"):
 
 
 class Unregister(Message, frozen=True, tag="unregister"):
-    """Takes the KV tensors back. The answer is `Done`, once nothing touches them. It comes over the Unix socket."""
+    """Takes the KV tensors back. The answer is `Done`, once nothing touches them. It comes over the Unix
+    socket."""
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
@@ -205,7 +218,8 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
 
 class BlockRequest(Message, frozen=True):
-    """Chunks of a request, and the blocks from or to which they are copied. The blocks of the first chunk come first.
+    """Chunks of a request, and the blocks from or to which they are copied. The blocks of the first chunk
+    come first.
 
     A retrieve may leave out blocks at the start that the engine already holds.
     """
@@ -221,7 +235,8 @@ class BlockRequest(Message, frozen=True):
     event: Annotated[bytes, Meta(max_length=1024)] = b""
     """The CUDA IPC handle of the event after which the blocks are valid; empty for none."""
     label: Label = ""
-    """For a store, the label of the weights that computed the blocks; for a retrieve, the label with which the chunks were found."""
+    """For a store, the label of the weights that computed the blocks; for a retrieve, the label with which
+    the chunks were found."""
 
 
 class Store(BlockRequest, frozen=True, tag="store"):
@@ -229,7 +244,8 @@ class Store(BlockRequest, frozen=True, tag="store"):
 
 
 class Retrieve(BlockRequest, frozen=True, tag="retrieve"):
-    """Loads chunks into the blocks, and releases what the session protects for this worker. The answer is `Loaded`."""
+    """Loads chunks into the blocks, and releases what the session protects for this worker. The answer is
+    `Loaded`."""
 
 
 class EndSession(Message, frozen=True, tag="end_session"):
@@ -241,7 +257,7 @@ class EndSession(Message, frozen=True, tag="end_session"):
 Request = Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
+# --- answers ------------------------------------------------------------------------------------------------
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -269,8 +285,8 @@ class Refused(Message, frozen=True, tag="refused"):
     """The request was not done. `reason` and `message` say why."""
 
     reason: str
-    """`busy`, `unknown_client` and `closing` may pass. `version`, `malformed`, `mismatch`, `invalid`, `late`, `abandoned`,
-    `failed` and others do not."""
+    """`busy`, `unknown_client` and `closing` may pass. `version`, `malformed`, `mismatch`, `invalid`, `late`,
+    `abandoned`, `failed` and others do not."""
     message: str
 
 
@@ -298,7 +314,8 @@ _read_refusal = msgpack_decoder(Refused)
 
 
 class FrameError(RefusalError):
-    """A frame that cannot be read. `number` is that of the request, or 0 if the header could not be read either."""
+    """A frame that cannot be read. `number` is that of the request, or 0 if the header could not be read
+    either."""
 
     def __init__(self, reason: Literal["version", "malformed"], message: str, number: int = 0) -> None:
         super().__init__(reason, message)

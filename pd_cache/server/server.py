@@ -1,8 +1,9 @@
 """CacheServer: the cache of one host, for any number of engines.
 
-The link's threads receive requests, and answer those that need no waiting. The thread of an engine's connection maps the memory that the
-engine lends. One thread answers lookups, so that no transfer holds them up; it takes all waiting lookups at once. A pool of threads moves
-bytes, in turns, so that a long store lets others in between. One thread keeps house: it renews leases and ends late sessions.
+The link's threads receive requests, and answer those that need no waiting. The thread of an engine's
+connection maps the memory that the engine lends. One thread answers lookups, so that no transfer holds them
+up; it takes all waiting lookups at once. A pool of threads moves bytes, in turns, so that a long store lets
+others in between. One thread keeps house: it renews leases and ends late sessions.
 
 When a client disconnects or is killed, the server gives up the client's tensors and its sessions.
 """
@@ -54,7 +55,8 @@ log = logging.getLogger(__name__)
 
 _CLOSING = Refused("closing", "the cache server is closing")
 MAX_IN_FLIGHT = 256
-"""The most lookups, and the most stores and retrieves, that are queued or running. The answer to one more is `busy`, a miss for engines."""
+"""The most lookups, and the most stores and retrieves, that are queued or running. The answer to one more is
+`busy`, a miss for engines."""
 _TICK_S = 0.5
 _LEASE_BATCH = 1000
 _MOST_QUESTIONS = 32
@@ -93,7 +95,8 @@ class Item(NamedTuple, Generic[T]):
 class WorkQueue(Generic[T]):
     """Holds items that wait, and counts those that run. Thread-safe.
 
-    At most `limit` items wait or run. A client may have as many as it leaves free, so a client alone gets half of them.
+    At most `limit` items wait or run. A client may have as many as it leaves free, so a client alone gets
+    half of them.
     """
 
     def __init__(self, limit: int) -> None:
@@ -129,7 +132,8 @@ class WorkQueue(Generic[T]):
             return not self._closed
 
     def take(self, most: int = 1) -> list[Item[T]]:
-        """Waits for an item, and returns up to `most` of those that wait. Returns none once the queue is closed.
+        """Waits for an item, and returns up to `most` of those that wait. Returns none once the queue is
+        closed.
 
         The caller must pass each of them to `finished` in the end.
         """
@@ -175,7 +179,8 @@ class CacheServer:
         metrics: CacheMetrics | None = None,
         lease_s: float = 10.0,
     ) -> None:
-        """Listens at `url`. Raises CacheServerError if that is impossible, or if another server already listens there.
+        """Listens at `url`. Raises CacheServerError if that is impossible, or if another server already
+        listens there.
 
         `lease_s` says how long the pool's master protects a key that was looked up.
         """
@@ -189,7 +194,9 @@ class CacheServer:
         self._lock = threading.Lock()
         self._lookups: WorkQueue[LookupJob] = WorkQueue(MAX_IN_FLIGHT)
         self._copies: WorkQueue[Iterator[Answer | None]] = WorkQueue(MAX_IN_FLIGHT)
-        running = Gauge("pd_cache_server_running", "Operations that wait or run", registry=self.metrics.registry)
+        running = Gauge(
+            "pd_cache_server_running", "Operations that wait or run", registry=self.metrics.registry
+        )
         running.set_function(lambda: self._lookups.in_flight + self._copies.in_flight)
         self._stop = threading.Event()
         self._closed = False
@@ -213,11 +220,13 @@ class CacheServer:
 
     @property
     def available(self) -> bool:
-        """False while the pool of an engine's chunks is known to be down. True as long as no engine has registered."""
+        """False while the pool of an engine's chunks is known to be down. True as long as no engine has
+        registered."""
         return all(backend.available for backend in self.models.backends)
 
     def close(self) -> None:
-        """Refuses waiting requests, finishes or abandons running ones, unmaps all tensors and closes the backends. Idempotent."""
+        """Refuses waiting requests, finishes or abandons running ones, unmaps all tensors and closes the
+        backends. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -241,10 +250,11 @@ class CacheServer:
         self._resources.close()
         self.models.close()
 
-    # --- receiving -----------------------------------------------------------------------------------------------
+    # --- receiving ------------------------------------------------------------------------------------------
 
     def _handle(self, incoming: Incoming) -> Answer | None:
-        """Returns the answer to a request that can be answered at once, or None if another thread will answer."""
+        """Returns the answer to a request that can be answered at once, or None if another thread will
+        answer."""
         request = incoming.request
         if isinstance(request, Hello):
             return self._hello(incoming.client, request)
@@ -253,7 +263,9 @@ class CacheServer:
         if client is None:
             raise RefusalError("unknown_client", "say hello first")
         if isinstance(request, Lookup):
-            models = [model for group in client.groups if (model := self.models.by_group.get(group)) is not None]
+            models = [
+                model for group in client.groups if (model := self.models.by_group.get(group)) is not None
+            ]
             if len(models) < len(client.groups) or request.at_hand >= len(request.names):
                 at_hand = min(request.at_hand, len(request.names))
                 return Found(at_hand, at_hand, "none" if at_hand == len(request.names) else "not_asked")
@@ -283,7 +295,7 @@ class CacheServer:
         self.metrics.trouble("server", "busy")
         return RefusalError("busy", f"the server runs at most {MAX_IN_FLIGHT} operations at a time")
 
-    # --- answering -----------------------------------------------------------------------------------------------
+    # --- answering ------------------------------------------------------------------------------------------
 
     def _hello(self, identity: bytes, hello: Hello) -> Answer:
         cache = self.settings.cache
@@ -306,13 +318,16 @@ class CacheServer:
             may_size=cache.chunk_size == "auto",
         )
 
-    # --- the threads that work -------------------------------------------------------------------------------------
+    # --- the threads that work ------------------------------------------------------------------------------
 
     def _find(self) -> None:
-        """The thread that answers lookups. It takes together all lookups that came during its last request."""
+        """The thread that answers lookups. It takes together all lookups that came during its last
+        request."""
         while items := self._lookups.take(_MOST_QUESTIONS):
             wanted = [item for item in items if not item.client.gone]
-            answers = answer_lookups([item.work for item in wanted], self.sessions, self.metrics, self.node.session_s)
+            answers = answer_lookups(
+                [item.work for item in wanted], self.sessions, self.metrics, self.node.session_s
+            )
             for item, answer in zip(wanted, answers, strict=True):
                 if item.client.gone:  # it left during the lookup: nothing else would end its session
                     self.sessions.end_client(item.client.hello.client)
@@ -342,7 +357,7 @@ class CacheServer:
             if answer is not None:
                 self._link.answer(incoming.client, incoming.number, answer)
 
-    # --- clients that go, and house keeping ----------------------------------------------------------------------
+    # --- clients that go, and house keeping -----------------------------------------------------------------
 
     def _gone(self, name: bytes) -> None:
         """Called when a client's Unix socket has ended."""

@@ -1,4 +1,5 @@
-"""Storage for chunk objects: an interface, the tiers behind it, and `open_backend`, which opens the tiers that `cache.tiers` describes."""
+"""Storage for chunk objects: an interface, the tiers behind it, and `open_backend`, which opens the tiers
+that `cache.tiers` describes."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ def open_backend(
 ) -> StorageBackend:
     """Returns the backend that `cache.tiers` describes, for payloads of one size.
 
-    Waits neither for the pool nor for a disk. `pin` page-locks the memory for a GPU. `batch_bytes`: the most bytes of a transfer, by default
-    64 MiB; with fewer, more of short reads overlaps. Raises ValueError if `transfer.staging_size` is too small for a chunk.
+    Waits neither for the pool nor for a disk. `pin` page-locks the memory for a GPU. `batch_bytes`: the most
+    bytes of a transfer, by default 64 MiB; with fewer, more of short reads overlaps. Raises ValueError if
+    `transfer.staging_size` is too small for a chunk.
     """
     tiers, transfer, metrics = settings.cache.tiers, settings.transfer, metrics or CacheMetrics()
     kinds = [str(tier.__struct_config__.tag) for tier in tiers]
@@ -84,7 +86,9 @@ def open_backend(
             else:
                 second = settings.second_pool
                 assert second is not None
-                behind = MooncakeBackend(second, payload_bytes, batch_bytes=batch_bytes, metrics=count, shared=memory)
+                behind = MooncakeBackend(
+                    second, payload_bytes, batch_bytes=batch_bytes, metrics=count, shared=memory
+                )
                 count.off_unless(_up(behind))
                 part = Tier(behind, count, blocking=False, stores=False)
             opened.callback(part.backend.close)
@@ -100,8 +104,9 @@ def open_backend(
 def _levels(
     memory: ObjectMemory, slots: int, shelves: Sequence[LocalBackend], store: MooncakeStore | None
 ) -> Callable[[], BackendLevels | None]:
-    """Returns a function that reports on the memory and on the pool for as long as the memory is open. The function keeps nothing alive.
-    `shelves`: the tiers that keep objects in the memory besides these `slots`."""
+    """Returns a function that reports on the memory and on the pool for as long as the memory is open. The
+    function keeps nothing alive. `shelves`: the tiers that keep objects in the memory besides these
+    `slots`."""
     opened, keeping = weakref.ref(memory), [weakref.ref(shelf) for shelf in shelves]
     reached = None if store is None else weakref.ref(store)
 
@@ -122,7 +127,8 @@ def _levels(
 
 
 def _up(second: MooncakeBackend) -> Callable[[], bool]:
-    """Returns a function that returns False while a second pool is known to be unusable. The function keeps nothing alive."""
+    """Returns a function that returns False while a second pool is known to be unusable. The function keeps
+    nothing alive."""
     reached = weakref.ref(second)
 
     def up() -> bool:

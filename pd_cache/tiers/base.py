@@ -1,10 +1,12 @@
-"""StorageBackend: storage for chunk objects. Batch-first and zero-copy. Trouble of the storage is a status, never an exception.
+"""StorageBackend: storage for chunk objects. Batch-first and zero-copy. Trouble of the storage is a status,
+never an exception.
 
-1. A payload is opaque bytes. It has one of a few sizes, which the caller knows; `payload_bytes` is the largest.
-   Its checksum is end to end: the writer takes it of the bytes that it copied, and the reader of the bytes that it has used.
+1. A payload is opaque bytes. It has one of a few sizes, which the caller knows; `payload_bytes` is the
+   largest. Its checksum is end to end: the writer takes it of the bytes that it copied, and the reader of the
+   bytes that it has used.
 2. Writers fill memory that the backend lends (`stage`), so that nothing is copied on the way out.
-3. Readers get views of memory that the backend owns, in the order of the keys, while later payloads are still on their way.
-   A view is valid until `release()`.
+3. Readers get views of memory that the backend owns, in the order of the keys, while later payloads are still
+   on their way. A view is valid until `release()`.
 4. An object that is damaged, late or gone reads as a miss with a reason.
 5. A key names its contents: a put of a key that is already there changes nothing and returns OK.
 """
@@ -53,7 +55,8 @@ class StorageBackend(ABC):
     kind: TierKind = "pool"
     """Where the tier keeps objects. A write into memory has ended when `batched_put` returns."""
     near: Callable[[Keys], TierChunks] | None = None
-    """Returns how many of these keys are in tiers of this host. Does not ask the pool, whose number is 0. None if there is no such tier."""
+    """Returns how many of these keys are in tiers of this host. Does not ask the pool, whose number is 0.
+    None if there is no such tier."""
 
     @property
     @abstractmethod
@@ -69,9 +72,11 @@ class StorageBackend(ABC):
         """Returns OK or MISSING for each key, or another status if the backend cannot find out."""
 
     def batched_wants(self, keys: Keys, end: End = None) -> list[Status]:
-        """Does the same as `batched_contains` for a caller that is about to put. MISSING means that a put would be of use.
+        """Does the same as `batched_contains` for a caller that is about to put. MISSING means that a put
+        would be of use.
 
-        The two differ if there are several tiers: a key may be in one tier, and missing in the tier that other nodes read.
+        The two differ if there are several tiers: a key may be in one tier, and missing in the tier that
+        other nodes read.
         """
         return self.batched_contains(keys, end)
 
@@ -79,14 +84,15 @@ class StorageBackend(ABC):
     def batched_fetch(
         self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
     ) -> Generator[list[Fetched], None, None]:
-        """Yields each key's outcome, in order. A list has the outcomes that are there together. No key may occur twice. To close the iterator
-        early gives up the rest.
+        """Yields each key's outcome, in order. A list has the outcomes that are there together. No key may
+        occur twice. To close the iterator early gives up the rest.
 
-        All payloads have `payload_bytes`; an object of another size is damaged. With `memory.SELF_SIZED`, each payload begins with its own
-        size.
+        All payloads have `payload_bytes`; an object of another size is damaged. With `memory.SELF_SIZED`,
+        each payload begins with its own size.
 
-        The caller must release each outcome of a list before it asks for the next list: a reader that waits for memory holds none, so no
-        two readers wait for each other. The whole call ends by `end`; without it, the configured time-out bounds each transfer.
+        The caller must release each outcome of a list before it asks for the next list: a reader that waits
+        for memory holds none, so no two readers wait for each other. The whole call ends by `end`; without
+        it, the configured time-out bounds each transfer.
         """
 
     def batched_get(
@@ -103,11 +109,13 @@ class StorageBackend(ABC):
                         fetched.release()
 
     def check(self, fetched: Fetched, payload_checksum: int | None = None) -> str:
-        """Returns why the object cannot be used: it is missing, or its payload has another checksum than when it was put. Empty if it can.
+        """Returns why the object cannot be used: it is missing, or its payload has another checksum than when
+        it was put. Empty if it can.
 
-        `payload_checksum` has to be taken after the payload was used, and of the bytes that were used: bytes that come into the memory later
-        do not matter then, and bytes that came before are found. By default it is taken of the payload now. A tier forgets an object that is damaged,
-        so that it can be read from another tier, or stored again. Raises ValueError after `Fetched.release`.
+        `payload_checksum` has to be taken after the payload was used, and of the bytes that were used: bytes
+        that come into the memory later do not matter then, and bytes that came before are found. By default
+        it is taken of the payload now. A tier forgets an object that is damaged, so that it can be read from
+        another tier, or stored again. Raises ValueError after `Fetched.release`.
         """
         if fetched.payload is None:
             if not fetched.reason:
@@ -124,24 +132,29 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def stage(self, *, payload_bytes: int | None = None, end: End = None) -> Staged | None:
-        """Returns memory for one payload of this size, or None if none came free in time. Does not wait if `end` is 0."""
+        """Returns memory for one payload of this size, or None if none came free in time. Does not wait if
+        `end` is 0."""
 
     def wait_room(self, end: End = None) -> bool:
-        """Waits until a put would be accepted. Returns False if none is by `end`. The caller must hold no staged memory."""
+        """Waits until a put would be accepted. Returns False if none is by `end`. The caller must hold no
+        staged memory."""
         return True
 
     @abstractmethod
     def batched_put(self, keys: Keys, staged: Sequence[Staged], end: End = None) -> PutOutcome:
         """Begins to write each payload under its key. Takes over the staged memory.
 
-        Raises ValueError if this backend's `stage` did not lend the memory, or if there are not as many pieces as keys.
+        Raises ValueError if this backend's `stage` did not lend the memory, or if there are not as many
+        pieces as keys.
         """
 
     @abstractmethod
     def batched_remove(self, keys: Keys, end: End = None, *, force: bool = False) -> list[Status]:
-        """Removes keys. The status is MISSING for a key that is not there, and BUSY for a key that a reader uses.
+        """Removes keys. The status is MISSING for a key that is not there, and BUSY for a key that a reader
+        uses.
 
-        A lookup in the pool counts as a use until its lease ends, unless `force` is given. Then a read under way may find damage.
+        A lookup in the pool counts as a use until its lease ends, unless `force` is given. Then a read under
+        way may find damage.
         """
 
     def pin(self, keys: Keys) -> Keys:

@@ -4,23 +4,25 @@
     <path>/<file bytes>/<n>/tmp/<serial>                being written
     <path>/<file bytes>/<n>/<xx>/<digest>-<serial>      an object; xx are the digest's first two digits
 
-A file is an object (payload and trailer) and the bytes behind it in memory, up to the size of the largest object in whole pages, so
-that direct I/O can move it in one piece. It is written under a temporary name and renamed when it is whole. The serial keeps two writers
-of a key apart. The digest is the key's, so that any key makes a safe name. Names are not trusted: objects are checked when they are read.
+A file is an object (payload and trailer) and the bytes behind it in memory, up to the size of the largest
+object in whole pages, so that direct I/O can move it in one piece. It is written under a temporary name and
+renamed when it is whole. The serial keeps two writers of a key apart. The digest is the key's, so that any
+key makes a safe name. Names are not trusted: objects are checked when they are read.
 
-Each process that shares a path takes a folder of its own, the first free one. However a process ends, its folder becomes free, and
-the next process finds it with its contents.
+Each process that shares a path takes a folder of its own, the first free one. However a process ends, its
+folder becomes free, and the next process finds it with its contents.
 
-Reads and writes run on threads of their own, with bounded queues and deadlines (`transfer.calls`). The index knows which object lies in
-which file, without a system call.
+Reads and writes run on threads of their own, with bounded queues and deadlines (`transfer.calls`). The index
+knows which object lies in which file, without a system call.
 
-1. A file that cannot be read or written costs only its object, which the next put writes again. Three such errors in a row switch the tier
-   off, and so does a call without an answer within two seconds. Then every call returns at once. Callers can only make the state worse; only
-   the keeper, a thread that tries the folder every `retry_s`, makes it better.
-2. A file system that is full, or cannot be written, is still read. A file that cannot be deleted stops writes until it can be, so the budget
-   holds.
-3. A disk that hangs holds a bounded share of the memory: usually a quarter of the slots for reads, and half of them for writes.
-   No caller waits for a deletion.
+1. A file that cannot be read or written costs only its object, which the next put writes again. Three such
+   errors in a row switch the tier off, and so does a call without an answer within two seconds. Then every
+   call returns at once. Callers can only make the state worse; only the keeper, a thread that tries the
+   folder every `retry_s`, makes it better.
+2. A file system that is full, or cannot be written, is still read. A file that cannot be deleted stops writes
+   until it can be, so the budget holds.
+3. A disk that hangs holds a bounded share of the memory: usually a quarter of the slots for reads, and half
+   of them for writes. No caller waits for a deletion.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ _FAIR = 0.9
 _CANNOT_WRITE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), Status.NO_SPACE) | dict.fromkeys(
     (errno.EROFS, errno.EACCES, errno.EPERM), Status.READ_ONLY
 )
-"""Errors after which nothing can be written, and the status that puts then get. The tier can still be read."""
+"""Errors after which nothing can be written, and the status that puts then get. The tier can still be
+read."""
 
 
 def digest_of(key: str) -> str:
@@ -87,11 +90,12 @@ def _symbol(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, "unknown").lower()
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 class ObjectFolder:
-    """Reads, writes and deletes a process's files. The I/O methods raise OSError. They may run on several threads at once.
+    """Reads, writes and deletes a process's files. The I/O methods raise OSError. They may run on several
+    threads at once.
 
     Useless files wait in line until `sweep` deletes them.
     """
@@ -118,10 +122,11 @@ class ObjectFolder:
             return False
 
     def open(self) -> list[tuple[str, str]]:
-        """Takes a folder and returns the digest and the name of each object in it, oldest first. Of two objects with the same digest, returns
-        the newer.
+        """Takes a folder and returns the digest and the name of each object in it, oldest first. Of two
+        objects with the same digest, returns the newer.
 
-        Gives the folder back that it held before. Leaves foreign files alone, and drops our own files that are not whole."""
+        Gives the folder back that it held before. Leaves foreign files alone, and drops our own files that
+        are not whole."""
         self.close()
         self._lock = self._take()
         try:
@@ -212,7 +217,11 @@ class ObjectFolder:
 
     def _scan(self) -> list[tuple[str, str]]:
         (self.root / "tmp").mkdir(exist_ok=True)
-        torn = [Path(entry.path) for entry in os.scandir(self.root / "tmp") if entry.is_file(follow_symlinks=False)]
+        torn = [
+            Path(entry.path)
+            for entry in os.scandir(self.root / "tmp")
+            if entry.is_file(follow_symlinks=False)
+        ]
         seen: list[tuple[int, str, str]] = []
         highest = 0
         for folder in os.scandir(self.root):
@@ -271,7 +280,7 @@ class ObjectFolder:
         return descriptor
 
 
-# --- the tier ---------------------------------------------------------------------------------------------------------
+# --- the tier -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -329,8 +338,8 @@ class LocalDiskBackend(StorageBackend):
         *,
         slots: int | None = None,
     ) -> None:
-        """Begins to open the folder. Does not wait for it. `slots`: how many of the memory's slots are for transfers (by default all); this
-        tier may hold a share of them."""
+        """Begins to open the folder. Does not wait for it. `slots`: how many of the memory's slots are for
+        transfers (by default all); this tier may hold a share of them."""
         self.memory = memory
         self.payload_bytes = memory.payload_bytes
         self.batch_size = max(1, min(memory.pool.slots // 4, _BATCH_BYTES // max(1, self.payload_bytes)))
@@ -345,7 +354,8 @@ class LocalDiskBackend(StorageBackend):
         self.changed = threading.Condition()
         """Guards the fields below, and says when one of them changed."""
         self.state = Status.TIER_OFF
-        """The status that puts get: OK, or why the tier takes none. With NO_SPACE and READ_ONLY it still serves reads."""
+        """The status that puts get: OK, or why the tier takes none. With NO_SPACE and READ_ONLY it still
+        serves reads."""
         self.trouble = ""
         """Why the state is not OK; empty before the folder is opened for the first time."""
         self._strikes = {True: 0, False: 0}
@@ -374,7 +384,9 @@ class LocalDiskBackend(StorageBackend):
         with self.changed:
             self.changed.wait_for(lambda: self.available or self.trouble, min(timeout, threading.TIMEOUT_MAX))
             if not self.available:
-                raise PoolUnavailableError(f"{self.folder.root} cannot be used: {self.trouble or 'not opened yet'}")
+                raise PoolUnavailableError(
+                    f"{self.folder.root} cannot be used: {self.trouble or 'not opened yet'}"
+                )
 
     def batched_contains(self, keys: Keys, end: End = None) -> list[Status]:
         if not self.available:
@@ -394,7 +406,8 @@ class LocalDiskBackend(StorageBackend):
                 while started < len(keys) and len(ahead) < self._ahead:
                     until = time.monotonic() + longest
                     until = until if end is None else min(until, end)
-                    # only a reader that holds no memory waits for some, so two readers never wait for each other
+                    # only a reader that holds no memory waits for some, so two readers never wait for each
+                    # other
                     read = self._start_read(keys[started], size, until, 0.0 if ahead else until)
                     if read is None:
                         break
@@ -424,7 +437,9 @@ class LocalDiskBackend(StorageBackend):
         items = self.memory.own(staged, keys)
         deadline = end_or(end, self._timeouts.put_ms)
         try:
-            return _Put(self, [self._begin(key, item, deadline) for key, item in zip(keys, items, strict=True)])
+            return _Put(
+                self, [self._begin(key, item, deadline) for key, item in zip(keys, items, strict=True)]
+            )
         finally:
             for item in items:
                 item.release()
@@ -438,7 +453,9 @@ class LocalDiskBackend(StorageBackend):
         if self.state is not Status.OK:
             return self.state
         end = end_or(end, self._timeouts.put_ms)
-        return self._rejection() if self._writes.submit(self._note, end, None, key, value) is None else Status.OK
+        return (
+            self._rejection() if self._writes.submit(self._note, end, None, key, value) is None else Status.OK
+        )
 
     def close(self) -> None:
         with self.changed:
@@ -460,7 +477,8 @@ class LocalDiskBackend(StorageBackend):
             self.folder.close()
         else:
             log.warning(
-                "tier %s: calls to the disk outlived close(); this process keeps its folder", self._metrics.tier
+                "tier %s: calls to the disk outlived close(); this process keeps its folder",
+                self._metrics.tier,
             )
 
     def _rejection(self) -> Status:
@@ -471,7 +489,7 @@ class LocalDiskBackend(StorageBackend):
         """Reports how much the tier holds."""
         self._metrics.holds(len(self.index) * self.folder.file_bytes)
 
-    # --- reading -------------------------------------------------------------------------------------------------
+    # --- reading --------------------------------------------------------------------------------------------
 
     def _start_read(self, key: str, size: int, end: float, waits_until: float) -> _Read | None:
         """Begins to read a key. Returns None if no memory came free in time."""
@@ -490,12 +508,14 @@ class LocalDiskBackend(StorageBackend):
         return _Read(call, staged, "" if call is not None else self._rejection().value)
 
     def _read_ended(self, target: Staged) -> None:
-        """Runs exactly once, when a read has ended or can never begin. Then its slot no longer waits for the disk."""
+        """Runs exactly once, when a read has ended or can never begin. Then its slot no longer waits for the
+        disk."""
         target.slot.settle()
         target.release()
 
     def _read(self, key: str, digest: str, target: Staged, size: int) -> int | str:
-        """Reads an object, on a reading thread. Returns the checksum that its payload must have, or why it cannot be used."""
+        """Reads an object, on a reading thread. Returns the checksum that its payload must have, or why it
+        cannot be used."""
         if self.state is Status.TIER_OFF:
             return Status.TIER_OFF.value
         entry = self.index.pin(digest)
@@ -523,7 +543,8 @@ class LocalDiskBackend(StorageBackend):
             self._sweep_soon()
 
     def _discard(self, entry: Entry[str], damage: Damage) -> str:
-        """Forgets a useless file, so that the next put of its key writes it again. Returns the damage as the reason of a miss."""
+        """Forgets a useless file, so that the next put of its key writes it again. Returns the damage as the
+        reason of a miss."""
         self.index.discard(entry)
         self._count()
         self._metrics.healed()
@@ -553,10 +574,11 @@ class LocalDiskBackend(StorageBackend):
             self._discard(entry, Damage.CORRUPT)
             self._unpin(entry)
 
-    # --- writing -------------------------------------------------------------------------------------------------
+    # --- writing --------------------------------------------------------------------------------------------
 
     def _begin(self, key: str, item: Staged, deadline: float) -> Call[Status] | Status:
-        """Begins to write an object, or joins the write of the same key. A key names its content, so both have the same bytes.
+        """Begins to write an object, or joins the write of the same key. A key names its content, so both
+        have the same bytes.
 
         Returns OK if the object is there, and BUSY if another put writes it with a later deadline.
         """
@@ -597,7 +619,8 @@ class LocalDiskBackend(StorageBackend):
                 self.index.unreserve()
         self._strikes[True] = 0
         with self.changed:
-            # leaves the list and enters the index in one step, so that a removal finds the object in one of the two
+            # leaves the list and enters the index in one step, so that a removal finds the object in one of
+            # the two
             if self._under_way.get(write.digest) is write:
                 del self._under_way[write.digest]
                 published = self.index.fill(write.digest, name)
@@ -625,7 +648,7 @@ class LocalDiskBackend(StorageBackend):
         except OSError as error:
             self._failed("a note", error, writing=True)
 
-    # --- deleting ------------------------------------------------------------------------------------------------
+    # --- deleting -------------------------------------------------------------------------------------------
 
     def _remove(self, digest: str) -> Status:
         with self.changed:
@@ -640,7 +663,8 @@ class LocalDiskBackend(StorageBackend):
         return Status.OK
 
     def _sweep_soon(self) -> None:
-        """Sweeps on another thread, so that a disk that hangs does not hold up callers that read, put or remove."""
+        """Sweeps on another thread, so that a disk that hangs does not hold up callers that read, put or
+        remove."""
         # if it is refused, the next write sweeps
         self._writes.submit(self._sweep, end_or(None, self._timeouts.put_ms))
 
@@ -650,7 +674,7 @@ class LocalDiskBackend(StorageBackend):
         except OSError as error:
             self._failed("a deletion", error, writing=True)
 
-    # --- what the folder can be used for ---------------------------------------------------------------------------
+    # --- what the folder can be used for --------------------------------------------------------------------
 
     def _late(self, what: str, had_s: float, usual_ms: int) -> None:
         """Switches the tier off if the disk hangs. Call it when a deadline has passed.
@@ -661,7 +685,8 @@ class LocalDiskBackend(StorageBackend):
             self._worsen(Status.TIER_OFF, f"{what} got no answer within {had_s:g} s", Status.TIMEOUT.value)
 
     def _failed(self, what: str, error: OSError, *, writing: bool) -> Status:
-        """Returns the status of a call that met an error: INTERNAL if it concerns one file. An error of the folder changes the state."""
+        """Returns the status of a call that met an error: INTERNAL if it concerns one file. An error of the
+        folder changes the state."""
         state = _CANNOT_WRITE.get(error.errno or 0) if writing else None
         if state is None:
             self._strikes[writing] += 1
@@ -716,7 +741,8 @@ class LocalDiskBackend(StorageBackend):
                     return
 
     def _tend(self) -> None:
-        """Opens the folder and fills the index with its objects, oldest first. Deletes useless files. Tries whether the folder works again."""
+        """Opens the folder and fills the index with its objects, oldest first. Deletes useless files. Tries
+        whether the folder works again."""
         if not self.folder.is_held:
             self.index.clear()
             for digest, name in self.folder.open():
@@ -730,7 +756,9 @@ class LocalDiskBackend(StorageBackend):
                     self.folder.drop(name)
             self._count()
             room = os.statvfs(self.folder.root)
-            if (self.index.capacity - len(self.index)) * self.folder.file_bytes > room.f_bavail * room.f_frsize:
+            if (
+                self.index.capacity - len(self.index)
+            ) * self.folder.file_bytes > room.f_bavail * room.f_frsize:
                 log.warning(
                     "tier %s: %s has less room than `capacity`: once it is full, nothing is evicted or written",
                     self._metrics.tier,

@@ -1,14 +1,17 @@
-"""HybridBackend: several tiers as one. A put writes through to all of them. A get reads through, and promotes.
+"""HybridBackend: several tiers as one. A put writes through to all of them. A get reads through, and
+promotes.
 
-1. All tiers share one memory, so an object is gathered once, written everywhere from there, and promoted without a copy.
-2. A key is read from the first tier that knows it. The last tier, the pool, is asked only for keys that all other tiers lack.
-   If a tier claims a key wrongly, that is counted, and the next tier is asked. A damaged payload shows only after its use. Then its tier
-   forgets it.
+1. All tiers share one memory, so an object is gathered once, written everywhere from there, and promoted
+   without a copy.
+2. A key is read from the first tier that knows it. The last tier, the pool, is asked only for keys that all
+   other tiers lack. If a tier claims a key wrongly, that is counted, and the next tier is asked. A damaged
+   payload shows only after its use. Then its tier forgets it.
 3. A reader that waits for memory holds none itself: only one tier at a time reads ahead for it.
-4. A put waits for the blocking tiers. Its outcome is the outcome of the last tier, which is the pool if there is one. Objects that another
-   tier did not take are counted, and do not change the outcome. Tiers that do not block write behind, within half of the staging memory.
-   Objects that do not fit are dropped and counted.
-5. Behind the pool there may be a second pool, in which nothing is stored. What it cannot answer or deliver counts as missing there.
+4. A put waits for the blocking tiers. Its outcome is the outcome of the last tier, which is the pool if there
+   is one. Objects that another tier did not take are counted, and do not change the outcome. Tiers that do
+   not block write behind, within half of the staging memory. Objects that do not fit are dropped and counted.
+5. Behind the pool there may be a second pool, in which nothing is stored. What it cannot answer or deliver
+   counts as missing there.
 """
 
 from __future__ import annotations
@@ -48,15 +51,16 @@ class Tier(NamedTuple):
     promote: PromotionName = "always"
     """When to put a chunk that was read from a later tier into this one."""
     stores: bool = True
-    """False for a second pool, which stands last and is only read. Its troubles are not those of the cache."""
+    """False for a second pool, which stands last and is only read. Its troubles are not those of the
+    cache."""
 
 
 class HybridBackend(StorageBackend):
     """Joins tiers into one backend, which owns them."""
 
     def __init__(self, tiers: Sequence[Tier], *, backlog: int | None = None, close_s: float = 5.0) -> None:
-        """`tiers`: at least one; all share one memory. `backlog`: how many chunks may be written behind at the same time, by default half
-        of the memory's slots."""
+        """`tiers`: at least one; all share one memory. `backlog`: how many chunks may be written behind at
+        the same time, by default half of the memory's slots."""
         first = tiers[0].backend
         self.tiers = tuple(tiers)
         self.memory = first.memory
@@ -65,7 +69,9 @@ class HybridBackend(StorageBackend):
         """The tiers in which chunks are stored. The last one decides the outcome of a put."""
         self.batch_size = min(tier.backend.batch_size for tier in self._stored)
         self._seen = [_SecondHit() if tier.promote == "second_hit" else None for tier in tiers]
-        self._behind = _WriteBehind(max(1, self.memory.pool.slots // 2 if backlog is None else backlog), close_s)
+        self._behind = _WriteBehind(
+            max(1, self.memory.pool.slots // 2 if backlog is None else backlog), close_s
+        )
         self._closed = False
 
     @property
@@ -73,7 +79,8 @@ class HybridBackend(StorageBackend):
         return any(tier.backend.available for tier in self.tiers)
 
     def wait_available(self, timeout: float) -> None:
-        """Waits until every tier that stores chunks is open. Raises PoolUnavailableError if the last one is not after `timeout` seconds.
+        """Waits until every tier that stores chunks is open. Raises PoolUnavailableError if the last one is
+        not after `timeout` seconds.
 
         Other tiers may fail; the cache works without them.
         """
@@ -106,8 +113,8 @@ class HybridBackend(StorageBackend):
         return TierChunks(counts["memory"], counts["disk"])
 
     def batched_wants(self, keys: Keys, end: End = None) -> list[Status]:
-        """Returns MISSING for a key that the last storing tier lacks. If that tier cannot find out, returns MISSING if no other one has the
-        key."""
+        """Returns MISSING for a key that the last storing tier lacks. If that tier cannot find out, returns
+        MISSING if no other one has the key."""
         *before, last = self._stored
         statuses = last.backend.batched_wants(keys, end)
         unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
@@ -178,13 +185,14 @@ class HybridBackend(StorageBackend):
         for tier in reversed(self.tiers):
             tier.backend.close()
 
-    # --- reading -------------------------------------------------------------------------------------------------
+    # --- reading --------------------------------------------------------------------------------------------
 
     def _read(self, keys: Keys, size: int, floor: int, end: End) -> Generator[list[Fetched], None, None]:
         """Yields each key's outcome from the first tier that knows it, beginning with tier number `floor`.
 
-        Keys that a tier lacks after all are read from the tiers behind, misses in a row together. Then the tier is asked for the rest, for one
-        key, two, four at a time: it may be the only tier that still has them. On average, it is asked for each key a constant number of times.
+        Keys that a tier lacks after all are read from the tiers behind, misses in a row together. Then the
+        tier is asked for the rest, for one key, two, four at a time: it may be the only tier that still has
+        them. On average, it is asked for each key a constant number of times.
         """
         start = 0
         for level, run in groupby(self._levels(keys, floor, end)):
@@ -201,7 +209,8 @@ class HybridBackend(StorageBackend):
                                 tier.metrics.missed(fetched.reason)
                                 lacking += 1
                             elif lacking:
-                                # to be read again later: the next tier may have to wait for memory, and a waiting reader must hold none
+                                # to be read again later: the next tier may have to wait for memory, and a
+                                # waiting reader must hold none
                                 for unused in outcomes[place:]:
                                     unused.release()
                                 fetches.close()
@@ -230,7 +239,8 @@ class HybridBackend(StorageBackend):
         return fetched
 
     def _levels(self, keys: Keys, floor: int, end: End) -> list[int]:
-        """Returns, for each key, the number of the first tier from `floor` on that knows it, or the last tier's if no other does."""
+        """Returns, for each key, the number of the first tier from `floor` on that knows it, or the last
+        tier's if no other does."""
         last = len(self.tiers) - 1
         levels = [last] * len(keys)
         unknown = list(range(len(keys)))
@@ -246,8 +256,8 @@ class HybridBackend(StorageBackend):
         return levels
 
     def check(self, fetched: Fetched, payload_checksum: int | None = None) -> str:
-        """Does the same as `StorageBackend.check`. Counts the outcome once, and puts an intact object into the tiers before its own, as their
-        policies say."""
+        """Does the same as `StorageBackend.check`. Counts the outcome once, and puts an intact object into
+        the tiers before its own, as their policies say."""
         if fetched.level is None or fetched.payload is None:
             return super().check(fetched, payload_checksum)
         (level, key), fetched.level = fetched.level, None
@@ -276,7 +286,8 @@ class _SecondHit:
         self._lock = threading.Lock()
 
     def again(self, key: str) -> bool:
-        """Notes a read. Returns whether it is the key's second. After that, the next read counts as the first again."""
+        """Notes a read. Returns whether it is the key's second. After that, the next read counts as the first
+        again."""
         with self._lock:
             if key in self._keys:
                 del self._keys[key]
@@ -318,7 +329,8 @@ class _Through(NamedTuple):
 
 
 class _WriteBehind:
-    """Writes for which no caller waits. A write begins at once, if no more than `limit` chunks are then under way.
+    """Writes for which no caller waits. A write begins at once, if no more than `limit` chunks are then under
+    way.
 
     A thread waits for the outcomes, each of which has a deadline, and counts what was dropped.
     """

@@ -1,10 +1,13 @@
-"""EvictingIndex: a tier's keys, where their bytes are, which keys are being read, and which key goes next. No I/O, no waiting.
+"""EvictingIndex: a tier's keys, where their bytes are, which keys are being read, and which key goes next. No
+I/O, no waiting.
 
-Each entry takes one of `capacity` places. `reserve` makes room for an entry to come, and evicts others. Then the caller
-puts the entry in with `fill`, or gives the place back with `unreserve`. Pinned entries are being read: they are neither evicted nor removed.
+Each entry takes one of `capacity` places. `reserve` makes room for an entry to come, and evicts others. Then
+the caller puts the entry in with `fill`, or gives the place back with `unreserve`. Pinned entries are being
+read: they are neither evicted nor removed.
 
-An eviction policy (LRU, LFU or S3-FIFO) decides which entry goes. It knows only keys: the index reports which keys come, are used and go,
-and asks for the next victim. A policy passes over pinned entries; LRU and LFU then treat them as just used. Every step is O(1), amortized.
+An eviction policy (LRU, LFU or S3-FIFO) decides which entry goes. It knows only keys: the index reports which
+keys come, are used and go, and asks for the next victim. A policy passes over pinned entries; LRU and LFU
+then treat them as just used. Every step is O(1), amortized.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class Reservation(NamedTuple, Generic[R]):
     """The outcome of `reserve`."""
 
     refusal: Status | None
-    """None if a place is reserved; OK if the key is already there, NO_SPACE if every entry is being read or the capacity is 0, or CLOSED."""
+    """None if a place is reserved; OK if the key is already there, NO_SPACE if every entry is being read or
+    the capacity is 0, or CLOSED."""
     evicted: list[R]
     """The resources of evicted entries, which the caller must release."""
 
@@ -75,7 +79,8 @@ class EvictingIndex(Generic[R]):
             return entry
 
     def unpin(self, entry: Entry[R]) -> bool:
-        """Ends a reader's use. Returns True if the entry is gone and this was its last reader, which must then release the resource."""
+        """Ends a reader's use. Returns True if the entry is gone and this was its last reader, which must
+        then release the resource."""
         with self._lock:
             entry.pins -= 1
             if entry.pins:
@@ -85,7 +90,8 @@ class EvictingIndex(Generic[R]):
             return not there
 
     def reserve(self, key: str) -> Reservation[R]:
-        """Makes room for a key to come, unless it is already there. The caller must `fill` or `unreserve` a reserved place."""
+        """Makes room for a key to come, unless it is already there. The caller must `fill` or `unreserve` a
+        reserved place."""
         with self._lock:
             if key in self._entries:
                 self._policy.used(key)
@@ -106,7 +112,8 @@ class EvictingIndex(Generic[R]):
             self._reserved -= 1
 
     def fill(self, key: str, resource: R) -> bool:
-        """Puts a key into a reserved place. Returns False, without keeping the resource, if the key is already there or the index is closed."""
+        """Puts a key into a reserved place. Returns False, without keeping the resource, if the key is
+        already there or the index is closed."""
         with self._lock:
             self._reserved -= 1
             if self._closed or key in self._entries:
@@ -116,7 +123,8 @@ class EvictingIndex(Generic[R]):
             return True
 
     def remove(self, key: str) -> R | Status:
-        """Takes a key out. Returns its resource, which the caller must release; MISSING if there is none, BUSY if it is being read."""
+        """Takes a key out. Returns its resource, which the caller must release; MISSING if there is none,
+        BUSY if it is being read."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -139,7 +147,8 @@ class EvictingIndex(Generic[R]):
             self._forget()
 
     def close(self) -> list[R]:
-        """Forgets every entry and accepts no more. Returns the resources of the entries that are not being read."""
+        """Forgets every entry and accepts no more. Returns the resources of the entries that are not being
+        read."""
         with self._lock:
             self._closed = True
             resources = [entry.resource for entry in self._entries.values() if not entry.pins]
@@ -172,10 +181,11 @@ class EvictingIndex(Generic[R]):
         return self._entries[key].pins > 0
 
 
-# --- which entry goes -------------------------------------------------------------------------------------------------
+# --- which entry goes ---------------------------------------------------------------------------------------
 #
-# The index reports each key that is `added`, `used`, or `removed` for another reason than eviction. `evict` chooses a victim among the keys
-# that are not pinned, and forgets it. There must be such a key. Not thread-safe.
+# The index reports each key that is `added`, `used`, or `removed` for another reason than eviction. `evict`
+# chooses a victim among the keys that are not pinned, and forgets it. There must be such a key. Not
+# thread-safe.
 
 Pinned = Callable[[str], bool]
 _MOST_USES = 63
@@ -183,12 +193,14 @@ _MOST_USES = 63
 
 
 class Counting:
-    """LRU and LFU: evicts the least frequently used key, and the least recently used among equals. Counts up to `most` uses; LRU counts none."""
+    """LRU and LFU: evicts the least frequently used key, and the least recently used among equals. Counts up
+    to `most` uses; LRU counts none."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._uses: dict[str, int] = {}
-        # no plain dicts: when the head of a dict is deleted again and again, to find its first key takes ever longer
+        # no plain dicts: when the head of a dict is deleted again and again, to find its first key takes ever
+        # longer
         self._by_uses: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(most + 1)]
 
     def added(self, key: str) -> None:
@@ -219,10 +231,11 @@ class Counting:
 
 
 class S3FIFO:
-    """Keeps three queues: a small queue for new keys, a main queue for keys that were used there, and a ghost queue of keys that were not.
+    """Keeps three queues: a small queue for new keys, a main queue for keys that were used there, and a ghost
+    queue of keys that were not.
 
-    "FIFO queues are all you need for cache eviction", Yang et al., SOSP 2023. One-off prompts pass through the small queue, and push out no
-    key that is used again and again.
+    "FIFO queues are all you need for cache eviction", Yang et al., SOSP 2023. One-off prompts pass through
+    the small queue, and push out no key that is used again and again.
     """
 
     _MOST = 3

@@ -1,7 +1,8 @@
 """LocalBackend: keeps objects in this process's memory.
 
-Nothing is copied: an entry is a reference to its object's slot (`memory.py`), and a reader gets the slot itself. Each entry takes a
-whole slot, so memory cannot fragment. An entry that is being read is pinned, and never evicted.
+Nothing is copied: an entry is a reference to its object's slot (`memory.py`), and a reader gets the slot
+itself. Each entry takes a whole slot, so memory cannot fragment. An entry that is being read is pinned, and
+never evicted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 64 << 20
 _TOGETHER_BYTES = 256 << 20
-"""The most bytes that a reader gets at once: enough for the end of a GPU's copies not to hold up the next copies."""
+"""The most bytes that a reader gets at once: enough for the end of a GPU's copies not to hold up the next
+copies."""
 
 
 class LocalBackend(StorageBackend):
@@ -32,14 +34,18 @@ class LocalBackend(StorageBackend):
 
     kind = "memory"
 
-    def __init__(self, memory: ObjectMemory, tier: LocalTier, timeouts: Timeouts, metrics: TierMetrics) -> None:
+    def __init__(
+        self, memory: ObjectMemory, tier: LocalTier, timeouts: Timeouts, metrics: TierMetrics
+    ) -> None:
         """`memory` must have spare slots for all objects that fit into the tier."""
         self.memory = memory
         self._timeouts = timeouts
         self.payload_bytes = memory.payload_bytes
         self.batch_size = max(1, min(memory.pool.slots // 4, _BATCH_BYTES // max(1, self.payload_bytes)))
         self.together = max(1, _TOGETHER_BYTES // max(1, self.payload_bytes))
-        self.index: EvictingIndex[Staged] = EvictingIndex(slots_of(tier.capacity, memory.payload_bytes), tier.policy)
+        self.index: EvictingIndex[Staged] = EvictingIndex(
+            slots_of(tier.capacity, memory.payload_bytes), tier.policy
+        )
         self._metrics = metrics
         self._closed = False
         self._kept_pins: dict[str, list[Entry[Staged]]] = {}
@@ -67,7 +73,8 @@ class LocalBackend(StorageBackend):
         pins: list[Entry[Staged] | None] = []  # as many as `served` belong to outcomes
         served = 0
         try:
-            # pins all at once, so that objects which this reader brings in do not evict objects which it is about to read
+            # pins all at once, so that objects which this reader brings in do not evict objects which it is
+            # about to read
             for key in keys:
                 pins.append(self.index.pin(key))
             while served < len(keys):

@@ -1,9 +1,10 @@
 """The memory that the tiers of a node share, and the objects in it.
 
-The memory is equal slots, each with room for one object. An object lies in the same slot from the moment when the engine gathers it until
-the last tier releases it. A put hands the slot to every tier, and each tier holds a reference for as long as it needs the bytes: a transfer
-while it runs, the local tier until it evicts the entry. A read leaves the bytes in a slot, and the local tier keeps them with another
-reference. So neither write-through nor promotion copies anything.
+The memory is equal slots, each with room for one object. An object lies in the same slot from the moment when
+the engine gathers it until the last tier releases it. A put hands the slot to every tier, and each tier holds
+a reference for as long as it needs the bytes: a transfer while it runs, the local tier until it evicts the
+entry. A read leaves the bytes in a slot, and the local tier keeps them with another reference. So neither
+write-through nor promotion copies anything.
 
 An object is its payload, then a 32-byte trailer:
 
@@ -15,8 +16,8 @@ An object is its payload, then a 32-byte trailer:
     16      8     XXH3-64 of the payload, see `pd_cache.layout.Digest`
     24      8     XXH3-64 of the key, so that an object under a wrong key is recognised
 
-All fields are little-endian. An object with any wrong field is never used. A payload whose reader does not know its size begins with that
-size, as 8 bytes (`SELF_SIZED`).
+All fields are little-endian. An object with any wrong field is never used. A payload whose reader does not
+know its size begins with that size, as 8 bytes (`SELF_SIZED`).
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def payload_size(data: memoryview, payload_bytes: int) -> int:
 def inspect(key: str, data: memoryview, payload_bytes: int) -> Damage | int:
     """Returns what is wrong with the object of `key` in `data`, or the checksum that its payload must have.
 
-    Only the trailer is looked at. The payload should have `payload_bytes`. If these are `SELF_SIZED`, more bytes may follow the object.
+    Only the trailer is looked at. The payload should have `payload_bytes`. If these are `SELF_SIZED`, more
+    bytes may follow the object.
     """
     if payload_bytes == SELF_SIZED:
         payload_bytes = payload_size(data, payload_bytes)
@@ -103,18 +105,21 @@ def inspect(key: str, data: memoryview, payload_bytes: int) -> Damage | int:
     return int(payload_checksum)
 
 
-# --- slots -------------------------------------------------------------------------------------------------------------
+# --- slots --------------------------------------------------------------------------------------------------
 
 
 class Staged:
-    """Memory for a payload, lent by `StorageBackend.stage`: a reference to a slot that is being filled or that holds a whole object.
+    """Memory for a payload, lent by `StorageBackend.stage`: a reference to a slot that is being filled or
+    that holds a whole object.
 
     The caller fills `payload`, and gives this to `batched_put` or releases it.
     """
 
     __slots__ = ("_slot", "memory", "payload", "sealed_for")
 
-    def __init__(self, memory: ObjectMemory, slot: Slot, payload_bytes: int, sealed_for: str | None = None) -> None:
+    def __init__(
+        self, memory: ObjectMemory, slot: Slot, payload_bytes: int, sealed_for: str | None = None
+    ) -> None:
         """Takes over one reference of `slot`."""
         self.memory = memory
         self._slot: Slot | None = slot
@@ -141,8 +146,8 @@ class Staged:
     def seal(self, key: str, payload_checksum: int | None = None) -> int:
         """Marks the payload as complete and as `key`'s. A payload that changes from then on is damaged.
 
-        `payload_checksum` is the checksum of the bytes from which the payload was copied; by default it is taken of the payload. Returns the
-        object's size in bytes.
+        `payload_checksum` is the checksum of the bytes from which the payload was copied; by default it is
+        taken of the payload. Returns the object's size in bytes.
         """
         if self.sealed_for != key:
             seal(key, self.slot.view, len(self.payload), payload_checksum)
@@ -165,8 +170,9 @@ class Staged:
 class Fetched:
     """A key's outcome. A hit holds a reference to the slot of its object.
 
-    `payload` is valid until `release()`, and None for a miss. It may be damaged: see `StorageBackend.check`. `reason` is that of a miss, a
-    `Status` or `Damage` value, and empty for a hit. `tier` is the kind of tier that the object was read from.
+    `payload` is valid until `release()`, and None for a miss. It may be damaged: see `StorageBackend.check`.
+    `reason` is that of a miss, a `Status` or `Damage` value, and empty for a hit. `tier` is the kind of tier
+    that the object was read from.
     """
 
     __slots__ = ("_on_release", "expected", "level", "payload", "reason", "source", "staged", "tier")
@@ -181,8 +187,8 @@ class Fetched:
         tier: TierKind = "pool",
         on_release: Callable[[], None] | None = None,
     ) -> None:
-        """Takes an object whose payload should have the checksum `expected`, or the `reason` why there is none. `source` lets its tier forget
-        it. `on_release` runs once, for a hit only."""
+        """Takes an object whose payload should have the checksum `expected`, or the `reason` why there is
+        none. `source` lets its tier forget it. `on_release` runs once, for a hit only."""
         self.staged = staged
         self._on_release = on_release
         self.expected = expected
@@ -191,7 +197,8 @@ class Fetched:
         self.reason = reason
         self.tier: TierKind = tier
         self.level: tuple[int, str] | None = None
-        """Until the object is checked: the number of the tier that it came from, and its key. None with a single tier."""
+        """Until the object is checked: the number of the tier that it came from, and its key. None with a
+        single tier."""
 
     def share(self) -> Staged | None:
         """Returns another reference to the object, for another tier to keep; None for a miss."""
@@ -214,10 +221,14 @@ class ObjectMemory:
         self.payload_bytes = payload_bytes
         self.object_bytes = payload_bytes + TRAILER_BYTES
         if pool.slot_bytes < self.object_bytes:
-            raise ValueError(f"slots of {pool.slot_bytes} bytes cannot hold an object of {self.object_bytes} bytes")
+            raise ValueError(
+                f"slots of {pool.slot_bytes} bytes cannot hold an object of {self.object_bytes} bytes"
+            )
         self.pool = pool
 
-    def stage(self, end: float, quota: Quota | None = None, *, payload_bytes: int | None = None) -> Staged | None:
+    def stage(
+        self, end: float, quota: Quota | None = None, *, payload_bytes: int | None = None
+    ) -> Staged | None:
         """Returns memory for one payload, which counts in `quota`; None if none came free by `end`."""
         size = self.sized(payload_bytes)
         slot = self.pool.lease(end, quota)
@@ -228,7 +239,8 @@ class ObjectMemory:
         return SELF_SIZED if payload_bytes == SELF_SIZED else self.sized(payload_bytes)
 
     def sized(self, payload_bytes: int | None) -> int:
-        """Returns the size of a payload, by default the largest. Raises ValueError for a size that no slot holds."""
+        """Returns the size of a payload, by default the largest. Raises ValueError for a size that no slot
+        holds."""
         size = self.payload_bytes if payload_bytes is None else payload_bytes
         if not 0 <= size <= self.payload_bytes:
             raise ValueError(f"payloads have at most {self.payload_bytes} bytes here, got {size}")
@@ -240,7 +252,8 @@ class ObjectMemory:
         return Status.CLOSED.value if self.pool.closed else "no_staging"
 
     def own(self, staged: Sequence[Staged], keys: Keys) -> list[Staged]:
-        """Returns `staged`. Raises ValueError unless `stage` lent each piece and there are as many pieces as keys."""
+        """Returns `staged`. Raises ValueError unless `stage` lent each piece and there are as many pieces as
+        keys."""
         own = [item for item in staged if item.memory.pool is self.pool]
         if len(own) != len(keys) or len(staged) != len(keys):
             raise ValueError(

@@ -1,6 +1,7 @@
 """MooncakeBackend: the shared pool. Objects move between staging memory and the network without another copy.
 
-Reads run ahead: while the caller scatters a batch of chunks, the next batches are in flight, as far as staging memory allows.
+Reads run ahead: while the caller scatters a batch of chunks, the next batches are in flight, as far as
+staging memory allows.
 """
 
 from __future__ import annotations
@@ -15,24 +16,36 @@ from pd_cache.config import MooncakeTier, NodeSettings
 from pd_cache.layout import checksum
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from pd_cache.tiers.base import PutOutcome, StorageBackend
-from pd_cache.tiers.memory import TRAILER_BYTES, Damage, Fetched, ObjectMemory, Staged, inspect, payload_size, slots_of
+from pd_cache.tiers.memory import (
+    TRAILER_BYTES,
+    Damage,
+    Fetched,
+    ObjectMemory,
+    Staged,
+    inspect,
+    payload_size,
+    slots_of,
+)
 from transfer.deadlines import End, end_or, left
 from transfer.errors import Status
 from transfer.staging import Pin, Quota, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
 
 _BATCH_BYTES = 64 << 20
-"""The most bytes of a transfer call: enough for full speed, and moved in well under a second. A lease must last for three batches."""
+"""The most bytes of a transfer call: enough for full speed, and moved in well under a second. A lease must
+last for three batches."""
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
 """The most batches of a reader that are in flight or being scattered."""
 _SHARE = 8
-"""The batches of all transfer threads together take at most one in this many slots. If a peer hangs, each thread and its spare hold a
-batch: a quarter of the slots in each direction. Quotas bound how much queued calls and waiting readers hold."""
+"""The batches of all transfer threads together take at most one in this many slots. If a peer hangs, each
+thread and its spare hold a batch: a quarter of the slots in each direction. Quotas bound how much queued
+calls and waiting readers hold."""
 _READS, _PUTS, _SECOND_READS = 5, 4, 2
-"""How many eighths of the slots reads and puts may hold while they wait for a peer. If one direction hangs, the other still has an eighth
-besides the two eighths of its own late calls. A reader reads a damaged object again into a slot that no longer counts. For a second pool,
-reads have two eighths, and batches are half as large, so that late calls leave room for others."""
+"""How many eighths of the slots reads and puts may hold while they wait for a peer. If one direction hangs,
+the other still has an eighth besides the two eighths of its own late calls. A reader reads a damaged object
+again into a slot that no longer counts. For a second pool, reads have two eighths, and batches are half as
+large, so that late calls leave room for others."""
 
 _DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status.CHECKSUM.value})
 """Reasons to remove an object. `checksum` is Mooncake's own, for an object that another client wrote."""
@@ -47,7 +60,8 @@ class _ReadBatch(NamedTuple):
 
 
 class MooncakeBackend(StorageBackend):
-    """Chunk objects in the pool of a Mooncake master, through a store client and a staging pool, which a second pool shares."""
+    """Chunk objects in the pool of a Mooncake master, through a store client and a staging pool, which a
+    second pool shares."""
 
     def __init__(
         self,
@@ -62,16 +76,19 @@ class MooncakeBackend(StorageBackend):
     ) -> None:
         """Maps the staging memory and begins to open the store. Does not wait for the pool.
 
-        `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides `transfer.staging_size`, for local
-        tiers that keep objects in the same memory. A batch has about `batch_bytes`, by default 64 MiB. `shared`: for a second pool, the
-        memory of the first; the second maps none. Raises ValueError if `transfer.staging_size` is too small for a chunk.
+        `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides
+        `transfer.staging_size`, for local tiers that keep objects in the same memory. A batch has about
+        `batch_bytes`, by default 64 MiB. `shared`: for a second pool, the memory of the first; the second
+        maps none. Raises ValueError if `transfer.staging_size` is too small for a chunk.
         """
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
         self._timeouts = transfer.timeouts
         self._metrics = metrics or CacheMetrics().tier("mooncake")
         self._closed = False
-        placement = next((tier for tier in settings.cache.tiers if isinstance(tier, MooncakeTier)), MooncakeTier())
+        placement = next(
+            (tier for tier in settings.cache.tiers if isinstance(tier, MooncakeTier)), MooncakeTier()
+        )
         self.store = MooncakeStore(
             transfer,
             master=settings.master,
@@ -141,7 +158,8 @@ class MooncakeBackend(StorageBackend):
                 try:
                     for key, result in zip(batch_keys, call.results(), strict=True):
                         found = self._object(key, slots[0], result, size)
-                        if found in _DAMAGED and together:  # a reader holds no outcomes while it reads the object again
+                        # a reader holds no outcomes while it reads the object again
+                        if found in _DAMAGED and together:
                             ready, together = together, []
                             yield ready
                         together.append(self._fetched(key, slots.popleft(), found, size, until))
@@ -188,7 +206,8 @@ class MooncakeBackend(StorageBackend):
             self.staging.close()
 
     def _lease(self, count: int, deadline: float) -> deque[Slot]:
-        """Returns up to `count` slots. Waits for the first until `deadline`, and takes the others only if they are free."""
+        """Returns up to `count` slots. Waits for the first until `deadline`, and takes the others only if
+        they are free."""
         slots: deque[Slot] = deque()
         first = self.staging.lease(deadline, self._reads)
         while first is not None and len(slots) < count:
@@ -216,7 +235,8 @@ class MooncakeBackend(StorageBackend):
         self._look_again(key, slot, damaged.reason, size, end)
 
     def _object(self, key: str, slot: Slot, result: GetResult, size: int) -> str | int:
-        """Returns the reason why a slot does not hold an object of `key` after a read, or the checksum that its payload must have."""
+        """Returns the reason why a slot does not hold an object of `key` after a read, or the checksum that
+        its payload must have."""
         if result.status is Status.OK:
             found = inspect(key, slot.view[: result.size], size)
             return found.value if isinstance(found, Damage) else found
@@ -224,12 +244,14 @@ class MooncakeBackend(StorageBackend):
         return "other_size" if result.status is Status.INVALID else result.status.value
 
     def _look_again(self, key: str, slot: Slot, reason: str, size: int, end: float) -> str | int:
-        """Reads a damaged object again, and removes it if it is still damaged in the same way, so that its next writer replaces it.
+        """Reads a damaged object again, and removes it if it is still damaged in the same way, so that its
+        next writer replaces it.
 
         Returns what `_object` does, and the first `reason` if the object still cannot be used.
 
-        Another reader may have found the damage, and a writer may have replaced the object. Mooncake has no conditional removal, so a
-        replacement that comes after the second read is removed, too. That costs a miss.
+        Another reader may have found the damage, and a writer may have replaced the object. Mooncake has no
+        conditional removal, so a replacement that comes after the second read is removed, too. That costs a
+        miss.
         """
         result = self.store.start_get([key], [slot], timeout=left(end)).results()[0]
         found = self._object(key, slot, result, size)

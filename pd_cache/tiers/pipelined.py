@@ -1,10 +1,10 @@
 """PipelinedBackend wraps a backend, and fetches the next chunks while the caller works on the last.
 
-Use it for backends that work on the caller's thread. `MooncakeBackend` and `LocalDiskBackend` need no wrapper: they have their own threads,
-and read ahead by themselves.
+Use it for backends that work on the caller's thread. `MooncakeBackend` and `LocalDiskBackend` need no
+wrapper: they have their own threads, and read ahead by themselves.
 
-The first chunk is fetched on the caller's thread, because nothing could overlap with it. From then on, a thread reads ahead, by at most
-`depth` of the backend's lists.
+The first chunk is fetched on the caller's thread, because nothing could overlap with it. From then on, a
+thread reads ahead, by at most `depth` of the backend's lists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class PipelinedBackend(StorageBackend):
     """Wraps and owns a backend. Each read runs ahead on its own thread."""
 
     def __init__(self, inner: StorageBackend, depth: int = 4) -> None:
-        """Keeps at most `depth` lists of chunks ready for each reader, besides the lists that `inner` reads ahead."""
+        """Keeps at most `depth` lists of chunks ready for each reader, besides the lists that `inner` reads
+        ahead."""
         self.inner = inner
         self._depth = depth
 

@@ -1,4 +1,5 @@
-"""pd-cache inside vLLM: `kv_connector: PdCacheConnector`, `kv_connector_module_path: pd_cache.vllm.connector`.
+"""pd-cache inside vLLM: `kv_connector: PdCacheConnector`, `kv_connector_module_path:
+pd_cache.vllm.connector`.
 
 - `connector.py` has the hooks that vLLM calls; no failure in here reaches vLLM;
 - `scheduler.py` runs in the scheduler's process: it decides what is looked up, loaded and stored;

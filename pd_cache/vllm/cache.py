@@ -52,16 +52,20 @@ def open_caches(
     version: WeightsVersion,
     stack: contextlib.ExitStack,
 ) -> Sequence[BlockCache]:
-    """Returns a cache for each layer group of worker `rank` of the `ranks` of all pipeline stages. Does not wait for the pool.
+    """Returns a cache for each layer group of worker `rank` of the `ranks` of all pipeline stages. Does not
+    wait for the pool.
 
-    `stack` closes them. Raises ConfigError for settings that cannot work, and ServerRefusedError, with the server's reason, if a cache server
-    refuses this worker.
+    `stack` closes them. Raises ConfigError for settings that cannot work, and ServerRefusedError, with the
+    server's reason, if a cache server refuses this worker.
     """
     node = settings.node
     shards = (group.layout.shard(group.metadata.shards_per_rank) for group in groups)
     sizes = [shard.chunk_bytes(node.cache.chunk_tokens) for shard in shards]
     if settings.server_url is not None:
-        return [_open_server(settings.server_url, settings, group, sizes, metrics, version, stack) for group in groups]
+        return [
+            _open_server(settings.server_url, settings, group, sizes, metrics, version, stack)
+            for group in groups
+        ]
     node = _of_rank(node, rank, ranks)
     try:
         backend = open_backend(node, max(sizes), pin=host_pin(), metrics=metrics)
@@ -72,7 +76,13 @@ def open_caches(
     for place, group in enumerate(groups):
         name = engine_name(instance, place)
         engine = CacheEngineBuilder.get_or_create(
-            name, node, group.metadata, group.layout, metrics=metrics, backend=lambda *_: backend, version=version
+            name,
+            node,
+            group.metadata,
+            group.layout,
+            metrics=metrics,
+            backend=lambda *_: backend,
+            version=version,
         )
         stack.callback(CacheEngineBuilder.destroy, name)
         engine.register_kv_caches(group.kv_caches)
@@ -114,8 +124,8 @@ def _open_server(
 
 
 def _of_rank(node: NodeSettings, rank: int, ranks: int) -> NodeSettings:
-    """Returns the settings of a rank. Each rank gives the pool its part of the node's memory; if the parts are too small, the first rank gives
-    all of it."""
+    """Returns the settings of a rank. Each rank gives the pool its part of the node's memory; if the parts
+    are too small, the first rank gives all of it."""
     part = node.segment_size // ranks
     if part < MIN_SEGMENT:
         part = node.segment_size if rank == 0 else 0
@@ -124,12 +134,14 @@ def _of_rank(node: NodeSettings, rank: int, ranks: int) -> NodeSettings:
 
 @contextlib.contextmanager
 def on_all_cores() -> Iterator[None]:
-    """Lets threads that start in the `with` block run on all cores of the parent process. Then the calling thread has its own cores again.
+    """Lets threads that start in the `with` block run on all cores of the parent process. Then the calling
+    thread has its own cores again.
 
     On CPUs, vLLM binds a worker's main thread to a single core, and new threads inherit that.
     """
     before = os.sched_getaffinity(0)
-    # the parent may be gone, or its cores may be forbidden to this process: a thread on fewer cores is better than none
+    # the parent may be gone, or its cores may be forbidden to this process: a thread on fewer cores is better
+    # than none
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, before | os.sched_getaffinity(os.getppid()))
     try:

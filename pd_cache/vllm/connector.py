@@ -4,8 +4,8 @@
         "kv_connector_module_path": "pd_cache.vllm.connector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"config_file": "cluster.yaml"}}'
 
-Before the first request, whatever cannot work raises an exception that says why. After that, no hook raises: the connector counts and logs the
-failure, and the hook returns what it would return without a cache.
+Before the first request, whatever cannot work raises an exception that says why. After that, no hook raises:
+the connector counts and logs the failure, and the hook returns what it would return without a cache.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def never_fails(op: str, otherwise: Any = None) -> Callable[[_Hook], _Hook]:
-    """A decorator: a hook that fails returns `otherwise`, and the failure is counted and logged. No request may fail because the cache does."""
+    """A decorator: a hook that fails returns `otherwise`, and the failure is counted and logged. No request
+    may fail because the cache does."""
 
     def guarded(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
@@ -136,13 +137,18 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """Stores and loads the KV of prompts in a pool that all nodes share. The scheduler has an instance, and so has each worker.
+    """Stores and loads the KV of prompts in a pool that all nodes share. The scheduler has an instance, and
+    so has each worker.
 
-    It supports vLLM's hybrid memory allocator: layers with sliding windows or states have layer groups of their own (`layers.py`).
+    It supports vLLM's hybrid memory allocator: layers with sliding windows or states have layer groups of
+    their own (`layers.py`).
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Raises ConfigError, UnsupportedModelError or IncompatibleVllmError if the settings, the model or vLLM's version cannot work."""
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Raises ConfigError, UnsupportedModelError or IncompatibleVllmError if the settings, the model or
+        vLLM's version cannot work."""
         check_version(vllm.__version__, KVConnectorBase_V1)
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -155,8 +161,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             )
         stores = transfer.is_kv_producer
         if transfer.kv_role == "kv_producer":
-            # this role loads, too. Unless the role consumes, vLLM 0.32 with asynchronous scheduling gives the blocks of a running load to
-            # another request (docs/vllm.md)
+            # this role loads, too. Unless the role consumes, vLLM 0.32 with asynchronous scheduling gives the
+            # blocks of a running load to another request (docs/vllm.md)
             transfer.kv_role = "kv_both"
         settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
         self._draft = draft_layers(vllm_config, kv_cache_config)
@@ -201,7 +207,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: object = None) -> bool:
-        """Returns False, because nothing here stops loads and stores while vLLM sleeps. vLLM asks from 0.33 on."""
+        """Returns False, because nothing here stops loads and stores while vLLM sleeps. vLLM asks from 0.33
+        on."""
         return False
 
     @property
@@ -211,27 +218,32 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Returns the layout in which each head of a page is contiguous, so that nodes of different size can share chunks."""
+        """Returns the layout in which each head of a page is contiguous, so that nodes of different size can
+        share chunks."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
-    # --- worker: before the first step ---------------------------------------------------------------------------
+    # --- worker: before the first step ----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Opens the cache for these tensors. Does not wait for the pool. Raises UnsupportedModelError if a pipeline stage keeps no KV, or if
-        pages of these tensors cannot be copied."""
+        """Opens the cache for these tensors. Does not wait for the pool. Raises UnsupportedModelError if a
+        pipeline stage keeps no KV, or if pages of these tensors cannot be copied."""
         config, settings = self._vllm_config, self._settings
         identity = model_identity(config, settings.connector.revision)
         ranks, rank = config.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()
         found = [self._parts_of(group, kv_caches, identity, rank, ranks) for group in self._layers]
         groups = [part for parts in found for part in parts]
         if not groups:
-            raise UnsupportedModelError(f"{config.model_config.model}: one of its pipeline stages keeps no KV")
+            raise UnsupportedModelError(
+                f"{config.model_config.model}: one of its pipeline stages keeps no KV"
+            )
         worker = get_pp_group().rank_in_group * ranks + rank
         instance = f"vllm-{self._kv_transfer_config.engine_id}-{worker}"
         with on_all_cores(), contextlib.ExitStack() as stack:
             world_size = config.parallel_config.world_size
-            opened = open_caches(settings, groups, instance, worker, world_size, self._metrics, self._version, stack)
+            opened = open_caches(
+                settings, groups, instance, worker, world_size, self._metrics, self._version, stack
+            )
             caches = iter(opened)
             self._resources = stack.pop_all()
             self._worker = WorkerSide(
@@ -253,10 +265,12 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         rank: int,
         ranks: int,
     ) -> list[WorkerGroup]:
-        """Returns the parts of a layer group: their tensors on this rank, and which shards of a chunk these hold. None of them if this pipeline
-        stage has no layers of the group."""
+        """Returns the parts of a layer group: their tensors on this rank, and which shards of a chunk these
+        hold. None of them if this pipeline stage has no layers of the group."""
         config, name = self._kv_cache_config, self._vllm_config.model_config.model
-        drafter = drafter_identity(self._vllm_config, self._settings.connector.revision) if group.drafts else ""
+        drafter = (
+            drafter_identity(self._vllm_config, self._settings.connector.revision) if group.drafts else ""
+        )
         stages = self._vllm_config.parallel_config.pipeline_parallel_size
         numbers = [other.number for other in self._layers if other.kind == group.kind]
         names = {layer for number in numbers for layer in config.kv_cache_groups[number].layer_names}
@@ -293,7 +307,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns this worker's message to the scheduler."""
         return self._handshake
 
-    # --- worker: each step ---------------------------------------------------------------------------------------
+    # --- worker: each step ----------------------------------------------------------------------------------
 
     @never_fails("start_load_kv")
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -304,7 +318,9 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing, because all loads have ended before a request computes."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Does nothing, because chunks are stored whole, after the step that completes them."""
 
     @never_fails("wait_for_save")
@@ -330,7 +346,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns this worker's report for the scheduler: the loads and stores that have ended."""
         return None if self._worker is None else self._worker.take_report(self._step())
 
-    # --- scheduler: before the first request ---------------------------------------------------------------------
+    # --- scheduler: before the first request ----------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Takes vLLM's manager of blocks; called once."""
@@ -341,9 +357,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Opens the lookups; called once, with the handshakes of all workers by pipeline stage and tensor-parallel rank.
+        """Opens the lookups; called once, with the handshakes of all workers by pipeline stage and
+        tensor-parallel rank.
 
-        Raises UnsupportedModelError for the same reasons as `of_all_stages`, and ConfigError if the handshakes are another connector's.
+        Raises UnsupportedModelError for the same reasons as `of_all_stages`, and ConfigError if the
+        handshakes are another connector's.
         """
         if self._scheduler is None:
             return
@@ -365,14 +383,16 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @never_fails("namespace")
     def _publish(self, file: Path, namespaces: tuple[Namespace, ...], streams: bool) -> None:
-        # if hashes are xxhash, PYTHONHASHSEED has to stay secret, and the namespace has a digest of its 32 bits
+        # if hashes are xxhash, PYTHONHASHSEED has to stay secret, and the namespace has a digest of its 32
+        # bits
         secret = namespaces[0].hash_seed.startswith("xxhash")
         longest = self._vllm_config.model_config.max_model_len
         write_about(file, () if secret else namespaces, cache_tokens(self._kv_cache_config), streams, longest)
         self._resources.enter_context(serving_weights(file, self._version))
 
     def _open_lookup(self, groups: Sequence[CacheMetadata], worker: Handshake) -> LookupClient:
-        """Returns a client of the cache server, if there is one; of a worker in this process; or else of the pool's master."""
+        """Returns a client of the cache server, if there is one; of a worker in this process; or else of the
+        pool's master."""
         settings, metrics = self._settings, self._metrics
         metadata, *further = groups
         milliseconds = settings.connector.lookup_timeout_ms
@@ -380,12 +400,20 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if settings.server_url is not None:
             logger.info("pd-cache: lookups ask the cache server at %s", settings.server_url)
             return ServerLookupClient(
-                own, metadata, settings.server_url, seconds, further=further, metrics=metrics, version=self._version
+                own,
+                metadata,
+                settings.server_url,
+                seconds,
+                further=further,
+                metrics=metrics,
+                version=self._version,
             )
         if worker.pid == os.getpid():
             names = [engine_name(worker.instance, place) for place in range(len(groups))]
             engines = [engine for name in names if (engine := CacheEngineBuilder.get(name)) is not None]
-            if [engine.database.namespace for engine in engines] == [group.namespace(own.cache) for group in groups]:
+            if [engine.database.namespace for engine in engines] == [
+                group.namespace(own.cache) for group in groups
+            ]:
                 logger.info("pd-cache: lookups ask the worker's engine")
                 first, layers = engines[0], LayerGroups([engine.database for engine in engines])
                 prefix = PrefixLookup(layers, first.backend, self._version, metrics, first.mover.history)
@@ -401,7 +429,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             version=self._version,
         )
 
-    # --- scheduler: each step ------------------------------------------------------------------------------------
+    # --- scheduler: each step -------------------------------------------------------------------------------
 
     @never_fails("on_new_request")
     def on_new_request(self, request: Request) -> None:
@@ -409,18 +437,26 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling().track(request)
 
     @never_fails("lookup", otherwise=(0, False))
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Returns how many tokens can be loaded beyond those at hand, and whether there is a load: all loads are asynchronous."""
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Returns how many tokens can be loaded beyond those at hand, and whether there is a load: all loads
+        are asynchronous."""
         return self._scheduling().matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """Plans the load: vLLM has allocated blocks for `num_external_tokens` of the matched tokens."""
-        # not guarded: a request whose load never begins would never end. Only naming the chunks could fail, and they were named when they were
-        # matched
+        # not guarded: a request whose load never begins would never end. Only naming the chunks could fail,
+        # and they were named when they were matched
         self._scheduling().allocated(request, blocks, num_external_tokens)
 
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Returns how many of the tokens to load lie where, to a chunk. The pool is `external_unspecified`, as other remote stores are in vLLM."""
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Returns how many of the tokens to load lie where, to a chunk. The pool is `external_unspecified`,
+        as other remote stores are in vLLM."""
         sources = (CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED)
         split = self._scheduling().track(request).by_tier(num_external_tokens)
         return {source: tokens for source, tokens in zip(sources, split, strict=True) if tokens}
@@ -454,18 +490,20 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
-        """Returns whether the engine has to keep stepping, so that stores and streams give their blocks back."""
+        """Returns whether the engine has to keep stepping, so that stores and streams give their blocks
+        back."""
         return self._scheduling().stores.under_way or self._scheduling().streams.leaving
 
     def has_pending_block_frees(self) -> bool:
         """Returns whether the end of a store will free blocks: vLLM then preempts no request for them."""
         return self._scheduling().stores.frees_blocks
 
-    # --- both ----------------------------------------------------------------------------------------------------
+    # --- both -----------------------------------------------------------------------------------------------
 
     @never_fails("reset", otherwise=False)
     def reset_cache(self) -> bool:
-        """Notes that this engine has other weights now. It finds, loads and stores nothing until `pd-cache reset` gives them a label.
+        """Notes that this engine has other weights now. It finds, loads and stores nothing until `pd-cache
+        reset` gives them a label.
 
         vLLM calls this for `/reset_prefix_cache?reset_external=true`, and when it is paused or put to sleep.
         """
@@ -501,7 +539,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             worker.close(self._settings.node.transfer.timeouts.close_ms / 1000)
         self._resources.close()
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _scheduling(self) -> SchedulerSide:
         assert self._scheduler is not None, "called in a worker"
@@ -515,10 +553,11 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 def of_all_stages(
     handshakes: Mapping[tuple[int, int], Handshake], cache: CacheConfig, model: str
 ) -> list[CacheMetadata]:
-    """Returns the layer groups of all pipeline stages. A chunk counts as found if the objects of all stages are there.
+    """Returns the layer groups of all pipeline stages. A chunk counts as found if the objects of all stages
+    are there.
 
-    `handshakes` are by pipeline stage and rank. Raises UnsupportedModelError if the ranks of a stage have different KV, or if two layer
-    groups have the same namespace.
+    `handshakes` are by pipeline stage and rank. Raises UnsupportedModelError if the ranks of a stage have
+    different KV, or if two layer groups have the same namespace.
     """
     stages: dict[int, list[CacheMetadata]] = {}
     for (stage, _), handshake in sorted(handshakes.items()):
@@ -541,7 +580,8 @@ class IncompatibleVllmError(PdCacheError):
 
 
 def check_version(version: str, base: type) -> None:
-    """Warns of a version that was not tested. Raises IncompatibleVllmError if the interface lacks a method."""
+    """Warns of a version that was not tested. Raises IncompatibleVllmError if the interface lacks a
+    method."""
     tested = ", ".join(TESTED)
     lacking = [name for name in _NEEDED if not hasattr(base, name)]
     if lacking:
@@ -550,4 +590,6 @@ def check_version(version: str, base: type) -> None:
             f"{', '.join(lacking)}. Tested versions of vLLM: {tested}"
         )
     if version.split("+")[0] not in TESTED:
-        logger.warning("pd-cache was tested with vLLM %s; this is %s, and may behave otherwise", tested, version)
+        logger.warning(
+            "pd-cache was tested with vLLM %s; this is %s, and may behave otherwise", tested, version
+        )

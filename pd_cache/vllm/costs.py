@@ -1,14 +1,14 @@
 """What loads and steps have taken lately, and so whether it pays to load a prefix. Pure.
 
-1. A cost is seconds a token, as a line over one other figure: for loads 1 / tokens, because each load takes some time of its own; for steps
-   the position of the tokens. Least squares fit the line. Each measurement counts by its tokens, and each further one takes a tenth of the
-   weight of those before.
-2. A measurement of more than twice or less than half the expected time is left out: it may be a stall. If the next is as odd, both replace
-   everything before them.
+1. A cost is seconds a token, as a line over one other figure: for loads 1 / tokens, because each load takes
+   some time of its own; for steps the position of the tokens. Least squares fit the line. Each measurement
+   counts by its tokens, and each further one takes a tenth of the weight of those before.
+2. A measurement of more than twice or less than half the expected time is left out: it may be a stall. If the
+   next is as odd, both replace everything before them.
 3. Loads share the link: the tokens of a load include what is probably left of those under way.
 4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
-5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is loaded, so that a wrong figure is
-   corrected.
+5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is
+   loaded, so that a wrong figure is corrected.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class _Load(NamedTuple):
 
 
 class Costs:
-    """The costs of one engine. Tokens by tier are those in this host's memory, on its disk, and in the pool: what comes from the farthest of
-    them decides how long a load takes."""
+    """The costs of one engine. Tokens by tier are those in this host's memory, on its disk, and in the pool:
+    what comes from the farthest of them decides how long a load takes."""
 
     def __init__(self) -> None:
         self._loading: dict[str, _Load] = {}
@@ -125,8 +125,8 @@ class Costs:
     ) -> Verdict | None:
         """Returns why a prefix is not worth loading; None if it is, or if that is unknown.
 
-        `tokens` by tier would be loaded behind `position` others. `ahead`: how many tokens are computed before these can be, and their mean
-        position, for each prompt.
+        `tokens` by tier would be loaded behind `position` others. `ahead`: how many tokens are computed
+        before these can be, and their mean position, for each prompt.
         """
         line, shared = self._shared(tokens, now)
         if not line.known or not self._of_steps.known:
@@ -145,7 +145,8 @@ class Costs:
         self._loading[request_id] = _Load(now, tokens, line, shared, expected)
 
     def load_ended(self, request_id: str, seconds: float | None) -> tuple[int, float] | None:
-        """Notes the end of a load, which took `seconds`; None if that says nothing. Returns its tokens and seconds, if they count."""
+        """Notes the end of a load, which took `seconds`; None if that says nothing. Returns its tokens and
+        seconds, if they count."""
         load = self._loading.pop(request_id, None)
         if load is None or seconds is None:
             return None
@@ -161,7 +162,8 @@ class Costs:
         return work.tokens, seconds
 
     def _shared(self, tokens: Sequence[int], now: float) -> tuple[_Line, float]:
-        """Returns what is known of the farthest tier, and the tokens from there, with what is left of other loads from there."""
+        """Returns what is known of the farthest tier, and the tokens from there, with what is left of other
+        loads from there."""
         tier = max(tier for tier, some in enumerate(tokens) if some)
         others = sum(load.tokens[tier] * load.left(now) for load in self._loading.values())
         return self._of_loads[tier], tokens[tier] + others

@@ -1,9 +1,11 @@
-"""Files and sockets through which vLLM's API server learns what the connector knows, for `/health` and `/requests/ID`, and names weights.
+"""Files and sockets through which vLLM's API server learns what the connector knows, for `/health` and
+`/requests/ID`, and names weights.
 
-The connector runs in vLLM's engine process. It knows the namespaces of the cache, how many tokens vLLM's own cache holds, and what became of
-each request. Proxies and `explain` ask the API server, which is another process. So `pd-cache launch` names the same file to both, and gives
-vLLM `TellCache` as `--middleware`. With data parallelism, a server has several engines; each answers for its weights at its own socket beside
-that file.
+The connector runs in vLLM's engine process. It knows the namespaces of the cache, how many tokens vLLM's own
+cache holds, and what became of each request. Proxies and `explain` ask the API server, which is another
+process. So `pd-cache launch` names the same file to both, and gives vLLM `TellCache` as `--middleware`. With
+data parallelism, a server has several engines; each answers for its weights at its own socket beside that
+file.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ def write_about(
 ) -> None:
     """Writes the body of `/health`, atomically. Raises OSError if the file cannot be written.
 
-    `namespaces` are those of the model's layer groups; none if they must not be published. `kv_tokens`: how many tokens vLLM's own cache
-    holds. `streams`: whether vLLM loads prompts that another node computes meanwhile.
+    `namespaces` are those of the model's layer groups; none if they must not be published. `kv_tokens`: how
+    many tokens vLLM's own cache holds. `streams`: whether vLLM loads prompts that another node computes
+    meanwhile.
     """
     body = {
         "version": pd_cache.__version__,
@@ -93,7 +96,8 @@ class ReportWriter:
     def write(self, request_id: str, report: RequestReport) -> None:
         """Appends a line. Raises OSError if it cannot be written."""
         line = msgspec.json.encode(_Line(request_id, report)) + b"\n"
-        with contextlib.suppress(FileNotFoundError):  # nothing was written yet, or another rank has just replaced it
+        # nothing was written yet, or another rank has just replaced it
+        with contextlib.suppress(FileNotFoundError):
             if self._file.stat().st_size + len(line) > self._most_bytes:
                 self._file.replace(_before(self._file))
         with self._file.open("ab") as file:
@@ -103,12 +107,15 @@ class ReportWriter:
 def find_reports(file: Path, request_id: str) -> list[RequestReport]:
     """Returns the reports on a request, the latest last.
 
-    vLLM makes its ids from the header `X-Request-Id`: it puts the API's name before it, and the number of the prompt and eight random characters
-    behind it. With `n` samples, the number of the sample comes before all that. A report matches if its id is `request_id`, or made from it.
+    vLLM makes its ids from the header `X-Request-Id`: it puts the API's name before it, and the number of the
+    prompt and eight random characters behind it. With `n` samples, the number of the sample comes before all
+    that. A report matches if its id is `request_id`, or made from it.
     """
     found: list[RequestReport] = []
     given, needle = re.escape(request_id), request_id.encode()
-    made = re.compile(rf"(\d+_)?(cmpl-{given}-\d+|(chatcmpl|generate-tokens)-{given}(_\d+)?)(-[0-9a-f]{{8}})?")
+    made = re.compile(
+        rf"(\d+_)?(cmpl-{given}-\d+|(chatcmpl|generate-tokens)-{given}(_\d+)?)(-[0-9a-f]{{8}})?"
+    )
     for path in (_before(file), file):
         try:
             lines = path.read_bytes().splitlines()
@@ -130,7 +137,7 @@ def _before(file: Path) -> Path:
     return file.with_name(f"{file.name}.before")
 
 
-# --- the weights of each engine --------------------------------------------------------------------------------------
+# --- the weights of each engine -----------------------------------------------------------------------------
 
 _ANSWER_S = 1.0
 _LONGEST = 1 << 17
@@ -140,7 +147,8 @@ _NOBODY = Naming(label="-", ids=())
 
 @contextlib.contextmanager
 def serving_weights(file: Path, version: WeightsVersion) -> Iterator[None]:
-    """Answers `name_weights` until the `with` block ends. Raises OSError if no socket can be made beside `file`."""
+    """Answers `name_weights` until the `with` block ends. Raises OSError if no socket can be made beside
+    `file`."""
 
     class Handler(socketserver.StreamRequestHandler):
         timeout = _ANSWER_S
@@ -163,13 +171,17 @@ def serving_weights(file: Path, version: WeightsVersion) -> Iterator[None]:
 
 
 def name_weights(file: Path, naming: Naming = _NOBODY) -> list[Weights]:
-    """Sends a naming to all engines beside a namespace file. Returns the state of each engine's weights after that.
+    """Sends a naming to all engines beside a namespace file. Returns the state of each engine's weights after
+    that.
 
     Raises OSError or UndecodableError if an engine that runs does not answer within a second.
     """
     states = []
     for path in sorted(file.parent.glob(f"{glob.escape(file.name)}.*.sock")):
-        with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+        with (
+            socket.socket(socket.AF_UNIX) as client,
+            contextlib.suppress(ConnectionRefusedError, FileNotFoundError),
+        ):
             client.settimeout(_ANSWER_S)
             client.connect(str(path))  # refused by the socket of an engine that was killed
             client.sendall(msgspec.json.encode(naming) + b"\n")
@@ -181,8 +193,8 @@ def name_weights(file: Path, naming: Naming = _NOBODY) -> list[Weights]:
 class TellCache:
     """ASGI middleware for vLLM's server.
 
-    - `GET /health`: if vLLM answers 200, the body is what `write_about` wrote, with the state of each engine's weights, and
-      `renders`: whether the server has `--enable-scale-out`.
+    - `GET /health`: if vLLM answers 200, the body is what `write_about` wrote, with the state of each
+      engine's weights, and `renders`: whether the server has `--enable-scale-out`.
     - `GET /requests/ID`: `{"reports": […]}`, or 404 if there is no report.
     - `POST /weights` with a `Naming` names the weights of this server's engines.
     """

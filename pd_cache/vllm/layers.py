@@ -3,19 +3,20 @@
 | vLLM's spec | kept | a load needs |
 |---|---|---|
 | `FullAttentionSpec`, `MLAAttentionSpec` | every chunk | every chunk |
-| `SlidingWindowSpec`, `SlidingWindowMLASpec` | chunks at the ends of prompts, and behind them | the chunks that the window reaches into |
+| `SlidingWindowSpec`, `SlidingWindowMLASpec` | chunks at prompts' ends | those in the window |
 | `MambaSpec`, mode `align` | the states that vLLM hands over | the state at the end |
 
-While vLLM computes, it frees the blocks that lie before a window, and overwrites states. So the connector must store what a load will need
-when it is computed: at the end of a prompt, and where the lookup has found that prompts part. vLLM follows the same rule for
-`prefix_cache_retention_interval: 0`.
+While vLLM computes, it frees the blocks that lie before a window, and overwrites states. So the connector
+must store what a load will need when it is computed: at the end of a prompt, and where the lookup has found
+that prompts part. vLLM follows the same rule for `prefix_cache_retention_interval: 0`.
 
-vLLM may put the layers of a draft model into a group with layers of the model itself. Here they are layer groups of their own, over the same
-blocks, so that nodes with and without a draft model share everything else.
+vLLM may put the layers of a draft model into a group with layers of the model itself. Here they are layer
+groups of their own, over the same blocks, so that nodes with and without a draft model share everything else.
 
-vLLM may also put layers of one kind with pages of different size into a group: latents beside an indexer's cache, or layers with different
-numbers of KV heads. Only workers know about that. To the scheduler, such layers are one layer group. A worker cuts the group into parts by
-their specs, each with a cache and a namespace of its own, and does with all of them what the scheduler asks for the group.
+vLLM may also put layers of one kind with pages of different size into a group: latents beside an indexer's
+cache, or layers with different numbers of KV heads. Only workers know about that. To the scheduler, such
+layers are one layer group. A worker cuts the group into parts by their specs, each with a cache and a
+namespace of its own, and does with all of them what the scheduler asks for the group.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 
 
 class KeptLayers(NamedTuple):
-    """A layer group: the layers of one of vLLM's groups. If some of them belong to a draft model, these are a layer group, and so are the others."""
+    """A layer group: the layers of one of vLLM's groups. If some of them belong to a draft model, these are a
+    layer group, and so are the others."""
 
     number: int
     """The place of vLLM's group among vLLM's groups."""
@@ -51,7 +53,8 @@ class KeptLayers(NamedTuple):
     state: str = ""
     """What a state consists of."""
     drafts: Literal["", "same", "next"] = ""
-    """Empty for layers of the model itself. For those of a draft model, which tokens it reads; see `DraftLayers.reads`."""
+    """Empty for layers of the model itself. For those of a draft model, which tokens it reads; see
+    `DraftLayers.reads`."""
 
     def tail(self, chunk_size: int) -> int:
         """Returns how many of the last chunks a load needs; 0 for all."""
@@ -62,8 +65,9 @@ class KeptLayers(NamedTuple):
         return -(-self._reach * self.block_size // chunk_size)
 
     def kept_blocks(self, chunk_size: int) -> int:
-        """Returns how many blocks of a chunk, the last ones, a worker stores. Of windows of latents shorter than a chunk, about those that a load
-        needs: DeepSeek V4 has windows of 8 tokens, each of which takes as much memory as 56 others."""
+        """Returns how many blocks of a chunk, the last ones, a worker stores. Of windows of latents shorter
+        than a chunk, about those that a load needs: DeepSeek V4 has windows of 8 tokens, each of which takes
+        as much memory as 56 others."""
         per_chunk = chunk_size // self.block_size
         needed = min(self._reach, per_chunk) if self.latent and self.kind == "window" else per_chunk
         return next(count for count in range(needed, per_chunk + 1) if per_chunk % count == 0)
@@ -75,13 +79,15 @@ class KeptLayers(NamedTuple):
 
     @property
     def ahead(self) -> int:
-        """1 if a chunk's KV depends on the token behind it, so that it is stored under the name of the next chunk."""
+        """1 if a chunk's KV depends on the token behind it, so that it is stored under the name of the next
+        chunk."""
         return 1 if self.drafts == "next" else 0
 
     @property
     def divisible(self) -> bool:
-        """Whether a load may end a token before a chunk's end. A state belongs to a single place, so its load may not. Nor may that of a window
-        that begins with a block's last token: a token earlier, it reaches a block further back than its tail."""
+        """Whether a load may end a token before a chunk's end. A state belongs to a single place, so its load
+        may not. Nor may that of a window that begins with a block's last token: a token earlier, it reaches a
+        block further back than its tail."""
         return self.kind == "full" or (self.kind == "window" and (self.window - 1) % self.block_size != 0)
 
 
@@ -90,19 +96,21 @@ class DraftLayers(NamedTuple):
 
     names: frozenset[str] = frozenset()
     reads: Literal["same", "next"] = "next"
-    """`same`: it reads the same tokens as the model. `next`: at a token's place it reads the token after it, and the hidden state that the
-    model computed for the token itself."""
+    """`same`: it reads the same tokens as the model. `next`: at a token's place it reads the token after it,
+    and the hidden state that the model computed for the token itself."""
 
 
 NO_DRAFT = DraftLayers()
 
 
 def kept_layers(kv_cache_config: KVCacheConfig, draft: DraftLayers = NO_DRAFT) -> list[KeptLayers]:
-    """Returns the layer groups of a model that `check_supported` accepts: those of full attention first, those of a draft model last."""
+    """Returns the layer groups of a model that `check_supported` accepts: those of full attention first,
+    those of a draft model last."""
     groups: list[KeptLayers] = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         kept, drafted = _kept(number, group.kv_cache_spec), draft.names.intersection(group.layer_names)
-        if not drafted or len(drafted) < len(group.layer_names):  # a pipeline stage may have no layers of a group
+        # a pipeline stage may have no layers of a group
+        if not drafted or len(drafted) < len(group.layer_names):
             groups.append(kept)
         if drafted:
             groups.append(kept._replace(drafts=draft.reads))
@@ -110,11 +118,12 @@ def kept_layers(kv_cache_config: KVCacheConfig, draft: DraftLayers = NO_DRAFT) -
 
 
 def own_hit(tokens: int, groups: Sequence[KeptLayers]) -> int:
-    """Returns the most tokens that vLLM's own prefix cache restores of a prompt of `tokens` tokens: whole blocks, without the last token.
+    """Returns the most tokens that vLLM's own prefix cache restores of a prompt of `tokens` tokens: whole
+    blocks, without the last token.
 
-    A draft model that reads the next token costs a block more. With one of vLLM's groups, vLLM 0.32 drops the last block that it finds.
-    With several, it looks one block further in the draft model's group, and drops that (`find_longest_cache_hit` in
-    `v1/core/kv_cache_coordinator.py`).
+    A draft model that reads the next token costs a block more. With one of vLLM's groups, vLLM 0.32 drops the
+    last block that it finds. With several, it looks one block further in the draft model's group, and drops
+    that (`find_longest_cache_hit` in `v1/core/kv_cache_coordinator.py`).
     """
     unit = math.lcm(*(group.block_size for group in groups))
     end = (tokens - 1) // unit * unit
@@ -125,14 +134,16 @@ def own_hit(tokens: int, groups: Sequence[KeptLayers]) -> int:
 
 
 def cache_tokens(kv_cache_config: KVCacheConfig) -> int:
-    """Returns how many tokens vLLM's own cache holds. Each of vLLM's groups needs blocks of its own for the same tokens."""
+    """Returns how many tokens vLLM's own cache holds. Each of vLLM's groups needs blocks of its own for the
+    same tokens."""
     groups = kv_cache_config.kv_cache_groups
     blocks = max(0, kv_cache_config.num_blocks - 1)  # without the null block
     return int(blocks // len(groups) * min(group.kv_cache_spec.block_size for group in groups))
 
 
 def specs_of(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
-    """Returns the specs of the layers of one of vLLM's groups. In vLLM's scheduler, the first one stands for all."""
+    """Returns the specs of the layers of one of vLLM's groups. In vLLM's scheduler, the first one stands for
+    all."""
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(
         group.layer_names, group.kv_cache_spec
     )
@@ -143,7 +154,8 @@ def specs_of(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
 def parts_of(
     group: KeptLayers, kv_cache_config: KVCacheConfig, draft: DraftLayers
 ) -> list[tuple[KeptLayers, list[str]]]:
-    """Returns the layers of a group: for each of their specs, what they keep, and their names. `kv_cache_config` is a worker's."""
+    """Returns the layers of a group: for each of their specs, what they keep, and their names.
+    `kv_cache_config` is a worker's."""
     found: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs_of(kv_cache_config.kv_cache_groups[group.number]).items():
         if (name in draft.names) == bool(group.drafts):
@@ -152,22 +164,31 @@ def parts_of(
 
 
 def _kept(number: int, spec: KVCacheSpec) -> KeptLayers:
-    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowMLASpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+    )
 
     spec = getattr(spec, "first_spec", spec)  # all layers of a group are of one kind, with one window
     latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
     if isinstance(spec, SlidingWindowSpec):
         return KeptLayers(number, spec.block_size, "window", spec.sliding_window, latent)
     if isinstance(spec, MambaSpec):
-        shapes = ", ".join(f"{dtype} {list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+        shapes = ", ".join(
+            f"{dtype} {list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+        )
         return KeptLayers(number, spec.block_size, "state", state=shapes.replace("torch.", ""))
     return KeptLayers(number, spec.block_size, latent=latent)
 
 
 def fitting_chunk(wanted: int | Literal["auto"], groups: Sequence[KeptLayers]) -> int:
-    """Returns the tokens per chunk. Raises ConfigError if the wanted size does not fit; the message names a size that does."""
+    """Returns the tokens per chunk. Raises ConfigError if the wanted size does not fit; the message names a
+    size that does."""
     unit = math.lcm(*(group.block_size for group in groups))
-    # vLLM hands over the state at the last multiple of its blocks before a prompt's end; a larger chunk would seldom end there
+    # vLLM hands over the state at the last multiple of its blocks before a prompt's end; a larger chunk would
+    # seldom end there
     only = unit if any(group.kind == "state" for group in groups) else None
     if wanted == "auto":
         return only or -(-USUAL_CHUNK // unit) * unit
@@ -193,21 +214,27 @@ def described(
     drafter: str = "",
     others: Collection[str] = (),
 ) -> LayerGroup:
-    """Returns what the namespace says about the layers `names`. `drafter` identifies the draft model to which they belong, and `others` are the
-    names of the model's other layers of this kind."""
-    kept = {"full": "every token", "window": f"the last {group.window} tokens", "state": f"a state of {group.state}"}[
-        group.kind
-    ]
+    """Returns what the namespace says about the layers `names`. `drafter` identifies the draft model to which
+    they belong, and `others` are the names of the model's other layers of this kind."""
+    kept = {
+        "full": "every token",
+        "window": f"the last {group.window} tokens",
+        "state": f"a state of {group.state}",
+    }[group.kind]
     inside = tensors.inside and f": {tensors.inside}"
     drafted = group.drafts and f", for drafts of {drafter}"
     return LayerGroup(
-        layers=_ranges(names, others), keeps=kept + inside + drafted, tail=group.tail(chunk_size), ahead=group.ahead
+        layers=_ranges(names, others),
+        keeps=kept + inside + drafted,
+        tail=group.tail(chunk_size),
+        ahead=group.ahead,
     )
 
 
 def _ranges(names: Sequence[str], others: Collection[str]) -> str:
-    """Returns the numbers of the layers in short form, e.g. `0-4,6`; or their names, if two have the same number, or any has none. If `others`
-    have the same numbers, the rest of a name follows, e.g. `0-4.indexer`."""
+    """Returns the numbers of the layers in short form, e.g. `0-4,6`; or their names, if two have the same
+    number, or any has none. If `others` have the same numbers, the rest of a name follows, e.g.
+    `0-4.indexer`."""
     numbers, further = (
         {int(match[0]) for name in some if (match := re.search(r"\d+", name))} for some in (names, others)
     )
@@ -243,9 +270,9 @@ def group_tensors(
 ) -> GroupTensors:
     """Returns the tensors of the layers `names`, in `blocks` blocks.
 
-    States move as opaque pages, and so do blocks that the attention kernel cuts into smaller blocks, and blocks of compressed tokens. If not all
-    blocks of a chunk are kept, the layout's blocks have as many more tokens. Raises UnsupportedModelError if a block of a tensor is not
-    contiguous.
+    States move as opaque pages, and so do blocks that the attention kernel cuts into smaller blocks, and
+    blocks of compressed tokens. If not all blocks of a chunk are kept, the layout's blocks have as many more
+    tokens. Raises UnsupportedModelError if a block of a tensor is not contiguous.
     """
     block_size = chunk_size // group.kept_blocks(chunk_size)
     found: dict[int, torch.Tensor | Sequence[torch.Tensor]] = {}
@@ -270,12 +297,14 @@ def group_tensors(
 def _inside(cache: torch.Tensor | Sequence[torch.Tensor], blocks: int) -> str:
     parts = [cache] if isinstance(cache, torch.Tensor) else cache
     shapes = ([part.shape[0] // blocks, *part.shape[1:]] for part in parts)
-    return ", ".join(f"{part.dtype} {shape}".removeprefix("torch.") for part, shape in zip(parts, shapes, strict=True))
+    return ", ".join(
+        f"{part.dtype} {shape}".removeprefix("torch.") for part, shape in zip(parts, shapes, strict=True)
+    )
 
 
 def _pages(parts: Sequence[torch.Tensor], blocks: int) -> torch.Tensor:
-    """Returns the blocks as bytes, uint8 `[blocks, bytes]`: a view of the memory of `parts`. Raises LayoutError if a part of a block is not
-    contiguous, or if the parts of a block lie too far apart."""
+    """Returns the blocks as bytes, uint8 `[blocks, bytes]`: a view of the memory of `parts`. Raises
+    LayoutError if a part of a block is not contiguous, or if the parts of a block lie too far apart."""
     spans = []
     for part in parts:
         if part.shape[0] % blocks:
@@ -292,7 +321,9 @@ def _pages(parts: Sequence[torch.Tensor], blocks: int) -> torch.Tensor:
     strides = {span[2] for span in spans}
     storages = {part.untyped_storage().data_ptr() for part in parts}
     if len(strides) != 1 or len(storages) != 1 or end - begin > min(strides):
-        raise LayoutError(f"the parts of a state lie apart: strides of {sorted(strides)} bytes, from {begin} to {end}")
+        raise LayoutError(
+            f"the parts of a state lie apart: strides of {sorted(strides)} bytes, from {begin} to {end}"
+        )
     view = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
     view.set_(parts[0].untyped_storage(), begin, (blocks, end - begin), (strides.pop(), 1))
     return view
@@ -300,4 +331,6 @@ def _pages(parts: Sequence[torch.Tensor], blocks: int) -> torch.Tensor:
 
 def _in_layer_order(names: Sequence[str]) -> list[str]:
     """Returns layers' names in the order of their numbers, which is the same on every node."""
-    return sorted(names, key=lambda name: [int(part) if part.isdigit() else -1 for part in re.split(r"(\d+)", name)])
+    return sorted(
+        names, key=lambda name: [int(part) if part.isdigit() else -1 for part in re.split(r"(\d+)", name)]
+    )

@@ -1,11 +1,13 @@
 """Digests of LoRA adapters' weights, which tell adapters of the same name apart.
 
-vLLM identifies an adapter by its name and path. Two nodes may have different weights under both, and files may change. Threads of our own read
-the files, so the scheduler never waits for them. Until an adapter's digest is known, its requests neither load nor store.
+vLLM identifies an adapter by its name and path. Two nodes may have different weights under both, and files
+may change. Threads of our own read the files, so the scheduler never waits for them. Until an adapter's
+digest is known, its requests neither load nor store.
 
-vLLM does not say when it reads an adapter's files, and its own prefix cache keeps what earlier weights computed. So only the first digest of a
-name and path counts. With each later request, a thread checks the files. Once they have changed, nobody knows which weights computed a
-block, and the adapter loads and stores nothing until vLLM is started again.
+vLLM does not say when it reads an adapter's files, and its own prefix cache keeps what earlier weights
+computed. So only the first digest of a name and path counts. With each later request, a thread checks the
+files. Once they have changed, nobody knows which weights computed a block, and the adapter loads and stores
+nothing until vLLM is started again.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ Unidentified = Literal["adapter_unread", "adapter_unreadable", "adapter_changed"
 
 
 class Adapter:
-    """What is known of an adapter. The scheduler's thread reads it; a single thread of `Adapters` at a time writes it."""
+    """What is known of an adapter. The scheduler's thread reads it; a single thread of `Adapters` at a time
+    writes it."""
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
@@ -93,7 +96,9 @@ class Adapters:
             adapter.stamps, adapter.digest = stamps, described
         elif adapter.stamps is not None and stamps != adapter.stamps:
             _refuse(
-                adapter, "adapter_changed", f"{folder}: its files changed while vLLM ran; load others from a new path"
+                adapter,
+                "adapter_changed",
+                f"{folder}: its files changed while vLLM ran; load others from a new path",
             )
 
 

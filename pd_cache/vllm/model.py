@@ -1,4 +1,5 @@
-"""What the cache has to know about a model: its weights, whether its KV can be restored, which part of it a rank has, and which settings fit."""
+"""What the cache has to know about a model: its weights, whether its KV can be restored, which part of it a
+rank has, and which settings fit."""
 
 from __future__ import annotations
 
@@ -40,15 +41,18 @@ _VOLATILE = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "
 _NO_KV_DRAFTS = frozenset(("ngram", "ngram_gpu", "suffix"))
 """Methods of speculative decoding that have no KV cache of their own."""
 _READS_NEXT = frozenset(("eagle", "eagle3", "mtp"))
-"""Methods whose draft model computes a token's KV from the model's hidden state of this token and from the token after it."""
+"""Methods whose draft model computes a token's KV from the model's hidden state of this token and from the
+token after it."""
 _READS_SAME = frozenset(("draft_model",))
 """Methods whose draft model is a language model like any other."""
 _RESTORED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec, MambaSpec)
-"""vLLM's kinds of KV cache that `layers.py` can restore. Classes derived from these keep something else, and are refused."""
+"""vLLM's kinds of KV cache that `layers.py` can restore. Classes derived from these keep something else, and
+are refused."""
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raises UnsupportedModelError, with the model's name and the reason, if anything about the model could give a wrong token."""
+    """Raises UnsupportedModelError, with the model's name and the reason, if anything about the model could
+    give a wrong token."""
     name = vllm_config.model_config.model
     groups = kv_cache_config.kv_cache_groups
     if not groups:
@@ -57,7 +61,9 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     for layer, spec in specs.items():
         if type(spec) not in _RESTORED:
             known = ", ".join(kind.__name__.removesuffix("Spec") for kind in _RESTORED)
-            every = "; with --disable-hybrid-kv-cache-manager, the layer keeps every token, and can be restored"
+            every = (
+                "; with --disable-hybrid-kv-cache-manager, the layer keeps every token, and can be restored"
+            )
             hint = every if isinstance(spec, ChunkedLocalAttentionSpec) else ""
             raise UnsupportedModelError(
                 f"{name}: its layer {layer} has a {type(spec).__name__}; pd-cache restores {known}{hint}"
@@ -86,7 +92,9 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         "mamba_cache_mode is not align, in which vLLM keeps the states at the ends of blocks": any(
             isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in specs.values()
         ),
-        f"its layer {''.join(unshared[:1])} keeps KV that vLLM does not share between requests": bool(unshared),
+        f"its layer {''.join(unshared[:1])} keeps KV that vLLM does not share between requests": bool(
+            unshared
+        ),
         "vLLM itself does not reuse prefixes of its prompts": not vllm_config.model_config.is_prefix_caching_supported,
         "without AMX, vLLM's MLA on CPUs ignores the KV of earlier steps, so that what was loaded would not be used": (
             current_platform.is_cpu()
@@ -103,7 +111,8 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 def draft_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> DraftLayers:
     """Returns the layers of the draft model; `NO_DRAFT` if there is no draft model, or if it keeps no KV.
 
-    Raises UnsupportedModelError if the KV of the draft model cannot be restored, or if its layers look like the model's.
+    Raises UnsupportedModelError if the KV of the draft model cannot be restored, or if its layers look like
+    the model's.
     """
     speculative, name = vllm_config.speculative_config, vllm_config.model_config.model
     if speculative is None or speculative.method in _NO_KV_DRAFTS:
@@ -141,8 +150,8 @@ def draft_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Dra
 
 
 def drafted_up_to(vllm_config: VllmConfig) -> int | None:
-    """Returns the most tokens that a request may have in a step with the draft model: if any has more, vLLM skips the model in that step. None
-    without a draft model."""
+    """Returns the most tokens that a request may have in a step with the draft model: if any has more, vLLM
+    skips the model in that step. None without a draft model."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.draft_model_config is None:
         return None
@@ -159,10 +168,11 @@ def _drafts(layer: str, method: str, layers: int) -> bool:
 
 
 def model_identity(vllm_config: VllmConfig, revision: str) -> str:
-    """Returns an identifier of the weights and of all else that changes KV values, e.g. `LlamaForCausalLM:0123…`.
+    """Returns an identifier of the weights and of all else that changes KV values, e.g.
+    `LlamaForCausalLM:0123…`.
 
-    Nodes with the same weights and settings get the same identifier. Raises UnsupportedModelError if the weights cannot be identified and
-    no `revision` is given.
+    Nodes with the same weights and settings get the same identifier. Raises UnsupportedModelError if the
+    weights cannot be identified and no `revision` is given.
     """
     model = vllm_config.model_config
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
@@ -174,8 +184,9 @@ def model_identity(vllm_config: VllmConfig, revision: str) -> str:
 def drafter_identity(vllm_config: VllmConfig, revision: str) -> str:
     """Returns an identifier of the draft model's weights and of all else that changes its KV.
 
-    The number of tokens that it drafts is left out: it does not change the KV that is kept. So is the number of positions in its
-    configuration, which vLLM raises to what the node serves. Raises UnsupportedModelError for the same reason as `model_identity`.
+    The number of tokens that it drafts is left out: it does not change the KV that is kept. So is the number
+    of positions in its configuration, which vLLM raises to what the node serves. Raises UnsupportedModelError
+    for the same reason as `model_identity`.
     """
     speculative = vllm_config.speculative_config
     kv_cache_dtype = speculative.kv_cache_dtype or vllm_config.cache_config.cache_dtype
@@ -183,10 +194,13 @@ def drafter_identity(vllm_config: VllmConfig, revision: str) -> str:
 
 
 def hashes_media(vllm_config: VllmConfig) -> bool:
-    """Returns whether vLLM names an image by a hash of its content, unless the client names it. If both of the caches that need such names are
-    off, vLLM numbers images (`_process_mm_uuids` in its `renderers/base.py`)."""
+    """Returns whether vLLM names an image by a hash of its content, unless the client names it. If both of
+    the caches that need such names are off, vLLM numbers images (`_process_mm_uuids` in its
+    `renderers/base.py`)."""
     media = vllm_config.model_config.multimodal_config
-    return vllm_config.cache_config.enable_prefix_caching or (media is not None and media.mm_processor_cache_gb > 0)
+    return vllm_config.cache_config.enable_prefix_caching or (
+        media is not None and media.mm_processor_cache_gb > 0
+    )
 
 
 def adapter_settings(vllm_config: VllmConfig) -> str:
@@ -211,7 +225,8 @@ def _identity(model: ModelConfig, revision: str, kv_cache_dtype: object, **more:
         **more,
     }
     if any(kind in json.dumps(model.hf_config.to_dict(), default=str) for kind in ("longrope", "dynamic")):
-        described["max_model_len"] = model.max_model_len  # such a model chooses its rotary embeddings by this length
+        # such a model chooses its rotary embeddings by this length
+        described["max_model_len"] = model.max_model_len
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return f"{'+'.join(model.architectures)}:{digest}"
 
@@ -243,11 +258,13 @@ def place_of(
     latent: bool = False,
     group: LayerGroup | None = None,
 ) -> tuple[CacheMetadata, bool]:
-    """Returns which part of each chunk tensor-parallel rank `rank` of `ranks` has, and whether it stores that part.
+    """Returns which part of each chunk tensor-parallel rank `rank` of `ranks` has, and whether it stores that
+    part.
 
-    `replicas` ranks in a row have the same KV; the first of them stores it. A chunk is cut into `shards` shards; with 0, into as many as there
-    are ranks with different KV. If the layers keep `latent` KV (MLA), all ranks have the same KV, which is not cut, and `shards` is ignored.
-    Raises UnsupportedModelError if chunks cannot be cut into `shards` shards.
+    `replicas` ranks in a row have the same KV; the first of them stores it. A chunk is cut into `shards`
+    shards; with 0, into as many as there are ranks with different KV. If the layers keep `latent` KV (MLA),
+    all ranks have the same KV, which is not cut, and `shards` is ignored. Raises UnsupportedModelError if
+    chunks cannot be cut into `shards` shards.
     """
     distinct = ranks // replicas
     if latent:
@@ -261,7 +278,12 @@ def place_of(
         )
     try:
         metadata = CacheMetadata.of(
-            model, layout, world_size=distinct, rank=rank // replicas, shards_per_rank=shards // distinct, group=group
+            model,
+            layout,
+            world_size=distinct,
+            rank=rank // replicas,
+            shards_per_rank=shards // distinct,
+            group=group,
         )
     except LayoutError as error:
         why = f"{error}. Give all nodes the same tensor-parallel size, or choose an attention backend with the KV cache layout LBHNC (HND)"
@@ -274,12 +296,14 @@ def place_of(
     return metadata, rank % replicas == 0
 
 
-def fitted(settings: Settings, vllm_config: VllmConfig, layers: Sequence[KeptLayers], hash_block_size: int) -> Settings:
-    """Returns settings whose chunks fit the model's blocks, and whose namespace says what vLLM's block hashes depend on besides tokens. Beside
-    `--enable-return-routed-experts`, loads end with a block.
+def fitted(
+    settings: Settings, vllm_config: VllmConfig, layers: Sequence[KeptLayers], hash_block_size: int
+) -> Settings:
+    """Returns settings whose chunks fit the model's blocks, and whose namespace says what vLLM's block hashes
+    depend on besides tokens. Beside `--enable-return-routed-experts`, loads end with a block.
 
-    `hash_block_size` is the number of tokens of each hash. Raises ConfigError if `cache.chunk_size` does not fit, or if hashes depend on a seed
-    that is random in each process.
+    `hash_block_size` is the number of tokens of each hash. Raises ConfigError if `cache.chunk_size` does not
+    fit, or if hashes depend on a seed that is random in each process.
     """
     cache = settings.node.cache
     cache = msgspec.structs.replace(cache, chunk_size=fitting_chunk(cache.chunk_size, layers))
@@ -296,7 +320,8 @@ def fitted(settings: Settings, vllm_config: VllmConfig, layers: Sequence[KeptLay
         cache = msgspec.structs.replace(cache, hash_seed=described)
     connector = settings.connector
     if vllm_config.aux_output_config.enabled:
-        # vLLM 0.33 loads nothing of a hit that does not end with a block (`cap_external_hit`), because it keeps the routed experts of blocks
+        # vLLM 0.33 loads nothing of a hit that does not end with a block (`cap_external_hit`), because it
+        # keeps the routed experts of blocks
         connector = msgspec.structs.replace(connector, recompute="block")
     node = msgspec.structs.replace(settings.node, cache=cache)
     return msgspec.structs.replace(settings, node=node, connector=connector)

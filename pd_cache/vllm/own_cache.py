@@ -19,10 +19,11 @@ class OutdatedRequests:
     def __init__(self, weights: Weights, manager: KVCacheManager) -> None:
         """From now on, blocks of outdated requests do not get into vLLM's own cache.
 
-        vLLM puts a block there when it plans the step that fills the block, when a load ends, or (with asynchronous scheduling; from 0.33 on
-        with drafts, too) when it takes in a step's tokens. The request that it plans next can find the block at once, so it would be too late to
-        take the block out afterwards. vLLM has no call for this. Every block gets there through the coordinator's `cache_blocks`, so this
-        replaces it.
+        vLLM puts a block there when it plans the step that fills the block, when a load ends, or (with
+        asynchronous scheduling; from 0.33 on with drafts, too) when it takes in a step's tokens. The request
+        that it plans next can find the block at once, so it would be too late to take the block out
+        afterwards. vLLM has no call for this. Every block gets there through the coordinator's
+        `cache_blocks`, so this replaces it.
         """
         self.weights = weights
         """The state of the engine's weights, as last known."""
@@ -38,9 +39,12 @@ class OutdatedRequests:
         coordinator.cache_blocks = cache_unless_outdated
 
     def begin(self, weights: Weights, requests: Iterable[TrackedRequest]) -> None:
-        """Notes another state of the weights: `requests` that have KV are outdated, and vLLM's own cache is emptied."""
+        """Notes another state of the weights: `requests` that have KV are outdated, and vLLM's own cache is
+        emptied."""
         self.weights = weights
-        self._ids.update(tracked.id for tracked in requests if tracked.at_hand or tracked.request.num_computed_tokens)
+        self._ids.update(
+            tracked.id for tracked in requests if tracked.at_hand or tracked.request.num_computed_tokens
+        )
         self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
 
     def __contains__(self, request_id: str) -> bool:

@@ -1,4 +1,5 @@
-"""How much of a prompt is looked up, loaded and stored, as far as the settings and the model decide it. Pure."""
+"""How much of a prompt is looked up, loaded and stored, as far as the settings and the model decide it.
+Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The settings and the model, as far as they decide what is loaded and stored. The same for all requests."""
+    """The settings and the model, as far as they decide what is loaded and stored. The same for all
+    requests."""
 
     settings: Settings
     layers: Sequence[KeptLayers]
@@ -28,12 +30,14 @@ class ChunkPlan:
     ranks: int = 1
     """Of all pipeline stages."""
     dense: bool = False
-    """Whether to store all chunks of layers with a window, because vLLM, too, keeps more of them than the ends of prompts
-    (`prefix_cache_retention_interval`)."""
+    """Whether to store all chunks of layers with a window, because vLLM, too, keeps more of them than the
+    ends of prompts (`prefix_cache_retention_interval`)."""
     drafted_up_to: int | None = None
-    """The draft model runs in a step if no request of it has more tokens than this; None without a draft model."""
+    """The draft model runs in a step if no request of it has more tokens than this; None without a draft
+    model."""
     hashes_media: bool = False
-    """Whether vLLM names an image by a hash of its content, unless the client names it. Otherwise vLLM numbers images."""
+    """Whether vLLM names an image by a hash of its content, unless the client names it. Otherwise vLLM
+    numbers images."""
 
     @cached_property
     def chunk(self) -> int:
@@ -60,15 +64,17 @@ class ChunkPlan:
         return all(group.divisible for group in self.layers)
 
     def most(self, request: Request) -> int:
-        """Returns how many chunks to look up. vLLM has to compute the last token, and some layers can be loaded only up to a chunk's end. If a
-        group is ahead, a load leaves the last of these chunks to compute."""
+        """Returns how many chunks to look up. vLLM has to compute the last token, and some layers can be
+        loaded only up to a chunk's end. If a group is ahead, a load leaves the last of these chunks to
+        compute."""
         length: int = request.num_tokens
         if self.settings.connector.recompute == "block":
             return min(length // self.chunk, -(-self.loadable(request) // self.chunk) + self.ahead)
         return (length if self._divisible or self.ahead else length - 1) // self.chunk
 
     def loadable(self, request: Request) -> int:
-        """Returns the most tokens that may be loaded. vLLM has to compute the last token, because it needs its logits."""
+        """Returns the most tokens that may be loaded. vLLM has to compute the last token, because it needs
+        its logits."""
         length: int = request.num_tokens
         if self.settings.connector.recompute == "token":
             return length - 1
@@ -77,7 +83,8 @@ class ChunkPlan:
         return end // self.chunk * self.chunk if any(self.tails) else end
 
     def needed_blocks(self, request: Request, end: int) -> int:
-        """Returns the most blocks that the request holds until all of its tokens are computed, if the tokens before `end` are loaded."""
+        """Returns the most blocks that the request holds until all of its tokens are computed, if the tokens
+        before `end` are loaded."""
         total = 0
         # by number, because a draft model's group may use the same blocks as another group
         for group in {group.number: group for group in self.layers}.values():
@@ -85,7 +92,8 @@ class ChunkPlan:
             if group.kind == "window":
                 blocks -= max(0, end - group.window + 1) // group.block_size
             elif group.kind == "state":
-                # one block for the state that was loaded, one for the state that is computed, and one for a boundary between them
+                # one block for the state that was loaded, one for the state that is computed, and one for a
+                # boundary between them
                 blocks = min(blocks, 3)
             total += blocks
         return total

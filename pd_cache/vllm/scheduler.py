@@ -1,10 +1,11 @@
 """The connector's part in the scheduler: it passes vLLM's hooks on to requests, stores and streams.
 
-Everything runs on the scheduler's thread. While requests wait for loads, that thread spins through its loop, and asks about each request
-hundreds of times a second. So a request is looked up once, and everything else here is a few dictionary operations.
+Everything runs on the scheduler's thread. While requests wait for loads, that thread spins through its loop,
+and asks about each request hundreds of times a second. So a request is looked up once, and everything else
+here is a few dictionary operations.
 
-`tracked.py` has a request's state, `stores.py` the stores, `streams.py` the prompts that are loaded while other nodes compute them, and
-`own_cache.py` keeps KV of earlier weights out of vLLM's own cache.
+`tracked.py` has a request's state, `stores.py` the stores, `streams.py` the prompts that are loaded while
+other nodes compute them, and `own_cache.py` keeps KV of earlier weights out of vLLM's own cache.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class SchedulerSide:
         version: WeightsVersion | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_report` is called with the id and the report of each request that ends. `version`: the version of the engine's weights, which the
-        lookup client uses, too. The caller closes `adapters` and `tracing`."""
+        """`on_report` is called with the id and the report of each request that ends. `version`: the version
+        of the engine's weights, which the lookup client uses, too. The caller closes `adapters` and
+        `tracing`."""
         self._plan = plan
         self._adapters = adapters
         self.metrics = metrics
@@ -80,9 +82,11 @@ class SchedulerSide:
         self._next = Step()
         """What is known of the next step."""
         self._refused = False
-        """True if vLLM ran out of blocks for a request in this step. It then asks about no request behind it."""
+        """True if vLLM ran out of blocks for a request in this step. It then asks about no request behind
+        it."""
         self._holding: dict[str, int] = {}
-        """The requests that hold blocks for a load and have computed nothing since. For each, the blocks that all of its tokens need."""
+        """The requests that hold blocks for a load and have computed nothing since. For each, the blocks that
+        all of its tokens need."""
 
     def bind(self, manager: KVCacheManager) -> None:
         """Takes the manager that knows each request's blocks."""
@@ -92,15 +96,15 @@ class SchedulerSide:
         self.streams = Streams(self._plan, manager, self._tracing)
 
     def open(self, metadata: Sequence[CacheMetadata], lookup: LookupClient) -> None:
-        """Takes the lookup client, once the workers' KV tensors are known. The caller closes it. `metadata` has an entry for each layer group of
-        each pipeline stage."""
+        """Takes the lookup client, once the workers' KV tensors are known. The caller closes it. `metadata`
+        has an entry for each layer group of each pipeline stage."""
         spaces = [group.namespace(self._plan.settings.node.cache) for group in metadata]
         self._database = ChunkedTokenDatabase(spaces[0])
         self._spaces = spaces
         self._namespaces = tuple(space.fingerprint() for space in spaces)
         self._lookup = lookup
 
-    # --- a request's way -----------------------------------------------------------------------------------------
+    # --- a request's way ------------------------------------------------------------------------------------
 
     def track(self, request: Request) -> TrackedRequest:
         """Returns the state of a request, which may be new."""
@@ -108,19 +112,24 @@ class SchedulerSide:
         if tracked is None:
             lora = request.lora_request
             adapter = None if lora is None else self._adapters.of(lora.lora_name, lora.lora_path)
-            tracked = TrackedRequest(request, adapter, self._plan, self._database, self.metrics, self._clock())
+            tracked = TrackedRequest(
+                request, adapter, self._plan, self._database, self.metrics, self._clock()
+            )
             self._requests[request.request_id] = tracked
         return tracked
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later; and whether there is a load, which
-        runs while other requests compute."""
+        """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later;
+        and whether there is a load, which runs while other requests compute."""
         tracked = self.track(request)
         tracked.asked(computed)
         self._holding.pop(tracked.id, None)  # vLLM asks only for requests without blocks
         self._outdated.forget(tracked.id)
         self._follow()
-        now, waits = self._clock(), tracked.handoff.announced is not None and self._outdated.weights.label is not None
+        now, waits = (
+            self._clock(),
+            tracked.handoff.announced is not None and self._outdated.weights.label is not None,
+        )
         if tracked.streams:
             tokens = self._match_stream(tracked, now)
         elif self.streams.take_over(tracked):
@@ -144,7 +153,8 @@ class SchedulerSide:
         return tokens, bool(tokens)
 
     def _match(self, tracked: TrackedRequest, now: float) -> int | None:
-        """Returns how many of the tokens that were found can be loaded; None while the request waits for blocks of other loads."""
+        """Returns how many of the tokens that were found can be loaded; None while the request waits for
+        blocks of other loads."""
         tracked.end_span()
         tokens = tracked.propose()
         if not tokens or self.streams.block_loads:
@@ -154,7 +164,8 @@ class SchedulerSide:
         return tokens if not tokens or self._fits(tracked) else tracked.wait_for_room(now)
 
     def _judge(self, tracked: TrackedRequest, tokens: int, now: float) -> int:
-        """Returns how many of the proposed tokens are worth loading, in the time that computing them takes."""
+        """Returns how many of the proposed tokens are worth loading, in the time that computing them
+        takes."""
         tracked.judged = True
         running = [other.request for other in self._requests.values() if other.outcome.over]
         spans = [(it.num_computed_tokens - it.num_in_flight_tokens, it.num_prompt_tokens) for it in running]
@@ -174,7 +185,8 @@ class SchedulerSide:
         return kept
 
     def _match_stream(self, tracked: TrackedRequest, now: float) -> int | None:
-        """Returns how many tokens a stream can load; None while it waits for blocks. If nobody cancels it, vLLM computes its prompt in the end."""
+        """Returns how many tokens a stream can load; None while it waits for blocks. If nobody cancels it,
+        vLLM computes its prompt in the end."""
         if now >= tracked.arrived + self.streams.longest_s:
             return 0
         if tracked.may_load and tracked.names.possible and self._lookup.available:
@@ -193,10 +205,11 @@ class SchedulerSide:
             return
         self._holding[tracked.id] = tracked.needed_blocks
         parts = tracked.begin_load(external, ids, self._manager.block_pool.null_block.block_id)
-        # with several groups, a window or a state, the load fails as a whole: vLLM would use all before the first failed block, with a window
-        # or a state that was never loaded
+        # with several groups, a window or a state, the load fails as a whole: vLLM would use all before the
+        # first failed block, with a window or a state that was never loaded
         failing = parts[0].blocks if self._plan.plain else []
-        # if vLLM takes another number of tokens, we cannot know which. Then none are loaded, and vLLM computes all
+        # if vLLM takes another number of tokens, we cannot know which. Then none are loaded, and vLLM
+        # computes all
         wanted = [part for part in parts if part.names] if whole else []
         self._next.loads.append(LoadOp(tracked.id, wanted, failing, self._outdated.weights.label))
         self._costs.load_began(tracked.id, tracked.by_tier(external), self._clock())
@@ -261,7 +274,8 @@ class SchedulerSide:
                 tracked.load_ended(loaded)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Forgets the request. Returns the `kv_transfer_params` of its answer: its report, and what a decode node has to know; None for neither."""
+        """Forgets the request. Returns the `kv_transfer_params` of its answer: its report, and what a decode
+        node has to know; None for neither."""
         request_id = request.request_id
         tracked = self._requests.pop(request_id, None)
         stored = tracked is not None and self._storable(tracked)
@@ -309,7 +323,7 @@ class SchedulerSide:
             ours["prefill"] = msgspec.to_builtins(announced.prefill)
         return ours
 
-    # --- weights -------------------------------------------------------------------------------------------------
+    # --- weights --------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Notes that the engine has other weights: it is out until they get a label."""
@@ -319,7 +333,8 @@ class SchedulerSide:
     def _follow(self) -> None:
         """If the weights or their label have changed, drops what was found or computed before.
 
-        A new label counts as a change: some engines hear of other weights before they have them, and get the label afterwards.
+        A new label counts as a change: some engines hear of other weights before they have them, and get the
+        label afterwards.
         """
         state = self._version.state
         if state is self._outdated.weights:
@@ -334,14 +349,16 @@ class SchedulerSide:
         label = self._outdated.weights.label
         return [f"{space}.{label}" if label else space for space in self._namespaces]
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _fits(self, tracked: TrackedRequest) -> bool:
-        """Returns whether there are blocks enough for this request and all that hold blocks for a load to compute all of their tokens.
+        """Returns whether there are blocks enough for this request and all that hold blocks for a load to
+        compute all of their tokens.
 
-        vLLM cannot preempt a request that waits after its load. So requests that leave each other no blocks would wait for ever. vLLM 0.32
-        prevents that only for full attention. For layers with a window it counts too few blocks: `_request_remaining_blocks` compares
-        `max_admission_blocks_per_request` with a list that also has an entry for each block before the window.
+        vLLM cannot preempt a request that waits after its load. So requests that leave each other no blocks
+        would wait for ever. vLLM 0.32 prevents that only for full attention. For layers with a window it
+        counts too few blocks: `_request_remaining_blocks` compares `max_admission_blocks_per_request` with a
+        list that also has an entry for each block before the window.
         """
         if self._plan.plain:
             return True

@@ -33,10 +33,11 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The mapping itself."""
 
     config_file: str | None = None
-    """The cluster's YAML file. With a `server_url` it may be left out: the server says how chunks are made."""
+    """The cluster's YAML file. With a `server_url` it may be left out: the server says how chunks are
+    made."""
     server_url: Annotated[str, msgspec.Meta(pattern=r"^ipc://.+$")] | None = None
-    """The address of the cache server, e.g. `ipc:///run/pd-cache.sock`. By default, that of the node's `cache_server`; without either, each
-    worker has a cache of its own."""
+    """The address of the cache server, e.g. `ipc:///run/pd-cache.sock`. By default, that of the node's
+    `cache_server`; without either, each worker has a cache of its own."""
     node: str | None = None
     """Which of the file's nodes this is; needed if several could be meant."""
     host: str = "127.0.0.1"
@@ -149,5 +150,7 @@ def _node(config: ClusterConfig, given: ExtraConfig, kv_role: str) -> PrefillNod
     fitting = [node for node in nodes if node.role in _ROLES[kv_role]]
     if len(fitting) > 1:
         names = ", ".join(node.name for node in fitting)
-        raise ConfigError(f"kv_connector_extra_config.node: say which this is; {given.config_file} has {names}")
+        raise ConfigError(
+            f"kv_connector_extra_config.node: say which this is; {given.config_file} has {names}"
+        )
     return fitting[0] if fitting else None

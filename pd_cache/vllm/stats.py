@@ -1,7 +1,7 @@
 """Statistics in vLLM's classes.
 
-`CacheMetrics` counts. With each step, the worker and the scheduler send what was added since the last step to the API server's process, which
-adds it up on vLLM's /metrics.
+`CacheMetrics` counts. With each step, the worker and the scheduler send what was added since the last step to
+the API server's process, which adds it up on vLLM's /metrics.
 """
 
 from __future__ import annotations

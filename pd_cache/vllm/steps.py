@@ -1,7 +1,7 @@
 """The messages between the scheduler and the workers, with every step of the engine.
 
-vLLM pickles them, between processes that it started: nothing comes from outside. vLLM's base classes for them are empty. They are not used here,
-so that scheduler and worker need no vLLM.
+vLLM pickles them, between processes that it started: nothing comes from outside. vLLM's base classes for them
+are empty. They are not used here, so that scheduler and worker need no vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class GroupChunks:
     names: list[bytes]
     """Names of the chunks, in order."""
     blocks: list[int]
-    """The blocks of those chunks, and -1 for blocks that do not move: at hand, before a window, or behind a load's end."""
+    """The blocks of those chunks, and -1 for blocks that do not move: at hand, before a window, or behind a
+    load's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ class LoadOp:
     parts: list[GroupChunks]
     """A part for each layer group that has something to load; none for a load that has to fail."""
     blocks: list[int]
-    """The blocks to report if the load fails. None if it can only fail as a whole: with several layer groups, a window or a state."""
+    """The blocks to report if the load fails. None if it can only fail as a whole: with several layer groups,
+    a window or a state."""
     label: str | None = FIRST
     """The label of the weights when the chunks were found; None for a load that has to fail."""
     streams: bool = False
@@ -57,11 +59,13 @@ class Step:
     loads: list[LoadOp] = field(default_factory=list)
     stores: list[StoreOp] = field(default_factory=list)
     nothing_to_compute: bool = False
-    """Whether no request computes in this step. The worker may then wait a moment for a transfer instead of spinning."""
+    """Whether no request computes in this step. The worker may then wait a moment for a transfer instead of
+    spinning."""
     label: str | None = FIRST
     """The label of the engine's weights now; None while they have none."""
     expecting: bool = False
-    """Whether the scheduler waits for something besides transfers: for chunks of another node, or for blocks."""
+    """Whether the scheduler waits for something besides transfers: for chunks of another node, or for
+    blocks."""
     work: StepWork | None = None
     """What the step computes, if it computes."""
 
@@ -73,10 +77,11 @@ class StepReport:
     jobs: dict[int, tuple[int, list[StoreOutcome]]] = field(default_factory=dict)
     """Store jobs: how many ranks are done, and the outcome of each chunk."""
     loads: dict[str, Loaded] = field(default_factory=dict)
-    """Loads that have ended: the end of the layer group that failed, or else of the first group. A load that failed has another reason than `none`."""
+    """Loads that have ended: the end of the layer group that failed, or else of the first group. A load that
+    failed has another reason than `none`."""
     took: dict[str, float] = field(default_factory=dict)
-    """The seconds of each of these loads, from the step that began it. The scheduler hears of its end only with the report of a step, which may
-    take longer than the load."""
+    """The seconds of each of these loads, from the step that began it. The scheduler hears of its end only
+    with the report of a step, which may take longer than the load."""
     streams: dict[str, tuple[int, Loaded]] = field(default_factory=dict)
     """Parts of streams: how many ranks are done, and the worst of their ends."""
     work: StepWork | None = None
@@ -91,7 +96,10 @@ class StepReport:
             jobs[job] = (before + ranks, both)
         for request_id, loaded in other.loads.items():
             loads[request_id] = _worst(loads.get(request_id, loaded), loaded)
-        took = {**other.took, **{load: max(seconds, other.took.get(load, 0.0)) for load, seconds in self.took.items()}}
+        took = {
+            **other.took,
+            **{load: max(seconds, other.took.get(load, 0.0)) for load, seconds in self.took.items()},
+        }
         streams = dict(self.streams)
         for request_id, (ranks, loaded) in other.streams.items():
             before, worst = streams.get(request_id, (0, loaded))

@@ -1,7 +1,7 @@
 """The scheduler's stores: the blocks that they read, and their end.
 
-Each block that a store still reads has a reference of ours, as if a request used it. So it does not matter whether the request that
-computed the block has finished, or was aborted or preempted meanwhile.
+Each block that a store still reads has a reference of ours, as if a request used it. So it does not matter
+whether the request that computed the block has finished, or was aborted or preempted meanwhile.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ class Stores:
         self._metrics = metrics
         self._tracing = tracing
         self._undrafted = False
-        """Whether vLLM has skipped the draft model in a step, so that blocks of vLLM's own cache may lack the draft model's KV."""
+        """Whether vLLM has skipped the draft model in a step, so that blocks of vLLM's own cache may lack the
+        draft model's KV."""
         self._jobs: dict[int, StoreJob] = {}
         self._next_job = 0
         self._chunks_under_way = 0
 
     def note_undrafted(self, computed: Mapping[TrackedRequest, int]) -> None:
-        """Notes if vLLM skips the draft model in a step, because a request has too many tokens for it. `computed`: for each request of the
-        step, its tokens after the step."""
+        """Notes if vLLM skips the draft model in a step, because a request has too many tokens for it.
+        `computed`: for each request of the step, its tokens after the step."""
         most = self._plan.drafted_up_to
         if most is not None and max(computed.values(), default=0) > most:
             self._undrafted = True
@@ -67,7 +68,8 @@ class Stores:
                 tracked.drafted = False
 
     def plan(self, tracked: TrackedRequest, computed: int) -> list[StoreOp]:
-        """Returns the stores of the chunks that are complete with the request's first `computed` tokens and not planned yet."""
+        """Returns the stores of the chunks that are complete with the request's first `computed` tokens and
+        not planned yet."""
         return [
             self._begin(chunks, tracked.request)
             for place, run in tracked.to_store(computed, self._undrafted)
@@ -75,11 +77,13 @@ class Stores:
         ]
 
     def plan_states(self, tracked: TrackedRequest, offers: Iterable[tuple[int, int, int]]) -> list[StoreOp]:
-        """Returns the stores of the states that vLLM hands over. An offer is the number of vLLM's group, a block, and the number of tokens that
-        the state covers."""
+        """Returns the stores of the states that vLLM hands over. An offer is the number of vLLM's group, a
+        block, and the number of tokens that the state covers."""
         request, chunk_size = tracked.request, self._plan.chunk
         most = tracked.storable(request.num_tokens)
-        places = {group.number: place for place, group in enumerate(self._plan.layers) if group.kind == "state"}
+        places = {
+            group.number: place for place, group in enumerate(self._plan.layers) if group.kind == "state"
+        }
         ops: list[StoreOp] = []
         for number, block, tokens in offers:
             place = places.get(number)
@@ -92,7 +96,8 @@ class Stores:
         return ops
 
     def advance(self, number: int, ranks: int, outcomes: Sequence[StoreOutcome]) -> StoreJob | None:
-        """Notes that `ranks` more ranks are done with a job. When all are done, gives the job's blocks back, and returns the job."""
+        """Notes that `ranks` more ranks are done with a job. When all are done, gives the job's blocks back,
+        and returns the job."""
         if (job := self._jobs.get(number)) is None:
             return None
         job.outcomes = [StoreOutcome.together(pair) for pair in zip(job.outcomes, outcomes, strict=True)]
@@ -100,11 +105,14 @@ class Stores:
         if job.remaining > 0:
             return None
         del self._jobs[number]
-        job.span.note(stored=job.outcomes.count(StoreOutcome.NEW), missing=job.outcomes.count(StoreOutcome.NOT))
+        job.span.note(
+            stored=job.outcomes.count(StoreOutcome.NEW), missing=job.outcomes.count(StoreOutcome.NOT)
+        )
         job.span.end()
         self._chunks_under_way -= len(job.outcomes)
         pool = self._manager.block_pool
-        # the last block first: vLLM evicts first what was freed first, and later requests need a prefix more than its end
+        # the last block first: vLLM evicts first what was freed first, and later requests need a prefix more
+        # than its end
         pool.free_blocks(pool.blocks[block] for block in reversed(job.chunks.blocks) if block >= 0)
         return job
 
@@ -121,7 +129,8 @@ class Stores:
         return any(pool.blocks[block].ref_cnt == 1 for block in held)
 
     def _chunks_of(self, tracked: TrackedRequest, place: int, run: range) -> GroupChunks | None:
-        """Returns the chunks of a run that can be stored: vLLM still has their blocks, and the queue has room. None if there are none."""
+        """Returns the chunks of a run that can be stored: vLLM still has their blocks, and the queue has
+        room. None if there are none."""
         group = self._plan.layers[place]
         per_chunk = self._plan.chunk // group.block_size
         ids = self._manager.get_block_ids(tracked.id)[group.number]

@@ -1,8 +1,9 @@
 """Streams: prompts whose chunks are loaded while a prefill node computes them.
 
-Before a prompt is computed, a proxy sends it to a decode node, in a request that only holds blocks. To vLLM, this is a request with a long load.
-Each chunk that appears in the pool is loaded into these blocks, and put into vLLM's own prefix cache. When the prompt has been computed, the
-proxy sends the request that is to be answered, which finds the chunks there. So a stream may end at any moment: only a head start is lost.
+Before a prompt is computed, a proxy sends it to a decode node, in a request that only holds blocks. To vLLM,
+this is a request with a long load. Each chunk that appears in the pool is loaded into these blocks, and put
+into vLLM's own prefix cache. When the prompt has been computed, the proxy sends the request that is to be
+answered, which finds the chunks there. So a stream may end at any moment: only a head start is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 _SHARE, _OF_FREE = 4, 2
-"""All streams together hold at most a quarter of the blocks; a new one at most half of those that are free."""
+"""All streams together hold at most a quarter of the blocks; a new one at most half of those that are
+free."""
 _APART_S = 0.01
 """The least time between two lookups, of all streams together."""
 _REMEMBERED = 1 << 14
@@ -68,17 +70,19 @@ class Streams:
         self._streams: dict[str, Stream] = {}
         self._loads: list[LoadOp] = []
         self._reserved: dict[str, int] = {}
-        """The number of blocks of each stream that has given way. vLLM reserves as many for its load until its request ends. Other loads cannot have
-        them; requests that compute can."""
+        """The number of blocks of each stream that has given way. vLLM reserves as many for its load until
+        its request ends. Other loads cannot have them; requests that compute can."""
         self.block_loads = False
-        """Whether to load nothing in the next step, because vLLM refuses blocks to every load, and no request computes."""
+        """Whether to load nothing in the next step, because vLLM refuses blocks to every load, and no request
+        computes."""
         self._next_poll = 0.0
         self._came: OrderedDict[bytes, None] = OrderedDict()
         """The names of the chunks that came last."""
 
     @property
     def possible(self) -> bool:
-        """Whether this engine can have streams: a load can use any part of a prompt, and vLLM's own cache is on."""
+        """Whether this engine can have streams: a load can use any part of a prompt, and vLLM's own cache is
+        on."""
         return self._plan.plain and self._manager.enable_caching
 
     @property
@@ -87,10 +91,11 @@ class Streams:
 
     @property
     def leaving(self) -> bool:
-        """Whether requests have ended whose blocks are not given back yet. The engine has to keep stepping until they are."""
+        """Whether requests have ended whose blocks are not given back yet. The engine has to keep stepping
+        until they are."""
         return any(stream.left for stream in self._streams.values())
 
-    # --- a stream's way ------------------------------------------------------------------------------------------
+    # --- a stream's way -------------------------------------------------------------------------------------
 
     def propose(self, tracked: TrackedRequest) -> int:
         """Returns how many tokens to propose to vLLM; 0 if there is no room, or nothing to load."""
@@ -102,7 +107,8 @@ class Streams:
         room = held + needed <= pool.num_gpu_blocks // _SHARE and needed <= free // _OF_FREE
         if not (self.possible and room) or self.block_loads or end <= tracked.at_hand:
             return 0
-        tracked.names.first(plan.most(tracked.request))  # if that raises, it does so before vLLM has allocated blocks
+        # if that raises, it does so before vLLM has allocated blocks
+        tracked.names.first(plan.most(tracked.request))
         return end - tracked.at_hand
 
     def begin(self, tracked: TrackedRequest, blocks: Sequence[int]) -> None:
@@ -117,7 +123,9 @@ class Streams:
         """Looks up the next chunks of a stream, if it is time, and loads what is found."""
         streams = self._streams.values()
         waiting = (
-            stream for stream in streams if not (stream.over or stream.ranks) and stream.done < len(stream.names)
+            stream
+            for stream in streams
+            if not (stream.over or stream.ranks) and stream.done < len(stream.names)
         )
         stream = min(waiting, key=attrgetter("asked"), default=None)
         if stream is None or now < self._next_poll:
@@ -148,19 +156,23 @@ class Streams:
             self._end(stream, "")
 
     def give_way(self, now: float, *, needed: bool) -> None:
-        """Ends streams whose time is over, and outdated streams. If there are none and another request `needed` blocks, ends the newest.
+        """Ends streams whose time is over, and outdated streams. If there are none and another request
+        `needed` blocks, ends the newest.
 
         Chunks that came stay in vLLM's own cache.
         """
         able = [stream for stream in self._streams.values() if not stream.ranks and not stream.left]
-        ending = [stream for stream in able if stream.outdated or now >= stream.until] or (able[-1:] if needed else [])
+        ending = [stream for stream in able if stream.outdated or now >= stream.until] or (
+            able[-1:] if needed else []
+        )
         self.block_loads = needed and not ending and bool(self._reserved)
         for stream in ending:
             self._reserved[stream.tracked.id] = len(stream.blocks)
             self._end(stream, "given up")
 
     def leave(self, request_id: str) -> None:
-        """Notes that the request has ended. vLLM gets its blocks back when no rank loads into them any more."""
+        """Notes that the request has ended. vLLM gets its blocks back when no rank loads into them any
+        more."""
         self._reserved.pop(request_id, None)
         if (stream := self._streams.get(request_id)) is not None:
             stream.left = stream.over = True
@@ -177,10 +189,11 @@ class Streams:
         for stream in self._streams.values():
             stream.over = stream.outdated = True
 
-    # --- the request that is to be answered --------------------------------------------------------------------------
+    # --- the request that is to be answered -----------------------------------------------------------------
 
     def take_over(self, tracked: TrackedRequest) -> bool:
-        """Ends the streams of a prompt that a prefill node has announced. Returns whether a part of it is still being loaded."""
+        """Ends the streams of a prompt that a prefill node has announced. Returns whether a part of it is
+        still being loaded."""
         if not self._streams or tracked.handoff.announced is None or not tracked.names.possible:
             return False
         names = tracked.names.first(self._plan.most(tracked.request))
@@ -201,10 +214,11 @@ class Streams:
                 count += 1
         return count
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _end(self, stream: Stream, why: str) -> None:
-        """Ends a stream for which no rank loads. Its load then fails, so vLLM gives all of its blocks back."""
+        """Ends a stream for which no rank loads. Its load then fails, so vLLM gives all of its blocks
+        back."""
         tracked = stream.tracked
         del self._streams[tracked.id]
         tracked.may_load = False

@@ -2,8 +2,8 @@
 
 Events come in this order; after a preemption, they begin again:
 
-1. vLLM asks what can be loaded (`asked`). The prompt is looked up, perhaps several times (`needs_lookup`, `looked_up`); a load of what was
-   found is proposed (`propose`).
+1. vLLM asks what can be loaded (`asked`). The prompt is looked up, perhaps several times (`needs_lookup`,
+   `looked_up`); a load of what was found is proposed (`propose`).
 2. vLLM allocates blocks for the load (`begin_load`), and the workers load into them (`load_ended`).
 3. vLLM computes tokens, in several steps (`computes`). After each step, chunks may be complete (`to_store`).
 4. The request ends (`report`, `announceable`).
@@ -33,7 +33,8 @@ NO_SPAN = UNTRACED.begin("")
 
 
 def request_span(tracing: Tracing, name: str, request: Request, **attributes: Attribute) -> TraceSpan:
-    """Begins a span under the trace context that vLLM took from the request. vLLM takes one only with `--otlp-traces-endpoint`."""
+    """Begins a span under the trace context that vLLM took from the request. vLLM takes one only with
+    `--otlp-traces-endpoint`."""
     if tracing is UNTRACED:
         return NO_SPAN
     headers = getattr(request, "trace_headers", None)
@@ -92,16 +93,18 @@ class TrackedRequest:
         """For each layer group, how many chunks need no store any more: they are planned, or in the pool."""
         self.outcome = PromptOutcome()
 
-    # --- lookups -------------------------------------------------------------------------------------------------
+    # --- lookups --------------------------------------------------------------------------------------------
 
     def asked(self, computed: int) -> None:
-        """Notes that vLLM asks what can be loaded beyond the first `computed` tokens, which vLLM's own cache has."""
+        """Notes that vLLM asks what can be loaded beyond the first `computed` tokens, which vLLM's own cache
+        has."""
         if computed // self._chunk < self.at_hand // self._chunk:
             self._found = None  # vLLM has evicted what was at hand, and so was not looked up
         self.at_hand, self.proposed = computed, 0
 
     def wants_lookup(self) -> bool:
-        """Returns whether the prompt may be looked up and loaded. The report counts what was at hand at the first call."""
+        """Returns whether the prompt may be looked up and loaded. The report counts what was at hand at the
+        first call."""
         adapter = self.names.adapter
         if self.outcome.at_hand is None:
             self.outcome.at_hand = self.at_hand
@@ -119,8 +122,8 @@ class TrackedRequest:
         return most if limit is None else min(most, (self.at_hand + limit) // self._chunk + self._plan.ahead)
 
     def awaited(self, own: Sequence[str], now: float) -> int:
-        """Returns the number of chunks for which the request waits, because a prefill node is storing them. `own`: the namespaces that this node
-        reads, as in keys."""
+        """Returns the number of chunks for which the request waits, because a prefill node is storing them.
+        `own`: the namespaces that this node reads, as in keys."""
         announced = self.handoff.announced
         if announced is None or self._foreign or now >= self.arrived + self._plan.settings.handoff_wait_s:
             return 0
@@ -133,7 +136,8 @@ class TrackedRequest:
         return max(0, min(announced.prefix_tokens // self._chunk, self.most - self._plan.ahead))
 
     def needs_lookup(self, awaited: int, now: float) -> bool:
-        """Returns whether to look the prompt up: for the first time, or again for the chunks that it waits for."""
+        """Returns whether to look the prompt up: for the first time, or again for the chunks that it waits
+        for."""
         return self._found is None or (self.lacks(awaited) and now >= self._next_poll)
 
     def looked_up(self, found: Found, streamed: int, awaited: int, now: float) -> None:
@@ -171,15 +175,18 @@ class TrackedRequest:
             return found.reason
         return "other_namespace" if self._foreign else "deadline"
 
-    # --- loads ---------------------------------------------------------------------------------------------------
+    # --- loads ----------------------------------------------------------------------------------------------
 
     def propose(self) -> int:
         """Proposes to load what was found. Returns the number of tokens; 0 if there is nothing to load."""
         request, found = self.request, self._found
         if found is not None:
             if found.leading > found.chunks:  # prompts part behind what was found
-                # vLLM then ends a step there, so that states can be stored. It resets the field each time it asks
-                request.shared_prefix_boundary = max(request.shared_prefix_boundary, found.leading * self._chunk)
+                # vLLM then ends a step there, so that states can be stored. It resets the field each time it
+                # asks
+                request.shared_prefix_boundary = max(
+                    request.shared_prefix_boundary, found.leading * self._chunk
+                )
             end = min(found.chunks * self._chunk, self._plan.loadable(request))
             if self._worth is not None:
                 end = min(end, (self.at_hand + self._worth) // self._chunk * self._chunk)
@@ -190,7 +197,8 @@ class TrackedRequest:
         return self.proposed
 
     def decline(self, detail: str, most: int) -> int:
-        """Notes that what was found is not worth loading, except for `most` tokens. Returns the number of tokens that are proposed now."""
+        """Notes that what was found is not worth loading, except for `most` tokens. Returns the number of
+        tokens that are proposed now."""
         assert self._found is not None
         self._worth, self.outcome.detail = most, detail
         self.outcome.looked_up(self._found.chunks * self._chunk, "not_worth")
@@ -198,12 +206,14 @@ class TrackedRequest:
 
     @property
     def needed_blocks(self) -> int:
-        """The most blocks that the request holds until all of its tokens are computed, if the proposed load takes place."""
+        """The most blocks that the request holds until all of its tokens are computed, if the proposed load
+        takes place."""
         return self._plan.needed_blocks(self.request, self.at_hand + self.proposed)
 
     def wait_for_room(self, now: float) -> int | None:
-        """Returns the answer to vLLM when other loads leave too few blocks: None while the request waits for them. After as long as a load may
-        take, returns 0, so that vLLM computes the prompt: if smaller loads behind it always fit, its own never would.
+        """Returns the answer to vLLM when other loads leave too few blocks: None while the request waits for
+        them. After as long as a load may take, returns 0, so that vLLM computes the prompt: if smaller loads
+        behind it always fit, its own never would.
         """
         if self._no_room_since is None:
             self._no_room_since = now
@@ -215,9 +225,11 @@ class TrackedRequest:
         return 0
 
     def begin_load(self, external: int, ids: Sequence[Sequence[int]], null: int) -> list[GroupChunks]:
-        """Notes that vLLM has allocated blocks for `external` of the proposed tokens. Returns what each layer group has to load.
+        """Notes that vLLM has allocated blocks for `external` of the proposed tokens. Returns what each layer
+        group has to load.
 
-        `ids` are the request's blocks in each of vLLM's groups. The block `null` stands for each block that vLLM has freed.
+        `ids` are the request's blocks in each of vLLM's groups. The block `null` stands for each block that
+        vLLM has freed.
         """
         self.outcome.began_load(external)
         first, last = self.at_hand // self._chunk, -(-(self.at_hand + self.proposed) // self._chunk)
@@ -228,7 +240,8 @@ class TrackedRequest:
     def part(
         self, place: int, first: int, last: int, ids: Sequence[Sequence[int]], null: int | None = None
     ) -> GroupChunks:
-        """Returns which of the chunks from `first` to before `last` a layer group has to load, without blocks that are at hand or not allocated."""
+        """Returns which of the chunks from `first` to before `last` a layer group has to load, without blocks
+        that are at hand or not allocated."""
         group, tail = self._plan.layers[place], self._plan.tails[place]
         per_chunk = self._chunk // group.block_size
         if tail:
@@ -263,7 +276,7 @@ class TrackedRequest:
         self.span.end(error)
         self.span = NO_SPAN
 
-    # --- stores --------------------------------------------------------------------------------------------------
+    # --- stores ---------------------------------------------------------------------------------------------
 
     def computes(self) -> None:
         """Notes that vLLM computes tokens of the request."""
@@ -276,8 +289,9 @@ class TrackedRequest:
         return tokens if most is None else min(tokens, most)
 
     def to_store(self, computed: int, undrafted: bool) -> list[tuple[int, range]]:
-        """Returns the chunks that the first `computed` tokens complete and that no earlier call returned: runs of chunks, each with the place of
-        its layer group. `undrafted`: whether blocks of vLLM's own cache may lack the draft model's KV."""
+        """Returns the chunks that the first `computed` tokens complete and that no earlier call returned:
+        runs of chunks, each with the place of its layer group. `undrafted`: whether blocks of vLLM's own
+        cache may lack the draft model's KV."""
         # vLLM's count includes drafted tokens, which may be rejected
         complete = self.storable(min(computed, self.request.num_tokens)) // self._chunk
         found: list[tuple[int, range]] = []
@@ -300,29 +314,33 @@ class TrackedRequest:
             last = min(last, prompt - plan.layers[place].ahead)
         if not tail or plan.dense:
             return [range(first, last)]
-        # a load of the same prompt ends before its last token, a load of a longer prompt somewhere behind that
+        # a load of the same prompt ends before its last token, a load of a longer prompt somewhere behind
+        # that
         end = prompt - 1 if plan.ahead else (request.num_prompt_tokens - 1) // self._chunk
         ends = max(first, end - tail)
         junction = request.shared_prefix_boundary // self._chunk
         return [range(max(first, junction - tail), min(last, junction, ends)), range(ends, last)]
 
-    # --- the end -------------------------------------------------------------------------------------------------
+    # --- the end --------------------------------------------------------------------------------------------
 
     def announceable(self, computed: int) -> int:
-        """Returns how long a prefix of the prompt, in tokens, the pool holds or will hold when vLLM has computed `computed` tokens."""
+        """Returns how long a prefix of the prompt, in tokens, the pool holds or will hold when vLLM has
+        computed `computed` tokens."""
         whole = self.storable(min(computed, self.request.num_prompt_tokens)) // self._chunk
         # an adapter may have been identified only after the last step, so that nothing was stored
         return max(0, min(whole - self._plan.ahead, self._planned[0])) * self._chunk
 
     def report(self, computed: int) -> RequestReport | None:
-        """Returns the report on the prompt; None if vLLM has not asked about it, or has not computed all of it."""
+        """Returns the report on the prompt; None if vLLM has not asked about it, or has not computed all of
+        it."""
         if computed < self.request.num_prompt_tokens:
             return None
         return self.outcome.report(self.request.num_prompt_tokens, self._plan)
 
 
 class PromptOutcome:
-    """What the report on a prompt says. Numbers are tokens. Only events before vLLM first computes the request count, and a load's end."""
+    """What the report on a prompt says. Numbers are tokens. Only events before vLLM first computes the
+    request count, and a load's end."""
 
     def __init__(self) -> None:
         self.at_hand: int | None = None
@@ -395,9 +413,10 @@ class PromptNames:
         self.identified = not request.mm_features or (plan.hashes_media and bool(own))
         """Whether the names of the request's images, audio and video identify their content.
 
-        A client may name them, and its names look like vLLM's hashes: it may send anything that looks like a hash, and vLLM hashes names
-        together with `mm_processor_kwargs`. So names count only within the client's salt, or if a proxy has removed the client's names, or if
-        the operator trusts all clients. Numbers that vLLM gives never count: each process begins with 0.
+        A client may name them, and its names look like vLLM's hashes: it may send anything that looks like a
+        hash, and vLLM hashes names together with `mm_processor_kwargs`. So names count only within the
+        client's salt, or if a proxy has removed the client's names, or if the operator trusts all clients.
+        Numbers that vLLM gives never count: each process begins with 0.
         """
         self._digest = b""
         """The adapter's digest, once it is known: names depend on it."""
@@ -406,7 +425,8 @@ class PromptNames:
 
     @property
     def possible(self) -> bool:
-        """Whether the chunks can be named now. A prompt of embeddings has no tokens to hash, and an adapter without a digest could be any."""
+        """Whether the chunks can be named now. A prompt of embeddings has no tokens to hash, and an adapter
+        without a digest could be any."""
         if self.adapter is not None:
             digest = self.adapter.digest  # other threads set it
             if not digest:
@@ -415,7 +435,8 @@ class PromptNames:
         return self.identified and not (self._by_tokens and self._request.prompt_embeds is not None)
 
     def first(self, count: int) -> list[bytes]:
-        """Returns the names of the first `count` chunks, or of fewer if the request has fewer whole chunks."""
+        """Returns the names of the first `count` chunks, or of fewer if the request has fewer whole
+        chunks."""
         if len(self._names) < count:
             if self._by_tokens:
                 self._names = self._hashed()

@@ -1,14 +1,16 @@
 """The connector's part in a worker: moves KV between vLLM's blocks and the pool, off the model's thread.
 
-Each load and store waits for the pool only until its deadline. On a GPU, their threads have CUDA streams of their own. Copies and steps
-follow this order:
+Each load and store waits for the pool only until its deadline. On a GPU, their threads have CUDA streams of
+their own. Copies and steps follow this order:
 
-1. A store reads blocks after the step that computes them: the store's thread waits for the mark that `save` made at the end of that step. It
-   waits for no later step.
-2. A load waits for no step, and no step waits for a load. vLLM gives a load only blocks that no step under way reads or writes
-   (`defer_block_free`), and schedules the request's first step after `take_loads` has reported the load.
-3. No load or store touches a block after its end was reported: the thread that reports the end has waited, on the host, for its own copies and
-   for those of the other layer groups. So vLLM may give the blocks of a store to another request, and read those of a load.
+1. A store reads blocks after the step that computes them: the store's thread waits for the mark that `save`
+   made at the end of that step. It waits for no later step.
+2. A load waits for no step, and no step waits for a load. vLLM gives a load only blocks that no step under
+   way reads or writes (`defer_block_free`), and schedules the request's first step after `take_loads` has
+   reported the load.
+3. No load or store touches a block after its end was reported: the thread that reports the end has waited, on
+   the host, for its own copies and for those of the other layer groups. So vLLM may give the blocks of a
+   store to another request, and read those of a load.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 
 _LOADERS = 2
 _IDLE_WAIT_S = 0.002
-"""How long a step without computation waits for a transfer to end. vLLM spins through such steps, and a thread that spins keeps the
-copying threads from running. A request that arrives meanwhile is scheduled up to this much later."""
+"""How long a step without computation waits for a transfer to end. vLLM spins through such steps, and a
+thread that spins keeps the copying threads from running. A request that arrives meanwhile is scheduled up to
+this much later."""
 
 
 class EndedLoads(NamedTuple):
@@ -57,9 +60,9 @@ class WorkerSide:
         version: WeightsVersion,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`groups`: for each layer group, the caches of its parts on this rank, each with whether this rank stores the part's chunks; another rank
-        may store the same KV. The caller closes the caches. `device` is that of the blocks. `version`, which the caches share, follows the
-        labels of the steps."""
+        """`groups`: for each layer group, the caches of its parts on this rank, each with whether this rank
+        stores the part's chunks; another rank may store the same KV. The caller closes the caches. `device`
+        is that of the blocks. `version`, which the caches share, follows the labels of the steps."""
         self._caches = [[cache for cache, _ in parts] for parts in groups]
         self._storing = [[cache for cache, stores in parts if stores] for parts in groups]
         self._first = next(cache for parts in self._caches for cache in parts)
@@ -70,7 +73,8 @@ class WorkerSide:
         self._load_queue: queue.SimpleQueue[tuple[LoadOp, float] | None] = queue.SimpleQueue()
         """Loads, and when each has to end."""
         self._store_queue: queue.SimpleQueue[tuple[StoreOp, Any] | None] = queue.SimpleQueue()
-        """Stores, and the mark at the end of the step that computes the chunks. The scheduler bounds their number."""
+        """Stores, and the mark at the end of the step that computes the chunks. The scheduler bounds their
+        number."""
         self._changed = threading.Condition()
         self._under_way = 0
         self._wanted: set[str] = set()
@@ -78,17 +82,24 @@ class WorkerSide:
         self._ended = EndedLoads(set(), set(), set())
         self._report = StepReport()
         self._closing = False
-        self._loaders = ThreadPoolExecutor(_LOADERS * sum(map(len, groups)), "pd-cache-load", own_stream, (device,))
-        """They load the second and further groups of a load, each in at most one thread. Those wait only for their own transfers."""
-        targets = {f"load-{number}": self._run_loads for number in range(_LOADERS)} | {"store": self._run_stores}
+        self._loaders = ThreadPoolExecutor(
+            _LOADERS * sum(map(len, groups)), "pd-cache-load", own_stream, (device,)
+        )
+        """They load the second and further groups of a load, each in at most one thread. Those wait only for
+        their own transfers."""
+        targets = {f"load-{number}": self._run_loads for number in range(_LOADERS)} | {
+            "store": self._run_stores
+        }
         self._threads = [
-            threading.Thread(target=target, name=f"pd-cache-{name}", daemon=True) for name, target in targets.items()
+            threading.Thread(target=target, name=f"pd-cache-{name}", daemon=True)
+            for name, target in targets.items()
         ]
         for thread in self._threads:
             thread.start()
 
     def start(self, step: Step) -> None:
-        """Begins this step's loads. From now on, loads and queued stores count only if they have the label of the step's weights."""
+        """Begins this step's loads. From now on, loads and queued stores count only if they have the label of
+        the step's weights."""
         if step.label != self._version.label:
             self._version.reset(step.label)
         deadline = self._clock() + self._load_timeout_s
@@ -112,7 +123,8 @@ class WorkerSide:
                 self._store_queue.put((op, after))
 
     def take_loads(self, step: Step, finished: set[str]) -> EndedLoads:
-        """Returns the loads that have ended. Loads of `finished` requests that have not begun are given up."""
+        """Returns the loads that have ended. Loads of `finished` requests that have not begun are given
+        up."""
         with self._changed:
             self._wanted -= finished
             something_ended = self._ended.finished or self._report.jobs or self._report.streams
@@ -131,7 +143,8 @@ class WorkerSide:
             return report
 
     def close(self, timeout: float) -> bool:
-        """Gives up what is queued, and waits at most `timeout` seconds for what runs. Returns False if something still runs."""
+        """Gives up what is queued, and waits at most `timeout` seconds for what runs. Returns False if
+        something still runs."""
         self._closing = True
         for _ in range(_LOADERS):
             self._load_queue.put(None)
@@ -142,7 +155,7 @@ class WorkerSide:
         self._loaders.shutdown(wait=False)
         return not any(thread.is_alive() for thread in self._threads)
 
-    # --- inside --------------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _run_loads(self) -> None:
         own_stream(self._device)
@@ -175,8 +188,8 @@ class WorkerSide:
             self._ended.failed.add(op.request_id)
 
     def _load(self, op: LoadOp, deadline: float) -> Loaded:
-        """Loads the chunks of all groups at the same time, and waits for all. Returns the worst end of those that failed, or else the end of the
-        first."""
+        """Loads the chunks of all groups at the same time, and waits for all. Returns the worst end of those
+        that failed, or else the end of the first."""
         parts = [(part, cache) for part in op.parts for cache in self._caches[part.group]]
 
         def load(part: GroupChunks, cache: BlockCache) -> Loaded:
@@ -184,7 +197,9 @@ class WorkerSide:
             try:
                 if remaining > 0:
                     blocks = _kept_blocks(part, cache)
-                    loaded = cache.load(part.names, blocks, session=op.request_id, label=op.label, timeout=remaining)
+                    loaded = cache.load(
+                        part.names, blocks, session=op.request_id, label=op.label, timeout=remaining
+                    )
                 else:
                     cache.metrics.trouble("retrieve", "deadline", len(part.names))
             except Exception as error:  # noqa: BLE001 - vLLM computes the blocks instead
@@ -212,7 +227,9 @@ class WorkerSide:
                 part = [StoreOutcome.NOT] * len(chunks.names)
                 try:
                     if not self._closing:
-                        part = cache.store(chunks.names, _kept_blocks(chunks, cache), after=after, label=op.label)
+                        part = cache.store(
+                            chunks.names, _kept_blocks(chunks, cache), after=after, label=op.label
+                        )
                 except Exception as error:  # noqa: BLE001 - the chunk is computed again when it is needed
                     self._unexpected("store", len(chunks.names), error)
                 parts.append(part)

@@ -1,4 +1,5 @@
-"""What every adapter does alike, the plain client included: under real pools, with real outages and real damage."""
+"""What every adapter does alike, the plain client included: under real pools, with real outages and real
+damage."""
 
 import random
 import threading
@@ -41,7 +42,8 @@ def pair_of_module(pool, kind):
 
 @pytest.fixture
 def pair(pair_of_module, monkeypatch):
-    """Two adapters of one kind, in one namespace, that live longer than the test, which has names of its own in them."""
+    """Two adapters of one kind, in one namespace, that live longer than the test, which has names of its own
+    in them."""
     monkeypatch.setitem(PREFIX, "of the test", uuid.uuid4().hex)
     return pair_of_module
 
@@ -116,7 +118,8 @@ def test_a_flipped_bit_is_a_miss_and_what_is_stored_again_is_whole(pool, pair, a
     names = list(values(*range(4)))
     assert other.load(names) == [None] * 4
     assert one.load(names) == [None] * 4
-    for _ in range(2):  # of a value in parts whose head and other parts are damaged, the first load finds the head only
+    # of a value in parts whose head and other parts are damaged, the first load finds the head only
+    for _ in range(2):
         assert one.store(values(*range(4))) == [True] * 4
         if (loaded := other.load(names)) != [None] * 4:
             break
@@ -217,7 +220,8 @@ def test_close_while_others_use_it_ends_all_of_them(pool, make):
         now = list(rounds)
         wait_for(
             lambda: (
-                any(one.done() for one in working) or all(after > one for one, after in zip(now, rounds, strict=True))
+                any(one.done() for one in working)
+                or all(after > one for one, after in zip(now, rounds, strict=True))
             )
         )
         stop.set()

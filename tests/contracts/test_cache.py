@@ -1,4 +1,5 @@
-"""What every `BlockCache` promises: the one in this process, the cache server's client, and the ranks of an engine over either."""
+"""What every `BlockCache` promises: the one in this process, the cache server's client, and the ranks of an
+engine over either."""
 
 from __future__ import annotations
 
@@ -110,7 +111,9 @@ def over_a_server(pool, folder, ranks):
         server = stack.enter_context(served(pool, folder))
         model, caches, tensors = uuid.uuid4().hex, [], _tensors(ranks)
         for rank, cache in enumerate(tensors):
-            identity = EngineIdentity(model=model, block_size=BLOCK, chunk_size=CHUNK, world_size=ranks, rank=rank)
+            identity = EngineIdentity(
+                model=model, block_size=BLOCK, chunk_size=CHUNK, world_size=ranks, rank=rank
+            )
             one = RemoteCache(server.url, identity, lookup_timeout_s=LATE_S, move_timeout_s=LATE_S)
             stack.callback(one.close)
             one.register_kv_caches(cache)
@@ -166,7 +169,8 @@ def test_what_is_stored_is_found_and_loaded_into_other_blocks(side, tokens):
 
 
 def test_random_histories_agree_with_a_set_of_names(side):
-    """Prompts that share prefixes are stored in part, evicted in part, looked up and loaded, and the blocks have the right bytes."""
+    """Prompts that share prefixes are stored in part, evicted in part, looked up and loaded, and the blocks
+    have the right bytes."""
     rng, root, stored = random.Random(5), 1000 * next(_prompts), set[bytes]()
     for _ in range(60):
         tokens = [root, *(rng.randrange(2) for _ in range(rng.randrange(4 * CHUNK)))]
@@ -187,7 +191,9 @@ def test_random_histories_agree_with_a_set_of_names(side):
         if rng.random() < 0.6:
             side.compute(tokens, blocks)
             outcomes = side.store(names[at_hand:], blocks[first:])
-            assert [one is StoreOutcome.BEFORE for one in outcomes] == [name in stored for name in names[at_hand:]]
+            assert [one is StoreOutcome.BEFORE for one in outcomes] == [
+                name in stored for name in names[at_hand:]
+            ]
             assert StoreOutcome.NOT not in outcomes
             stored.update(names[at_hand:])
         elif names and rng.random() < 0.5:
@@ -241,7 +247,9 @@ def test_blocks_that_a_load_leaves_out_stay_as_they_are(side, tokens, stored, le
         ("store", Slots(torch.arange(3 * CHUNK) + BLOCKS * BLOCK), "blocks must lie in"),
     ],
 )
-def test_places_that_do_not_fit_are_value_errors_before_anything_moves(side, tokens, operation, blocks, message):
+def test_places_that_do_not_fit_are_value_errors_before_anything_moves(
+    side, tokens, operation, blocks, message
+):
     names = side.names(tokens)
     for rank in side.ranks:
         with pytest.raises(ValueError, match=message):

@@ -87,7 +87,9 @@ def test_payloads_have_one_of_a_few_sizes(subject, key):
 
 
 def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it(subject, key):
-    payloads = {key(size): struct.pack("<Q", size) + value(size)[: size - 8] for size in (8, 100, 4096, PAYLOAD)}
+    payloads = {
+        key(size): struct.pack("<Q", size) + value(size)[: size - 8] for size in (8, 100, 4096, PAYLOAD)
+    }
     assert subject.put(payloads, sized=True) == [Status.OK] * 4
     for _ in range(2):  # the second time, tiers before the last may have it
         fetches = subject.backend.batched_get([*payloads, key("none")], payload_bytes=SELF_SIZED)
@@ -123,7 +125,9 @@ def test_a_reader_that_stops_early_leaves_nothing_held(subject, key):
         for _ in range(taken):
             next(fetches).release()
         fetches.close()
-    wait_for(lambda: subject.backend.memory.pool.in_use <= held + promoted(subject), "what was in flight came back")
+    wait_for(
+        lambda: subject.backend.memory.pool.in_use <= held + promoted(subject), "what was in flight came back"
+    )
     subject.check_integrity()
 
 
@@ -147,7 +151,7 @@ def test_odd_keys_are_keys_like_any_other(subject):
     assert subject.get(keys) == [value(name) for name in keys]
 
 
-# --- bad data --------------------------------------------------------------------------------------------------------
+# --- bad data -----------------------------------------------------------------------------------------------
 
 
 def flipped_bit(raw):
@@ -169,7 +173,8 @@ DAMAGES = {
     lambda raw: bytes(len(raw)): "foreign",
     lambda raw: raw + raw: "other_size",
 }
-"""What becomes of an object, and what the pool then says of it. Files and memory have room for one object only."""
+"""What becomes of an object, and what the pool then says of it. Files and memory have room for one object
+only."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,7 +214,9 @@ def test_a_damaged_object_in_one_tier_is_read_from_the_next_and_mended(make, key
 
 
 @pytest.mark.parametrize("chain", ["local+mooncake", "disk+mooncake"])
-def test_the_pools_damaged_object_is_replaced_from_a_tier_whose_copy_is_good(make, chain, key, raw_client_of_module):
+def test_the_pools_damaged_object_is_replaced_from_a_tier_whose_copy_is_good(
+    make, chain, key, raw_client_of_module
+):
     subject = make(f"hybrid({chain})")
     pool = Subject(subject.bases["mooncake"], {}, subject.metrics)
     keys = [key(n) for n in range(4)]
@@ -217,7 +224,9 @@ def test_the_pools_damaged_object_is_replaced_from_a_tier_whose_copy_is_good(mak
     subject.put(values)
     plant(subject.bases["mooncake"], keys[2], flipped_bit, raw_client_of_module)
     assert subject.get(keys) == list(values.values()), "the good copy wins"
-    assert pool.get(keys) == [*list(values.values())[:2], "corrupt", value(3)], "another node finds the damage"
+    assert pool.get(keys) == [*list(values.values())[:2], "corrupt", value(3)], (
+        "another node finds the damage"
+    )
     assert subject.backend.batched_wants(keys) == [Status.OK, Status.OK, Status.MISSING, Status.OK]
     assert subject.put({keys[2]: values[keys[2]]}) == [Status.OK]
     assert pool.get(keys) == list(values.values())
@@ -244,7 +253,7 @@ def raw_client_of_module(pool):
         yield client
 
 
-# --- budgets ---------------------------------------------------------------------------------------------------------
+# --- budgets ------------------------------------------------------------------------------------------------
 
 OWN_BUDGET = tuple(kind for kind in KINDS if "mooncake" not in kind)
 
@@ -275,7 +284,7 @@ def test_what_a_reader_holds_is_never_evicted(make, kind, key):
     assert not subject.has(key("held"))
 
 
-# --- closing ---------------------------------------------------------------------------------------------------------
+# --- closing ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -364,7 +373,7 @@ def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key)
     wait_for(lambda: subject.backend.memory.pool.in_use == 0, "all memory free after close")
 
 
-# --- at the same time ------------------------------------------------------------------------------------------------
+# --- at the same time ---------------------------------------------------------------------------------------
 
 
 def test_one_key_put_read_and_removed_by_many_at_once_is_whole_or_not_there(subject, key):
@@ -385,11 +394,12 @@ def test_one_key_put_read_and_removed_by_many_at_once_is_whole_or_not_there(subj
     subject.check_integrity()
 
 
-# --- against a dictionary --------------------------------------------------------------------------------------------
+# --- against a dictionary -----------------------------------------------------------------------------------
 
 
 class Model(RuleBasedStateMachine):
-    """A backend beside a dictionary. Its small key space makes keys meet; `new` gives each example keys of its own."""
+    """A backend beside a dictionary. Its small key space makes keys meet; `new` gives each example keys of
+    its own."""
 
     new: Callable[[], Subject]
     whole = True
@@ -456,6 +466,10 @@ SMALL_BUDGET = {"local": "lfu", "disk": "s3fifo", "hybrid(local+disk)": "lru"}
 @pytest.mark.parametrize("kind, policy", [*((kind, "") for kind in KINDS), *SMALL_BUDGET.items()])
 def test_it_behaves_like_a_dictionary_that_forgets_if_its_budget_is_small(make, kind, policy):
     options = {"objects": 8, "policy": policy} if policy else {}
-    machine = type("Machine", (Model,), {"new": staticmethod(lambda: make(kind, **options)), "whole": not policy})
-    examples = settings(max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+    machine = type(
+        "Machine", (Model,), {"new": staticmethod(lambda: make(kind, **options)), "whole": not policy}
+    )
+    examples = settings(
+        max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    )
     run_state_machine_as_test(machine, settings=examples)

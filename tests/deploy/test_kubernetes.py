@@ -1,6 +1,8 @@
-"""The chart and the manifests: rendered by a real helm, valid for three versions of Kubernetes, and what their pods would run.
+"""The chart and the manifests: rendered by a real helm, valid for three versions of Kubernetes, and what
+their pods would run.
 
-No cluster of Kubernetes runs here. The last test starts what the pods' commands say, as processes with addresses of their own.
+No cluster of Kubernetes runs here. The last test starts what the pods' commands say, as processes with
+addresses of their own.
 """
 
 from __future__ import annotations
@@ -95,7 +97,11 @@ def files(documents):
 def test_what_the_chart_renders_is_valid(tmp_path, variant, version):
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make install` installs it")
     documents = rendered(tmp_path, VARIANTS[variant])
-    assert len({(document["kind"], document["metadata"]["name"]) for document in documents}) == len(documents) > 10
+    assert (
+        len({(document["kind"], document["metadata"]["name"]) for document in documents})
+        == len(documents)
+        > 10
+    )
     for document in documents:
         if document["kind"] not in OPERATORS:
             kubernetes_validate.validate(document, version, strict=True)
@@ -116,7 +122,11 @@ def test_each_role_has_a_workload_a_file_that_can_be_read_and_probes(tmp_path, v
     assert found.keys() == files(documents).keys() == expected
     for role, text in files(documents).items():
         file = tmp_path / f"{role}.yaml"
-        for word, value in (("POD_IP", "127.0.0.1"), ("POD_NAME", f"try-{role}-0"), ("NODE_NICS", "[mlx5_0]")):
+        for word, value in (
+            ("POD_IP", "127.0.0.1"),
+            ("POD_NAME", f"try-{role}-0"),
+            ("NODE_NICS", "[mlx5_0]"),
+        ):
             text = text.replace(word, value)
         file.write_text(text)
         config, _ = read_config(file)
@@ -131,7 +141,9 @@ def test_each_role_has_a_workload_a_file_that_can_be_read_and_probes(tmp_path, v
         assert "livenessProbe" in container
         assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
         moves = variant in ("rdma", "gpu") and role not in ("master", "proxy")
-        assert (config.transfer.protocol == "rdma") == moves == ("rdma/hca" in container["resources"]["limits"])
+        assert (
+            (config.transfer.protocol == "rdma") == moves == ("rdma/hca" in container["resources"]["limits"])
+        )
 
 
 def test_roles_of_different_tensor_parallel_sizes_cut_chunks_into_the_same_shards(tmp_path):
@@ -151,11 +163,18 @@ def test_vllm_publishes_events_where_a_role_has_a_port_for_them_and_the_pods_may
 
 
 def test_a_pod_takes_the_nics_of_its_node(tmp_path):
-    devices = [{"nodes": "gpu-a-*", "devices": ["mlx5_0", "mlx5_1"]}, {"nodes": "gpu-b-1", "devices": ["mlx5_2"]}]
+    devices = [
+        {"nodes": "gpu-a-*", "devices": ["mlx5_0", "mlx5_1"]},
+        {"nodes": "gpu-b-1", "devices": ["mlx5_2"]},
+    ]
     documents = rendered(tmp_path, {"rdma": {"enabled": True, "devices": devices}})
     (store,) = [one for one in of_kind(documents, "DaemonSet") if one["metadata"]["name"].endswith("-store")]
     (container,) = store["spec"]["template"]["spec"]["containers"]
-    script = container["args"][0].replace("/etc/pd-cache", str(tmp_path)).replace("/run/pd-cache-file", str(tmp_path))
+    script = (
+        container["args"][0]
+        .replace("/etc/pd-cache", str(tmp_path))
+        .replace("/run/pd-cache-file", str(tmp_path))
+    )
     (tmp_path / "store.yaml").write_text(files(documents)["store"])
     program = tmp_path / "pd-cache"
     program.write_text("#!/bin/sh\n")
@@ -164,7 +183,11 @@ def test_a_pod_takes_the_nics_of_its_node(tmp_path):
         names = {"NODE_NAME": node, "POD_IP": "127.0.0.1", "POD_NAME": "store-0"}
         path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
-            [*container["command"], script], env={**names, "PATH": path}, capture_output=True, text=True, check=False
+            [*container["command"], script],
+            env={**names, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if nics is None:
             assert (done.returncode, done.stderr) == (1, "rdma.devices has no entry for the node gpu-b-10\n")
@@ -187,7 +210,11 @@ def test_a_pod_takes_the_nics_of_its_node(tmp_path):
 )
 def test_an_upgrade_restarts_only_the_roles_that_read_what_changed(tmp_path, values, restarted):
     """Above all no store, which forgets what it held."""
-    fixed = {"cacheServer": {"enabled": True}, "master": {"imageTag": "0.2.0"}, "store": {"imageTag": "0.2.0"}}
+    fixed = {
+        "cacheServer": {"enabled": True},
+        "master": {"imageTag": "0.2.0"},
+        "store": {"imageTag": "0.2.0"},
+    }
     before, after = (
         {
             one["metadata"]["labels"]["app.kubernetes.io/component"]: one["spec"]["template"]
@@ -197,7 +224,9 @@ def test_an_upgrade_restarts_only_the_roles_that_read_what_changed(tmp_path, val
     )
     assert {role for role, pod in after.items() if pod != before[role]} == set(restarted.split())
     labels = {label for pod in before.values() for label in pod["metadata"]["labels"]}
-    assert not labels & {"app.kubernetes.io/version", "helm.sh/chart"}, "these change with each version of the chart"
+    assert not labels & {"app.kubernetes.io/version", "helm.sh/chart"}, (
+        "these change with each version of the chart"
+    )
 
 
 def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path):
@@ -210,7 +239,10 @@ def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path):
         (endpoint,) = monitor["spec"]["endpoints"]
         assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
         labels = {entry["targetLabel"]: entry["replacement"] for entry in endpoint["relabelings"]}
-        assert labels == {"job": "pd-cache", "role": service["spec"]["selector"]["app.kubernetes.io/component"]}
+        assert labels == {
+            "job": "pd-cache",
+            "role": service["spec"]["selector"]["app.kubernetes.io/component"],
+        }
         roles.add(labels["role"])
         pods = [
             one["spec"]["template"]["metadata"]["labels"].items()
@@ -268,7 +300,10 @@ def test_large_numbers_are_written_in_full_and_the_monitoring_reaches_proxies_th
 
 def test_engines_of_ones_own_reach_what_the_pods_of_the_release_reach(tmp_path):
     own = {"podSelector": {"matchLabels": {"app": "vllm"}}}
-    values = {"networkPolicy": {"engines": [own]}, **{role: {"replicas": 0} for role in ("prefill", "decode", "proxy")}}
+    values = {
+        "networkPolicy": {"engines": [own]},
+        **{role: {"replicas": 0} for role in ("prefill", "decode", "proxy")},
+    }
     release = {"app.kubernetes.io/name": "pd-cache", "app.kubernetes.io/instance": "try"}
     assert policy_of(rendered(tmp_path, values))["from"] == [{"podSelector": {"matchLabels": release}}, own]
 
@@ -296,7 +331,7 @@ def test_the_plain_manifests_are_current(tmp_path):
     assert (CHART / "files" / "rules.yml").read_text() == rules, "run `make manifests`"
 
 
-# --- what the pods run -----------------------------------------------------------------------------------------------
+# --- what the pods run --------------------------------------------------------------------------------------
 
 
 class Pod(NamedTuple):
@@ -323,8 +358,13 @@ def pods(folder, documents):
     running = []
 
     def moved(text, own):
-        """The paths of a pod as paths of this machine; the cache server's socket is on the node, which all share."""
-        for path, here in (("/etc/pd-cache", written), ("/run/pd-cache-file", own), ("/run/pd-cache/", f"{folder}/s/")):
+        """The paths of a pod as paths of this machine; the cache server's socket is on the node, which all
+        share."""
+        for path, here in (
+            ("/etc/pd-cache", written),
+            ("/run/pd-cache-file", own),
+            ("/run/pd-cache/", f"{folder}/s/"),
+        ):
             text = text.replace(path, str(here))
         return text
 
@@ -343,17 +383,23 @@ def pods(folder, documents):
                 own = folder / name
                 own.mkdir()
                 fields = {"metadata.name": name, "status.podIP": address}
-                env = {one["name"]: fields[one["valueFrom"]["fieldRef"]["fieldPath"]] for one in container["env"]}
+                env = {
+                    one["name"]: fields[one["valueFrom"]["fieldRef"]["fieldPath"]] for one in container["env"]
+                }
                 env["PATH"] = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
                 words = [*container["command"], *(moved(text, own) for text in container["args"])]
                 process = Process(name, ["env", *(f"{key}={value}" for key, value in env.items()), *words])
                 stack.callback(process.stop)
-                running.append(Pod(container["name"], address, container, psutil.Process(process.process.pid)))
+                running.append(
+                    Pod(container["name"], address, container, psutil.Process(process.process.pid))
+                )
         yield running
 
 
 @needs_etcd
-def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_second_prompt_hits(tmp_path, etcd):
+def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_second_prompt_hits(
+    tmp_path, etcd
+):
     """Every pod is started at once, as Kubernetes does; they find one another in etcd."""
     values = yaml.safe_load(
         f"""
@@ -390,14 +436,18 @@ def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_se
         for pod in running:
             family = (pod.process, *pod.process.children(recursive=True))
             sockets = [one for each in family for one in each.net_connections("tcp")]
-            heard = {one.laddr.port for one in sockets if one.status == "LISTEN" and one.laddr.ip != "127.0.0.1"}
+            heard = {
+                one.laddr.port for one in sockets if one.status == "LISTEN" and one.laddr.ip != "127.0.0.1"
+            }
             assert heard <= allowed, f"{pod.role}: the NetworkPolicy keeps others from {heard - allowed}"
 
 
 def test_the_containerfile_installs_what_the_wheel_needs_and_copies_what_make_wheel_leaves():
     """No test builds the image; docs/operations.md says how it was."""
     text = (ROOT / "deploy" / "container" / "Containerfile").read_text()
-    needed = set(re.findall(r"\|\| echo (lib\w+)$", (ROOT / "tools" / "system-packages.sh").read_text(), re.MULTILINE))
+    needed = set(
+        re.findall(r"\|\| echo (lib\w+)$", (ROOT / "tools" / "system-packages.sh").read_text(), re.MULTILINE)
+    )
     assert {"libibverbs1", "libnuma1", "libcurl4"} == needed
     assert all(re.search(rf"apt-get install .*\b{package}\b", text) for package in needed)
     assert "COPY dist/pd_cache-*.whl" in text

@@ -21,7 +21,9 @@ from tests.test_architecture import ROOT
 pytestmark = pytest.mark.slow(seconds=60)
 
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "pd-cache.json").read_text())
-RULES = [rule for group in yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"] for rule in group["rules"]]
+RULES = [
+    rule for group in yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"] for rule in group["rules"]
+]
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
 
 
@@ -31,7 +33,10 @@ def panel_queries():
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"]
     for annotation in DASHBOARD["annotations"]["list"]:
-        yield annotation["name"], annotation["expr"].replace('alertstate="firing"', 'alertstate=~"pending|firing"')
+        yield (
+            annotation["name"],
+            annotation["expr"].replace('alertstate="firing"', 'alertstate=~"pending|firing"'),
+        )
 
 
 def filled_in(query):
@@ -48,8 +53,8 @@ class Watched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """A cluster with every role and every kind of tier that has computed, stored and loaded, and that then lost its master and its decode
-    node."""
+    """A cluster with every role and every kind of tier that has computed, stored and loaded, and that then
+    lost its master and its decode node."""
     needed("prometheus")
     folder = tmp_path_factory.mktemp("watched")
     tiers = [
@@ -63,7 +68,9 @@ def watched(tmp_path_factory):
         prometheus = Prometheus(folder, configuration(cluster.config))
         try:
             prometheus.start()
-            wait_for(lambda: prometheus.get("query", query='up{job="pd-cache"} == 1')["result"][5:], "6 nodes up")
+            wait_for(
+                lambda: prometheus.get("query", query='up{job="pd-cache"} == 1')["result"][5:], "6 nodes up"
+            )
             _use(cluster, prometheus)
             yield Watched(cluster, prometheus)
         finally:
@@ -107,7 +114,9 @@ def test_every_query_of_the_dashboard_shows_data_of_a_live_cluster(watched, titl
     wait_for(lambda: watched.prometheus.has_shown(filled_in(query)), f"{title}: {query}")
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if "record" in rule], ids=lambda rule: rule["record"])
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if "record" in rule], ids=lambda rule: rule["record"]
+)
 def test_every_recording_rule_records_a_live_cluster(watched, rule):
     wait_for(lambda: watched.prometheus.has_shown(rule["record"]), rule["record"])
 

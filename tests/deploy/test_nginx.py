@@ -49,7 +49,9 @@ async def front(folder, **changes):
         )
         trusting = ssl.create_default_context(cafile=pairs["ca"][0])
         try:
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusting, limit=0)) as session:
+            async with aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(ssl=trusting, limit=0)
+            ) as session:
                 while True:
                     try:
                         _, writer = await asyncio.open_connection("127.0.0.1", port)

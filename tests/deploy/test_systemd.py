@@ -27,13 +27,16 @@ def test_systemd_accepts_the_units(tmp_path, name):
     assert INSTALLED in text
     unit = tmp_path / name
     unit.write_text(text.replace(INSTALLED, program))
-    done = subprocess.run([needed("systemd-analyze"), "verify", unit], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [needed("systemd-analyze"), "verify", unit], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("unit", ["pd-cache.service", "pd-cache@.service"])
 def test_pd_cache_has_the_commands_of_the_units(tmp_path, unit):
-    """Each fails only because the file is not there, and says so: its command, its role and its options are right."""
+    """Each fails only because the file is not there, and says so: its command, its role and its options are
+    right."""
     for role in ROLES:
         program, *arguments = shlex.split(entries(unit)["ExecStart"].replace("%i", role))
         assert program == INSTALLED
@@ -43,7 +46,8 @@ def test_pd_cache_has_the_commands_of_the_units(tmp_path, unit):
 
 
 def test_the_units_allow_what_pd_cache_needs():
-    """Locked memory and descriptors as `doctor` asks for them, and as long to stop as six groups of nodes may take."""
+    """Locked memory and descriptors as `doctor` asks for them, and as long to stop as six groups of nodes may
+    take."""
     for unit in ("pd-cache.service", "pd-cache@.service"):
         found = entries(unit)
         assert found["LimitMEMLOCK"] == "infinity"

@@ -80,7 +80,8 @@ class Target:
     """Bytes of each seed before what is in `format`."""
 
     def accepts(self, data):
-        """Returns whether an input is accepted, and not refused as documented. Raises whatever else the parser raises."""
+        """Returns whether an input is accepted, and not refused as documented. Raises whatever else the
+        parser raises."""
         try:
             self.parse(data)
         except self.refusals:
@@ -104,7 +105,7 @@ def _read_json(text):
     return json.loads(text, parse_int=str)
 
 
-# --- the cache server's messages -------------------------------------------------------------------------------------
+# --- the cache server's messages ----------------------------------------------------------------------------
 
 _NAMES = (b"a" * 16, b"b" * 16)
 _MOVE = ("session", _NAMES, (1, 2, -1), 5, 7, 1000)
@@ -160,7 +161,7 @@ def _server_answer(data):
         assert protocol.decode_answer(protocol.encode(number, answer)) == (number, answer)
 
 
-# --- objects and files -----------------------------------------------------------------------------------------------
+# --- objects and files --------------------------------------------------------------------------------------
 
 _KEY, _PAYLOAD = "pdc1/0123456789abcdef/0/" + "a" * 32, b"0123456789" * 20
 
@@ -193,7 +194,7 @@ def _believed(namespace):
     BlockHasher(namespace.block_size, describe_hashes("sha256", "0", ""), ["0"]).hashes(range(100))
 
 
-# --- discovery -------------------------------------------------------------------------------------------------------
+# --- discovery ----------------------------------------------------------------------------------------------
 
 
 def _record(name, role, address, **fields):
@@ -322,7 +323,7 @@ def _metrics(data):
         assert all(line.isprintable() and len(line) <= width for line in lines)
 
 
-# --- HTTP: the proxy, and the reference engine -----------------------------------------------------------------------
+# --- HTTP: the proxy, and the reference engine --------------------------------------------------------------
 
 _BODIES = (
     {
@@ -377,10 +378,16 @@ def _completion(field):
         prefill = _read_json(body.for_prefill())
         assert (prefill["max_tokens"], prefill["stream"]) == ("1", False)
         media = {"media_hashed": True} if body._media else {}
-        assert prefill["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False, **media}
+        assert prefill["kv_transfer_params"] == {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            **media,
+        }
         assert _read_json(body.for_decode(None)).get("kv_transfer_params", {}) == media
         _read_json(body.for_tokenize())
-        assert _read_json(body.for_decode(HandedOver(msgspec.Raw(b'{"a": "b"}'))))["kv_transfer_params"] == {"a": "b"}
+        assert _read_json(body.for_decode(HandedOver(msgspec.Raw(b'{"a": "b"}'))))["kv_transfer_params"] == {
+            "a": "b"
+        }
 
     return parse
 
@@ -429,7 +436,7 @@ def _params(data):
         assert read_params(write_params(handoff.announced)).announced == handoff.announced
 
 
-# --- the master ---------------------------------------------------------------------------------------------------------
+# --- the master ---------------------------------------------------------------------------------------------
 
 _EXISTS = bytes.fromhex("15000000 07000000 11000000 00000000 5d8c5f2a 04 84870b0100 03 0101 0100 0101")
 """Mooncake's answer to request 7, which was about three keys."""
@@ -440,7 +447,7 @@ def _master_answer(data):
     assert verdicts is None or (len(verdicts) == 3 and set(verdicts) <= {0, 1})
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------
+# --- all of them --------------------------------------------------------------------------------------------
 
 
 def _encoded(found):
@@ -448,7 +455,7 @@ def _encoded(found):
 
 
 _PACK = msgspec.msgpack.encode
-# --- KV events -------------------------------------------------------------------------------------------------------
+# --- KV events ----------------------------------------------------------------------------------------------
 
 _EVENTS = _PACK(
     (

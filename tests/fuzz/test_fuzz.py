@@ -1,6 +1,7 @@
 """No parser of what others wrote does anything but end well or raise the error that it documents.
 
-`make fuzz` tries more inputs of the same kind. An input that failed once is a file in `corpus/`, and is tried each time.
+`make fuzz` tries more inputs of the same kind. An input that failed once is a file in `corpus/`, and is tried
+each time.
 """
 
 import copy
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 from tests.fuzz.targets import TARGETS, Format
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
-"""For each target; with 0 three hundred, and the same ones each time, so that nobody's build fails by chance."""
+"""For each target; with 0 three hundred, and the same ones each time, so that nobody's build fails by
+chance."""
 CORPUS = Path(__file__).with_name("corpus")
 
 BOMBS = {
@@ -35,7 +37,7 @@ BOMBS = {
     "a number with a huge exponent": b"1e999999999",
 }
 
-# --- inputs: values of the target's format, seeds whose tree or bytes are changed, and noise -----------------------------
+# --- inputs: values of the target's format, seeds whose tree or bytes are changed, and noise ----------------
 
 _NUMBERS = (
     st.integers(-(2**63), 2**64 - 1)
@@ -76,7 +78,8 @@ def _places(tree):
 
 @st.composite
 def _restructured(draw, target):
-    """A seed of which some values are others, are gone, or stand twice: its syntax is right, its schema is not."""
+    """A seed of which some values are others, are gone, or stand twice: its syntax is right, its schema is
+    not."""
     seed = draw(st.sampled_from(target.seeds))[target.header :]
     tree = msgspec.msgpack.decode(seed) if target.format is Format.MSGPACK else json.loads(seed)
     for _ in range(draw(st.integers(1, 3))):
@@ -113,7 +116,9 @@ def _damaged(draw, target):
         size = draw(st.sampled_from([1, 1, 1, 0, 2, 4, 8, 64]))
         part = bytes(data[start : start + size])
         as_long = st.binary(min_size=len(part), max_size=len(part))
-        data[start : start + size] = draw(as_long | as_long | _PIECES | st.sampled_from([b"", part * 2, bytes(data)]))
+        data[start : start + size] = draw(
+            as_long | as_long | _PIECES | st.sampled_from([b"", part * 2, bytes(data)])
+        )
     return bytes(data)
 
 
@@ -122,10 +127,12 @@ def inputs_of(target):
     noise = st.binary(max_size=200).map(lambda data: target.seeds[0][: target.header] + data)
     if target.format is Format.BYTES:
         return _damaged(target) | noise
-    return _restructured(target) | _damaged(target) | _VALUES.map(lambda value: _written(target, value)) | noise
+    return (
+        _restructured(target) | _damaged(target) | _VALUES.map(lambda value: _written(target, value)) | noise
+    )
 
 
-# --- tests ---------------------------------------------------------------------------------------------------------------
+# --- tests --------------------------------------------------------------------------------------------------
 
 each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 

@@ -1,7 +1,8 @@
 """No body of up to a mebibyte holds the proxy's event loop for long, whatever its shape.
 
-What counts is the processor time of the longest step, which other programs do not lengthen: a step of the loop, or one call on another thread
-into C, which keeps the interpreter from the loop. A control is measured beside it: what Python's own reader takes for a mebibyte of small objects.
+What counts is the processor time of the longest step, which other programs do not lengthen: a step of the
+loop, or one call on another thread into C, which keeps the interpreter from the loop. A control is measured
+beside it: what Python's own reader takes for a mebibyte of small objects.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ CONTROL = b"[" + b"{}," * (MIB // 3) + b"{}]"
 TOKENS = b'{"tokens": [' + b"7," * ((1 << 18) - 1) + b"7]}"
 
 
-# --- bodies ------------------------------------------------------------------------------------------------------------
+# --- bodies -------------------------------------------------------------------------------------------------
 
 _ATOMS = st.sampled_from(
     [
@@ -41,7 +42,9 @@ _ATOMS = st.sampled_from(
         b'{"role":""}', b'{"role":"","content":[]}', b'{"type":"text"}', b'"' + b"a" * 32 + b'"', b"0." + b"1" * 800, b"[" * 900 + b"]" * 900,
     ]
 )  # fmt: skip
-_TEXTS = st.sampled_from([b"x", b"\\n", b"\\u00e9", b"\\ud83d\\ude00", b"\xc3\xa9", b" ", b'\\"a\\":', b",", b":"])
+_TEXTS = st.sampled_from(
+    [b"x", b"\\n", b"\\u00e9", b"\\ud83d\\ude00", b"\xc3\xa9", b" ", b'\\"a\\":', b",", b":"]
+)
 _SIZES = st.sampled_from([MIB, MIB // 2, MIB // 4 - 200, 5000]).map(lambda size: size - 500)
 
 
@@ -82,7 +85,11 @@ def bodies(draw):
     field = draw(st.sampled_from(_PLACES[path])).encode()
     body = b'{"%b":' % field + _LAYOUTS[layout](draw(_ATOMS), draw(_TEXTS), draw(_SIZES)) + b"}"
     if b'"%b"' % field != _PROMPTS[path]:
-        few = b'[{"role":"user","content":"%b"}]' % (b"x" * 5000) if path.endswith("chat/completions") else b"[7]"
+        few = (
+            b'[{"role":"user","content":"%b"}]' % (b"x" * 5000)
+            if path.endswith("chat/completions")
+            else b"[7]"
+        )
         body = b"{" + _PROMPTS[path] + b":" + few + b"," + body[1:]
     if path == "/hints":
         head, tail = message("kv.retain", {"ttl_s": 9, "here": 0}).split(b'"here": 0')
@@ -96,7 +103,7 @@ def compressed():
     return packer.compress(b" " * (1 << 30)) + packer.flush()
 
 
-# --- how long they hold the loop ---------------------------------------------------------------------------------------
+# --- how long they hold the loop ----------------------------------------------------------------------------
 
 
 class Steps:
@@ -146,7 +153,9 @@ async def _serve(reader, writer):
         while length:
             length -= len(await reader.read(min(length, 1 << 16)))
         body = TOKENS if "/tokenize" in head else b"{}"
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
         writer.write(body)
     writer.close()
 
@@ -223,6 +232,8 @@ run_role(config, config.node("proxy"), ready)
 
 
 def test_a_full_collection_in_a_running_proxy_does_not_look_at_what_it_imported(tmp_path):
-    done = subprocess.run([sys.executable, "-c", STARTED, cluster_file(tmp_path)], check=True, stdout=subprocess.PIPE)
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED, cluster_file(tmp_path)], check=True, stdout=subprocess.PIPE
+    )
     looked_at, left_alone = map(int, done.stdout.split())
     assert looked_at < left_alone / 5

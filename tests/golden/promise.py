@@ -1,6 +1,8 @@
-"""What users rely on, as text: the golden files beside this module hold it. `python -m tests.golden.promise` writes them anew.
+"""What users rely on, as text: the golden files beside this module hold it. `python -m tests.golden.promise`
+writes them anew.
 
-A line that goes from a golden file is something taken from users: CHANGELOG.md says under *Removed* what to use instead.
+A line that goes from a golden file is something taken from users: CHANGELOG.md says under *Removed* what to
+use instead.
 """
 
 import ast
@@ -73,7 +75,14 @@ def _commands(command, path):
             yield from _commands(inner, f"{path} {name}")
 
 
-_FAMILIES = ("Counter", "Gauge", "Histogram", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily")
+_FAMILIES = (
+    "Counter",
+    "Gauge",
+    "Histogram",
+    "CounterMetricFamily",
+    "GaugeMetricFamily",
+    "HistogramMetricFamily",
+)
 
 
 def metric_names():
@@ -139,10 +148,22 @@ def _signature(value):
 def names_and_objects():
     """Yields the names, keys, namespaces and objects of some prompts, as JSON."""
     from pd_cache import CacheConfig, CacheMetadata
-    from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, LayerGroup, describe_hashes, fold_names, salt_keys
+    from pd_cache.chunks import (
+        BlockHasher,
+        ChunkedTokenDatabase,
+        LayerGroup,
+        describe_hashes,
+        fold_names,
+        salt_keys,
+    )
     from pd_cache.tiers.memory import seal
 
-    half = {"kv_dtype": "float16", "page_format": "heads4.block16.bytes64x1", "block_size": 16, "page_bytes": 1024}
+    half = {
+        "kv_dtype": "float16",
+        "page_format": "heads4.block16.bytes64x1",
+        "block_size": 16,
+        "page_bytes": 1024,
+    }
     plain = CacheMetadata(model="model@1f", layers=6, **half)
     ranks = CacheMetadata(
         model="model@1f", kv_dtype="bfloat16", page_format="heads8.block16.bytes256x2", layers=32, block_size=16,

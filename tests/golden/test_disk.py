@@ -1,4 +1,5 @@
-"""The folder of a disk tier that an earlier version wrote is read, and what is written today is the same, byte for byte."""
+"""The folder of a disk tier that an earlier version wrote is read, and what is written today is the same,
+byte for byte."""
 
 import shutil
 from contextlib import closing, contextmanager
@@ -20,7 +21,9 @@ def opened(path):
 
 def objects(path):
     """The bytes of each file that is an object, by folder and digest."""
-    return {str(file.relative_to(path)).partition("-")[0]: file.read_bytes() for file in path.glob("*/0/??/*")}
+    return {
+        str(file.relative_to(path)).partition("-")[0]: file.read_bytes() for file in path.glob("*/0/??/*")
+    }
 
 
 def test_a_folder_of_an_earlier_version_is_opened_and_read(tmp_path):
@@ -38,5 +41,8 @@ def test_what_is_written_is_the_same_as_ever(tmp_path):
             assert subject.put({key: value}) == [Status.OK]
         assert subject.backend.annotate("note", b"for people") is Status.OK
     assert objects(tmp_path) == objects(HERE / "disk")
-    notes = [{file.name: file.read_text() for file in path.glob("*/0/note-*")} for path in (tmp_path, HERE / "disk")]
+    notes = [
+        {file.name: file.read_text() for file in path.glob("*/0/note-*")}
+        for path in (tmp_path, HERE / "disk")
+    ]
     assert notes[0] == notes[1]

@@ -1,5 +1,5 @@
-"""What the proxy answers its clients, and what it asks its nodes, as `proxy_answers.txt` holds it: of each case the requests to nodes, and
-then the answer. Each has a line with its headers, and its body.
+"""What the proxy answers its clients, and what it asks its nodes, as `proxy_answers.txt` holds it: of each
+case the requests to nodes, and then the answer. Each has a line with its headers, and its body.
 
 `python -m tests.golden.test_proxy_answers` writes the file anew.
 """
@@ -60,9 +60,12 @@ class Recorder:
         nodes = (*self._cluster.prefill, *self._cluster.decode)
         asked = {node.url: len(node.bodies) for node in nodes}
         data = {"json": body} if body is not None else {}
-        async with self._cluster.session.request(method, self._cluster.url + path, **data, **options) as response:
+        async with self._cluster.session.request(
+            method, self._cluster.url + path, **data, **options
+        ) as response:
             try:
-                text = (await response.content.read()).decode()  # `response.read` waits for the request's body, too
+                # `response.read` waits for the request's body, too
+                text = (await response.content.read()).decode()
             except aiohttp.ClientPayloadError:
                 text = "the answer broke off"
             response.close()
@@ -71,7 +74,9 @@ class Recorder:
         self._found.append(f"=== {name}")
         for node in nodes:
             since = slice(asked[node.url], None)
-            for there, sent, headers in zip(node.paths[since], node.bodies[since], node.headers[since], strict=True):
+            for there, sent, headers in zip(
+                node.paths[since], node.bodies[since], node.headers[since], strict=True
+            ):
                 self._note(node.url + there, headers, json.dumps(sent))
         self._note(str(response.status), response.headers, text)
 
@@ -79,7 +84,9 @@ class Recorder:
         """Notes the answer to the head of a request whose body of `size` bytes never comes."""
         host, _, port = self._cluster.url.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {size}\r\n\r\n".encode())
+        writer.write(
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {size}\r\n\r\n".encode()
+        )
         head = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
         headers = dict(line.split(": ", 1) for line in head[1:-1])
         body = (await reader.readexactly(int(headers["Content-Length"]))).decode()
@@ -210,7 +217,9 @@ async def _record_keys(found, folder):
         to = Recorder(c, found)
         await to.ask("no key", "POST", "/v1/completions", PROMPT)
         await to.ask("wrong key", "POST", "/v1/completions", PROMPT, **key("sk-wrong-0123456789abcdef"))
-        await to.ask("right key", "POST", "/v1/completions", PROMPT, headers=bearer(KEY, X_Request_Id="of-alice"))
+        await to.ask(
+            "right key", "POST", "/v1/completions", PROMPT, headers=bearer(KEY, X_Request_Id="of-alice")
+        )
         await to.ask("her request", "GET", "/requests/of-alice", **key(KEY))
         await to.ask("her request for another", "GET", "/requests/of-alice", **key(OTHER_KEY))
         await to.ask("her request without a key", "GET", "/requests/of-alice")

@@ -1,4 +1,5 @@
-"""A request's way over nodes of which some fail, as `proxy_ways.json` holds it: which are asked, what the client gets, who is blamed.
+"""A request's way over nodes of which some fail, as `proxy_ways.json` holds it: which are asked, what the
+client gets, who is blamed.
 
 `python -m tests.golden.test_proxy_ways` writes the file anew.
 """
@@ -56,7 +57,9 @@ def ways():
     found = []
     kinds = [*PREFILL, GONE]
     found += [((first, second), ("answers",)) for first in kinds for second in ("answers", first)]
-    found += [(("answers",), pair) for pair in itertools.product((*DECODE, GONE), repeat=2) if pair[0] != "hangs"]
+    found += [
+        (("answers",), pair) for pair in itertools.product((*DECODE, GONE), repeat=2) if pair[0] != "hangs"
+    ]
     found += [((), (kind,) * 3) for kind in (*DECODE, GONE)]
     found += [(("dies", "dies"), ("dies", "answers")), (("dies",), ("dies", "answers")), ((), ())]
     return found
@@ -75,7 +78,8 @@ async def walk(prefill, decode):
 
 async def _walk(prefill, decode, *, stream):
     urls = [
-        [f"http://127.0.0.1:{free_port()}" if kind == GONE else "" for kind in kinds] for kinds in (prefill, decode)
+        [f"http://127.0.0.1:{free_port()}" if kind == GONE else "" for kind in kinds]
+        for kinds in (prefill, decode)
     ]
     timeouts = {"request_timeout_s": 20, "prefill_timeout_s": 1.0 if "hangs" in prefill else 60.0}
     async with cluster(*urls, failures=1, long_skips=True, **timeouts) as c:

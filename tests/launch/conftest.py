@@ -44,7 +44,8 @@ def serving(page):
 @pytest.fixture(scope="module")
 def alone():
     """What an engine without any cache answers to a prompt of `cluster_file`'s model."""
-    from launch.engines.reference import GenerationRequest, ReferenceEngine  # torch, which most tests here do not need
+    # torch, which most tests here do not need
+    from launch.engines.reference import GenerationRequest, ReferenceEngine
 
     config = msgspec.convert(ENGINE, ReferenceEngineConfig)
     with closing(ReferenceEngine.open(config)) as engine:
@@ -60,7 +61,9 @@ def alone():
 def well():
     """Answers with metrics of a node that loads."""
     asked = itertools.count()
-    with serving(lambda _: f'pd_cache_bytes_total{{op="retrieve"}} {next(asked) * 1_000_000}\n'.encode()) as port:
+    with serving(
+        lambda _: f'pd_cache_bytes_total{{op="retrieve"}} {next(asked) * 1_000_000}\n'.encode()
+    ) as port:
         yield port
 
 

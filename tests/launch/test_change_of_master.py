@@ -1,4 +1,5 @@
-"""The walk of docs/operations.md, "Change the master without a cold cache", with real nodes; and beside it the same without the second pool."""
+"""The walk of docs/operations.md, "Change the master without a cold cache", with real nodes; and beside it
+the same without the second pool."""
 
 import contextlib
 import random
@@ -17,7 +18,8 @@ PROMPTS = 20
 
 @contextmanager
 def serving(folder, pool, second=None):
-    """A prefill node, a decode node and a proxy over a pool that is there, as they are after a restart; yields the proxy's address."""
+    """A prefill node, a decode node and a proxy over a pool that is there, as they are after a restart;
+    yields the proxy's address."""
     tiers = [{"kind": "mooncake"}]
     if second is not None:
         tiers.append({"kind": "mooncake", "master": second.address})
@@ -26,7 +28,9 @@ def serving(folder, pool, second=None):
     with contextlib.ExitStack() as stack:
         running = {role: stack.enter_context(Node(role, role, file)) for role in ROLES}
         for role in ("prefill", "decode"):
-            wait_for(lambda at=running[role].address: second is None or _reaches_second(at), "both pools reached")
+            wait_for(
+                lambda at=running[role].address: second is None or _reaches_second(at), "both pools reached"
+            )
         yield running["proxy"].address
 
 
@@ -46,7 +50,9 @@ def rates(proxy):
 
 
 @pytest.mark.slow(seconds=30)
-def test_nine_tenths_of_the_hits_are_there_at_once_if_the_old_pool_is_read_as_a_second_one(make_pool, tmp_path):
+def test_nine_tenths_of_the_hits_are_there_at_once_if_the_old_pool_is_read_as_a_second_one(
+    make_pool, tmp_path
+):
     blue, green, cold = (make_pool().start() for _ in range(3))
     with serving(tmp_path, blue) as proxy:
         rates(proxy)

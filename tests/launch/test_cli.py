@@ -34,7 +34,8 @@ def test_config_example_prints_a_file_that_config_check_takes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", [["launch", "decode", "-c"], ["up", "-c"], ["config", "check", "-c"], ["demo", "-c"], ["doctor", "-c"]]
+    "command",
+    [["launch", "decode", "-c"], ["up", "-c"], ["config", "check", "-c"], ["demo", "-c"], ["doctor", "-c"]],
 )
 def test_every_command_refuses_a_bad_file_in_the_same_words(command, tmp_path):
     file = cluster_file(tmp_path, cashe={})
@@ -54,7 +55,14 @@ def test_launch_refuses_a_role_that_is_none_and_a_port_that_nobody_could_know(tm
 
 def test_a_variable_names_the_file_in_place_of_c_but_not_for_demo(tmp_path):
     named = {"env": {"PD_CACHE_CONFIG": str(tmp_path / "missing.yaml")}}
-    for command in (["up"], ["launch", "decode"], ["status"], ["config", "check"], ["doctor"], ["pool", "ls"]):
+    for command in (
+        ["up"],
+        ["launch", "decode"],
+        ["status"],
+        ["config", "check"],
+        ["doctor"],
+        ["pool", "ls"],
+    ):
         assert "missing.yaml: cannot be read" in cli(*command, code=2, **named).stderr, command
     assert "ok: test: " in cli("config", "check", "--file-only", "-c", cluster_file(tmp_path), **named).stdout
     shown = cli("demo", "--help", **named).output
@@ -92,7 +100,10 @@ def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path):
 
 
 def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path):
-    nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "s", "role": "store", "segment_size": "16MiB"}]
+    nodes = [
+        {"name": "m", "role": "master", "port": 1},
+        {"name": "s", "role": "store", "segment_size": "16MiB"},
+    ]
     file = cluster_file(tmp_path, nodes=nodes)
     with Process("store", program("launch", "store", "-c", file)) as store:
         wait_for(lambda: "trying again" in "".join(store.errors), "it waits")
@@ -112,9 +123,13 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
         family = psutil.Process(up.process.pid).children(recursive=True)
         victim = next(one for one in family if "decode-0" in one.cmdline() and "launch" in one.cmdline())
         victim.kill()
-        wait_for(lambda: complete(urls["proxy"], [1, 2, 3]).status == 200, "the decode node being started again")
+        wait_for(
+            lambda: complete(urls["proxy"], [1, 2, 3]).status == 200, "the decode node being started again"
+        )
         family += psutil.Process(up.process.pid).children(recursive=True)
-        assert refused("up", "-c", file).startswith(f"pd-cache: {file}: it runs here already, pid {up.process.pid}; ")
+        assert refused("up", "-c", file).startswith(
+            f"pd-cache: {file}: it runs here already, pid {up.process.pid}; "
+        )
         assert f"http://127.0.0.1:{running_config(file).by_role('proxy')[0].port}" == urls["proxy"]
     assert running_config(file) is None
     shown = cli_json("status", "-c", file, code=1)
@@ -205,7 +220,9 @@ def test_config_check_says_which_nodes_are_this_machine_s_and_needs_no_vllm_for_
         {"name": "m", "role": "master", "host": "198.51.100.1", "port": 50051},
         {"name": "d", "role": "decode", "host": "198.51.100.2", "port": 8200},
     ]
-    elsewhere = cluster_file(tmp_path, engine={"kind": "vllm", "model": "m", "executable": "no-vllm"}, nodes=nodes)
+    elsewhere = cluster_file(
+        tmp_path, engine={"kind": "vllm", "model": "m", "executable": "no-vllm"}, nodes=nodes
+    )
     shown = cli("config", "check", "-c", elsewhere).stdout
     assert shown.endswith(
         "on this machine: no node\non others, to be checked there: m (198.51.100.1), d (198.51.100.2)\n"
@@ -241,13 +258,18 @@ def test_config_check_says_all_that_this_machine_cannot_do_for_its_nodes(tmp_pat
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").write_text("raise ImportError('libibverbs.so.1: cannot open')")
     (tmp_path / "file").touch()
-    tiers = [{"kind": "disk", "path": str(tmp_path / "file" / "tier"), "capacity": "1GiB"}, {"kind": "mooncake"}]
+    tiers = [
+        {"kind": "disk", "path": str(tmp_path / "file" / "tier"), "capacity": "1GiB"},
+        {"kind": "mooncake"},
+    ]
     nodes = [free_node("master"), free_node("prefill-0"), free_node("decode-0", host="no-such-host.invalid")]
     file = cluster_file(tmp_path, nodes=nodes, cache={"chunk_size": CHUNK, "tiers": tiers})
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     told = refused("config", "check", "-c", file)
     assert "nodes[2].host: 'no-such-host.invalid': this machine finds no IPv4 address of it" in told
-    assert f"cache.tiers[0].path: '{tmp_path}/file/tier': {tmp_path}/file is no folder on this machine" in told
+    assert (
+        f"cache.tiers[0].path: '{tmp_path}/file/tier': {tmp_path}/file is no folder on this machine" in told
+    )
     assert "nodes[0]: mooncake.store cannot be imported: " in told
     assert len(told.splitlines()) == 3
     assert all(line.startswith(f"pd-cache: {file}:") for line in told.splitlines())
@@ -274,7 +296,9 @@ def cmd_init():
 
 
 def test_a_bench_that_lacks_a_package_says_how_to_get_it():
-    without = "import sys; sys.modules['transformers'] = None; from launch.cli import main; main(['bench', 'ttft'])"
+    without = (
+        "import sys; sys.modules['transformers'] = None; from launch.cli import main; main(['bench', 'ttft'])"
+    )
     done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "transformers" in done.stderr

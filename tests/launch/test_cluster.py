@@ -24,7 +24,8 @@ def file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(file):
-    """A healthy cluster that no test of this module breaks: the prefill node has a cache of its own, the decode node a cache server."""
+    """A healthy cluster that no test of this module breaks: the prefill node has a cache of its own, the
+    decode node a cache server."""
     streams = {"wait_ms": 60_000, "stream": "always"}
     with started(file.parent, nodes=nodes_of_every_role(), handoff=streams) as running:
         yield running
@@ -54,8 +55,11 @@ def test_each_node_takes_from_the_pool_what_others_stored_and_computes_the_rest(
         assert answer.body["usage"]["prompt_tokens"] == len(tokens)
 
 
-def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_the_rest(cluster, alone, file, prompt):
-    """The longest prompt takes the prefill node 15 steps. On a busy machine the decode node may be too late for all of them."""
+def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_the_rest(
+    cluster, alone, file, prompt
+):
+    """The longest prompt takes the prefill node 15 steps. On a busy machine the decode node may be too late
+    for all of them."""
 
     answers = []
 
@@ -78,7 +82,9 @@ def test_a_stream_carries_the_same_tokens(cluster, alone, prompt):
     lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     events = [json.loads(line) for line in lines[:-1]]
-    assert [token for event in events for choice in event["choices"] for token in choice["token_ids"]] == alone(tokens)
+    assert [
+        token for event in events for choice in event["choices"] for token in choice["token_ids"]
+    ] == alone(tokens)
     assert events[-1]["pd_cache"]["self"]["cached_tokens"] == 2 * CHUNK
 
 
@@ -118,14 +124,17 @@ def test_top_and_the_proxys_page_say_what_every_node_does(cluster, prompt, file)
                 if well(event := json.loads(line[6:])):
                     break
                 assert time.monotonic() < deadline, event
-                complete(cluster.urls["proxy"], tokens)  # something to be counted between any two answers of the nodes
+                # something to be counted between any two answers of the nodes
+                complete(cluster.urls["proxy"], tokens)
     assert event["slow"][0]["hops"][0]["asked"]
 
     nodes = cli_json("top", "-c", file, "--interval", "0.5")["nodes"]
-    assert {node["name"]: node["state"] for node in nodes} == {node.name: "up" for node in cluster.config.nodes}
+    assert {node["name"]: node["state"] for node in nodes} == {
+        node.name: "up" for node in cluster.config.nodes
+    }
 
 
-# --- explain ---------------------------------------------------------------------------------------------------------
+# --- explain ------------------------------------------------------------------------------------------------
 
 
 def test_a_request_is_explained_hop_by_hop(cluster, file, prompt):
@@ -165,7 +174,7 @@ def test_a_prompt_is_explained_by_what_each_node_would_find(cluster, file, promp
     assert found() == {(37, 0, "too_short")}
 
 
-# --- deaths ----------------------------------------------------------------------------------------------------------
+# --- deaths -------------------------------------------------------------------------------------------------
 
 
 class Mended:
@@ -183,8 +192,11 @@ class Mended:
         return answer.status == 200 and min(answer.cached) >= len(self._tokens) - 1
 
 
-def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_unanswered(tmp_path, alone, prompt):
-    """One cluster loses one node after the other. Each stays dead until all requests are answered, and is back before the next dies."""
+def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_unanswered(
+    tmp_path, alone, prompt
+):
+    """One cluster loses one node after the other. Each stays dead until all requests are answered, and is
+    back before the next dies."""
     with started(tmp_path, nodes=nodes_of_every_role(), **OUTAGES) as cluster:
         url = cluster.urls["proxy"]
         for victim in ("store-0", "master", "prefill-0", "cache-0"):
@@ -198,7 +210,9 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
                 kill(cluster, victim)
                 asked += [threads.submit(complete, url, tokens) for tokens in prompts[4:]]
                 answers = [one.result() for one in asked]
-            assert [(one.status, one.tokens) for one in answers] == [(200, alone(tokens)) for tokens in prompts], victim
+            assert [(one.status, one.tokens) for one in answers] == [
+                (200, alone(tokens)) for tokens in prompts
+            ], victim
             if victim == "cache-0":
                 status = {row.name: row.state for row in cluster_status(cluster.config).nodes}
                 assert status["cache-0"] == "down"
@@ -206,6 +220,8 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
             if victim == "store-0":
 
                 def evicted(tokens=prompts[0]):
-                    return (complete(url, tokens).body["pd_cache"]["prefill"] or {}).get("reason") == "evicted"
+                    return (complete(url, tokens).body["pd_cache"]["prefill"] or {}).get(
+                        "reason"
+                    ) == "evicted"
 
                 wait_for(evicted, "chunks that went with their node count as evicted")

@@ -1,4 +1,5 @@
-"""A cluster whose nodes find one another in etcd: they join, leave, die and differ; etcd itself goes and comes."""
+"""A cluster whose nodes find one another in etcd: they join, leave, die and differ; etcd itself goes and
+comes."""
 
 import random
 import re
@@ -46,7 +47,9 @@ def cluster(own_etcd, tmp_path_factory):
     """The proxy looks into the pool before it asks a prefill node."""
     folder = tmp_path_factory.mktemp("cluster")
     with started(folder, discovery=discovery(own_etcd), proxy={}) as running:
-        wait_for(lambda: len(health(running)["decode"]) == len(health(running)["prefill"]) == 1, "the proxy's view")
+        wait_for(
+            lambda: len(health(running)["decode"]) == len(health(running)["prefill"]) == 1, "the proxy's view"
+        )
         yield running
 
 
@@ -84,10 +87,14 @@ def test_a_node_joins_at_once_and_leaves_when_it_is_told_to(cluster, own_etcd, t
             assert ask(cluster).status == 200
         assert handoffs(cluster, "handed_over") == handed_over + 4
         assert metric_at(node.address, "pd_cache_tokens_total", op="store", outcome="stored") > 0
-        assert re.search(r"request [0-9a-f]{32}: 200 in", "".join(node.errors)), "the proxy's id is in the node's log"
+        assert re.search(r"request [0-9a-f]{32}: 200 in", "".join(node.errors)), (
+            "the proxy's id is in the node's log"
+        )
         node.send(signal.SIGTERM)
         answers = [ask(cluster)]
-        wait_for(lambda: answers.append(ask(cluster)) or node.address not in health(cluster)["prefill"], "it left")
+        wait_for(
+            lambda: answers.append(ask(cluster)) or node.address not in health(cluster)["prefill"], "it left"
+        )
         assert {answer.status for answer in answers} == {200}
 
 
@@ -104,11 +111,19 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
     with joined(own_etcd, tmp_path, "prefill-2", cache={"chunk_size": 2 * CHUNK}) as node:
         wait_for(lambda: node.address in health(cluster)["prefill"], "the node is routed to")
         expected = f"chunk_size {2 * CHUNK} here, {CHUNK} on decode-0: these two never share a hit"
-        wait_for(lambda: health(cluster)["differences"] == {"prefill-2": expected}, "the difference is reported")
+        wait_for(
+            lambda: health(cluster)["differences"] == {"prefill-2": expected}, "the difference is reported"
+        )
         told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)["nodes"]
-        assert {one["name"]: one["difference"] for one in told if one["difference"]} == {"prefill-2": expected}
-        report = msgspec.convert(cli_json("doctor", "-c", elsewhere(own_etcd, tmp_path), code=1), DoctorReport)
-        found = [(one.check, one.about, one.found) for one in report.findings if one.verdict is Verdict.BROKEN]
+        assert {one["name"]: one["difference"] for one in told if one["difference"]} == {
+            "prefill-2": expected
+        }
+        report = msgspec.convert(
+            cli_json("doctor", "-c", elsewhere(own_etcd, tmp_path), code=1), DoctorReport
+        )
+        found = [
+            (one.check, one.about, one.found) for one in report.findings if one.verdict is Verdict.BROKEN
+        ]
         assert found == [("cluster.fingerprint", "prefill-2", expected)]
         transfer = next(one for one in report.findings if one.check == "transfer.segment")
         assert transfer.verdict is Verdict.OK, "the master was found in etcd"
@@ -148,7 +163,8 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
     engine = {"kind": "vllm", "model": "some/model", "name": "tiny", "executable": str(executable)}
     with joined(own_etcd, tmp_path, "prefill-3", engine=engine) as node:
         wait_for(lambda: health(cluster)["prefill"].get(node.address), "the node is routed to")
-        told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)  # it shares no hit with the others
+        # it shares no hit with the others
+        told = cli_json("status", "-c", elsewhere(own_etcd, tmp_path), code=1)
         found = next(one for one in told["nodes"] if one["name"] == "prefill-3")
         assert (found["model"], found["state"], found["capacity"]["kv_tokens"]) == ("tiny", "up", 4096)
         assert found["mooncake"] == mooncake_version(), "what the connector has written"
@@ -203,7 +219,9 @@ def test_etcd_hangs_for_longer_than_every_lease_and_serving_does_not_notice(clus
     before = health(cluster)
     own_etcd.send(signal.SIGSTOP)
     try:
-        wait_for(lambda: health(cluster)["discovery_stale_s"] > TTL_S, "the view is stale, and every lease over")
+        wait_for(
+            lambda: health(cluster)["discovery_stale_s"] > TTL_S, "the view is stale, and every lease over"
+        )
         assert ask(cluster).status == 200
     finally:
         own_etcd.send(signal.SIGCONT)
@@ -224,7 +242,9 @@ def test_what_elected_masters_promise_is_found_where_the_file_names_none(make_et
         masters=MastersConfig(ha=True),
         nodes=(StoreNode(name="s", segment_size=ByteSize(64 << 20)),),
     )
-    with pytest.raises(ConfigError, match=r"no master of the cluster test registered in etcd .* within 0\.1 s"):
+    with pytest.raises(
+        ConfigError, match=r"no master of the cluster test registered in etcd .* within 0\.1 s"
+    ):
         find_master(config, 0.1)
     with ExitStack() as stack:
         for number, lease_ttl_ms in enumerate((20_000, 3_000)):

@@ -31,7 +31,7 @@ def node(name, namespace=None):
     return NodeRecord(name=name, role="prefill", address="http://10.0.0.2:8100", **told)
 
 
-# --- records ---------------------------------------------------------------------------------------------------------
+# --- records ------------------------------------------------------------------------------------------------
 
 
 def engine_record(name, *namespaces):
@@ -41,7 +41,8 @@ def engine_record(name, *namespaces):
 
 
 WINDOW, WIDER = (
-    msgspec.structs.replace(NAMESPACE, group="1-3", keeps=f"the last {size} tokens", tail=1) for size in (256, 512)
+    msgspec.structs.replace(NAMESPACE, group="1-3", keeps=f"the last {size} tokens", tail=1)
+    for size in (256, 512)
 )
 
 
@@ -132,7 +133,7 @@ def test_what_is_no_record_is_refused_in_words(fields, told):
         decode_record(raw)
 
 
-# --- namespaces that differ ------------------------------------------------------------------------------------------
+# --- namespaces that differ ---------------------------------------------------------------------------------
 
 
 USUAL = [engine_record(name, NAMESPACE, WINDOW) for name in "ab"]
@@ -177,7 +178,7 @@ def test_a_node_whose_master_has_moved_is_told_to_be_started_again():
     assert differences([*nodes, NodeRecord(name="m", role="master", address=new)]) == {"a": told}
 
 
-# --- views -----------------------------------------------------------------------------------------------------------
+# --- views --------------------------------------------------------------------------------------------------
 
 
 def names(view):

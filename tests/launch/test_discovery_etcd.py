@@ -91,10 +91,12 @@ def test_a_name_that_is_used_twice_is_told_and_not_fought_over(etcd, caplog):
         wait_for(lambda: [node.instance for node in watch.view().nodes] == ["first"], "the first one is back")
 
 
-# --- outages ---------------------------------------------------------------------------------------------------------
+# --- outages ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wiped", [True, False], ids=["killed and wiped", "stopped for longer than the lease"])
+@pytest.mark.parametrize(
+    "wiped", [True, False], ids=["killed and wiped", "stopped for longer than the lease"]
+)
 def test_an_outage_changes_nothing_but_the_mark_and_is_repaired(wiped, make_etcd):
     etcd = make_etcd().start()
     views = []
@@ -157,12 +159,13 @@ def test_closing_with_etcd_away_takes_no_longer_than_a_call(make_etcd):
     assert time.monotonic() - started < 60, "a bound, not a measurement"
 
 
-# --- what others write -----------------------------------------------------------------------------------------------
+# --- what others write --------------------------------------------------------------------------------------
 
 
 UNREADABLE = {
     "absurd": (record("absurd").encode().replace(b'"kv_tokens":0', b'"kv_tokens":1e999'), "out of range"),
-    **{f"large-{n}": (b" " * 1_400_000, "at most 65536") for n in range(4)},  # together more than a message of gRPC
+    # together more than a message of gRPC
+    **{f"large-{n}": (b" " * 1_400_000, "at most 65536") for n in range(4)},
     "nested": (b'{"namespace": ' + b"[" * 60_000, "nested|object"),
     "other": (record("z").encode(), "it says that its node is z"),
     "path": (b'{"name": "path", "role": "master", "address": "ipc:///etc"}', "host:port"),
@@ -201,7 +204,9 @@ def test_neither_megabytes_of_junk_nor_thousands_of_records_hide_a_node(make_etc
             client.put(f"{prefix_of(CLUSTER)}junk-{number}", b"x" * 1_000_000)
         for first in range(0, 4200, 100):
             puts = [
-                client.transactions.put(f"{prefix_of(CLUSTER)}n{number}", msgspec.json.encode(record(f"n{number}")))
+                client.transactions.put(
+                    f"{prefix_of(CLUSTER)}n{number}", msgspec.json.encode(record(f"n{number}"))
+                )
                 for number in range(first, first + 100)
             ]
             client.transaction(compare=[], success=puts, failure=[])
@@ -212,13 +217,17 @@ def test_neither_megabytes_of_junk_nor_thousands_of_records_hide_a_node(make_etc
             assert "a" in names(view)
 
 
-# --- users and TLS ---------------------------------------------------------------------------------------------------
+# --- users and TLS ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("users, tls", [(True, "plain"), (False, "mutual tls"), (True, "tls")])
 def test_every_way_to_reach_etcd(users, tls, make_etcd, certificates):
     own = certificates["client"] if tls == "mutual tls" else (None, None)
-    config = None if tls == "plain" else TlsConfig(ca_file=certificates["ca"][0], cert_file=own[0], key_file=own[1])
+    config = (
+        None
+        if tls == "plain"
+        else TlsConfig(ca_file=certificates["ca"][0], cert_file=own[0], key_file=own[1])
+    )
     etcd = make_etcd(tls=config, server=certificates["server"]).start()
     if users:
         etcd.enable_users(CLUSTER)

@@ -51,10 +51,14 @@ def changed(file, folder, section, **keys):
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_healthy_cluster_is_told_to_be_one_by_every_check_in_a_table_that_fits_its_terminal(file, monkeypatch):
+def test_a_healthy_cluster_is_told_to_be_one_by_every_check_in_a_table_that_fits_its_terminal(
+    file, monkeypatch
+):
     report = doctor("-c", file, code=0)
     assert (report.broken, broken(report), report.file) == (0, set(), str(file))
-    assert {"decode-0", "prefill-0", "proxy", "master", "store-0", "cache-0"} == set(of(report, "cluster.node"))
+    assert {"decode-0", "prefill-0", "proxy", "master", "store-0", "cache-0"} == set(
+        of(report, "cluster.node")
+    )
     (transfer,) = of(report, "transfer.segment").values()
     assert transfer.verdict is Verdict.OK
     assert transfer.found.startswith("56.0 MiB: put "), "what fits below the watermark"
@@ -119,7 +123,9 @@ def test_a_full_segment_is_a_warning_and_nobodys_chunks_are_evicted_for_it(make_
     pinned = load_mooncake().ReplicateConfig()
     pinned.with_hard_pin = True
     with pool.bare_client() as client:
-        stored = [key for key in (f"k{index}" for index in range(8)) if client.put(key, bytes(4 << 20), pinned) == 0]
+        stored = [
+            key for key in (f"k{index}" for index in range(8)) if client.put(key, bytes(4 << 20), pinned) == 0
+        ]
     assert len(stored) > 6
     report = doctor("-c", pool.file, code=None)
     finding = of(report, "transfer.segment")[pool.segment(0)]
@@ -176,7 +182,8 @@ def test_bytes_that_come_back_changed_are_broken(pool, monkeypatch):
 
 @pytest.mark.usefixtures("patient")
 def test_an_object_that_landed_elsewhere_does_not_count_for_the_segment(pool):
-    nobody = Segment("127.0.0.1:9", 256 << 20, "127.0.0.1:9")  # Mooncake ignores a segment that it does not know
+    # Mooncake ignores a segment that it does not know
+    nobody = Segment("127.0.0.1:9", 256 << 20, "127.0.0.1:9")
     (finding,) = _probe(pool, [nobody])
     assert finding.verdict is Verdict.WARNING
     assert "16 of 16 objects were put elsewhere" in finding.found

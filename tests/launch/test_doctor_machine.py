@@ -1,4 +1,5 @@
-"""What the doctor makes of a machine: fabricated `/sys`, `/proc` and `/dev` trees, one thing wrong in each."""
+"""What the doctor makes of a machine: fabricated `/sys`, `/proc` and `/dev` trees, one thing wrong in
+each."""
 
 import socket
 
@@ -30,7 +31,12 @@ def write(root, path, text):
 def device(root, name="mlx5_0", *, state="4: ACTIVE", layer="Ethernet", gids):
     """An RDMA device with one port. `gids`: kind by GID, in their order."""
     port = f"sys/class/infiniband/{name}/ports/1"
-    for key, value in {"state": state, "phys_state": "5: LinkUp", "link_layer": layer, "rate": "100 Gb/sec"}.items():
+    for key, value in {
+        "state": state,
+        "phys_state": "5: LinkUp",
+        "link_layer": layer,
+        "rate": "100 Gb/sec",
+    }.items():
         write(root, f"{port}/{key}", value)
     for index, (gid, kind) in enumerate(gids.items()):
         write(root, f"{port}/gids/{index}", gid)
@@ -43,7 +49,9 @@ def by_check(findings):
     order = list(Verdict)
     return {
         finding.check: finding
-        for finding in sorted(findings, key=lambda one: (one.verdict is Verdict.BROKEN, order.index(one.verdict)))
+        for finding in sorted(
+            findings, key=lambda one: (one.verdict is Verdict.BROKEN, order.index(one.verdict))
+        )
     }
 
 
@@ -52,7 +60,7 @@ def node(name, role="prefill", state="up", why="", difference="", **fields):
     return NodeStatus(record=record, state=state, why=why, difference=difference)
 
 
-# --- libraries -------------------------------------------------------------------------------------------------------
+# --- libraries ----------------------------------------------------------------------------------------------
 
 
 def test_the_wheel_of_this_environment_is_found_whole():
@@ -61,7 +69,7 @@ def test_the_wheel_of_this_environment_is_found_whole():
     assert {finding.check for finding in found} == {"libraries.wheel", "libraries.import"}
 
 
-# --- rdma ------------------------------------------------------------------------------------------------------------
+# --- rdma ---------------------------------------------------------------------------------------------------
 
 
 def test_without_a_device_rdma_is_broken_where_the_file_wants_it_and_skipped_elsewhere(tmp_path):
@@ -94,12 +102,14 @@ def test_a_roce_port_that_is_active_and_routable_is_well_if_a_container_has_the_
         (TransferSettings(protocol="rdma", devices=("mlx5_7",)), {}, "rdma.devices", Verdict.BROKEN),
     ],
 )
-def test_what_is_wrong_with_a_port_is_broken_with_rdma_and_a_warning_with_tcp(tmp_path, settings, port, check, verdict):
+def test_what_is_wrong_with_a_port_is_broken_with_rdma_and_a_warning_with_tcp(
+    tmp_path, settings, port, check, verdict
+):
     device(tmp_path, **{"gids": {ROCE: "RoCE v2"}, **port})
     assert by_check(rdma_findings(settings, tmp_path))[check].verdict is verdict
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 GIB = 1 << 30
@@ -138,11 +148,14 @@ def test_a_cgroup_that_allows_less_than_the_machine_has_decides(tmp_path):
     assert free(stores("6GiB"), root).verdict is Verdict.BROKEN
 
 
-# --- network ---------------------------------------------------------------------------------------------------------
+# --- network ------------------------------------------------------------------------------------------------
 
 
 def test_segments_given_out_as_loopback_are_broken_in_a_cluster_of_several_hosts():
-    segments = [Segment("127.0.0.1:50052", GIB, "127.0.0.1:15001"), Segment("10.0.0.1:50052", GIB, "10.0.0.1:15001")]
+    segments = [
+        Segment("127.0.0.1:50052", GIB, "127.0.0.1:15001"),
+        Segment("10.0.0.1:50052", GIB, "10.0.0.1:15001"),
+    ]
     found = list(advertised_findings({"10.0.0.1", "10.0.0.2"}, segments))
     assert [one.about for one in found] == ["127.0.0.1:50052"]
     assert list(advertised_findings({"127.0.0.1"}, segments)) == []
@@ -158,7 +171,7 @@ def test_a_server_of_metadata_that_cannot_be_reached_is_broken():
     assert "Connection refused" in gone.found
 
 
-# --- cluster ---------------------------------------------------------------------------------------------------------
+# --- cluster ------------------------------------------------------------------------------------------------
 
 
 def of_cluster(check, rows, **more):
@@ -185,7 +198,9 @@ def test_nodes_of_another_version_are_a_warning():
         (("0.3.13", "unknown"), Verdict.OK, "0.3.13, unknown"),
     ],
 )  # fmt: skip
-def test_versions_of_mooncake_that_fail_together_are_broken_and_untried_ones_a_warning(versions, verdict, found):
+def test_versions_of_mooncake_that_fail_together_are_broken_and_untried_ones_a_warning(
+    versions, verdict, found
+):
     rows = [node("abcdefgh"[index], mooncake=version) for index, version in enumerate(versions)]
     status = ClusterStatus("static", True, rows)
     (finding,) = of_cluster("mooncake", rows)
@@ -199,7 +214,12 @@ def test_a_node_that_never_shares_a_hit_is_broken_unless_it_serves_another_model
     rows = [
         node("a", model="m", fingerprint="1"),
         node("b", model="m", fingerprint="1"),
-        node("c", model=model, fingerprint="2", difference="chunk_size 64 here, 256 on a: these two never share a hit"),
+        node(
+            "c",
+            model=model,
+            fingerprint="2",
+            difference="chunk_size 64 here, 256 on a: these two never share a hit",
+        ),
     ]
     assert [(one.about, one.verdict) for one in of_cluster("fingerprint", rows)] == [("c", verdict)]
 
@@ -216,7 +236,9 @@ def test_a_node_that_is_down_is_to_be_started_and_one_that_is_not_well_is_not():
     assert found["a"][0] is Verdict.BROKEN
     assert "pd-cache launch" in found["a"][1]
     assert found["b"] == (Verdict.OK, "")
-    assert found["c"] == (Verdict.BROKEN, "its log, and the other findings about it"), "what answers is not to be ended"
+    assert found["c"] == (Verdict.BROKEN, "its log, and the other findings about it"), (
+        "what answers is not to be ended"
+    )
 
 
 def test_memory_that_nodes_promise_and_the_pool_lacks_is_broken():

@@ -1,4 +1,5 @@
-"""`pd-cache drain` on real pools: what moves, what is found and loaded meanwhile, and what is refused. With elected masters: `test_elected_masters`."""
+"""`pd-cache drain` on real pools: what moves, what is found and loaded meanwhile, and what is refused. With
+elected masters: `test_elected_masters`."""
 
 import json
 import threading
@@ -44,7 +45,9 @@ def put(pool, store, count, size):
     config = load_mooncake().ReplicateConfig()
     config.preferred_segment = pool.segment(store)
     with pool.bare_client() as client:
-        assert [client.put(f"{store}/{number}", bytes(size), config) for number in range(count)] == [0] * count
+        assert [client.put(f"{store}/{number}", bytes(size), config) for number in range(count)] == [
+            0
+        ] * count
 
 
 def half_full(make_pool, objects=100, **options):
@@ -65,7 +68,9 @@ def test_nothing_is_lost_while_prompts_are_looked_up_loaded_and_stored_and_then_
     with host(pool, model="drained") as node, host(pool, model="drained") as busy:
         for prompt in PROMPTS:
             node.compute(prompt, SLOTS)
-            wait_for(lambda prompt=prompt: node.store(prompt, SLOTS) + node.lookup(prompt) >= 40, "it is stored")
+            wait_for(
+                lambda prompt=prompt: node.store(prompt, SLOTS) + node.lookup(prompt) >= 40, "it is stored"
+            )
         pool.start("store-1")
         assert segment(pool, 0).allocator_used_bytes > 0
         stop, hits = threading.Event(), []
@@ -153,7 +158,9 @@ def test_wrong_input_is_refused_and_changes_nothing(arguments, code, said, two_s
     assert {one.status for one in segments_at(two_stores.metrics)} == {"OK"}
 
 
-def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_second_drain_helps_the_first(two_stores):
+def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_second_drain_helps_the_first(
+    two_stores,
+):
     def refused(node="store-0"):
         done = cli("drain", node, "-c", two_stores.file, code=1)
         assert done.stdout == ""
@@ -163,7 +170,8 @@ def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_se
     put(two_stores, 1, 16, 1 << 20)
     assert "store-0 holds 20.0 MiB, and the others have room for 12.0 MiB: add a node first" in refused()
     with two_stores.bare_client() as client:
-        client.batch_is_exist([f"0/{number}" for number in range(20)])  # leased, so the job does not end by itself
+        # leased, so the job does not end by itself
+        client.batch_is_exist([f"0/{number}" for number in range(20)])
         job = begin_drain(two_stores.metrics, [two_stores.segment(0)], 4)
         assert begin_drain(two_stores.metrics, [two_stores.segment(0)], 4) is None
         assert refused("store-1").startswith("pd-cache: store-1 has the only memory that takes objects")
@@ -222,7 +230,9 @@ def test_leased_objects_are_listed_once_and_moved_whatever_other_programs_call_t
     ],
     ids=["the node", "its last target", "the master, for a moment"],
 )
-def test_a_drain_ends_at_once_when_one_of_its_parts_goes_and_the_node_takes_objects_again(goes, said, make_pool):
+def test_a_drain_ends_at_once_when_one_of_its_parts_goes_and_the_node_takes_objects_again(
+    goes, said, make_pool
+):
     pool = half_full(make_pool, client_ttl_s=60 if goes == "master" else 2)
 
     def told(state):
@@ -244,7 +254,9 @@ def test_a_drain_ends_at_once_when_one_of_its_parts_goes_and_the_node_takes_obje
         (False, "the master has not answered for 1 s"),
     ],
 )
-def test_a_drain_is_not_canceled_by_a_master_that_stands_still_and_says_so_soon(signaled, said, make_pool, monkeypatch):
+def test_a_drain_is_not_canceled_by_a_master_that_stands_still_and_says_so_soon(
+    signaled, said, make_pool, monkeypatch
+):
     pool = half_full(make_pool, client_ttl_s=60)
     for limit in ("_CALL_S", "_CANCEL_S"):
         monkeypatch.setattr(drained_by, limit, 1.0)

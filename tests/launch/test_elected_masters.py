@@ -1,4 +1,5 @@
-"""Two masters of which etcd elects one: hits come back by themselves however etcd fails, and when the leader dies, the keys are still there.
+"""Two masters of which etcd elects one: hits come back by themselves however etcd fails, and when the leader
+dies, the keys are still there.
 
 One cluster for all tests: it takes a minute to start and to stop.
 """
@@ -9,7 +10,17 @@ import pytest
 
 from launch.operate.watched import cluster_status
 from tests.support.cli import run_program
-from tests.support.cluster import CHUNK, OUTAGES, broken, complete, examined, fetched, free_node, kill, started
+from tests.support.cluster import (
+    CHUNK,
+    OUTAGES,
+    broken,
+    complete,
+    examined,
+    fetched,
+    free_node,
+    kill,
+    started,
+)
 from tests.support.etcd import Etcd
 from tests.support.leaks import no_leaks
 from tests.support.needs import needs_etcd
@@ -69,7 +80,8 @@ def elected(file):
             "transfer": OUTAGES["transfer"],
             "master": {"ha": True},
             "discovery": {"kind": "etcd", "endpoints": [etcd.start().endpoint], "ttl_s": 2},
-            "supervisor": {"ready_timeout_s": 180, "stop_grace_s": 6},  # masters that lost etcd do not stop when asked
+            # masters that lost etcd do not stop when asked
+            "supervisor": {"ready_timeout_s": 180, "stop_grace_s": 6},
             "nodes": nodes,
         }
         with started(file.parent, name="elected", **sections) as cluster:
@@ -123,7 +135,9 @@ def test_hits_survive_every_way_in_which_etcd_fails_and_then_the_death_of_the_le
     # what the leader wrote to its log reaches the standby within its polling interval of a second
     seen = [ask(cluster) for _ in range(30)]
     kill(cluster, roles["leader"])
-    wait_for(lambda: seen.append(ask(cluster)) or role(cluster, roles["standby"]) == "leader", "the standby leads")
+    wait_for(
+        lambda: seen.append(ask(cluster)) or role(cluster, roles["standby"]) == "leader", "the standby leads"
+    )
     wait_for(lambda: seen.append(ask(cluster)) or hit(cluster), "the same keys are found")
     assert {answer.status for answer in seen} == {200}
     assert len({tuple(answer.tokens) for answer in seen}) == 1

@@ -1,4 +1,5 @@
-"""When a master is started anew because it and etcd differ on who leads. With a real etcd, and a clock that is ours."""
+"""When a master is started anew because it and etcd differ on who leads. With a real etcd, and a clock that
+is ours."""
 
 from contextlib import closing
 

@@ -1,4 +1,5 @@
-"""`pd-cache explain`: of nodes that only the pool can be asked about, and of wrong input. Of running clusters: test_cluster.py."""
+"""`pd-cache explain`: of nodes that only the pool can be asked about, and of wrong input. Of running
+clusters: test_cluster.py."""
 
 import json
 import uuid
@@ -23,7 +24,7 @@ from tests.support.proxy import NAMESPACE
 pytestmark = pytest.mark.slow
 
 
-# --- nodes that do not say themselves what they would find -----------------------------------------------------------
+# --- nodes that do not say themselves what they would find --------------------------------------------------
 
 
 def telling(pages):
@@ -33,9 +34,13 @@ def telling(pages):
 
 def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(tmp_path):
     """vLLM's streams have none."""
-    reports = {name: msgspec.to_builtins(RequestReport.of(20, 8, reason=name)) for name in ("evicted", "damaged")}
+    reports = {
+        name: msgspec.to_builtins(RequestReport.of(20, 8, reason=name)) for name in ("evicted", "damaged")
+    }
     with ExitStack() as stack:
-        ports = [stack.enter_context(telling({"/requests/abc": {"reports": [one]}})) for one in reports.values()]
+        ports = [
+            stack.enter_context(telling({"/requests/abc": {"reports": [one]}})) for one in reports.values()
+        ]
         hops = [
             {"hop": "prefill", "node": f"http://127.0.0.1:{ports[0]}", "report": None},
             {"hop": "decode", "node": "http://10.0.0.9:1", "report": reports["damaged"]},
@@ -46,7 +51,9 @@ def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(t
         nodes = [free_node(name, port=port) for name, port in places.items()]
         file = cluster_file(tmp_path, engine={"kind": "vllm", "model": "m"}, nodes=nodes)
         explained, of_answer = (cli_json("explain", name, "-c", file) for name in ("abc", "chatcmpl-abc"))
-    assert of_answer == {**explained, "request_id": "chatcmpl-abc"}, "the id of the answer leads to the same request"
+    assert of_answer == {**explained, "request_id": "chatcmpl-abc"}, (
+        "the id of the answer leads to the same request"
+    )
     assert [(hop["node"], hop["report"]["reason"]) for hop in explained["hops"]] == [
         ("prefill-0", "evicted"),
         ("http://10.0.0.9:1", "damaged"),
@@ -82,7 +89,7 @@ def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool, tmp_
         assert [one["reason"] for one in cli_json(*asked)["nodes"][:2]] == ["too_short"] * 2
 
 
-# --- wrong input -----------------------------------------------------------------------------------------------------
+# --- wrong input --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,7 +134,9 @@ def test_a_cluster_that_does_not_run_explains_nothing(tmp_path):
 
 
 def test_of_a_node_whose_block_hashes_cannot_be_computed_here_its_line_says_so():
-    space = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=describe_hashes("xxhash", "7", ""))
+    space = msgspec.structs.replace(
+        NAMESPACE, hash_mode="blocks", hash_seed=describe_hashes("xxhash", "7", "")
+    )
     record = NodeRecord(name="d", role="decode", address="http://h:1", **space.described())
     one = ExplainedNode("d", "decode")
     with ExitStack() as stack:

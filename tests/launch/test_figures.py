@@ -52,7 +52,9 @@ def test_since_its_start_one_reading_says_what_a_node_found_and_how_long_it_took
     found = NodeHistory(since_start=True)
     begun = time.time() - 100
     for at in (5.0, 7.0):
-        found.add(read_node(read_samples(text(loaded=30, computed=70, lookups=9, quick=9, started=begun)), at))
+        found.add(
+            read_node(read_samples(text(loaded=30, computed=70, lookups=9, quick=9, started=begun)), at)
+        )
     rates = found.rates(7.0)
     assert (rates.hit, rates.load, rates.lookups) == (0.3, 0.0, 0.0)
     assert rates.quantiles["lookup"][1] <= 0.001
@@ -118,7 +120,12 @@ def test_quantiles_are_those_of_the_increments():
 
 @pytest.mark.parametrize(
     "counted, expected",
-    [({}, math.nan), ({1.0: 0.0}, math.nan), ({1.0: 0.0, math.inf: 5.0}, math.inf), ({1.0: 4.0, 2.0: 3.0}, 0.375)],
+    [
+        ({}, math.nan),
+        ({1.0: 0.0}, math.nan),
+        ({1.0: 0.0, math.inf: 5.0}, math.inf),
+        ({1.0: 4.0, 2.0: 3.0}, 0.375),
+    ],
     ids=["no buckets", "nothing observed", "beyond the last bound", "buckets that fall"],
 )
 def test_quantiles_of_odd_histograms(counted, expected):
@@ -158,7 +165,14 @@ def test_the_metrics_of_vllm_are_read_under_their_own_names():
     assert (nodes.last.queued, nodes.last.running) == (2, 3)
     assert (found.lookups, found.load, found.missed[0][0]) == (4.0, 200.0, "evicted")
     assert found.quantiles["first token"] == (pytest.approx(0.05), pytest.approx(0.099))
-    assert found.sources == {"engine": 0.75, "memory": 0.25, "disk": 0.0, "pool": 0.0, "loaded": 0.0, "computed": 0.0}
+    assert found.sources == {
+        "engine": 0.75,
+        "memory": 0.25,
+        "disk": 0.0,
+        "pool": 0.0,
+        "loaded": 0.0,
+        "computed": 0.0,
+    }
 
 
 # --- text ---

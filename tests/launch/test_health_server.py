@@ -41,11 +41,14 @@ def test_a_port_in_use_is_named():
 
 
 def test_silent_connections_take_all_places_but_no_thread_more():
-    """Sixteen clients say nothing. The next is turned away at once, and let in as soon as one of them goes."""
+    """Sixteen clients say nothing. The next is turned away at once, and let in as soon as one of them
+    goes."""
     with server(*[True] * 500) as url:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         with contextlib.ExitStack() as stack:
-            *_, one_more = (stack.enter_context(socket.create_connection(address, PATIENCE_S)) for _ in range(17))
+            *_, one_more = (
+                stack.enter_context(socket.create_connection(address, PATIENCE_S)) for _ in range(17)
+            )
             one_more.sendall(b"GET /health HTTP/1.0\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 assert one_more.recv(1) == b""

@@ -1,6 +1,8 @@
-"""A cluster across hosts, each a network namespace with a 1 Gbit/s link, and what becomes of it when links and hosts fail.
+"""A cluster across hosts, each a network namespace with a 1 Gbit/s link, and what becomes of it when links
+and hosts fail.
 
-One cluster serves all scenarios, one after the other: that each begins with a cluster that works is the recovery of the one before.
+One cluster serves all scenarios, one after the other: that each begins with a cluster that works is the
+recovery of the one before.
 """
 
 import itertools
@@ -42,7 +44,12 @@ class Hosts:
         nodes = [
             {"name": "master", "role": "master", "port": 50051, "metrics_port": 9003, "client_ttl_s": 2},
             *(
-                {"name": name, "role": role, "port": 8100, "segment_size": "64MiB" if name == "prefill-1" else 0}
+                {
+                    "name": name,
+                    "role": role,
+                    "port": 8100,
+                    "segment_size": "64MiB" if name == "prefill-1" else 0,
+                }
                 for name in names
                 if (role := name.split("-")[0]) in roles
             ),
@@ -110,7 +117,9 @@ def hosts(tmp_path_factory, alone):
             wait_until_whole(cluster, alone)
         finally:
             cluster.stop()
-    names = subprocess.run(("ip", "netns", "list"), capture_output=True, check=True, timeout=60).stdout.decode()
+    names = subprocess.run(
+        ("ip", "netns", "list"), capture_output=True, check=True, timeout=60
+    ).stdout.decode()
     assert network.prefix not in names
 
 
@@ -126,7 +135,8 @@ def wait_until_whole(hosts, alone):
     met = set()
 
     def all_met():
-        """Each prefill node stores and each decode node finds: seen on whole hits of prompts that went over all of them."""
+        """Each prefill node stores and each decode node finds: seen on whole hits of prompts that went over
+        all of them."""
         prompt = [rng.randrange(512) for _ in range(PROMPT)]
         before = {name: hosts.stored(name) for name in EVERYBODY[:2]}
         received = {name: hosts.hosts[name].received() for name in EVERYBODY[2:]}
@@ -136,7 +146,9 @@ def wait_until_whole(hosts, alone):
         if answer.cached[1] == 12 * CHUNK:
             payload = 12 * CHUNK * 512  # bytes of KV a token of this model
             assert max(hosts.hosts[name].received() - before for name, before in received.items()) > payload
-        met.update(name for name in before if hosts.stored(name) > before[name] and answer.cached[1] == 12 * CHUNK)
+        met.update(
+            name for name in before if hosts.stored(name) > before[name] and answer.cached[1] == 12 * CHUNK
+        )
         return met == set(before)
 
     wait_for(all_met, "both prefill nodes hand over through the pool")
@@ -202,7 +214,8 @@ def test_the_link_of_the_host_with_the_memory_is_cut_in_the_middle_of_a_load(hos
 
 
 def examine(hosts, folder, *inside):
-    """What `pd-cache doctor` says, by default from outside of all hosts, which reaches each. `inside`: a host, as in `examined`."""
+    """What `pd-cache doctor` says, by default from outside of all hosts, which reaches each. `inside`: a
+    host, as in `examined`."""
     file = folder / "doctor.yaml"
     file.write_text(hosts.file.read_text())
     return examined(file, *inside)
@@ -219,7 +232,9 @@ def test_the_doctor_tells_a_host_that_is_cut_off_from_one_that_only_some_do_not_
         report = examine(hosts, tmp_path, *reader.inside())
     finally:
         reader.unblock(memory)
-    (unreached,) = [one.found for one in report.findings if (one.check, one.about) == ("cluster.node", "prefill-1")]
+    (unreached,) = [
+        one.found for one in report.findings if (one.check, one.about) == ("cluster.node", "prefill-1")
+    ]
     assert unreached.startswith(f"down: {memory.address}:8100: "), unreached
     assert ("transfer.segment", segment) in broken(report)
 

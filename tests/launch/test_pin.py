@@ -129,7 +129,11 @@ def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path):
     "arguments, code, says",
     [
         (["--ttl", "9"], 2, "by one of --tokens FILE, --text TEXT and --request"),
-        (["--ttl", "9", "--text", "x", "--tokens", "-"], 2, "by one of --tokens FILE, --text TEXT and --request"),
+        (
+            ["--ttl", "9", "--text", "x", "--tokens", "-"],
+            2,
+            "by one of --tokens FILE, --text TEXT and --request",
+        ),
         (["--ttl", "9", "--tokens", "-"], 2, "expected a JSON list of token ids"),
         (["--ttl", "0", "--text", "x"], 2, "Invalid value for '--ttl'"),
         (["--ttl", "nan", "--text", "x"], 2, "nan is no number of seconds"),

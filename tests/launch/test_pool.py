@@ -1,5 +1,5 @@
-"""`pd-cache pool`: what is held of a million keys, what is asked of a serving master, and the commands on a real pool. `rm --old`:
-test_recipes.py."""
+"""`pd-cache pool`: what is held of a million keys, what is asked of a serving master, and the commands on a
+real pool. `rm --old`: test_recipes.py."""
 
 import http.server
 import itertools
@@ -33,7 +33,7 @@ def chunk_keys(count, version=""):
     return ChunkedTokenDatabase(SPACE).keys([secrets.token_bytes(16) for _ in range(count)], label=version)
 
 
-# --- bounds ----------------------------------------------------------------------------------------------------------
+# --- bounds -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -73,7 +73,9 @@ def million():
             for version in ("", ".v1", ".v2", ".v3")
             for shard in (0, 1)
         )
-        yield "".join([*lines, *(f"other-{name:040x}/{name}\nno slash {name:040x}\n" for name in names)]).encode()
+        yield "".join(
+            [*lines, *(f"other-{name:040x}/{name}\nno slash {name:040x}\n" for name in names)]
+        ).encode()
 
 
 def test_of_a_million_keys_only_counts_and_a_few_are_held():
@@ -122,11 +124,19 @@ def test_a_master_that_is_slow_is_asked_for_sizes_no_longer_than_the_deadline(mo
     assert len(asked) == 2
 
 
-# --- what is shown ---------------------------------------------------------------------------------------------------
+# --- what is shown ------------------------------------------------------------------------------------------
 
 
 def space(name, **fields):
-    usual = {"kind": "chunks", "model": "", "nodes": [], "current": None, "shards": 1, "objects": 10, "bytes": 1 << 30}
+    usual = {
+        "kind": "chunks",
+        "model": "",
+        "nodes": [],
+        "current": None,
+        "shards": 1,
+        "objects": 10,
+        "bytes": 1 << 30,
+    }
     return Space(**({"name": name, "sampled": 10, "namespace": None} | usual | fields))
 
 
@@ -167,12 +177,13 @@ def test_a_pattern_chooses_by_name_or_model_and_never_what_others_keep_or_what_m
             chosen(pattern, old=old)
 
 
-# --- a real pool -----------------------------------------------------------------------------------------------------
+# --- a real pool --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def filled(make_pool):
-    """A pool with 12 chunks of the first version and 3 of another one, a value by name, and an object of another program."""
+    """A pool with 12 chunks of the first version and 3 of another one, a value by name, and an object of
+    another program."""
     pool = make_pool(client_ttl_s=60).start()
     with pool.bare_client() as client:
         for key in [*chunk_keys(12), *chunk_keys(3, "v1.2")]:
@@ -190,7 +201,9 @@ def run(pool, *arguments, code=0, typed=""):
 def test_ls_says_what_is_there_and_leases_nothing(filled):
     listed = json.loads(run(filled, "ls", "--json").stdout)
     found = {one["name"]: one for one in listed["namespaces"]}
-    assert {name: (one["kind"], one["objects"], one["shards"], one["bytes"]) for name, one in found.items()} == {
+    assert {
+        name: (one["kind"], one["objects"], one["shards"], one["bytes"]) for name, one in found.items()
+    } == {
         OF_SPACE: ("chunks", 24, 2, 24_000),
         f"{OF_SPACE}.v1.2": ("chunks", 6, 2, 6_000),
         VALUES: ("values", 1, 1, 500),
@@ -238,7 +251,10 @@ def test_a_key_of_another_program_that_is_no_text_is_passed_over(filled):
 def test_rm_of_nothing_and_a_pool_without_a_master_are_errors(filled):
     for arguments in ((), ("",), ("", "--old")):
         assert "give a PATTERN or --old" in run(filled, "rm", *arguments, code=2).stderr
-    assert "no namespace of an old version in the pool matches *" in run(filled, "rm", "--old", "--yes", code=1).stderr
+    assert (
+        "no namespace of an old version in the pool matches *"
+        in run(filled, "rm", "--old", "--yes", code=1).stderr
+    )
     filled.kill("master")
     for command in (("ls",), ("ls", "--json"), ("rm", "*", "--yes")):
         result = run(filled, *command, code=1)

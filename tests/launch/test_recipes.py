@@ -1,5 +1,5 @@
-"""The files of docs/recipes.md: the largest starts as far as CPUs go, its nodes find one another, and a prompt that comes again is a hit.
-Without what only GPUs take, the others are parts of it."""
+"""The files of docs/recipes.md: the largest starts as far as CPUs go, its nodes find one another, and a
+prompt that comes again is a hit. Without what only GPUs take, the others are parts of it."""
 
 import contextlib
 import re
@@ -29,7 +29,9 @@ def on_this_machine(node):
     """The node of a file here, on free ports and with little memory."""
     free = {key: 0 for key in ("port", "metrics_port") if key in node}
     small = {"segment_size": "64MiB"} if "segment_size" in node else {}
-    return {key: value for key, value in node.items() if key not in _GPUS} | {"host": "127.0.0.1"} | free | small
+    return (
+        {key: value for key, value in node.items() if key not in _GPUS} | {"host": "127.0.0.1"} | free | small
+    )
 
 
 def recipe(name):
@@ -42,7 +44,9 @@ def recipe(name):
     return tree
 
 
-def test_nodes_of_two_tensor_parallel_sizes_cut_chunks_alike_and_a_recipe_of_one_gpu_a_machine_not_at_all(tmp_path):
+def test_nodes_of_two_tensor_parallel_sizes_cut_chunks_alike_and_a_recipe_of_one_gpu_a_machine_not_at_all(
+    tmp_path,
+):
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(recipe("one-gpu")))
     assert load_config(tmp_path / "cluster.yaml").shards == 1
     assert load_config(example_file("cluster")).shards == 8
@@ -69,7 +73,9 @@ def test_an_existing_mooncake_cluster_serves_whose_master_nobody_of_ours_has_sta
     """docs/migrate.md: nothing but Mooncake's own ports is asked of the master."""
     port, metrics = free_port(), free_port()
     program = find_program("mooncake_master")
-    master = subprocess.Popen([program, f"--rpc_port={port}", f"--metrics_port={metrics}"], stderr=subprocess.DEVNULL)
+    master = subprocess.Popen(
+        [program, f"--rpc_port={port}", f"--metrics_port={metrics}"], stderr=subprocess.DEVNULL
+    )
     roles = ("prefill", "decode", "proxy")
     nodes = [
         free_node("master", port=port, metrics_port=metrics),
@@ -81,7 +87,10 @@ def test_an_existing_mooncake_cluster_serves_whose_master_nobody_of_ours_has_sta
     try:
         with contextlib.ExitStack() as stack:
             running = {role: stack.enter_context(Node(role, role, file)) for role in roles}
-            wait_for(lambda: all(row.state == "up" for row in cluster_status(load_config(file)).nodes), "every node up")
+            wait_for(
+                lambda: all(row.state == "up" for row in cluster_status(load_config(file)).nodes),
+                "every node up",
+            )
             answers = [complete(running["proxy"].address, prompt) for _ in range(2)]
             assert [answer.cached for answer in answers] == [(0, 4 * CHUNK), (4 * CHUNK, 4 * CHUNK)]
             cli("reset", "-c", file, "--all", "--version", "w1")

@@ -1,4 +1,5 @@
-"""`pd-cache reset` names the weights of the engines that are out, and says what every engine has in the end. Small servers play the nodes."""
+"""`pd-cache reset` names the weights of the engines that are out, and says what every engine has in the end.
+Small servers play the nodes."""
 
 import json
 import time
@@ -151,7 +152,9 @@ def test_without_an_answer_of_discovery_the_exit_code_says_that_engines_may_be_m
             node.change()
         shown = cluster.run("--version", "w1", code=1).stdout
         assert "prefill-a: version w1" in shown
-        assert "discovery: etcd, which does not answer: these are the nodes of the file; others may not" in shown
+        assert (
+            "discovery: etcd, which does not answer: these are the nodes of the file; others may not" in shown
+        )
     finally:
         cluster.close()
 

@@ -1,4 +1,5 @@
-"""`pd-cache size`: what it counts of a model, and which files it refuses. tests/vllm/test_size.py compares it with vLLM."""
+"""`pd-cache size`: what it counts of a model, and which files it refuses. tests/vllm/test_size.py compares it
+with vLLM."""
 
 import json
 
@@ -57,7 +58,8 @@ def test_a_hit_rate_above_that_of_the_trace_takes_room_for_all_tokens_and_says_s
     assert sized(LLAMA, tmp_path, "--share", "0.9").pool_bytes == 1_000_000 * (128 << 10) * 9 // 8
     said = run(LLAMA, tmp_path, "--share", "0.9")
     assert (
-        "room for all of 1,000,000 different tokens: 90.0% is more than hits can be in FAST'25's conversations" in said
+        "room for all of 1,000,000 different tokens: 90.0% is more than hits can be in FAST'25's conversations"
+        in said
     )
 
 
@@ -66,7 +68,9 @@ def test_a_models_folder_will_do_and_counts_may_be_short(tmp_path):
     given = ("size", "--model", tmp_path, "--tokens", "20M", "--prompt", "128k", "--json")
     assert msgspec.json.decode(cli(*given).output, type=Size) == long
     for wrong in ("0", "-1", "20MB", "M", "1e6"):
-        assert "expected a number such as 8192, 128k or 20M" in run(LLAMA, tmp_path, "--tokens", wrong, code=2)
+        assert "expected a number such as 8192, 128k or 20M" in run(
+            LLAMA, tmp_path, "--tokens", wrong, code=2
+        )
 
 
 @pytest.mark.parametrize(
@@ -92,5 +96,12 @@ def test_a_tensor_parallel_size_that_vllm_refuses_is_refused(ranks, tmp_path):
 def test_people_read_a_table_and_three_lines(tmp_path):
     output = run(LLAMA, tmp_path)
     assert "131,072" in output
-    assert "30.0% of all prompt tokens are hits in FAST'25's conversations, where an unbounded pool has 37.3%" in output
-    assert [line.partition(":")[0] for line in output.splitlines()[-3:]] == ["pool", "network", "transfer.staging_size"]
+    assert (
+        "30.0% of all prompt tokens are hits in FAST'25's conversations, where an unbounded pool has 37.3%"
+        in output
+    )
+    assert [line.partition(":")[0] for line in output.splitlines()[-3:]] == [
+        "pool",
+        "network",
+        "transfer.staging_size",
+    ]

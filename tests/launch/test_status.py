@@ -1,4 +1,5 @@
-"""What `pd-cache status` says of masters that do not lead, or lead without the others. Of running clusters: test_cluster.py."""
+"""What `pd-cache status` says of masters that do not lead, or lead without the others. Of running clusters:
+test_cluster.py."""
 
 import time
 
@@ -117,14 +118,22 @@ def test_eighty_columns_show_every_word():
     status = ClusterStatus("etcd", True, [row, master("master", "leader"), store(GIB, "down", "timed out")])
     shown = " ".join(drawn(status_table(status)).split())
     assert "…" not in shown
-    for part in ("e decode up", "60.0%", "e: errors since its start: ", "master up, leader", "s: down: timed out"):
+    for part in (
+        "e decode up",
+        "60.0%",
+        "e: errors since its start: ",
+        "master up, leader",
+        "s: down: timed out",
+    ):
         assert part in shown
 
 
 def test_eighty_columns_have_a_line_for_each_node():
     tokens = {("tokens", "loaded"): 98.5, ("tokens", "computed"): 1.5}
     started = time.time() - 200_000
-    reading = NodeReading(at=0.0, started=started, counts=tokens, tier_bytes={"pool": 84 << 30}, queued=4, running=8)
+    reading = NodeReading(
+        at=0.0, started=started, counts=tokens, tier_bytes={"pool": 84 << 30}, queued=4, running=8
+    )
     row = engine(reading, name="prefill-10", role="cache-server")
     row.segments = (Segment("10.0.0.1:9", GIB, "", status="DRAINING"),)
     text = drawn(status_table(ClusterStatus("etcd", True, [row] * 3)))

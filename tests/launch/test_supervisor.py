@@ -24,7 +24,7 @@ def no_file_left_open():
     wait_for(lambda: psutil.Process().num_fds() <= files, "file descriptors closed")
 
 
-# --- replayed histories ----------------------------------------------------------------------------------------------
+# --- replayed histories -------------------------------------------------------------------------------------
 
 
 class FakeProcess:
@@ -109,7 +109,9 @@ def fake(name):
 
 
 def test_a_group_starts_together_once_all_of_the_group_before_are_ready():
-    world = World(a=[[(2, "ready a http://a:1")]], b=[[(5, "ready b")]], c=[[(2, "ready c")]], d=[[(0, "ready d")]])
+    world = World(
+        a=[[(2, "ready a http://a:1")]], b=[[(5, "ready b")]], c=[[(2, "ready c")]], d=[[(0, "ready d")]]
+    )
     with world.supervisor() as supervisor:
         assert supervisor.start([fake("a"), [fake("b"), fake("c")], [fake("d")]])
         starts = dict(world.starts)
@@ -175,7 +177,9 @@ def test_start_gives_up_when_told_to_stop():
 
 def test_restarts_back_off_up_to_30_s_and_begin_anew_after_a_steady_minute():
     crash = [(0, "ready a"), (0.1, 1)]
-    world = World(a=[*[crash] * 7, [(0, "ready a"), (61, 1)], [(0, "ready a http://a:2")]], b=[[(0, "ready b")]])
+    world = World(
+        a=[*[crash] * 7, [(0, "ready a"), (61, 1)], [(0, "ready a http://a:2")]], b=[[(0, "ready b")]]
+    )
     with world.supervisor() as supervisor:
         supervisor.start([[fake("a"), fake("b")]])
         supervisor.wait(world.stop_after(0.5))
@@ -183,7 +187,16 @@ def test_restarts_back_off_up_to_30_s_and_begin_anew_after_a_steady_minute():
         supervisor.wait(world.stop_after(300))
         assert supervisor.ready_urls == {"a": "http://a:2", "b": ""}
     starts = [at for name, at in world.starts if name == "a"]
-    assert [round(after - before) for before, after in itertools.pairwise(starts)] == [1, 2, 4, 8, 16, 30, 30, 62]
+    assert [round(after - before) for before, after in itertools.pairwise(starts)] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        30,
+        30,
+        62,
+    ]
 
 
 def test_a_restart_that_is_not_ready_in_time_is_killed_and_tried_again():
@@ -195,7 +208,7 @@ def test_a_restart_that_is_not_ready_in_time_is_killed_and_tried_again():
     assert world.log == ["start a", "start a", "KILL a", "start a", "TERM a"]
 
 
-# --- real processes --------------------------------------------------------------------------------------------------
+# --- real processes -----------------------------------------------------------------------------------------
 
 NORMAL = "import signal\nprint('ready {name} http://127.0.0.1:1', flush=True)\nsignal.pause()"
 
@@ -287,7 +300,7 @@ def test_a_descendant_that_escaped_with_the_pipes_does_not_hang_the_stop():
     wait_for(lambda: not alive(escaped.pid), "escaped process gone")
 
 
-# --- a supervisor in a process of its own ----------------------------------------------------------------------------
+# --- a supervisor in a process of its own -------------------------------------------------------------------
 
 UP = """
 import signal, sys
@@ -358,13 +371,23 @@ def test_however_a_supervisor_ends_its_programs_end_in_order_and_nothing_is_left
             assert not any("KeyboardInterrupt" in line for line in up.errors)
 
 
-# --- children and signals ----------------------------------------------------------------------------------------------
+# --- children and signals -----------------------------------------------------------------------------------
 
 
 def test_a_parent_that_died_before_the_tether_held_means_no_start(tmp_path):
     script = ROOT / "launch" / "run" / "_tethered.py"
     stranger = "1" if os.getpid() != 1 else "2"
-    command = [sys.executable, "-I", "-S", str(script), stranger, "15", "/bin/touch", "touch", str(tmp_path / "ran")]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(script),
+        stranger,
+        "15",
+        "/bin/touch",
+        "touch",
+        str(tmp_path / "ran"),
+    ]
     assert subprocess.run(command, timeout=PATIENCE_S).returncode == 128 + 15
     assert not (tmp_path / "ran").exists()
 

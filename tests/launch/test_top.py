@@ -52,7 +52,9 @@ def cluster(long=False):
         )  # fmt: skip
         leading = {"leads": "leader", "segments": (Segment("h:1", 1 << 30, "", 1 << 29),)}
         watched.take(
-            NodeStatus(record=record, at=at, reading=reading, **leading if record.name.startswith("n5") else {})
+            NodeStatus(
+                record=record, at=at, reading=reading, **leading if record.name.startswith("n5") else {}
+            )
             for record in records[:7] + records[8:]
         )
     watched.take(
@@ -86,7 +88,19 @@ def test_at_80_columns_there_is_what_matters_most_and_at_200_everything():
 
 def test_the_figures_of_a_node_are_in_its_row_and_why_it_is_down():
     rows = {line.split()[0]: line for line in shown(cluster(), 200) if line.strip()}
-    for text in ("prefill", "up", "70%", "10%", "30%", "40%", "1.0G", "1.0M", "100k", "3+128", "never_stored"):
+    for text in (
+        "prefill",
+        "up",
+        "70%",
+        "10%",
+        "30%",
+        "40%",
+        "1.0G",
+        "1.0M",
+        "100k",
+        "3+128",
+        "never_stored",
+    ):
         assert text in rows["n1"]
     assert "down: Connection refused" in rows["n7"]
     assert "\x1b[2J" not in rows["n7"]
@@ -109,7 +123,13 @@ def test_numbers_and_durations_are_short(show, value, text):
 @pytest.fixture
 def file(tmp_path, well, mute):
     nodes = [
-        {"name": "master", "role": "master", "host": "127.0.0.1", "port": free_port(), "metrics_port": free_port()},
+        {
+            "name": "master",
+            "role": "master",
+            "host": "127.0.0.1",
+            "port": free_port(),
+            "metrics_port": free_port(),
+        },
         {"name": "prefill-0", "role": "prefill", "host": "127.0.0.1", "port": well},
         {"name": "decode-0", "role": "decode", "host": "127.0.0.1", "port": mute},
         {"name": "decode-1", "role": "decode", "host": "127.0.0.1", "port": free_port()},

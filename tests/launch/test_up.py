@@ -28,7 +28,9 @@ ELSEWHERE = "192.0.2.1"  # reserved for documentation: never an address of this 
 
 
 def cluster(*nodes, **sections):
-    return ClusterConfig(nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections)
+    return ClusterConfig(
+        nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections
+    )
 
 
 def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay():
@@ -52,20 +54,35 @@ def test_when_all_nodes_are_ready_up_says_where_to_look_and_what_to_try():
     body = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
     assert json.loads(body) == {"model": "m", "max_tokens": 4, "prompt": list(range(1, 1001))}
     supervisor.ready_urls = {"d": "http://h:1"}
-    assert up.welcome(up.LocalCluster(config, supervisor), Path("c.yaml")) == "all 1 nodes of this machine are ready"
+    assert (
+        up.welcome(up.LocalCluster(config, supervisor), Path("c.yaml"))
+        == "all 1 nodes of this machine are ready"
+    )
 
 
 def test_the_node_to_launch_is_the_named_one_or_the_only_one_here():
     config = cluster(
-        DecodeNode(name="a"), DecodeNode(name="b", host=ELSEWHERE), StoreNode(name="s", segment_size=ByteSize(1))
+        DecodeNode(name="a"),
+        DecodeNode(name="b", host=ELSEWHERE),
+        StoreNode(name="s", segment_size=ByteSize(1)),
     )
     assert up.pick_node(config, "decode", None).name == "a"
     assert up.pick_node(config, "decode", "b").name == "b"
     twice = cluster(DecodeNode(name="a"), DecodeNode(name="b"))
     for file, role, name, told in (
-        (config, "decode", "s", "expected one decode node of that name, got 0; the file has: a, b; say which"),
+        (
+            config,
+            "decode",
+            "s",
+            "expected one decode node of that name, got 0; the file has: a, b; say which",
+        ),
         (config, "prefill", None, "expected one prefill node, but the file has none"),
-        (twice, "decode", None, "one decode node on this machine, got 2; the file has: a, b; say which with --node"),
+        (
+            twice,
+            "decode",
+            None,
+            "one decode node on this machine, got 2; the file has: a, b; say which with --node",
+        ),
     ):
         with pytest.raises(ConfigError, match=told):
             up.pick_node(file, role, name)
@@ -78,9 +95,7 @@ def test_nodes_log_details_if_up_does(caplog):
 
 
 def test_a_role_raises_the_soft_limit_of_open_files_to_the_hard_one():
-    program = (
-        "import launch.run.roles as r, resource as s; r.raise_limit_of_files(); print(*s.getrlimit(s.RLIMIT_NOFILE))"
-    )
+    program = "import launch.run.roles as r, resource as s; r.raise_limit_of_files(); print(*s.getrlimit(s.RLIMIT_NOFILE))"
     command = f"ulimit -Sn 300 && ulimit -Hn 777 && exec {sys.executable} -c '{program}'"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["777", "777"]

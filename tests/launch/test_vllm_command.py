@@ -39,20 +39,34 @@ def test_flags_are_those_of_the_engine_and_over_them_those_of_the_node(executabl
         model="/models/llama",
         name="demo",
         executable=executable,
-        args={"max_model_len": 8192, "enforce-eager": True, "enable-prefix-caching": False, "cudagraph-sizes": [1, 2]},
+        args={
+            "max_model_len": 8192,
+            "enforce-eager": True,
+            "enable-prefix-caching": False,
+            "cudagraph-sizes": [1, 2],
+        },
     )
     node = DecodeNode(name="decode-0", port=8100, args={"max-model-len": 4096})
     argv = program(engine, node, tmp_path).argv
     assert argv[:3] == (executable, "serve", "/models/llama")
     assert [flag for flag in argv if flag.startswith("--max-model-len")] == ["--max-model-len=4096"]
-    assert {"--enforce-eager", "--no-enable-prefix-caching", "--port=8100", "--served-model-name=demo"} <= set(argv)
+    assert {
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        "--port=8100",
+        "--served-model-name=demo",
+    } <= set(argv)
     assert argv[argv.index("--cudagraph-sizes") :][:3] == ("--cudagraph-sizes", "1", "2")
 
 
-@pytest.mark.parametrize("node, role", [(PrefillNode(name="a"), "kv_both"), (DecodeNode(name="a"), "kv_consumer")])
+@pytest.mark.parametrize(
+    "node, role", [(PrefillNode(name="a"), "kv_both"), (DecodeNode(name="a"), "kv_consumer")]
+)
 def test_the_connector_is_told_its_file_node_and_role(node, role, executable, tmp_path):
     argv = program(VllmEngineConfig(model="m", executable=executable), node, tmp_path).argv
-    given = json.loads(next(flag for flag in argv if flag.startswith("--kv-transfer-config=")).partition("=")[2])
+    given = json.loads(
+        next(flag for flag in argv if flag.startswith("--kv-transfer-config=")).partition("=")[2]
+    )
     extra = {"config_file": str(tmp_path / "c.yaml"), "node": "a", "namespace_file": str(tmp_path / "n")}
     expected = {"kv_connector": "PdCacheConnector", "kv_role": role, "kv_load_failure_policy": "recompute"}
     assert given == given | expected | {"kv_connector_extra_config": extra}
@@ -64,7 +78,12 @@ def test_vllm_binds_the_port_of_its_events_on_all_addresses_or_a_socket_and_reco
 ):
     engine = VllmEngineConfig(model="m", executable=executable)
     for host, port, events, bound in (
-        ("10.1.2.3", 5570, ("tcp://10.1.2.3:5570", "tcp://10.1.2.3:5571"), ("tcp://*:5570", "tcp://10.1.2.3:5571")),
+        (
+            "10.1.2.3",
+            5570,
+            ("tcp://10.1.2.3:5570", "tcp://10.1.2.3:5571"),
+            ("tcp://*:5570", "tcp://10.1.2.3:5571"),
+        ),
         ("127.0.0.1", 5570, None, None),
         ("127.0.0.1", 0, (None, None), ()),
     ):
@@ -106,7 +125,9 @@ def test_keys_are_in_the_environment_of_the_child_and_in_nobodys_command_line(ex
     assert "over-ridden" not in shown + " ".join(vllm.argv)
 
 
-def test_the_token_of_an_earlier_login_stays_a_flag_and_a_vllm_that_is_not_there_is_named(executable, tmp_path):
+def test_the_token_of_an_earlier_login_stays_a_flag_and_a_vllm_that_is_not_there_is_named(
+    executable, tmp_path
+):
     engine = VllmEngineConfig(model="m", executable=executable, args={"hf-token": True})
     vllm = program(engine, DecodeNode(name="a"), tmp_path)
     assert "--hf-token" in vllm.argv

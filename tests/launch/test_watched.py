@@ -1,4 +1,5 @@
-"""Nodes that are watched: real servers are asked, one that answers, one that hangs, one that is not there; and what their answers make of them."""
+"""Nodes that are watched: real servers are asked, one that answers, one that hangs, one that is not there;
+and what their answers make of them."""
 
 import threading
 import time
@@ -25,7 +26,9 @@ MASTER = NodeRecord(name="master", role="master", address="10.0.0.1:50051", metr
 
 
 def answer(record, at, load=0.0, **fields):
-    return NodeStatus(record=record, at=at, reading=NodeReading(at=at, counts={("bytes", "retrieve"): load}, **fields))
+    return NodeStatus(
+        record=record, at=at, reading=NodeReading(at=at, counts={("bytes", "retrieve"): load}, **fields)
+    )
 
 
 @pytest.fixture
@@ -43,10 +46,19 @@ def nodes(watched, now):
 
 def test_a_node_that_does_not_answer_is_down_says_why_and_shows_no_figures(watched):
     watched.take(
-        [answer(DECODE, 3.0, 800.0, queued=7.0), NodeStatus(record=DECODE, at=4.0, state="down", why="refused")]
+        [
+            answer(DECODE, 3.0, 800.0, queued=7.0),
+            NodeStatus(record=DECODE, at=4.0, state="down", why="refused"),
+        ]
     )
     row = nodes(watched, 5.0)[1]
-    assert (row.state, row.why, row.silent_s, row.rates, row.reading.queued) == ("down", "refused", 2.0, None, None)
+    assert (row.state, row.why, row.silent_s, row.rates, row.reading.queued) == (
+        "down",
+        "refused",
+        2.0,
+        None,
+        None,
+    )
     watched.take([answer(DECODE, 7.0, 900.0)])
     row = nodes(watched, 7.0)[1]
     assert (row.state, row.rates and row.rates.load) == ("up", 25.0)
@@ -65,7 +77,10 @@ def test_a_node_that_has_not_answered_for_long_is_down_too(watched):
     [
         ("pd_cache_pool_up 0", "calls do not go to the pool: its breaker is open, or its client is not"),
         ('pd_cache_tier_off{tier="disk"} 1', "switched off: disk"),
-        ('pd_cache_proxy_node_up{node="a"} 0\npd_cache_proxy_node_up{node="b"} 0', "leaves 2 of its nodes alone"),
+        (
+            'pd_cache_proxy_node_up{node="a"} 0\npd_cache_proxy_node_up{node="b"} 0',
+            "leaves 2 of its nodes alone",
+        ),
     ],
 )
 def test_a_node_that_says_that_something_does_not_work_is_degraded(metrics, why):
@@ -113,7 +128,10 @@ def test_an_answer_is_read_and_a_missing_one_says_why(well):
 @pytest.mark.parametrize(
     "body, why",
     [
-        (b'{"status": "unavailable", "reason": "no decode node can be reached"}', ": no decode node can be reached"),
+        (
+            b'{"status": "unavailable", "reason": "no decode node can be reached"}',
+            ": no decode node can be reached",
+        ),
         (b'{"status": "starting"}', ": starting"),
         (b"", ""),
         (b"\x1b[2J<html>", ""),
@@ -141,7 +159,9 @@ def test_a_cache_server_whose_port_launch_has_chosen_is_not_asked_and_counts_as_
     for port, page in (50051, ""), (0, "http://127.0.0.1:0"):  # of 0, nobody but `up` can have started it
         (_, told) = file_records(ClusterConfig(nodes=(MasterNode(name="m", port=port), server)))
         assert page_of(told) == page
-    (told,) = file_records(ClusterConfig(nodes=(msgspec.structs.replace(server, url="ipc:///run/x", metrics_port=9),)))
+    (told,) = file_records(
+        ClusterConfig(nodes=(msgspec.structs.replace(server, url="ipc:///run/x", metrics_port=9),))
+    )
     assert page_of(told) == "http://127.0.0.1:9"
     watched = WatchedNodes()
     records = [
@@ -169,7 +189,9 @@ def test_many_nodes_that_hang_delay_none_that_answers(well, mute, monkeypatch):
 
 
 @pytest.mark.parametrize("later, times", [(51.9, 1), (52.0, 2)])
-def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_then_after_an_interval(monkeypatch, later, times):
+def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_then_after_an_interval(
+    monkeypatch, later, times
+):
     asked = []
     let = threading.Event()
 

@@ -52,7 +52,12 @@ class LMCacheServer:
             *("--disable-observability", "--l2-adapter", json.dumps(plugin)),
             *("--eviction-policy", "LRU"),
         ]
-        env = {**os.environ, "MC_LOG_LEVEL": "ERROR", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_TRACK_USAGE": "false"}
+        env = {
+            **os.environ,
+            "MC_LOG_LEVEL": "ERROR",
+            "LMCACHE_DISABLE_BANNER": "1",
+            "LMCACHE_TRACK_USAGE": "false",
+        }
         self._log = log.open("ab")
         self.process = spawn_child(command, stdout=self._log, stderr=subprocess.STDOUT, env=env)
         try:
@@ -102,16 +107,24 @@ def forgotten(server, vllm):
     server.forget()
 
 
-def test_a_second_vllm_finds_what_the_first_stored_and_damage_and_a_dead_pool_are_computed_again(model, tmp_path):
+def test_a_second_vllm_finds_what_the_first_stored_and_damage_and_a_dead_pool_are_computed_again(
+    model, tmp_path
+):
     log = tmp_path / "lmcache.log"
     pool = Pool(tmp_path, client_ttl_s=5).start()
     prompts = [prompt(n) for n in range(3)]
     try:
-        with contextlib.closing(LMCacheServer(pool, log)) as server, by_hand(model, server.connector()) as first:
+        with (
+            contextlib.closing(LMCacheServer(pool, log)) as server,
+            by_hand(model, server.connector()) as first,
+        ):
             computed = [first.complete(one) for one in prompts]
             assert [answer.cached for answer in computed] == [0, 0, 0]
             wait_for(lambda: len(pool.keys()) >= 3 * (PROMPT // CHUNK), "all chunks in the pool")
-        with contextlib.closing(LMCacheServer(pool, log)) as server, by_hand(model, server.connector()) as second:
+        with (
+            contextlib.closing(LMCacheServer(pool, log)) as server,
+            by_hand(model, server.connector()) as second,
+        ):
             loaded = second.complete(prompts[0])
             assert loaded.tokens == computed[0].tokens
             assert loaded.cached >= PROMPT // CHUNK * CHUNK - CHUNK

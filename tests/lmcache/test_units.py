@@ -8,7 +8,8 @@ from bench.lib.pool import raw_client
 from bench.suites.lookup import lmcache_client, put
 from tests.support.adapters import KINDS, PAGE, end_subject
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what LMCache's imports deprecate is not ours
+# what LMCache's imports deprecate is not ours
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 def test_what_the_pool_has_lost_leaves_lmcaches_accounts_when_it_is_looked_up_or_deleted(pool):

@@ -11,7 +11,9 @@ import pytest
 
 from tests.support.pool import ROOT
 
-SOURCES = Path(os.environ.get("LMCACHE_SOURCES", Path(sys.prefix) / "lmcache-sources")) / "tests/v1/distributed"
+SOURCES = (
+    Path(os.environ.get("LMCACHE_SOURCES", Path(sys.prefix) / "lmcache-sources")) / "tests/v1/distributed"
+)
 NO_SOURCES = f"LMCache's tests are not in {SOURCES}; `make install-lmcache` puts them there, and LMCACHE_SOURCES names another folder"
 
 FILES = ("test_mock_l2_adapter.py", "test_fs_l2_adapter_delete.py")
@@ -29,7 +31,9 @@ def test_lmcaches_own_tests_of_its_mock_and_file_adapters_pass_with_ours(pool, t
         *("-k", " and ".join(f"not {name}" for name in NOT_OURS)),
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PD_CACHE_MASTER": pool.address}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env, timeout=600)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert int(passed[1]) >= 51, done.stdout

@@ -1,4 +1,5 @@
-"""A plugin for pytest (`-p tests.lmcache.upstream`) that gives LMCache's own tests of its adapters ours in their place.
+"""A plugin for pytest (`-p tests.lmcache.upstream`) that gives LMCache's own tests of its adapters ours in
+their place.
 
 `PD_CACHE_MASTER` names the master of a pool.
 """

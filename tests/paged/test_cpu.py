@@ -18,7 +18,8 @@ CHUNK = 8
 
 
 def canonical(cache, layout, slots):
-    """The chunk object of `slots`, whole blocks, in the documented order: plane, block, then what a page holds."""
+    """The chunk object of `slots`, whole blocks, in the documented order: plane, block, then what a page
+    holds."""
     blocks = torch.tensor(slots[:: layout.block_size]) // layout.block_size
     image = [layer.index_select(1 if layout.kind is PageKind.KV_OUTER else 0, blocks) for layer in cache]
     if layout.kind is PageKind.HEADS_LAST:
@@ -31,7 +32,9 @@ def canonical(cache, layout, slots):
 @pytest.mark.parametrize("heads, dim", [(3, 8), (1, 1), (5, 3)])
 @pytest.mark.parametrize("large_page", [0, sys.maxsize])
 @pytest.mark.parametrize("step_bytes", [1, 1 << 20])
-def test_gather_and_scatter_match_the_oracle(kind, one_storage, heads, dim, large_page, step_bytes, monkeypatch):
+def test_gather_and_scatter_match_the_oracle(
+    kind, one_storage, heads, dim, large_page, step_bytes, monkeypatch
+):
     """So does their checksum, however the pages are hashed and in however many steps they move."""
     monkeypatch.setattr("pd_cache.paged.cpu._LARGE_PAGE", large_page)
     monkeypatch.setattr("pd_cache.paged.cpu._STEP_BYTES", step_bytes)
@@ -74,7 +77,9 @@ def test_whole_blocks_are_recognised_and_only_those(slots):
     layout = KVLayout.from_tensors(make_cache())
     starts = range(0, 16, 4)
     if all(slots[i] % 4 == 0 and slots[i : i + 4] == list(range(slots[i], slots[i] + 4)) for i in starts):
-        assert torch.cat(plan(Slots(torch.tensor(slots)), layout, CHUNK)).tolist() == [slots[i] // 4 for i in starts]
+        assert torch.cat(plan(Slots(torch.tensor(slots)), layout, CHUNK)).tolist() == [
+            slots[i] // 4 for i in starts
+        ]
     else:
         with pytest.raises(ValueError, match="whole blocks of 4 tokens"):
             plan(Slots(torch.tensor(slots)), layout, CHUNK)
@@ -176,7 +181,9 @@ def test_a_store_leaves_out_nothing_at_its_end():
         plan([5, -1], KVLayout.from_tensors(make_cache()), CHUNK, may_leave_out="start")
 
 
-@pytest.mark.parametrize("slots", [[-1] * 2 + list(range(6)), [0, 1, 2, 3] + [-1] * 4, [-2] * 4 + [0, 1, 2, 3]])
+@pytest.mark.parametrize(
+    "slots", [[-1] * 2 + list(range(6)), [0, 1, 2, 3] + [-1] * 4, [-2] * 4 + [0, 1, 2, 3]]
+)
 def test_only_whole_blocks_at_the_start_may_be_left_out(slots):
     layout = KVLayout.from_tensors(make_cache())
     with pytest.raises(ValueError, match=r"whole blocks|blocks must lie"):

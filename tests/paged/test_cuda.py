@@ -1,9 +1,10 @@
 """The CUDA copier against the CPU copier as the oracle.
 
-Without a GPU, Triton's interpreter runs the kernel on CPU tensors, and ptxas compiles it for real ones. Triton reads
-`TRITON_INTERPRET` where the kernel is decorated, and interpreting adds names to the kernel's module. So the fixture
-`interpreted` executes a private copy of the module under that variable: the module that everyone else imports, before or
-after, stays as it is, and unlike in a subprocess tracebacks and fixtures work.
+Without a GPU, Triton's interpreter runs the kernel on CPU tensors, and ptxas compiles it for real ones.
+Triton reads `TRITON_INTERPRET` where the kernel is decorated, and interpreting adds names to the kernel's
+module. So the fixture `interpreted` executes a private copy of the module under that variable: the module
+that everyone else imports, before or after, stays as it is, and unlike in a subprocess tracebacks and
+fixtures work.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from pd_cache.paged import cuda, xxh3  # noqa: E402
 from pd_cache.versions import WeightsVersion  # noqa: E402
 
-# Triton 3.9 announces, at the first compilation, a change in how it fuses floating-point operations; the kernel has none
+# Triton 3.9 announces, at the first compilation, a change in how it fuses floating-point operations; the
+# kernel has none
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 
 BLOCKS = 9
@@ -54,8 +56,8 @@ CHUNK_BLOCKS = 4
 class Case:
     """A cache, by the last dimensions of its tensors, and how its layers are placed.
 
-    `separate`: an allocation a layer. `together`: one allocation, evenly spaced. `scattered`: one allocation, one element
-    off its start, uneven gaps between layers and a gap of one element after each block.
+    `separate`: an allocation a layer. `together`: one allocation, evenly spaced. `scattered`: one allocation,
+    one element off its start, uneven gaps between layers and a gap of one element after each block.
     """
 
     kind: PageKind
@@ -95,7 +97,8 @@ every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 class Cache:
-    """The tensors of a case, and the allocations that they lie in: comparing those also finds bytes written astray."""
+    """The tensors of a case, and the allocations that they lie in: comparing those also finds bytes written
+    astray."""
 
     def __init__(self, case, allocations):
         self.case = case
@@ -110,7 +113,8 @@ class Cache:
         elements = 64 + (math.prod(case.shape) + 2 * BLOCKS) * LAYERS // count
         nbytes = elements * case.dtype.itemsize
         return cls(
-            case, [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator) for _ in range(count)]
+            case,
+            [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator) for _ in range(count)],
         )
 
     def copy(self, device="cpu"):
@@ -163,7 +167,7 @@ def scattered_on_cpu(cache, chunk, payload):
     return result
 
 
-# --- the kernel, interpreted -------------------------------------------------------------------------------------------
+# --- the kernel, interpreted --------------------------------------------------------------------------------
 
 
 def in_the_interpreter(module):
@@ -212,7 +216,9 @@ def test_layers_of_different_block_strides_are_each_followed(interpreted):
 
     interpreted.PageMover(plane_bytes(layers, layout), layout).move(blocks, out, gather=True)
 
-    assert torch.equal(out.view(torch.int16).view(2, CHUNK_BLOCKS, 4, 3), torch.stack([x[blocks] for x in layers]))
+    assert torch.equal(
+        out.view(torch.int16).view(2, CHUNK_BLOCKS, 4, 3), torch.stack([x[blocks] for x in layers])
+    )
 
 
 SIZES = [248, 256, 1016, 1024, 1032, 1088, 2048, 2056, 64 * 1024, 64 * 1024 + 8, 130 * 1024 - 8, 100_352]
@@ -236,14 +242,16 @@ def test_the_hash_takes_whole_words_of_the_long_form():
     assert [n for n in (0, 8, 232, 240, 241, 247, 248, 249, 256) if xxh3.Xxh3.takes(n)] == [248, 256]
 
 
-# --- the kernel, compiled ----------------------------------------------------------------------------------------------
+# --- the kernel, compiled -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize(
     "element, elements, lanes", [("*i64", 640, 1024), ("*i32", 3, 8), ("*i16", 1, 4), ("*u8", 1, 4)]
 )
-def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch, gather, element, elements, lanes):
+def test_the_kernel_compiles_for_a_gpu_that_is_not_here(
+    tmp_path, monkeypatch, gather, element, elements, lanes
+):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -273,7 +281,7 @@ def test_the_hash_compiles_for_a_gpu_that_is_not_here(tmp_path, monkeypatch):
         assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
-# --- mistakes ----------------------------------------------------------------------------------------------------------
+# --- mistakes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
@@ -282,7 +290,7 @@ def test_pinning_without_a_device_says_so():
         cuda.pin_host_memory(4096, 4096)
 
 
-# --- who waits for whom, on streams that only note it --------------------------------------------------------------------
+# --- who waits for whom, on streams that only note it -------------------------------------------------------
 
 
 class Stream:
@@ -412,7 +420,9 @@ def test_a_store_is_behind_its_own_step_and_a_load_behind_none_and_the_model_beh
     assert streams.default.behind == {"step 1", "step 2"}
 
 
-def test_a_servers_store_is_behind_its_engines_event_on_any_thread_and_no_other_move_is(interpreted, streams, kernels):
+def test_a_servers_store_is_behind_its_engines_event_on_any_thread_and_no_other_move_is(
+    interpreted, streams, kernels
+):
     """One thread begins all moves, and makes each wait for its event. Their turns are on other threads."""
 
     runs = []
@@ -432,7 +442,11 @@ def test_a_servers_store_is_behind_its_engines_event_on_any_thread_and_no_other_
             request = kind("", (bytes(16),), tuple(range(CHUNK_BLOCKS)), slot, ticket, 1, event)
             payload = memoryview(bytearray(random_payload(cache.layout).numpy().tobytes()))
             run, pages = Worker(model, 0, tensors).begin(request, math.inf)
-            begin = interpreted.CudaPagedCopier.scatter if kind is Retrieve else interpreted.CudaPagedCopier.gather
+            begin = (
+                interpreted.CudaPagedCopier.scatter
+                if kind is Retrieve
+                else interpreted.CudaPagedCopier.gather
+            )
             runs.append(partial(run.copy, pages, begin, [0], [payload]))
         together(*runs)
     assert sorted(kernels) == [("gather", {"step 1"}), ("gather", {"step 2"}), ("scatter", set())]
@@ -466,7 +480,7 @@ def test_memory_is_page_locked_and_unlocked_in_the_device_of_the_thread_that_cho
     assert calls == [("lock", 1), ("unlock", 1)]
 
 
-# --- on a GPU ----------------------------------------------------------------------------------------------------------
+# --- on a GPU -----------------------------------------------------------------------------------------------
 
 
 def on_gpu(test):
@@ -616,7 +630,8 @@ def test_gpu_calls_return_before_the_copy_has_ended(wide):
     copier.gather(chunk, out).wait()  # the kernel is compiled by now
     copier.scatter(chunk, out).wait()
     source = random_payload(cache.layout, pinned=True)
-    # torch keeps these for the indices and the checksums of the calls below: page-locking anew may wait for the device
+    # torch keeps these for the indices and the checksums of the calls below: page-locking anew may wait for
+    # the device
     spare = [torch.zeros(count, dtype=torch.int64, pin_memory=True) for count in 4 * [CHUNK_BLOCKS] + 4 * [8]]
     del spare
     torch.cuda._sleep(AWHILE)
@@ -641,7 +656,8 @@ def test_gpu_many_gathers_in_flight_share_one_bounce_buffer(wide):
 
 @on_gpu
 def test_gpu_threads_gather_and_scatter_side_by_side(wide):
-    """One thread a block, some in inference mode: each overwrites its block over and over and reads it back."""
+    """One thread a block, some in inference mode: each overwrites its block over and over and reads it
+    back."""
     cache, _, copier = wide
     nbytes = cache.layout.block_bytes
     wrong = []

@@ -14,7 +14,12 @@ import pd_cache
 def test_what_type_checkers_see_is_what_is_loaded():
     tree = ast.parse(Path(str(pd_cache.__file__)).read_text())
     typed = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    seen = {
+        alias.name: node.module
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert seen == pd_cache._HOMES
     assert sorted(seen) == pd_cache.__all__
 
@@ -32,12 +37,16 @@ def test_an_old_name_works_with_a_warning_that_has_the_new_one():
 def test_a_file_of_the_users_that_hides_our_package_is_named(tmp_path):
     (tmp_path / "transfer.py").write_text("")
     (tmp_path / "program.py").write_text("import pd_cache")
-    done = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=False
+    )
     assert f"which {tmp_path}/transfer.py hides: rename that file" in done.stderr
 
 
 def test_every_public_member_has_a_docstring():
-    classes = {name: public for name in pd_cache.__all__ if inspect.isclass(public := getattr(pd_cache, name))}
+    classes = {
+        name: public for name in pd_cache.__all__ if inspect.isclass(public := getattr(pd_cache, name))
+    }
     members = [(name, *member) for name, public in classes.items() for member in inspect.getmembers(public)]
     assert [
         f"{name}.{member}"

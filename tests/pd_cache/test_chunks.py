@@ -1,4 +1,5 @@
-"""Names of chunks and their keys: what must agree does, and what must differ does. Vectors lie in tests/golden."""
+"""Names of chunks and their keys: what must agree does, and what must differ does. Vectors lie in
+tests/golden."""
 
 import array
 import ctypes
@@ -31,7 +32,7 @@ from tests.support.waiting import together
 token_lists = st.lists(st.integers(min_value=0, max_value=2**31 - 1), max_size=40)
 
 
-# --- tokens ----------------------------------------------------------------------------------------------------------
+# --- tokens -------------------------------------------------------------------------------------------------
 
 
 @given(token_lists, token_lists)
@@ -166,14 +167,16 @@ def test_many_threads_name_prompts_with_one_namer():
 
     def name_all():
         wrong.extend(
-            tokens for tokens, names in zip(asked, expected, strict=True) if namer.name_chunks(tokens) != names
+            tokens
+            for tokens, names in zip(asked, expected, strict=True)
+            if namer.name_chunks(tokens) != names
         )
 
     together(*[name_all] * 4)
     assert not wrong
 
 
-# --- keys and namespaces ---------------------------------------------------------------------------------------------
+# --- keys and namespaces ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,14 @@ def test_a_manifest_of_names_by_another_hash_is_not_read():
 
 
 def test_metadata_and_cache_settings_make_the_namespace():
-    told = {"model": "m", "kv_dtype": "float32", "page_format": "x", "layers": 1, "block_size": 4, "page_bytes": 8}
+    told = {
+        "model": "m",
+        "kv_dtype": "float32",
+        "page_format": "x",
+        "layers": 1,
+        "block_size": 4,
+        "page_bytes": 8,
+    }
     namespace = CacheMetadata(**told, world_size=2, rank=1).namespace(CacheConfig(chunk_size=8))
     assert (namespace.shards, namespace.chunk_size, namespace.block_size) == (2, 8, 4)
     with pytest.raises(ValueError, match="rank 2"):
@@ -213,7 +223,7 @@ def test_metadata_and_cache_settings_make_the_namespace():
         database(chunk_size=10)
 
 
-# --- block hashes ----------------------------------------------------------------------------------------------------
+# --- block hashes -------------------------------------------------------------------------------------------
 
 
 def test_hash_mode_takes_the_hash_of_each_chunks_last_block():
@@ -230,7 +240,10 @@ def test_hash_mode_takes_the_hash_of_each_chunks_last_block():
             call()
 
 
-@given(names=st.lists(st.binary(min_size=8, max_size=16), max_size=5), identity=st.binary(min_size=1, max_size=64))
+@given(
+    names=st.lists(st.binary(min_size=8, max_size=16), max_size=5),
+    identity=st.binary(min_size=1, max_size=64),
+)
 def test_a_folded_name_is_a_name_that_says_which_identity_it_is_of(names, identity):
     folded = fold_names(names, identity)
     check_names(folded)

@@ -1,6 +1,8 @@
-"""Checksums are of what the engine has: bytes that somebody else puts into staging memory are never taken for a prompt's.
+"""Checksums are of what the engine has: bytes that somebody else puts into staging memory are never taken for
+a prompt's.
 
-A transfer that was given up may write to staging memory for as long as its peer is stopped. Here, something writes at every step.
+A transfer that was given up may write to staging memory for as long as its peer is stopped. Here, something
+writes at every step.
 """
 
 import itertools
@@ -23,7 +25,8 @@ _prompts = itertools.count()
 
 
 class Vandal:
-    """Overwrites one byte of a chunk in staging memory, just before one of the steps of its copy or just after the last."""
+    """Overwrites one byte of a chunk in staging memory, just before one of the steps of its copy or just
+    after the last."""
 
     def __init__(self, byte, copied_by, step):
         """`copied_by`: the step that copies this byte."""
@@ -34,8 +37,8 @@ class Vandal:
 
     @contextmanager
     def at_work(self, monkeypatch, copy, *, large_page=0, mends=False):
-        """Strikes during the block. Pages of `large_page` bytes are hashed where they lie. With `mends`, the right byte comes back before the
-        next bytes are hashed."""
+        """Strikes during the block. Pages of `large_page` bytes are hashed where they lie. With `mends`, the
+        right byte comes back before the next bytes are hashed."""
         vandal, moved, steps = self, getattr(CpuPagedCopier, copy), CpuPagedCopier._steps
 
         def with_steps(copier, chunk, payload):
@@ -109,7 +112,9 @@ def stored(writer):
 
 
 @pytest.mark.parametrize("large_page", [0, sys.maxsize])
-def test_what_comes_into_staging_memory_during_a_store_is_never_loaded(writer, reader, monkeypatch, large_page):
+def test_what_comes_into_staging_memory_during_a_store_is_never_loaded(
+    writer, reader, monkeypatch, large_page
+):
     for vandal in vandals(writer):
         with vandal.at_work(monkeypatch, "gather", large_page=large_page):
             tokens = stored(writer)
@@ -139,7 +144,9 @@ def test_what_comes_into_staging_memory_during_a_load_is_not_loaded(writer, read
 
 
 @pytest.mark.parametrize("large_page", [0, sys.maxsize])
-def test_bytes_that_are_wrong_only_while_they_are_copied_are_not_loaded(writer, reader, monkeypatch, large_page):
+def test_bytes_that_are_wrong_only_while_they_are_copied_are_not_loaded(
+    writer, reader, monkeypatch, large_page
+):
     tokens = stored(writer)
     monkeypatch.setattr("pd_cache.mover._RETRIES", 0)
     for vandal in vandals(writer, STEPS):

@@ -1,4 +1,5 @@
-"""CacheEngine over a real pool: its contract, its callers' mistakes, and objects that are not what they should be."""
+"""CacheEngine over a real pool: its contract, its callers' mistakes, and objects that are not what they
+should be."""
 
 import itertools
 import random
@@ -105,7 +106,7 @@ def test_close_waits_for_what_moves_and_touches_no_slot_afterwards(pool, tokens)
         assert not any(node.retrieve(tokens, slots))
 
 
-# --- callers' mistakes -----------------------------------------------------------------------------------------------
+# --- callers' mistakes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_the_builder_keeps_one_engine_per_instance(pool, tokens):
     assert not prompts.retrieve(tokens, kv_caches=cache, slot_mapping=slots).any()
 
 
-# --- objects that are not what they should be ------------------------------------------------------------------------
+# --- objects that are not what they should be ---------------------------------------------------------------
 
 
 def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool, tokens):
@@ -210,7 +211,10 @@ def test_a_full_pool_is_counted_and_stores_go_on_when_there_is_room(make_pool, t
     pool = make_pool(segment="16MiB").start()
     slots = list(range(LONG))
     settings = pool.settings(transfer={"staging_size": "16MiB"}).transfer
-    with host(pool) as node, MooncakeStore(settings, master=pool.address, placement=Placement(pin="hard")) as filler:
+    with (
+        host(pool) as node,
+        MooncakeStore(settings, master=pool.address, placement=Placement(pin="hard")) as filler,
+    ):
         memory = filler.staging(16 << 20)
         filler.wait_open(60)
         slot = memory.lease(time.monotonic() + 5)
@@ -235,7 +239,11 @@ def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of
         held = [*range(2, 2 * per_chunk + 1)]
         assert engine.store(names, [-1, *held]) == [StoreOutcome.NEW] * 2
         fetched = list(engine.backend.batched_get(engine.database.keys(names)))
-        first = torch.frombuffer(fetched[0].payload, dtype=torch.uint8).view(node.layout.planes, per_chunk, -1).clone()
+        first = (
+            torch.frombuffer(fetched[0].payload, dtype=torch.uint8)
+            .view(node.layout.planes, per_chunk, -1)
+            .clone()
+        )
         assert not first[:, 0].any(), "what is left out is zeros, and nobody else's bytes"
         assert first[:, 1:].any()
         for one in fetched:
@@ -244,7 +252,9 @@ def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of
         other = [*range(10, 10 + 2 * per_chunk)]
         assert engine.load(names, [-1, *other[1:]]).chunks == 2
         assert same_tensors([layer[other[1:]] for layer in node.cache], [layer[held] for layer in before])
-        assert same_tensors([layer[other[:1]] for layer in node.cache], [layer[other[:1]] for layer in before])
+        assert same_tensors(
+            [layer[other[:1]] for layer in node.cache], [layer[other[:1]] for layer in before]
+        )
         with pytest.raises(ValueError, match="blocks must lie"):
             engine.store(names, [2, -1, *held[1:]])
         assert engine.find([b"c" * 16, b"b" * 16]) == Found(2, 2, "none"), "the end of a prefix is enough"
@@ -253,7 +263,11 @@ def test_of_layers_that_need_only_the_ends_of_prefixes_blocks_can_be_left_out_of
 
 def test_only_a_node_that_stored_or_found_a_chunk_knows_that_it_was_evicted(pool, tokens):
     model = uuid.uuid4().hex
-    with host(pool, model=model) as storer, host(pool, model=model) as finder, host(pool, model=model) as stranger:
+    with (
+        host(pool, model=model) as storer,
+        host(pool, model=model) as finder,
+        host(pool, model=model) as stranger,
+    ):
         names = storer.engine.name_chunks(tokens)
         assert storer.engine.find(names) == Found(0, 0, "never_stored")
         storer.compute(tokens, slots := [*range(LONG)])

@@ -56,7 +56,9 @@ def test_a_prefix_is_the_longest_of_which_all_that_is_needed_is_there(data):
         ]
     )
     size = len(tails) * shards * chunks
-    present = data.draw(st.lists(st.booleans() | st.just(True), min_size=size, max_size=size), label="present")
+    present = data.draw(
+        st.lists(st.booleans() | st.just(True), min_size=size, max_size=size), label="present"
+    )
 
     def there(at, chunk):
         start = (at * chunks + chunk) * shards
@@ -67,7 +69,9 @@ def test_a_prefix_is_the_longest_of_which_all_that_is_needed_is_there(data):
 
         def whole(end):
             needed = zip(groups.needed(0, end), tails, strict=True)
-            return all(there(at, chunk) for at, (of, tail) in enumerate(needed) if tail in tails_of for chunk in of)
+            return all(
+                there(at, chunk) for at, (of, tail) in enumerate(needed) if tail in tails_of for chunk in of
+            )
 
         return max(end for end in range(chunks + 1) if whole(end))
 

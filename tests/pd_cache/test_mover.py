@@ -28,7 +28,8 @@ DATABASE = ChunkedTokenDatabase(CacheMetadata.of("m", LAYOUT).namespace(CacheCon
 
 @pytest.mark.parametrize("tier", ["local", "disk"])
 def test_chunks_that_were_damaged_on_the_way_end_the_load_and_are_stored_again(tmp_path, tier, monkeypatch):
-    """Their tier believes the first reader, although another might find them intact. A disk may read the second one later, in another batch."""
+    """Their tier believes the first reader, although another might find them intact. A disk may read the
+    second one later, in another batch."""
     count = 6
     subject = make_subject(tier, LAYOUT.chunk_bytes(CHUNK), tmp_path, None, objects=count, slots=count + 8)
     try:
@@ -70,7 +71,9 @@ class Later(CpuPagedCopier):
         self.fails_at = ""
 
     def scatter(self, blocks, source):
-        return self._begin("scatter", int(blocks[0]), lambda: super(Later, self).scatter(blocks, source).wait())
+        return self._begin(
+            "scatter", int(blocks[0]), lambda: super(Later, self).scatter(blocks, source).wait()
+        )
 
     def gather(self, blocks, out):
         return self._begin("gather", int(blocks[0]), lambda: super(Later, self).gather(blocks, out).wait())
@@ -106,13 +109,17 @@ def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_the
         copier.fails_at = "scatter 2"
         with pytest.raises(RuntimeError, match="no such kernel"):
             mover.load(run, copiers)
-        assert copier.events == ["scatter 0", "waited 0"], "its memory is given back when nothing reads it any more"
+        assert copier.events == ["scatter 0", "waited 0"], (
+            "its memory is given back when nothing reads it any more"
+        )
 
         copier.fails_at = ""
         fetch = subject.backend.batched_fetch
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                subject.backend, "batched_fetch", lambda *args, **options: without_the_second(fetch(*args, **options))
+                subject.backend,
+                "batched_fetch",
+                lambda *args, **options: without_the_second(fetch(*args, **options)),
             )
             assert mover.load(run, copiers).chunks == 1, (
                 "what comes behind a miss is not taken for it, whether or not the miss has a reason"
@@ -123,7 +130,8 @@ def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_the
 
         absent = DATABASE.name_chunks(range(8, 8 + CHUNK))
         assert (
-            mover.load(ChunkRun(absent, DATABASE.keys(absent), run.chunks[:1], 1), forbidden).reason == "never_stored"
+            mover.load(ChunkRun(absent, DATABASE.keys(absent), run.chunks[:1], 1), forbidden).reason
+            == "never_stored"
         )
     finally:
         subject.backend.close()

@@ -27,7 +27,8 @@ PATIENT = {"exist_ms": 60_000, "get_ms": 60_000, "put_ms": 60_000, "close_ms": 6
 def backend(pool, segment="any", **timeouts):
     """A backend of 32 slots, whose objects go to `segment`."""
     settings = pool.settings(
-        CacheConfig(tiers=(MooncakeTier(preferred_segment=segment),)), transfer={"timeouts": {**PATIENT, **timeouts}}
+        CacheConfig(tiers=(MooncakeTier(preferred_segment=segment),)),
+        transfer={"timeouts": {**PATIENT, **timeouts}},
     )
     transfer = msgspec.structs.replace(settings.transfer, staging_size=ByteSize(SLOTS * (PAYLOAD + 4096)))
     opened = MooncakeBackend(msgspec.structs.replace(settings, transfer=transfer), PAYLOAD)
@@ -77,7 +78,8 @@ def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_cal
         assert set(put(writer, lost)) == {Status.OK}
     with backend(pool, pool.segment(1), get_ms=9000, put_ms=9000) as node:
         assert set(put(node, kept)) == {Status.OK}
-        # a peer that is met for the first time while it is stopped holds the call for Mooncake's handshake, a minute more
+        # a peer that is met for the first time while it is stopped holds the call for Mooncake's handshake, a
+        # minute more
         assert get(node, lost[:1]) == [""]
         with pool.nodes["store-0"].stopped():
             with beside(*[lambda: get(node, lost)] * 6):
@@ -119,7 +121,8 @@ def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads
             try:
                 for _ in range(20):
                     assert held_up.acquire(timeout=60), "puts take what they may"
-                    # a miss for want of memory comes after the whole of this, for want of time on a busy machine, too
+                    # a miss for want of memory comes after the whole of this, for want of time on a busy
+                    # machine, too
                     assert "no_staging" not in get(node, kept, timeout=1)
                 assert set(get(node, kept)) == {""}
                 assert node.staging.in_use <= SLOTS // 2
@@ -143,7 +146,8 @@ def test_a_damaged_object_under_a_popular_prefix_is_healed_by_the_next_round(poo
                 assert client.upsert(victim, bytes(1 << 20)) == 0
         assert node.lookup(tokens) == 64, "which leases it, as each lookup does"
 
-        # Mooncake ends a connection now and then after what hung in the test before: then a read fails, and damages nothing
+        # Mooncake ends a connection now and then after what hung in the test before: then a read fails, and
+        # damages nothing
         def loaded(count):
             return sum(node.retrieve(tokens, slots)) == count
 
@@ -239,7 +243,8 @@ def test_an_engine_is_closed_in_a_forked_child_and_goes_on_in_its_parent(pool):
         node.compute(tokens, slots)
         assert node.store(tokens, slots) == 40
         child = os.fork()
-        if not child:  # nothing that pytest has registered may run in it, nor a destructor of Mooncake's threads
+        # nothing that pytest has registered may run in it, nor a destructor of Mooncake's threads
+        if not child:
             lost = node.lookup(tokens) == 0 and node.store(tokens, slots) == 0
             lost = lost and not any(node.retrieve(tokens, slots)) and not node.engine.available
             node.engine.close()
@@ -257,7 +262,9 @@ def test_nothing_but_close_ends_the_thread_that_keeps_the_store(pool, monkeypatc
             raise troubles.pop()
 
     monkeypatch.setattr("transfer.store.prefault_segment", breaks)
-    with host(pool, wait=False, segment_size=16 << 20, prefault=True, breaker={"probe_interval_ms": 50}) as node:
+    with host(
+        pool, wait=False, segment_size=16 << 20, prefault=True, breaker={"probe_interval_ms": 50}
+    ) as node:
         node.engine.wait_available(60)
         assert not troubles
         assert node.lookup([1] * 8) == 0

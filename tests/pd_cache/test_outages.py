@@ -13,7 +13,8 @@ SLOTS = list(range(40))
 
 
 def storing(node):
-    """Each call stores what is missing; True once all of it was newly stored: a pool that comes back takes a part first."""
+    """Each call stores what is missing; True once all of it was newly stored: a pool that comes back takes a
+    part first."""
     stored = 0
 
     def whole():

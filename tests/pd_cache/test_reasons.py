@@ -1,4 +1,5 @@
-"""Why chunks were not there: the few reasons, the history that tells evicted chunks from those that were never stored, and the reports."""
+"""Why chunks were not there: the few reasons, the history that tells evicted chunks from those that were
+never stored, and the reports."""
 
 from types import SimpleNamespace
 from typing import get_args
@@ -49,7 +50,9 @@ def test_a_report_says_where_the_tokens_of_a_prompt_came_from():
         "  2700 tokens: 0 in the engine's own cache, 2560 loaded (pool 2560), 140 computed",
         "  no miss: every whole chunk of the prompt was there",
     ]
-    late = RequestReport.of(1000, 256, at_hand=256, found=768, loaded=512, tiers=TierChunks(1, 0, 1), reason="deadline")
+    late = RequestReport.of(
+        1000, 256, at_hand=256, found=768, loaded=512, tiers=TierChunks(1, 0, 1), reason="deadline"
+    )
     assert late.text().splitlines() == [
         "  1000 tokens: 256 in the engine's own cache, 512 loaded of 768 found (memory 256, pool 256), 232 computed",
         "  deadline: a deadline passed first",
@@ -58,8 +61,13 @@ def test_a_report_says_where_the_tokens_of_a_prompt_came_from():
 
 
 def test_every_status_and_kind_of_damage_has_a_reason():
-    mapped = {status: miss_reason(status.value) for status in Status if status not in (Status.OK, Status.NO_SPACE)}
-    assert {status for status, reason in mapped.items() if reason == "error"} == {Status.INVALID, Status.INTERNAL}
+    mapped = {
+        status: miss_reason(status.value) for status in Status if status not in (Status.OK, Status.NO_SPACE)
+    }
+    assert {status for status, reason in mapped.items() if reason == "error"} == {
+        Status.INVALID,
+        Status.INTERNAL,
+    }
     assert {miss_reason(damage.value) for damage in Damage} == {"damaged"}
     assert miss_reason("error_KeyError") == "error"
 
@@ -142,10 +150,12 @@ def test_a_group_that_is_ahead_lacks_nothing_at_the_end():
     lookup = over(group(0), group(0, layers="1", ahead=1))
     assert find(lookup, [OK] * 4 + [MISSING] + [OK] * 3) == Found(3, 3)
     assert find(lookup, [OK] * 4 + [MISSING, OK, OK, MISSING]) == Found(2, 2, "missing")
-    assert find(lookup, [OK] * 8) == find(lookup, [OK] * 4, at_hand=2) == Found(3, 3), "nothing names the last one's KV"
+    assert find(lookup, [OK] * 8) == find(lookup, [OK] * 4, at_hand=2) == Found(3, 3), (
+        "nothing names the last one's KV"
+    )
 
 
-# --- reports on requests ------------------------------------------------------------------------------------------
+# --- reports on requests ------------------------------------------------------------------------------------
 
 
 @given(*(st.integers(0, 40) for _ in range(3)))
@@ -155,10 +165,14 @@ def test_every_token_was_at_hand_or_loaded_or_computed(asked, loaded, at_hand):
 
 
 def test_tiers_count_whole_chunks():
-    report = RequestReport.of(32, 8, found=32, loaded=31, tiers=TierChunks(memory=1, disk=1, pool=2), streamed=16)
+    report = RequestReport.of(
+        32, 8, found=32, loaded=31, tiers=TierChunks(memory=1, disk=1, pool=2), streamed=16
+    )
     assert (report.memory, report.disk, report.pool, report.computed) == (8, 8, 16, 1)
     tiers = "(memory=8 disk=8 pool=16)"
-    assert report.line() == f"asked=32 at_hand=0 found=32 loaded=31 {tiers} streamed=16 computed=1 reason=none"
+    assert (
+        report.line() == f"asked=32 at_hand=0 found=32 loaded=31 {tiers} streamed=16 computed=1 reason=none"
+    )
 
 
 def test_a_prompt_without_a_whole_chunk_is_too_short_for_any_other_reason():

@@ -1,4 +1,5 @@
-"""Weights change while engines run: what the old ones computed is loaded by no engine that has new ones, on a real pool."""
+"""Weights change while engines run: what the old ones computed is loaded by no engine that has new ones, on a
+real pool."""
 
 import contextlib
 import threading
@@ -26,7 +27,9 @@ def model():
 
 def stored(node):
     node.compute(TOKENS, SLOTS)
-    wait_for(lambda: node.store(TOKENS, SLOTS) >= 0 and node.lookup(TOKENS) == len(TOKENS), "a store going through")
+    wait_for(
+        lambda: node.store(TOKENS, SLOTS) >= 0 and node.lookup(TOKENS) == len(TOKENS), "a store going through"
+    )
 
 
 def named(node, label, state=""):
@@ -35,7 +38,7 @@ def named(node, label, state=""):
     version.name(Naming(label=label, ids=(state or version.state.id,)))
 
 
-# --- the version of one engine -----------------------------------------------------------------------------------------
+# --- the version of one engine ------------------------------------------------------------------------------
 
 
 def test_an_engine_is_out_from_a_change_until_this_very_change_is_named():
@@ -58,7 +61,7 @@ def test_a_change_that_comes_with_a_label_at_the_same_time_wins():
         assert version.label is None
 
 
-# --- on a pool ---------------------------------------------------------------------------------------------------------
+# --- on a pool ----------------------------------------------------------------------------------------------
 
 
 def test_chunks_of_old_weights_are_loaded_from_no_tier(pool, tmp_path, model):
@@ -89,7 +92,9 @@ def test_chunks_of_old_weights_are_loaded_from_no_tier(pool, tmp_path, model):
         assert all(other.retrieve(TOKENS, OTHER))
         assert other.holds(TOKENS, OTHER)
     with host(pool, model=model) as restarted:
-        assert restarted.lookup(TOKENS) == len(TOKENS), "it has the weights of its files, and finds what these computed"
+        assert restarted.lookup(TOKENS) == len(TOKENS), (
+            "it has the weights of its files, and finds what these computed"
+        )
 
 
 def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(pool, model):
@@ -109,7 +114,8 @@ def test_a_store_of_what_old_weights_computed_does_not_land_among_the_new(pool, 
 
 
 def test_while_all_threads_load_and_store_two_commands_at_once_bring_no_engine_kv_of_old_weights(pool, model):
-    """Each slot of a paged buffer says with which weights it was computed. Late commands of each change come after the next one."""
+    """Each slot of a paged buffer says with which weights it was computed. Late commands of each change come
+    after the next one."""
     weights, over = 0, threading.Event()
     wrong = []
     brought = []
@@ -151,7 +157,9 @@ def test_while_all_threads_load_and_store_two_commands_at_once_bring_no_engine_k
             weights = number
             numbers |= {f"a{number}": number, f"b{number}": number}
             commands = [(label, state) for label in (f"a{number}", f"b{number}") for state in states]
-            together(*(partial(named, node, label, state) for node in nodes for label, state in [*late, *commands]))
+            together(
+                *(partial(named, node, label, state) for node in nodes for label, state in [*late, *commands])
+            )
             late = commands
             assert {node.engine.label for node in nodes} <= {f"a{number}", f"b{number}"}
         over.set()
@@ -171,7 +179,9 @@ def test_a_load_of_what_was_found_with_earlier_weights_is_a_miss_whatever_is_the
 
 
 @pytest.mark.parametrize("label", [None, "w1"])
-def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(pool, tmp_path, model, monkeypatch, label):
+def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(
+    pool, tmp_path, model, monkeypatch, label
+):
     monkeypatch.setattr("pd_cache.server.clients.TURN_BYTES", 1)
     with served(pool, tmp_path) as server, Engine(server.url, model) as engine:
         wait_for(lambda: all(backend.available for backend in server.models.backends), "the server's pool")
@@ -192,8 +202,14 @@ def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(poo
         assert bad == set(range(32, 32 + len(TOKENS) // BLOCK))
 
 
-def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_came(pool, tmp_path, model, monkeypatch):
-    with served(pool, tmp_path) as server, Engine(server.url, model) as engine, host(pool, model=model) as other:
+def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_came(
+    pool, tmp_path, model, monkeypatch
+):
+    with (
+        served(pool, tmp_path) as server,
+        Engine(server.url, model) as engine,
+        host(pool, model=model) as other,
+    ):
         wait_for(lambda: all(backend.available for backend in server.models.backends), "the server's pool")
         (served_model,) = server.models
         store = served_model.mover.store
@@ -209,7 +225,11 @@ def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_cam
 
 
 def test_an_op_of_a_worker_with_a_label_from_before_a_change_moves_nothing(pool, tmp_path, model):
-    with served(pool, tmp_path) as server, Engine(server.url, model) as engine, host(pool, model=model) as other:
+    with (
+        served(pool, tmp_path) as server,
+        Engine(server.url, model) as engine,
+        host(pool, model=model) as other,
+    ):
         wait_for(lambda: all(backend.available for backend in server.models.backends), "the server's pool")
         labels = []
         for label in (None, "w1"):

@@ -1,4 +1,5 @@
-"""Runtime files are believed only where no other user could have put them, and only while their writer lives."""
+"""Runtime files are believed only where no other user could have put them, and only while their writer
+lives."""
 
 import os
 import stat
@@ -82,7 +83,9 @@ def test_a_folder_that_another_user_made_first_is_refused(ours):
     os.chown(ours, STRANGER, STRANGER)
     for use in (own_folder, temporary_folder, lambda: note("n", "x")):
         with (
-            pytest.raises(RuntimeFolderError, match=r"belongs to another user.*remove it, or set XDG_RUNTIME_DIR"),
+            pytest.raises(
+                RuntimeFolderError, match=r"belongs to another user.*remove it, or set XDG_RUNTIME_DIR"
+            ),
             use(),
         ):
             pass
@@ -95,7 +98,10 @@ def test_a_folder_that_another_user_made_first_is_refused(ours):
     [
         (lambda ours: (ours.mkdir(), ours.chmod(0o750)), "has mode 0750"),
         (lambda ours: (ours.mkdir(), ours.chmod(0o1777)), "has mode 1777"),
-        (lambda ours: ((ours.parent / "target").mkdir(mode=0o700), ours.symlink_to("target")), "cannot be used"),
+        (
+            lambda ours: ((ours.parent / "target").mkdir(mode=0o700), ours.symlink_to("target")),
+            "cannot be used",
+        ),
         (lambda ours: ours.symlink_to("nowhere"), "cannot be used"),
         (lambda ours: ours.write_text("a file"), "cannot be used"),
         (lambda ours: ours.parent.chmod(0o777), "is not sticky"),

@@ -1,4 +1,5 @@
-"""A second pool behind the first: what only it has is found, loaded and put into the first; whatever it does, the first pool serves."""
+"""A second pool behind the first: what only it has is found, loaded and put into the first; whatever it does,
+the first pool serves."""
 
 import contextlib
 import signal
@@ -71,7 +72,9 @@ def off(node):
     return bool(count(node.engine.metrics, "pd_cache_tier_off", tier="mooncake-1"))
 
 
-@pytest.mark.parametrize("before", [(), (LocalTier(capacity=ByteSize(1 << 20)),)], ids=["pools alone", "memory before"])
+@pytest.mark.parametrize(
+    "before", [(), (LocalTier(capacity=ByteSize(1 << 20)),)], ids=["pools alone", "memory before"]
+)
 def test_what_only_the_second_pool_has_is_found_loaded_and_put_into_the_first(green, blue, before):
     model = uuid.uuid4().hex
     fill(blue, model, TOKENS)
@@ -96,7 +99,9 @@ def test_what_only_the_second_pool_has_is_found_loaded_and_put_into_the_first(gr
             assert later.holds(tokens, SLOTS)
 
 
-def test_a_prefix_may_lie_in_both_pools_and_the_second_is_asked_only_for_what_the_first_lacks(green, blue, monkeypatch):
+def test_a_prefix_may_lie_in_both_pools_and_the_second_is_asked_only_for_what_the_first_lacks(
+    green, blue, monkeypatch
+):
     model = uuid.uuid4().hex
     fill(blue, model, TOKENS)
     with host(green, model=model) as node:
@@ -111,7 +116,9 @@ def test_a_prefix_may_lie_in_both_pools_and_the_second_is_asked_only_for_what_th
             asked = []
             real = client.second.batch_exist
             monkeypatch.setattr(
-                client.second, "batch_exist", lambda keys, **how: asked.append(list(keys)) or real(keys, **how)
+                client.second,
+                "batch_exist",
+                lambda keys, **how: asked.append(list(keys)) or real(keys, **how),
             )
             assert client.lookup(TOKENS) == node.lookup(TOKENS) == len(TOKENS)
             assert asked == [node.keys(TOKENS)[2:]]
@@ -183,7 +190,8 @@ def test_a_second_pool_that_comes_late_is_found(green, make_pool):
 
 
 def test_what_is_no_master_holds_nothing_up(green):
-    """Something takes the connection and never answers: Mooncake's client would hold the whole process, again and again."""
+    """Something takes the connection and never answers: Mooncake's client would hold the whole process, again
+    and again."""
     model = uuid.uuid4().hex
     fill(green, model, TOKENS)
     with socket.create_server(("127.0.0.1", 0)) as stranger:

@@ -19,7 +19,9 @@ PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0
 
 @pytest.fixture
 def sdk():
-    pytest.importorskip("opentelemetry.sdk", reason="no OpenTelemetry; `make install` installs pd-cache's extra otel")
+    pytest.importorskip(
+        "opentelemetry.sdk", reason="no OpenTelemetry; `make install` installs pd-cache's extra otel"
+    )
 
 
 def test_without_a_collector_nothing_is_imported_and_the_clients_context_is_passed_on():
@@ -57,8 +59,16 @@ def test_spans_keep_the_trace_and_its_state_and_end_on_any_thread_once():
         wait_for(lambda: len(collector.spans) == 2)
         received = {one.name: one for one in collector.spans}
         assert {one.trace for one in collector.spans} == {PARENT["traceparent"][3:35]}
-        outer, noted = received["outer"], {"pd_cache.asked": 7, "pd_cache.found": 3, "pd_cache.reason": "none"}
-        assert (outer.service, outer.node, outer.failed, outer.attributes) == ("pd-cache-decode", "d-0", False, noted)
+        outer, noted = (
+            received["outer"],
+            {"pd_cache.asked": 7, "pd_cache.found": 3, "pd_cache.reason": "none"},
+        )
+        assert (outer.service, outer.node, outer.failed, outer.attributes) == (
+            "pd-cache-decode",
+            "d-0",
+            False,
+            noted,
+        )
         assert (outer.parent, received["inner"].parent) == (PARENT["traceparent"][36:52], outer.span)
         assert (received["inner"].failed, received["inner"].attributes) == (True, {})
 
@@ -119,7 +129,9 @@ def test_a_state_that_is_none_is_neither_sent_nor_passed_on_nor_logged(caplog):
     assert "SECRET" not in caplog.text
 
 
-@pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://c/v1/traces", "http://", "http://c\n/v1/traces"])
+@pytest.mark.parametrize(
+    "endpoint", ["collector:4318", "ftp://c/v1/traces", "http://", "http://c\n/v1/traces"]
+)
 def test_an_endpoint_that_is_no_url_is_refused(endpoint):
     import msgspec
 

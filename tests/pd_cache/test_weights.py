@@ -34,7 +34,9 @@ def test_small_tensors_and_the_configuration_count_and_the_folder_does_not(tmp_p
     norm = bytearray(4096)
     base = weights_digest(write_model(tmp_path / "a" / "llama", [b"a" * TENSOR, bytes(norm)]))
     assert weights_digest(write_model(tmp_path / "b" / "other", [b"a" * TENSOR, bytes(norm)])) == base
-    assert weights_digest(write_model(tmp_path / "c", [b"a" * TENSOR, bytes(norm)], '{"rope_theta": 1}')) != base
+    assert (
+        weights_digest(write_model(tmp_path / "c", [b"a" * TENSOR, bytes(norm)], '{"rope_theta": 1}')) != base
+    )
     norm[1234] = 1
     assert weights_digest(write_model(tmp_path / "d", [b"a" * TENSOR, bytes(norm)])) != base
 

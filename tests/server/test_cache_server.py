@@ -1,4 +1,5 @@
-"""Engines over a cache server and a real pool: what the adapters promise, and that what one engine asks keeps no other waiting."""
+"""Engines over a cache server and a real pool: what the adapters promise, and that what one engine asks keeps
+no other waiting."""
 
 import contextlib
 import itertools
@@ -50,7 +51,8 @@ def own_server(pool, tmp_path):
         yield one
 
 
-@pytest.fixture(scope="module", autouse=True)  # the server's backend, which it opens for its first engine, is no test's
+# the server's backend, which it opens for its first engine, is no test's
+@pytest.fixture(scope="module", autouse=True)
 def shared_engine(server):
     with Engine(server.url) as engine:
         store_surely(engine, list(range(50_000, 50_000 + CHUNK)))
@@ -76,7 +78,7 @@ def name():
     return uuid.uuid4().hex
 
 
-# --- the scheduler's adapter -----------------------------------------------------------------------------------------
+# --- the scheduler's adapter --------------------------------------------------------------------------------
 
 
 def test_a_lookup_is_submitted_once_and_forgotten_when_cleaned_up(engine, tokens, name):
@@ -103,7 +105,7 @@ def test_a_lookup_is_submitted_once_and_forgotten_when_cleaned_up(engine, tokens
     assert scheduler.num_blocks_per_chunk() == engine.worker.num_blocks_per_chunk() == PER_CHUNK
 
 
-# --- the worker's adapter --------------------------------------------------------------------------------------------
+# --- the worker's adapter -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,9 @@ def test_an_op_that_does_not_fit_is_a_value_error_before_anything_moves(engine, 
     assert engine.worker.get_finished(names) == (names, set()), "nothing is under way"
 
 
-def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(server, engine, tokens, name, monkeypatch):
+def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(
+    server, engine, tokens, name, monkeypatch
+):
     """In one turn, and in many."""
     model = next(model for model in server.models if model.group.model == engine.model)
     engine.store(name, tokens)
@@ -168,7 +172,9 @@ def test_a_request_is_told_once_when_its_last_store_has_ended(engine, tokens, na
     engine.compute(tokens)
     for start in range(0, 3 * CHUNK, CHUNK):
         blocks = list(range(start // BLOCK, (start + CHUNK) // BLOCK))
-        engine.worker.submit_store_request(name, LoadStoreOp(blocks, token_ids=tokens, start=start, end=start + CHUNK))
+        engine.worker.submit_store_request(
+            name, LoadStoreOp(blocks, token_ids=tokens, start=start, end=start + CHUNK)
+        )
     assert engine.worker.get_finished(set())[0] == set(), "the engine has not finished it"
     engine.finish_store(name)
     assert engine.lookup(name, tokens) == 3 * CHUNK
@@ -177,12 +183,13 @@ def test_a_request_is_told_once_when_its_last_store_has_ended(engine, tokens, na
     assert engine.worker.get_finished({name})[0] == set()
 
 
-# --- RemoteCache -----------------------------------------------------------------------------------------------------
+# --- RemoteCache --------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def caches(server, *identities, asking=None):
-    """Workers of these engines, with tensors of their own, whose chunks the pool takes; before them a scheduler, if one is `asking`."""
+    """Workers of these engines, with tensors of their own, whose chunks the pool takes; before them a
+    scheduler, if one is `asking`."""
     with contextlib.ExitStack() as stack:
         found = []
         if asking is not None:
@@ -232,11 +239,16 @@ def test_blocks_are_checked_by_the_server_too(engine, kind, blocks, message):
 
 
 def test_a_mistake_takes_no_ticket_and_counts_nothing(cache, tokens):
-    for places, message in ((Slots(torch.arange(1, 3 * CHUNK + 1)), "whole blocks"), ([0, 1], "3 chunks were named")):
+    for places, message in (
+        (Slots(torch.arange(1, 3 * CHUNK + 1)), "whole blocks"),
+        ([0, 1], "3 chunks were named"),
+    ):
         with pytest.raises(ValueError, match=message):
             cache.store(cache.name_chunks(tokens), places)
     assert not cache.connection.fence.taken
-    assert ("tokens", "store", "requested") not in {key for key, value in cache.metrics.totals().items() if value}
+    assert ("tokens", "store", "requested") not in {
+        key for key, value in cache.metrics.totals().items() if value
+    }
 
 
 def test_a_load_that_is_under_way_when_its_cache_closes_ends_and_the_closed_cache_has_nothing(cache, tokens):
@@ -250,7 +262,7 @@ def test_a_load_that_is_under_way_when_its_cache_closes_ends_and_the_closed_cach
     assert not any(cache.store(names, WHOLE))
 
 
-# --- several groups of layers ----------------------------------------------------------------------------------------
+# --- several groups of layers -------------------------------------------------------------------------------
 
 NAMES = [bytes([number]) * 16 for number in range(5)]
 
@@ -302,7 +314,7 @@ def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins
         assert own_server.sessions.pinned == before + 4
 
 
-# --- how chunks are named and sized ----------------------------------------------------------------------------------
+# --- how chunks are named and sized -------------------------------------------------------------------------
 
 
 def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(server, name):
@@ -333,12 +345,13 @@ def test_a_server_whose_file_leaves_the_size_of_chunks_open_serves_each_engine_w
         assert server_welcome(server.url, LATE_S).may_size
 
 
-# --- shards ----------------------------------------------------------------------------------------------------------
+# --- shards -------------------------------------------------------------------------------------------------
 
 
 def test_engines_of_different_tensor_parallel_size_share_chunks(server, tokens, name):
     model = uuid.uuid4().hex
-    whole = make_cache(heads=6, blocks=BLOCKS, block_size=BLOCK)  # a half is as large as the chunks of the other tests
+    # a half is as large as the chunks of the other tests
+    whole = make_cache(heads=6, blocks=BLOCKS, block_size=BLOCK)
     halves = [[view.clone() for view in views] for views in shard_tensors(whole, 2)]
     blank = [torch.zeros_like(layer) for layer in whole]
     blocks = 3 * PER_CHUNK
@@ -354,8 +367,12 @@ def test_engines_of_different_tensor_parallel_size_share_chunks(server, tokens, 
         assert alone.lookup(name, tokens) == 3 * CHUNK
         pinned = server.sessions.pinned
         assert alone.retrieve(name, tokens, 20) == set()
-        assert server.sessions.pinned == pinned - 6, "three chunks of two shards, all of which this rank has loaded"
-        assert same_tensors([layer[20 : 20 + blocks] for layer in alone.cache], [layer[:blocks] for layer in whole])
+        assert server.sessions.pinned == pinned - 6, (
+            "three chunks of two shards, all of which this rank has loaded"
+        )
+        assert same_tensors(
+            [layer[20 : 20 + blocks] for layer in alone.cache], [layer[:blocks] for layer in whole]
+        )
 
         longer = [*tokens[: 2 * CHUNK], *range(7_000_000, 7_000_000 + CHUNK)]
         alone.worker.submit_store_request("back", alone.op(longer, 20))
@@ -363,13 +380,17 @@ def test_engines_of_different_tensor_parallel_size_share_chunks(server, tokens, 
         assert first.lookup("back", longer) == 3 * CHUNK
         pinned = server.sessions.pinned
         for number, rank in enumerate((first, second)):
-            assert server.sessions.pinned == pinned - 3 * number, "the other rank's shards are still to be loaded"
+            assert server.sessions.pinned == pinned - 3 * number, (
+                "the other rank's shards are still to be loaded"
+            )
             assert rank.retrieve("back", longer, 40) == set()
-            assert same_tensors([one[40 : 40 + blocks] for one in rank.cache], [one[:blocks] for one in rank.cache])
+            assert same_tensors(
+                [one[40 : 40 + blocks] for one in rank.cache], [one[:blocks] for one in rank.cache]
+            )
         assert server.sessions.pinned == pinned - 6
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------------
 
 
 def adapter(kind, **options):
@@ -379,13 +400,22 @@ def adapter(kind, **options):
 @pytest.mark.parametrize(
     "come, message",
     [
-        (lambda url, model: Engine(url, model, shards_per_rank=2), "3 KV heads cannot be cut into 2 equal shards"),
-        (lambda url, model: Engine(url, model, cache=make_cache(PageKind.KV_OUTER)), "are not interchangeable"),
+        (
+            lambda url, model: Engine(url, model, shards_per_rank=2),
+            "3 KV heads cannot be cut into 2 equal shards",
+        ),
+        (
+            lambda url, model: Engine(url, model, cache=make_cache(PageKind.KV_OUTER)),
+            "are not interchangeable",
+        ),
         (
             adapter(SchedulerAdapter, block_size=3),
             "have 8 tokens, which is not a multiple of the engine's block size 3",
         ),
-        (adapter(WorkerAdapter, block_size=3), "have 8 tokens, which is not a multiple of the engine's block size 3"),
+        (
+            adapter(WorkerAdapter, block_size=3),
+            "have 8 tokens, which is not a multiple of the engine's block size 3",
+        ),
         (
             lambda url, model: Engine(url, model, cache=make_cache(block_size=BLOCK // 2)),
             f"blocks of {BLOCK // 2} tokens, the engine said {BLOCK}",
@@ -430,7 +460,9 @@ def test_without_a_server_a_constructor_that_needs_it_says_so_and_one_that_does_
         engine.store("a", tokens)
         assert set(troubles(engine.worker.metrics, "store")) == {"server_lost"}
         assert engine.retrieve("a", tokens) == {0, 1}
-        assert set(troubles(engine.scheduler.metrics, "lookup")) == {"server_lost"}, "an outage is no plain miss"
+        assert set(troubles(engine.scheduler.metrics, "lookup")) == {"server_lost"}, (
+            "an outage is no plain miss"
+        )
 
 
 def test_a_full_queue_is_busy_and_busy_is_a_miss(pool, tmp_path, monkeypatch):
@@ -453,7 +485,7 @@ def test_a_full_queue_is_busy_and_busy_is_a_miss(pool, tmp_path, monkeypatch):
         wait_for(lambda: all(engine.scheduler.check_lookup_result(one) is not None for one in names))
 
 
-# --- lookups ---------------------------------------------------------------------------------------------------------
+# --- lookups ------------------------------------------------------------------------------------------------
 
 
 def test_a_lookup_in_many_requests_finds_what_one_request_finds_and_asks_for_so_many_keys_at_most(
@@ -465,7 +497,9 @@ def test_a_lookup_in_many_requests_finds_what_one_request_finds_and_asks_for_so_
     assert engine.lookup(name, tokens) == 3 * CHUNK
     assert engine.lookup(uuid.uuid4().hex, [*tokens[: 2 * CHUNK], *[9] * 3 * CHUNK]) == 2 * CHUNK
     after = server.metrics.totals()
-    counted = [after["tokens", "lookup", one] - before["tokens", "lookup", one] for one in ("requested", "hit")]
+    counted = [
+        after["tokens", "lookup", one] - before["tokens", "lookup", one] for one in ("requested", "hit")
+    ]
     assert counted == [8 * CHUNK, 5 * CHUNK]
     monkeypatch.setattr(lookups, "MOST_KEYS", 2)
     assert engine.lookup(uuid.uuid4().hex, tokens) == 2 * CHUNK
@@ -499,7 +533,8 @@ def test_an_error_of_one_lookup_does_not_end_the_others_and_one_of_an_engine_tha
 
 def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool, tmp_path):
     pool = make_pool(segment="16MiB", lease_ttl_ms=4000).start()
-    with served(pool, tmp_path, lease_s=0.3) as server, Engine(server.url) as engine:  # renewed long before it ends
+    # renewed long before it ends
+    with served(pool, tmp_path, lease_s=0.3) as server, Engine(server.url) as engine:
         held, control = list(range(3 * CHUNK)), list(range(1000, 1000 + 3 * CHUNK))
         for name, tokens in (("held", held), ("control", control)):
             store_surely(engine, tokens)

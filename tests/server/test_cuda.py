@@ -34,12 +34,14 @@ def gpu_engine(url, model):
 
 
 def store(engine, first_block=0):
-    """Stores the blocks as they are when the calling stream is done with them, again until they are there: the server's store opens in the
-    background."""
+    """Stores the blocks as they are when the calling stream is done with them, again until they are there:
+    the server's store opens in the background."""
 
     def there():
         request = uuid.uuid4().hex
-        engine.worker.submit_store_request(request, engine.op(TOKENS, first_block), record_event(engine.cache[0]))
+        engine.worker.submit_store_request(
+            request, engine.op(TOKENS, first_block), record_event(engine.cache[0])
+        )
         engine.finish_store(request)
         found = engine.lookup(request, TOKENS)
         engine.scheduler.end_session(request)
@@ -49,7 +51,9 @@ def store(engine, first_block=0):
 
 
 def pages(engine, first_block):
-    return torch.stack([layer[first_block : first_block + BLOCKS].view(torch.int16) for layer in engine.cache]).cpu()
+    return torch.stack(
+        [layer[first_block : first_block + BLOCKS].view(torch.int16) for layer in engine.cache]
+    ).cpu()
 
 
 def test_gpu_engines_share_chunks_and_nothing_else_of_their_caches_changes(url):
@@ -78,11 +82,14 @@ def test_gpu_a_store_takes_what_the_engines_stream_still_has_to_write(url):
         store(engine)  # in vain, if the first store was not refused for want of a store of the server's
         assert engine.retrieve(uuid.uuid4().hex, TOKENS, first_block=BLOCKS) == set()
         assert torch.equal(pages(engine, BLOCKS), pages(engine, 0))
-        assert bool((pages(engine, BLOCKS) == torch.full((1,), 9.0, dtype=torch.bfloat16).view(torch.int16)).all())
+        assert bool(
+            (pages(engine, BLOCKS) == torch.full((1,), 9.0, dtype=torch.bfloat16).view(torch.int16)).all()
+        )
 
 
 def test_gpu_a_server_gives_the_memory_back_when_the_engine_leaves(url):
-    """An engine that registers, stores and leaves, ten times: the device has as much free memory as after the first."""
+    """An engine that registers, stores and leaves, ten times: the device has as much free memory as after the
+    first."""
     free = []
     for _ in range(10):
         with gpu_engine(url, uuid.uuid4().hex) as engine:

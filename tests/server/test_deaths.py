@@ -69,7 +69,9 @@ def test_kill_9_of_an_engine_frees_sessions_pins_mappings_and_shared_memory(serv
         store_surely(other, TOKENS)
         maps, files = shared_maps(), shared_files()
         with victim(server.url, model) as process:
-            wait_for(lambda: sum(client.worker is not None for client in server._clients.copy().values()) == 2)
+            wait_for(
+                lambda: sum(client.worker is not None for client in server._clients.copy().values()) == 2
+            )
             assert server.sessions.pinned == 4
             assert shared_maps() > maps
             process.send(signal.SIGKILL)
@@ -137,7 +139,9 @@ def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again
             for index in range(4):
                 engine.worker.submit_retrieve_request(f"{round_}-{index}", engine.op(TOKENS, 20 + 8 * index))
             done = set()
-            wait_for(lambda done=done: done.update(engine.worker.get_finished(set())[1] or ()) or len(done) == 4)
+            wait_for(
+                lambda done=done: done.update(engine.worker.get_finished(set())[1] or ()) or len(done) == 4
+            )
             assert engine.worker.get_block_ids_with_load_errors() == set(range(20, 52))
             before = [tensor.clone() for tensor in engine.cache]
             server.send(signal.SIGCONT)
@@ -150,7 +154,8 @@ def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again
 
 
 def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool, tmp_path):
-    stop, before = threading.Event(), shared_maps()  # those of tests before this one that nothing has collected yet
+    # those of tests before this one that nothing has collected yet
+    stop, before = threading.Event(), shared_maps()
     with served(pool, tmp_path) as server, Engine(server.url) as engine:
         store_surely(engine, TOKENS)
 
@@ -162,7 +167,11 @@ def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool, tm
 
         with beside(use):
             try:
-                wait_for(lambda: server.metrics.registry.get_sample_value("pd_cache_bytes_total", {"op": "retrieve"}))
+                wait_for(
+                    lambda: server.metrics.registry.get_sample_value(
+                        "pd_cache_bytes_total", {"op": "retrieve"}
+                    )
+                )
                 server.close()
                 assert not any("torch_" in str(one) for one in tmp_path.iterdir())
             finally:

@@ -127,7 +127,8 @@ def test_a_slot_that_is_used_again_has_another_ticket(fence, view):
 
 
 def test_a_load_that_is_late_does_not_release_the_lock_of_its_slots_next_move(fence, view):
-    """As when a server has two threads, was stopped, and goes on with a load that its engine gave up long ago."""
+    """As when a server has two threads, was stopped, and goes on with a load that its engine gave up long
+    ago."""
     old = admit(fence)
     fence.revoke(*old)
     new = use_again(fence, old[0])

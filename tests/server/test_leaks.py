@@ -19,7 +19,8 @@ def own_memory(process):
 
 
 def serve(engine, requests):
-    """Lookups with sessions, a hundred at a time; every tenth with a retrieve and a store, and its session is left to the retrieve."""
+    """Lookups with sessions, a hundred at a time; every tenth with a retrieve and a store, and its session is
+    left to the retrieve."""
     for first in range(0, requests, AT_ONCE):
         names = [f"request-{first + index}" for index in range(AT_ONCE)]
         for name in names:

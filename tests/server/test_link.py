@@ -1,4 +1,5 @@
-"""The two ends of a link: requests and answers over ZMQ, descriptors and the end of a client over a Unix socket."""
+"""The two ends of a link: requests and answers over ZMQ, descriptors and the end of a client over a Unix
+socket."""
 
 import contextlib
 import os

@@ -19,11 +19,19 @@ from pd_cache.server.memory import (
     close_all,
     share_tensors,
 )
-from pd_cache.server.protocol import CpuStorage, CudaStorage, Register, Retrieve, Store, decode_request, encode
+from pd_cache.server.protocol import (
+    CpuStorage,
+    CudaStorage,
+    Register,
+    Retrieve,
+    Store,
+    decode_request,
+    encode,
+)
 from tests.support.kv import KINDS_WITH_TOKENS, make_cache, same_tensors
 from tests.support.made import made
 
-# --- shared memory ---------------------------------------------------------------------------------------------------
+# --- shared memory ------------------------------------------------------------------------------------------
 
 
 def test_a_tensor_stays_where_it_is_when_it_moves_into_shared_memory():
@@ -57,12 +65,14 @@ def test_a_cache_without_memory_to_move_to_stays_as_it_was(monkeypatch):
             share_tensors([cache])
     assert same_tensors([cache], [before])
     free = os.statvfs("/dev/shm")
-    monkeypatch.setattr(memory.os, "statvfs", lambda path: type("Room", (), {"f_bavail": 1, "f_frsize": free.f_frsize}))
+    monkeypatch.setattr(
+        memory.os, "statvfs", lambda path: type("Room", (), {"f_bavail": 1, "f_frsize": free.f_frsize})
+    )
     with pytest.raises(SharingError, match="do not fit into /dev/shm"):  # before it kills the process
         share_tensors(make_cache(blocks=64))
 
 
-# --- tensors in it ---------------------------------------------------------------------------------------------------
+# --- tensors in it ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -215,7 +225,7 @@ def test_a_server_finds_an_engine_s_gpu_among_its_own_whatever_its_number_there(
     assert asked == [0, b"handle", 4096, 512, b"counter", 3, b"event", True]
 
 
-# --- copies behind the fence -----------------------------------------------------------------------------------------
+# --- copies behind the fence --------------------------------------------------------------------------------
 
 
 def test_nothing_is_copied_for_an_engine_that_has_given_up_or_would_have(map_them, shared, fence):

@@ -35,7 +35,9 @@ def nonsense(body):
 
 def hello(**engine):
     """The frame of a scheduler that says this about its engine."""
-    return nonsense(msgspec.msgpack.encode(["hello", TOKEN, "scheduler", {"model": "m", "block_size": 4, **engine}]))
+    return nonsense(
+        msgspec.msgpack.encode(["hello", TOKEN, "scheduler", {"model": "m", "block_size": 4, **engine}])
+    )
 
 
 BAD = {
@@ -69,7 +71,7 @@ def test_another_version_is_refused_and_the_refusal_is_read_across_versions():
         decode_answer(bytes(answer))
 
 
-# --- a server that is sent such things -------------------------------------------------------------------------------
+# --- a server that is sent such things ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,9 @@ def peer(server):
 
 
 @pytest.mark.parametrize("frame", BAD.values(), ids=BAD)
-def test_a_malformed_frame_is_answered_with_an_error_if_its_number_can_be_read_and_stops_nothing(server, peer, frame):
+def test_a_malformed_frame_is_answered_with_an_error_if_its_number_can_be_read_and_stops_nothing(
+    server, peer, frame
+):
     with pytest.raises(FrameError) as caught:
         decode_request(frame)
     assert caught.value.refused.reason == "malformed"

@@ -1,4 +1,5 @@
-"""Which models a server serves, and the backend for each size of chunk. The backends here only say whether they are closed."""
+"""Which models a server serves, and the backend for each size of chunk. The backends here only say whether
+they are closed."""
 
 import pytest
 from hypothesis import given
@@ -39,7 +40,9 @@ class Served:
 
     def closed(self, *models):
         closed = [one.mover.backend.closed for one in models]
-        assert closed == [one.mover.backend in self.released for one in models], "sessions end before a backend closes"
+        assert closed == [one.mover.backend in self.released for one in models], (
+            "sessions end before a backend closes"
+        )
         assert closed == [one.mover.closed for one in models]
         assert closed == [self.models.by_group.get(one.group) is not one for one in models]
         return closed
@@ -89,5 +92,7 @@ def test_groups_of_layers_of_similar_size_share_memory_whatever_the_order_in_whi
     slots = {size: memory_size(size, sizes) for size in sizes}
     assert slots == {size: memory_size(size, shuffled) for size in sizes}
     assert all(size <= slot <= 2 * size for size, slot in slots.items())
-    assert all(slots[slot] == slot for slot in slots.values()), "a slot is as large as the largest payload in it"
+    assert all(slots[slot] == slot for slot in slots.values()), (
+        "a slot is as large as the largest payload in it"
+    )
     assert memory_size(max(sizes), ()) == max(sizes), "engines with one group share no memory of another size"

@@ -47,10 +47,18 @@ class SessionsModel(RuleBasedStateMachine):
     @rule(client=st.sampled_from("xy"), name=st.sampled_from("abc"), count=st.integers(1, 4))
     def look_up(self, client, name, count):
         names = NAMES[:count]
-        found = [FoundChunks(model, self.tier, names[at:], shards(names[at:], 2)) for at, model in enumerate(MODELS)]
+        found = [
+            FoundChunks(model, self.tier, names[at:], shards(names[at:], 2))
+            for at, model in enumerate(MODELS)
+        ]
         self.sessions.open(client, name, found, 10)
 
-    @rule(name=st.sampled_from("abc"), model=st.sampled_from(MODELS), rank=st.integers(0, 1), count=st.integers(1, 4))
+    @rule(
+        name=st.sampled_from("abc"),
+        model=st.sampled_from(MODELS),
+        rank=st.integers(0, 1),
+        count=st.integers(1, 4),
+    )
     def load(self, name, model, rank, count):
         self.sessions.loaded(name, model, rank, NAMES[MODELS.index(model) : count])
 
@@ -71,7 +79,10 @@ class SessionsModel(RuleBasedStateMachine):
     def pins_are_what_sessions_hold(self):
         sessions = self.sessions._sessions.values()
         held = Counter(
-            key for session in sessions for pins in session.pins.values() for key in (*pins.pinned, *pins.leased)
+            key
+            for session in sessions
+            for pins in session.pins.values()
+            for key in (*pins.pinned, *pins.leased)
         )
         pinned = Counter({key: count for key, count in held.items() if key in self.tier.have})
         assert +self.tier.pins == pinned

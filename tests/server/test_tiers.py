@@ -85,9 +85,13 @@ def test_a_server_says_why_a_prefix_ends_and_which_tiers_were_read(pool, tmp_pat
         memory, rest = (tier.backend for tier in model.mover.backend.tiers)
         keys = model.database.keys(names)
         assert memory.batched_remove(keys[1:3]) == [Status.OK] * 2
-        assert cache.find(names) == Found(3, 3, "never_stored", TierChunks(memory=1)), "the pool's are not counted"
+        assert cache.find(names) == Found(3, 3, "never_stored", TierChunks(memory=1)), (
+            "the pool's are not counted"
+        )
         assert cache.load(names[:3], blocks[:-2]) == Loaded(3, "none", TierChunks(memory=1, pool=2))
-        assert memory.batched_remove(keys[2:3]) == [Status.OK], "what was read from the pool is in memory again"
+        assert memory.batched_remove(keys[2:3]) == [Status.OK], (
+            "what was read from the pool is in memory again"
+        )
         assert rest.store.remove(keys[2:3], timeout=60, force=True) == [Status.OK]
         assert cache.load(names[:3], blocks[:-2]) == Loaded(2, "evicted", TierChunks(memory=2))
         assert cache.find(names) == Found(2, 2, "evicted", TierChunks(memory=2))

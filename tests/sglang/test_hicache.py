@@ -11,7 +11,15 @@ import torch
 from pd_cache.errors import ConfigError, LayoutError
 from tests.support.adapters import impatient, options_of
 from tests.support.made import made
-from tests.support.sglang_host import PAGES, TOKENS, mha_pool, mla_pool, need_sglang, open_backend, storage_config
+from tests.support.sglang_host import (
+    PAGES,
+    TOKENS,
+    mha_pool,
+    mla_pool,
+    need_sglang,
+    open_backend,
+    storage_config,
+)
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what SGLang's own imports warn of
@@ -154,7 +162,8 @@ def test_engines_share_if_sglang_resolved_their_arguments_alike(opened):
 
 
 def test_ranks_share_latents_and_nothing_else(opened):
-    """Of an MLA model, rank 0 writes the latents for all ranks. A draft model with heads keeps other bytes on each rank."""
+    """Of an MLA model, rank 0 writes the latents for all ranks. A draft model with heads keeps other bytes on
+    each rank."""
     ranks = []
     for rank in range(2):
         backend = opened(filled(mla_pool("page_first"), rank), is_mla_model=True, tp_rank=rank, tp_size=2)
@@ -170,11 +179,14 @@ def test_ranks_share_latents_and_nothing_else(opened):
 def transfer(name, keys, indices=None, policy="all_pages"):
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
-    return PoolTransfer(name=PoolName(name), keys=keys, host_indices=indices, hit_policy=PoolHitPolicy(policy))
+    return PoolTransfer(
+        name=PoolName(name), keys=keys, host_indices=indices, hit_policy=PoolHitPolicy(policy)
+    )
 
 
 def test_a_hybrid_models_prefix_ends_where_all_of_its_pools_can_be_restored(opened):
-    """Full attention has pages 0 to 5, the indexer 0 to 4, the sliding window pages 1, 2 and 4, of which a prefix needs the last two."""
+    """Full attention has pages 0 to 5, the indexer 0 to 4, the sliding window pages 1, 2 and 4, of which a
+    prefix needs the last two."""
     host, window, indexer = (filled(mha_pool("page_first", layers=layers), layers) for layers in (3, 2, 1))
     backend = opened(host)
     backend.register_mem_host_pool_v2(host, "kv")
@@ -184,7 +196,10 @@ def test_a_hybrid_models_prefix_ends_where_all_of_its_pools_can_be_restored(open
     keys = [f"{number:064x}" for number in range(8)]
     assert backend.batch_set_v1(keys[:6], at(*range(6))) == [True] * 6
     stored = backend.batch_set_v2(
-        [transfer("swa", [keys[1], keys[2], keys[4]], at(1, 2, 4)), transfer("indexer", keys[:5], at(*range(5)))]
+        [
+            transfer("swa", [keys[1], keys[2], keys[4]], at(1, 2, 4)),
+            transfer("indexer", keys[:5], at(*range(5))),
+        ]
     )
     assert stored == {"swa": [True] * 3, "indexer": [True] * 5}
     asked = [transfer("swa", keys[:2], policy="trailing_pages"), transfer("indexer", keys)]
@@ -193,14 +208,17 @@ def test_a_hybrid_models_prefix_ends_where_all_of_its_pools_can_be_restored(open
     assert found.extra_pool_hit_pages == {"kv": 6, "swa": 3, "indexer": 5}
     assert found.restorable_prefix_pages == [3]
     before = page(window, 7)
-    loaded = backend.batch_get_v2([transfer("swa", keys[1:4], at(5, 6, 7)), transfer("indexer", keys[:2], at(6, 7))])
+    loaded = backend.batch_get_v2(
+        [transfer("swa", keys[1:4], at(5, 6, 7)), transfer("indexer", keys[:2], at(6, 7))]
+    )
     assert loaded == {"swa": [True, True, False], "indexer": [True, True]}
     assert (page(window, 5), page(window, 6), page(window, 7)) == (page(window, 1), page(window, 2), before)
     assert backend.batch_get_v2([transfer("mamba", keys[:1], at(0))]) == {"mamba": [False]}
 
 
 def test_requests_of_another_salt_or_adapter_find_nothing(opened):
-    """SGLang's page hashes cover them since 0.5.23 at the latest (sglang#26747, #37160); an SGLang whose hashes do not is refused."""
+    """SGLang's page hashes cover them since 0.5.23 at the latest (sglang#26747, #37160); an SGLang whose
+    hashes do not is refused."""
     backend = opened(filled(mha_pool("page_first"), 1))
     tokens = list(range(2 * TOKENS))
     assert backend.batch_set_v1(hashes(tokens, cache_salt="tenant a"), at(0, 1)) == [True] * 2
@@ -280,7 +298,8 @@ def test_indices_that_are_no_pages_move_nothing_and_raise_nothing(opened):
 
 
 def test_a_transfer_that_is_late_never_writes_into_a_page_that_belongs_to_another_prompt(make_pool, salt):
-    """The store node stops, the load is given up at its deadline, SGLang gives the pages to another prompt, and the node goes on."""
+    """The store node stops, the load is given up at its deadline, SGLang gives the pages to another prompt,
+    and the node goes on."""
     pool = make_pool().start()
     host = filled(mha_pool("page_first"), 1)
     backend = open_backend(impatient(pool.settings()), host, salt=salt)
@@ -328,7 +347,9 @@ def test_clearing_the_storage_hides_what_every_node_has_stored(opened):
     assert other.batch_exists(["a"]) == 1
     assert other.clear() is True
     assert other.batch_exists(["a"]) == 0
-    wait_for(lambda: one.batch_exists(["a"]) == 0, "the other node's answer, for which it asks twice a second")
+    wait_for(
+        lambda: one.batch_exists(["a"]) == 0, "the other node's answer, for which it asks twice a second"
+    )
     assert one.batch_get_v1(["a"], at(1)) == [False]
     assert one.batch_set_v1(["a"], at(0)) == [False], "this engine has not said that it has the new weights"
     assert one.clear() is True
@@ -351,7 +372,8 @@ SIZES = ("tp_size", "pp_size", "attn_tp_size", "attn_dcp_size")
 
 
 class Controller:
-    """SGLang's own controller of a host pool with its storage threads, and the part of its scheduler that hands pages to them."""
+    """SGLang's own controller of a host pool with its storage threads, and the part of its scheduler that
+    hands pages to them."""
 
     def __init__(self, host, extra):
         from sglang.srt.managers.cache_controller import HiCacheController
@@ -370,7 +392,12 @@ class Controller:
         )
         self.host = host
         self.its = HiCacheController(
-            SimpleNamespace(get_kvcache=lambda: device), host, TOKENS, None, threading.Event(), io_backend="direct"
+            SimpleNamespace(get_kvcache=lambda: device),
+            host,
+            TOKENS,
+            None,
+            threading.Event(),
+            io_backend="direct",
         )
         alone = {**dict.fromkeys(RANKS, 0), **dict.fromkeys(SIZES, 1)}
         with get_parallel().override(**alone):  # a server would have said so
@@ -385,7 +412,8 @@ class Controller:
         return int(done.completed_tokens)
 
     def prefetch(self, tokens):
-        """Has the prefetch threads look a prompt up and load it. Returns how many tokens were loaded, and where."""
+        """Has the prefetch threads look a prompt up and load it. Returns how many tokens were loaded, and
+        where."""
         from array import array
 
         from sglang.srt.mem_cache.radix_cache import RadixKey

@@ -1,9 +1,12 @@
-"""`python -m tests.soak --minutes 10 --seed 7`: one soak, from its beginning to its end. Exit status 1 if anything was wrong.
+"""`python -m tests.soak --minutes 10 --seed 7`: one soak, from its beginning to its end. Exit status 1 if
+anything was wrong.
 
-1. `cluster` starts the nodes, each on a host of its own, while the answers of the model without a cache are computed here.
+1. `cluster` starts the nodes, each on a host of its own, while the answers of the model without a cache are
+   computed here.
 2. Engines and clients work undisturbed for a while; what every node holds then is noted.
 3. The faults of the plan begin and end, while engines and clients work.
-4. After the last fault, prompts must be found and loaded again and requests be answered, and no node may hold more than before.
+4. After the last fault, prompts must be found and loaded again and requests be answered, and no node may hold
+   more than before.
 5. Everything is ended in order; nothing may be left.
 """
 
@@ -75,7 +78,8 @@ class Soak:
             for death in node.died:
                 self.books.add("ended", death)
         for file in self.logs.glob("*.log"):
-            # no fault touches memory: what is damaged there was overwritten, although a checksum kept it from being loaded
+            # no fault touches memory: what is damaged there was overwritten, although a checksum kept it from
+            # being loaded
             for line in sorted(set(_DAMAGED.findall(file.read_text(errors="replace")))):
                 self.books.add("wrong", f"{file.stem}: {line}")
         self.books.judge()
@@ -156,13 +160,19 @@ class Soak:
     def _come_back(self, answers: list[tuple[list[int], list[int]]]) -> None:
         """Notes as lost what is not stored, found and loaded again, and requests that are not answered."""
         rng = random.Random(f"{self.seed}/check")
-        prompts = [Prompt(rng.randrange(12), rng.randint(4, 40) * CHUNK) for _ in range(3 if self.short else 6)]
+        prompts = [
+            Prompt(rng.randrange(12), rng.randint(4, 40) * CHUNK) for _ in range(3 if self.short else 6)
+        ]
         end = time.monotonic() + _BACK_S
         lost: list[str] = []
         while not lost or time.monotonic() < end:
             lost = []
             # engine-b must find what engine-a has stored; then it stores, too
-            for name, stores, seconds in (("engine-a", True, 20.0), ("engine-b", False, 5.0), ("engine-b", True, 20.0)):
+            for name, stores, seconds in (
+                ("engine-a", True, 20.0),
+                ("engine-b", False, 5.0),
+                ("engine-b", True, 20.0),
+            ):
                 lost += self._ask(name, "check", prompts=prompts, stores=stores, seconds=seconds)["missing"]
             if not lost:
                 break
@@ -184,7 +194,7 @@ class Soak:
         seconds = 60.0 + arguments.get("seconds", 60.0)
         return self._wait(lambda: self.books.answer(name, command), seconds, f"{name} to {command}")
 
-    # --- time ------------------------------------------------------------------------------------------------------------------------
+    # --- time -----------------------------------------------------------------------------------------------
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         self._due.enter(seconds, 0, action)
@@ -222,7 +232,8 @@ class Soak:
                 self.books.event(*self.cluster.events.get(timeout=TICK_S))
 
     def _watch_clock(self, over: threading.Event) -> None:
-        """On a thread of its own, so that this program's own work does not look like a machine that stands still."""
+        """On a thread of its own, so that this program's own work does not look like a machine that stands
+        still."""
         last = time.time()
         while not over.wait(TICK_S):
             now = time.time()
@@ -230,10 +241,11 @@ class Soak:
                 self.books.standstills.append(Span(last, now))
             last = now
 
-    # --- faults ----------------------------------------------------------------------------------------------------------------------
+    # --- faults ---------------------------------------------------------------------------------------------
 
     def _begin(self, fault: Fault, end: float) -> None:
-        """`end` is the planned end, even if the fault begins late, so that it ends before the next one begins."""
+        """`end` is the planned end, even if the fault begins late, so that it ends before the next one
+        begins."""
         number = next(self._numbers)
         self.books.counts[f"faults, {fault.kind}{' of more than a minute' * (fault.seconds > 60)}"] += 1
         with (self.logs / "faults.log").open("a") as log:
@@ -259,7 +271,8 @@ class Soak:
 @click.option("--logs", default="/tmp/pd-cache-soak", show_default=True, type=click.Path(path_type=Path, file_okay=False), help="For the logs; a run empties it.")  # fmt: skip
 @click.option("--inside", hidden=True, is_flag=True)
 def main(minutes: float, seed: int | None, logs: Path, inside: bool) -> None:
-    """Random operations and random faults on a cluster of real processes, every byte compared. Needs root, etcd and iproute2."""
+    """Random operations and random faults on a cluster of real processes, every byte compared. Needs root,
+    etcd and iproute2."""
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     if not inside:
         isolate("tests.soak", "--inside", "--minutes", str(minutes), "--seed", str(seed), "--logs", str(logs))

@@ -1,4 +1,5 @@
-"""The books of a soak: all answers, which of them were wrong or late, and what requests through the proxy brought."""
+"""The books of a soak: all answers, which of them were wrong or late, and what requests through the proxy
+brought."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from tests.soak.oracle import VOCABULARY
 ALLOWANCE_S = 2.0
 """Seconds beyond its deadline that every answer may take, for scheduling on a busy machine."""
 OLD_S = 0.1
-"""Seconds after an engine's weights have changed, as this machine's clocks tell them, from which no load of it may begin that brings KV of
-earlier weights."""
+"""Seconds after an engine's weights have changed, as this machine's clocks tell them, from which no load of
+it may begin that brings KV of earlier weights."""
 TICK_S = 0.02
 OUTPUT_TOKENS = 8
 _SHOWN = 20
@@ -61,7 +62,8 @@ class Books:
         """Operations, requests by what became of them, bytes compared, tokens loaded …"""
         self.troubles: dict[str, list[str]] = {kind: [] for kind in ("wrong", "late", "raised", "ended", "lost", "left")}  # fmt: skip
         self.resets: dict[tuple[str, int], float] = {}
-        """When each engine's weights changed, in seconds since 1970, by the engine and the number of the weights."""
+        """When each engine's weights changed, in seconds since 1970, by the engine and the number of the
+        weights."""
         self.stops: dict[str, list[Span]] = {}
         """When each node was stopped, or its host cut off (`link of HOST`)."""
         self.standstills: list[Span] = []
@@ -81,7 +83,8 @@ class Books:
             self.troubles[kind].append(what)
 
     def event(self, node: str, event: dict[str, Any]) -> None:
-        """Takes in a line that an engine printed. Raises RuntimeError if the engine's program itself is broken."""
+        """Takes in a line that an engine printed. Raises RuntimeError if the engine's program itself is
+        broken."""
         kind = event["e"]
         if kind == "broken":
             raise RuntimeError(f"{node}: {event['what']}")
@@ -99,7 +102,8 @@ class Books:
         return self._answers.pop((node, kind), None)
 
     def forget(self, node: str) -> None:
-        """Notes that an engine's process has ended: nothing waits any more for the operations of its lanes. The next one has the first weights."""
+        """Notes that an engine's process has ended: nothing waits any more for the operations of its lanes.
+        The next one has the first weights."""
         for change in [change for change in self.resets if change[0] == node]:
             self._past += 1
             del self.resets[change]
@@ -151,7 +155,9 @@ class Books:
         self.counts[f"tokens, {kind}"] += event["hit"]
         self.counts["bytes compared"] += event["compared"]
         if kind == "retrieve" and event["hit"]:
-            newer = [end for (of, number), end in self.resets.items() if of == node and number > event["weights"]]
+            newer = [
+                end for (of, number), end in self.resets.items() if of == node and number > event["weights"]
+            ]
             if newer and begin - min(newer) > OLD_S:
                 self.add("wrong", f"{name}: KV of weights {event['weights']}, {begin - min(newer):.2f} s after others came")  # fmt: skip
         if event["wrong"]:
@@ -167,7 +173,8 @@ class Reply(NamedTuple):
 
     span: Span
     outcome: str
-    """`answered`, `refused 503` and the like, `unreachable`, `broken` (the connection ended early), `no answer`."""
+    """`answered`, `refused 503` and the like, `unreachable`, `broken` (the connection ended early), `no
+    answer`."""
     wrong: str
     """The wrong tokens; empty if none was wrong."""
     cached: int = 0
@@ -181,7 +188,13 @@ def complete(address: tuple[str, int], prompt: list[int], expected: list[int], p
     """Sends one request and reads its answer to the end. `pin_s`: how long its prompt is to be pinned."""
     begin, cached, streamed, pinned, wrong, outcome = time.time(), 0, 0, 0, "", "answered"
     connection = http.client.HTTPConnection(*address, timeout=REQUEST_S + 15.0)
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "temperature": 0}
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
     if pin_s:
         retain = {
             "action_id": str(prompt[0]),
@@ -200,7 +213,9 @@ def complete(address: tuple[str, int], prompt: list[int], expected: list[int], p
             whole = json.loads(answer.read())
             tokens = whole["choices"][0]["token_ids"]
             wrong = "" if tokens == expected else f"got {tokens} instead of {expected}"
-            cached = sum((whole["pd_cache"].get(node) or {}).get("cached_tokens", 0) for node in ("self", "prefill"))
+            cached = sum(
+                (whole["pd_cache"].get(node) or {}).get("cached_tokens", 0) for node in ("self", "prefill")
+            )
             streamed = whole["pd_cache"]["report"]["streamed"]
             if pin_s:
                 told = json.loads(answer.headers["X-KV-Hints"] or "")

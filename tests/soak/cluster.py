@@ -1,7 +1,8 @@
 """The nodes of a soak: hosts with links of their own, the YAML file, the processes, and what they hold.
 
-A soak runs as the first process of namespaces of its own (`isolate`). However it ends, the kernel ends what it has started and removes
-its links, mounts and shared memory. What is found there at its end was left by the soak.
+A soak runs as the first process of namespaces of its own (`isolate`). However it ends, the kernel ends what
+it has started and removes its links, mounts and shared memory. What is found there at its end was left by the
+soak.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ STORES = ("store-0", "store-1")
 MODEL = "soak@1"
 """What identifies the weights of the engines."""
 ENGINES = ("engine-a", "engine-b")
-"""`engine-a` has a cache of its own with a local tier, a disk and the pool; `engine-b` goes through the cache server."""
+"""`engine-a` has a cache of its own with a local tier, a disk and the pool; `engine-b` goes through the cache
+server."""
 HOSTS = {
     "control": ("master", "proxy"),
     "etcd": ("etcd",),
@@ -53,7 +55,8 @@ DISK_CAPACITY, DISK_BYTES = 24 << 20, 32 << 20
 REQUEST_S = 20.0
 """The proxy's `request_timeout_s`."""
 LONGEST_MS = 20_000
-"""The file's limit for a transfer, and the length of a lease. Operations have deadlines of their own, most of them shorter."""
+"""The file's limit for a transfer, and the length of a lease. Operations have deadlines of their own, most of
+them shorter."""
 _READY_S, _BACKOFF_S, _KILLED_S = 90.0, 1.0, 15.0
 _PORTS = {name: 21_001 + index for index, name in enumerate(("master", *STORES, "prefill", "decode", "proxy", "etcd", "metrics", "scraped", "members", *SECOND))}  # fmt: skip
 _RUNTIME = Path("/run")
@@ -62,12 +65,14 @@ _UNSHARE = ("unshare", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-c
 
 
 def isolate(module: str, *arguments: str) -> None:
-    """Replaces this process by one that runs `python -m MODULE ARGUMENTS` in namespaces of its own, and ends it when it ends."""
+    """Replaces this process by one that runs `python -m MODULE ARGUMENTS` in namespaces of its own, and ends
+    it when it ends."""
     os.execvp("unshare", [*_UNSHARE, sys.executable, "-m", module, *arguments])
 
 
 def enter() -> Path:
-    """Makes the new namespaces fit for a soak. Returns an empty folder in memory, which holds an empty file system `disk`."""
+    """Makes the new namespaces fit for a soak. Returns an empty folder in memory, which holds an empty file
+    system `disk`."""
     for folder, mode in ((_RUNTIME, "0700"), (_SHARED_MEMORY, "1777")):
         _run("mount", "-t", "tmpfs", "-o", f"mode={mode}", "pd-cache-soak", str(folder))
     # ports are those of the run before, whose sockets and notes would be taken for this run's
@@ -83,7 +88,8 @@ class Node:
     """One node's process, which is started again when it ends. For the thread that made it."""
 
     def __init__(self, name: str, host: Host, command: Callable[[int], tuple[str, ...]], log: Path, events: queue.Queue[tuple[str, dict[str, Any]]]) -> None:  # fmt: skip
-        """Nothing is started yet. `command` returns the command of the n-th start; `events` takes the JSON lines that it prints."""
+        """Nothing is started yet. `command` returns the command of the n-th start; `events` takes the JSON
+        lines that it prints."""
         self.name, self.host, self.starts = name, host, 0
         self._command, self._log, self._events = command, log, events
         self.process: subprocess.Popen[bytes] | None = None
@@ -104,7 +110,10 @@ class Node:
     def ready(self) -> bool:
         """Whether it runs and has announced that it can be used."""
         if self.name == "etcd" and not self._ready.is_set():
-            with contextlib.suppress(OSError), socket.create_connection((self.host.address, _PORTS["etcd"]), 0.2):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((self.host.address, _PORTS["etcd"]), 0.2),
+            ):
                 self._ready.set()
         return self.pid is not None and not self.stopped and self._ready.is_set()
 
@@ -121,7 +130,9 @@ class Node:
         self._started = time.monotonic()
         assert self.process.stdout is not None
         arguments = (self.process.stdout, self._ready)
-        self._reader = threading.Thread(target=self._read, args=arguments, name=f"read-{self.name}", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, args=arguments, name=f"read-{self.name}", daemon=True
+        )
         self._reader.start()
 
     def tell(self, **command: Any) -> None:
@@ -189,7 +200,9 @@ class Node:
         try:
             self.process.wait(_KILLED_S)
         except subprocess.TimeoutExpired:
-            self.died.append(f"{self.name} did not end within {_KILLED_S:g} s of SIGKILL at {time.time():.3f}")
+            self.died.append(
+                f"{self.name} did not end within {_KILLED_S:g} s of SIGKILL at {time.time():.3f}"
+            )
         self.stopped = False
         if self._reader is not None:
             self._reader.join(5.0)
@@ -227,7 +240,9 @@ class Cluster:
         self.nodes = {name: self._node(name, on[name]) for name in NODES}
 
     def _node(self, name: str, host: Host) -> Node:
-        return Node(name, host, lambda start: self._command(name, start), self.logs / f"{name}.log", self.events)
+        return Node(
+            name, host, lambda start: self._command(name, start), self.logs / f"{name}.log", self.events
+        )
 
     def __getitem__(self, name: str) -> Node:
         return self.nodes[name]
@@ -286,13 +301,20 @@ class Cluster:
 
     def disk_troubles(self) -> list[str]:
         """Returns what is wrong with the disk tier's folder when nothing is being written."""
-        total = sum(file.stat().st_size for file in self.disk.glob("*/*/[0-9a-f][0-9a-f]/*") if file.is_file())
+        total = sum(
+            file.stat().st_size for file in self.disk.glob("*/*/[0-9a-f][0-9a-f]/*") if file.is_file()
+        )
         found = [f"{file} was never finished" for file in self.disk.glob("*/*/tmp/*")]
-        return found + [f"{total} bytes in the disk tier, which has room for {DISK_CAPACITY}"] * (total > DISK_CAPACITY)
+        return found + [f"{total} bytes in the disk tier, which has room for {DISK_CAPACITY}"] * (
+            total > DISK_CAPACITY
+        )
 
     def _command(self, name: str, start: int) -> tuple[str, ...]:
         if name == "etcd":
-            client, peer = f"http://{self._address['etcd']}:{_PORTS['etcd']}", f"http://127.0.0.1:{_PORTS['members']}"
+            client, peer = (
+                f"http://{self._address['etcd']}:{_PORTS['etcd']}",
+                f"http://127.0.0.1:{_PORTS['members']}",
+            )
             return (
                 "etcd", f"--data-dir={self.etcd_data}", f"--listen-client-urls={client}", f"--advertise-client-urls={client}",
                 f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}",
@@ -323,7 +345,10 @@ class Cluster:
             return {"name": name, "role": role, "host": address[name], **port, **fields}
 
         if node in SECOND:
-            nodes = [at("master-2", "master", lease_ttl_ms=LONGEST_MS), at("store-2", "store", segment_size="64MiB")]
+            nodes = [
+                at("master-2", "master", lease_ttl_ms=LONGEST_MS),
+                at("store-2", "store", segment_size="64MiB"),
+            ]
             return {
                 "name": "second",
                 "transfer": {"timeouts": {"get_ms": LONGEST_MS, "put_ms": LONGEST_MS}},
@@ -377,7 +402,9 @@ class Footprint(NamedTuple):
 def grown(before: Mapping[str, Footprint], after: Mapping[str, Footprint]) -> list[str]:
     """Returns, as text, which nodes hold more than before."""
     lost = [f"{name} does not run" for name in before if name not in after]
-    return lost + [f"{name}: {more}" for name, now in after.items() for more in now.beyond(before.get(name, now))]
+    return lost + [
+        f"{name}: {more}" for name, now in after.items() for more in now.beyond(before.get(name, now))
+    ]
 
 
 def footprint(pid: int) -> Footprint:
@@ -387,13 +414,19 @@ def footprint(pid: int) -> Footprint:
         node = psutil.Process(pid)
         for one in (node, *node.children(recursive=True)):
             # Mooncake never closes its connections to peers that have died (docs/mooncake.md)
-            holds = (1, one.num_fds() - _left_by_peers(one.pid), one.num_threads(), one.memory_info().rss >> 20)
+            holds = (
+                1,
+                one.num_fds() - _left_by_peers(one.pid),
+                one.num_threads(),
+                one.memory_info().rss >> 20,
+            )
             held = Footprint(*map(sum, zip(held, holds, strict=True)))
     return held
 
 
 def _left_by_peers(pid: int) -> int:
-    """Returns how many connections of a process only its peers have closed. psutil knows no network namespace but its own."""
+    """Returns how many connections of a process only its peers have closed. psutil knows no network namespace
+    but its own."""
     lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()]
     waiting = {f"socket:[{line[9]}]" for line in lines if line[3] == "08"}
     return sum(os.readlink(entry.path) in waiting for entry in os.scandir(f"/proc/{pid}/fd"))
@@ -401,8 +434,14 @@ def _left_by_peers(pid: int) -> int:
 
 def _others() -> list[str]:
     """Returns the processes besides this one in its namespace."""
-    alive = [one for one in psutil.process_iter(["cmdline", "status"]) if one.info["status"] != psutil.STATUS_ZOMBIE]
-    return [f"process {one.pid}: {' '.join(one.info['cmdline'])[:120]}" for one in alive if one.pid != os.getpid()]
+    alive = [
+        one
+        for one in psutil.process_iter(["cmdline", "status"])
+        if one.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+    return [
+        f"process {one.pid}: {' '.join(one.info['cmdline'])[:120]}" for one in alive if one.pid != os.getpid()
+    ]
 
 
 def _files_left(folder: Path, known: set[str]) -> list[str]:

@@ -1,14 +1,16 @@
-"""The process that drives a cache engine: `python -m tests.soak.engine NAME FILE HOST SEED START`, started by `cluster`.
+"""The process that drives a cache engine: `python -m tests.soak.engine NAME FILE HOST SEED START`, started by
+`cluster`.
 
-`engine-a` has a `CacheEngine` of its own, `engine-b` a `RemoteCache` for each lane, over the cache server of the file. Each lane is a thread
-with a paged buffer of its own; it does one operation of the plan after the other. START counts the starts of this engine.
+`engine-a` has a `CacheEngine` of its own, `engine-b` a `RemoteCache` for each lane, over the cache server of
+the file. Each lane is a thread with a paged buffer of its own; it does one operation of the plan after the
+other. START counts the starts of this engine.
 
-It prints a line of JSON when an operation begins and when it ends, and reads commands as lines of JSON from stdin. Each command but `press`
-is answered with a line `{"e": NAME OF THE COMMAND, ...}`:
+It prints a line of JSON when an operation begins and when it ends, and reads commands as lines of JSON from
+stdin. Each command but `press` is answered with a line `{"e": NAME OF THE COMMAND, ...}`:
 
-    {"do": "go"}, {"do": "pause"}                              lanes work, or rest once their operations have ended
-    {"do": "press", "seconds": n, "loads": bool}               operations under pressure for a while (`oracle.pressed`)
-    {"do": "check", "prompts": [...], "stores": bool, "seconds": n}    until every prompt is found and loaded whole
+    {"do": "go"}, {"do": "pause"}                  lanes work, or rest once their operations have ended
+    {"do": "press", "seconds": n, "loads": bool}   operations under pressure for a while (`oracle.pressed`)
+    {"do": "check", "prompts": [...], "stores": bool, "seconds": n}    until each is loaded whole
     {"do": "settle", "seconds": n}                             what is held while nothing is under way
     {"do": "weights", "number": n}                             from now on compute with other weights
     {"do": "name", "label": l, "ids": [i]}                     give the weights a label
@@ -141,7 +143,9 @@ class Driver:
         metadata = CacheMetadata.of(MODEL, layout)
         if self.name == "engine-b":
             identity = EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK))
-            remote = RemoteCache(self._url, identity, lookup_timeout_s=1.0, move_timeout_s=8.0, version=self.version)
+            remote = RemoteCache(
+                self._url, identity, lookup_timeout_s=1.0, move_timeout_s=8.0, version=self.version
+            )
             remote.register_kv_caches(buffer.tensors, layout.kind)
             return remote
         settings = NodeSettings(
@@ -150,7 +154,9 @@ class Driver:
             cache=config.cache,
             transfer=config.transfer,
         )
-        self.engine = CacheEngineBuilder.get_or_create(self.name, settings, metadata, layout, version=self.version)
+        self.engine = CacheEngineBuilder.get_or_create(
+            self.name, settings, metadata, layout, version=self.version
+        )
         return self.engine
 
     def run(self) -> None:
@@ -173,7 +179,7 @@ class Driver:
             lane.cache.cache.close()
         CacheEngineBuilder.destroy(self.name)
 
-    # --- commands --------------------------------------------------------------------------------------------------------------------
+    # --- commands -------------------------------------------------------------------------------------------
 
     def _go(self) -> dict[str, Any]:
         self.go.set()
@@ -188,7 +194,8 @@ class Driver:
         self.pressed_until = time.monotonic() + seconds
 
     def _weights(self, number: int) -> dict[str, Any]:
-        """Changes the weights as an engine does that pauses for it: what was computed before is stored or loaded before."""
+        """Changes the weights as an engine does that pauses for it: what was computed before is stored or
+        loaded before."""
         self.version.reset()
         self.weights = number
         return {"number": number, "id": self.version.state.id, "end": time.time()}
@@ -197,8 +204,11 @@ class Driver:
         return {"label": self.version.name(Naming(label=label, ids=tuple(ids))).label}
 
     def _check(self, prompts: list[list[int]], stores: bool, seconds: float) -> dict[str, Any]:
-        """Tries until every prompt is found and loaded whole; with `stores`, stores it first. The first lane, whose thread rests, does it."""
-        kinds: tuple[OperationKind, ...] = ("store", "lookup", "retrieve") if stores else ("lookup", "retrieve")
+        """Tries until every prompt is found and loaded whole; with `stores`, stores it first. The first lane,
+        whose thread rests, does it."""
+        kinds: tuple[OperationKind, ...] = (
+            ("store", "lookup", "retrieve") if stores else ("lookup", "retrieve")
+        )
         left, end, missing = [Prompt(*one) for one in prompts], time.monotonic() + seconds, ["not tried"]
         while left and time.monotonic() < end:
             missing = []
@@ -229,19 +239,25 @@ class Driver:
             return [f"the cache server has {moves:.0f} moves in flight"] if moves else []
         backend, kept = self.engine.backend, 0
         if isinstance(backend, HybridBackend):
-            kept = sum(len(tier.backend.index) for tier in backend.tiers if isinstance(tier.backend, LocalBackend))
+            kept = sum(
+                len(tier.backend.index) for tier in backend.tiers if isinstance(tier.backend, LocalBackend)
+            )
         pool = backend.memory.pool
         try:
             pool.check_integrity()
         except AssertionError as error:
             return [f"{self.name}'s staging memory: {error}"]
-        return [f"{self.name} holds {pool.in_use - kept} slots of staging memory"] if pool.in_use > kept else []
+        return (
+            [f"{self.name} holds {pool.in_use - kept} slots of staging memory"] if pool.in_use > kept else []
+        )
 
 
 def _starved_s() -> float:
     """Returns for how many seconds the kernel has let this thread wait for a processor so far."""
     try:
-        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
+        return (
+            int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
+        )
     except (OSError, IndexError, ValueError):
         return 0.0
 

@@ -1,4 +1,5 @@
-"""The faults of a soak: which there are, when they occur, and what they do. A new fault is a row of `KINDS` and an action of `ACTIONS`."""
+"""The faults of a soak: which there are, when they occur, and what they do. A new fault is a row of `KINDS`
+and an action of `ACTIONS`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ SHORT_RUN_S = 120.0
 """Shorter runs have only quick faults, of a few seconds."""
 _QUICK_S = 4.0
 _PRESS_S = 8.0
-"""Engines move much for so long before a store is stopped for long and before it goes on, and for as long after each."""
+"""Engines move much for so long before a store is stopped for long and before it goes on, and for as long
+after each."""
 _LOOK_S = 0.05
 _FILES = 20
 """Most objects on disk that one fault damages."""
@@ -58,10 +60,15 @@ class Fault(NamedTuple):
 
     def touches(self) -> set[str]:
         """Returns the nodes that it affects."""
-        return {self.target, *HOSTS.get(self.target, ()), *(STORES if self.kind in ("small_pool", "drain") else ())}
+        return {
+            self.target,
+            *HOSTS.get(self.target, ()),
+            *(STORES if self.kind in ("small_pool", "drain") else ()),
+        }
 
     def collides(self, other: Fault) -> bool:
-        """Returns whether both affect a node at the same time, or so soon after another that it has not come back yet."""
+        """Returns whether both affect a node at the same time, or so soon after another that it has not come
+        back yet."""
         apart = self.at > other.at + other.seconds + 3.0 or other.at > self.at + self.seconds + 3.0
         return not apart and bool(self.touches() & other.touches())
 
@@ -84,23 +91,29 @@ KINDS = (
 )
 """Faults that follow one another."""
 LONG_KINDS = (
-    Kind("stop", (*STORES, *STORES, *SECOND, "master", "cache", "engine-a", "decode", "proxy"), 69.0, 90.0, 3.0),
+    Kind(
+        "stop", (*STORES, *STORES, *SECOND, "master", "cache", "engine-a", "decode", "proxy"), 69.0, 90.0, 3.0
+    ),
     Kind("cut", STORES, 66.0, 90.0, 1.0),
 )
 """Faults that outlast a minute, beside the others: Mooncake gives a transfer up after 60 s."""
 
 
 def planned(seed: int, seconds: float) -> list[Fault]:
-    """Returns the faults of a run, by time. Every kind occurs once before one occurs again, as far as there is time."""
+    """Returns the faults of a run, by time. Every kind occurs once before one occurs again, as far as there
+    is time."""
     rng = random.Random(f"{seed}/faults")
     short = seconds < SHORT_RUN_S
 
     def drawn(kind: Kind, now: float) -> Fault:
         longest = min(kind.longest, _QUICK_S) if short else kind.longest
         shortest = min(kind.shortest, longest)
-        length = shortest * (longest / shortest) ** rng.random()  # as many short ones as long ones, by magnitude
+        # as many short ones as long ones, by magnitude
+        length = shortest * (longest / shortest) ** rng.random()
         length = min(length, max(0.1, seconds - now))
-        return Fault(round(now, 3), kind.name, rng.choice(kind.targets), round(length, 3), rng.randrange(1 << 30))
+        return Fault(
+            round(now, 3), kind.name, rng.choice(kind.targets), round(length, 3), rng.randrange(1 << 30)
+        )
 
     long_ones: list[Fault] = []
     now = 5.0
@@ -136,7 +149,8 @@ Later = Callable[[float, Callable[[], None]], None]
 
 
 class Weights:
-    """The weights of the engines: one change after the other, each on a thread of its own, whatever happens to the engines meanwhile."""
+    """The weights of the engines: one change after the other, each on a thread of its own, whatever happens
+    to the engines meanwhile."""
 
     def __init__(self, cluster: Cluster, books: Books) -> None:
         self._cluster, self._books = cluster, books
@@ -150,7 +164,8 @@ class Weights:
         """The commands of the change before."""
 
     def change(self) -> None:
-        """Gives all engines new weights, and names them by two commands at once. Does nothing while a change is under way."""
+        """Gives all engines new weights, and names them by two commands at once. Does nothing while a change
+        is under way."""
         with self._lock:
             if not self._running:
                 self.number += 1
@@ -185,7 +200,8 @@ class Weights:
             for command in (*self._late, commands[first], commands[1 - first]):
                 self._ask(engine, **command)
         self._late = commands
-        # each of the two commands was the first at one engine: another change, of the same weights, brings them together
+        # each of the two commands was the first at one engine: another change, of the same weights, brings
+        # them together
         ids = [self._ask(engine, do="weights", number=number)["id"] for engine in ENGINES]
         for engine in ENGINES:
             self._ask(engine, do="name", label=f"y{number}", ids=ids)
@@ -303,7 +319,8 @@ def _disk_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
     for file in rng.sample(found, min(_FILES, len(found))):
         with contextlib.suppress(OSError):  # evicted meanwhile
             how, changed = damaged(file.read_bytes(), rng.choice(found).read_bytes(), rng)
-            with file.open("r+b") as opened:  # in place, so that a file that was deleted meanwhile does not come back
+            # in place, so that a file that was deleted meanwhile does not come back
+            with file.open("r+b") as opened:
                 opened.write(changed)
                 opened.truncate()
             stage.books.counts[f"damaged on disk, {how}"] += 1
@@ -331,14 +348,12 @@ def _pool_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
 
 
 def _drain(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
-    """The pool is emptied, because a full one has no room. The command cancels in the middle, and is killed at the end. What is drained takes
-    objects again when it is started again."""
+    """The pool is emptied, because a full one has no room. The command cancels in the middle, and is killed
+    at the end. What is drained takes objects again when it is started again."""
     cluster, out = stage.cluster, stage.cluster.logs / f"drain-{fault.seed}.log"
     tool, file = f"{sys.executable} -m launch", f"-c {cluster.file('proxy')}"
     draining_s = max(1.0, fault.seconds / 2)
-    command = (
-        f"{tool} pool rm '*' --yes {file}; exec {tool} drain {fault.target} --timeout {draining_s:g} --json {file}"
-    )
+    command = f"{tool} pool rm '*' --yes {file}; exec {tool} drain {fault.target} --timeout {draining_s:g} --json {file}"
     with out.open("wb") as lines:
         inside = cluster.hosts["control"].inside("sh", "-c", command)
         draining = subprocess.Popen(inside, stdout=lines, stderr=lines, start_new_session=True)
@@ -386,7 +401,8 @@ def _etcd_down(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
 
 
 def _strange_client(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
-    """A client of the proxy: bodies cut off, headers that come slowly, nonsense, huge numbers, connections that end in the middle."""
+    """A client of the proxy: bodies cut off, headers that come slowly, nonsense, huge numbers, connections
+    that end in the middle."""
     gone = threading.Event()
 
     def misbehave() -> None:
@@ -423,8 +439,11 @@ def _nonsense(rng: random.Random) -> bytes:
         {"max_tokens": 10**30}, {"temperature": 1e308, "seed": 2**80}, {"prompt": [2**63] * 4}, {"prompt": {"a": [None] * 100}},
         {"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": [7, {}] * 4}}, {"kv_hints": [[]]}, {"cache_salt": "\x00" * 5000}, {"kv_transfer_params": {"do_remote_decode": True, "prefix": "x"}}, {},
     )  # fmt: skip
-    bodies = [json.dumps({**usual, **one}).encode() for one in odd]  # the last is valid; its answer may never be read
-    body = rng.choice([*bodies, b"[" * 100_000, b'{"prompt": NaN, "model": "\xff\xfe"}', rng.randbytes(3000), b""])
+    # the last is valid; its answer may never be read
+    bodies = [json.dumps({**usual, **one}).encode() for one in odd]
+    body = rng.choice(
+        [*bodies, b"[" * 100_000, b'{"prompt": NaN, "model": "\xff\xfe"}', rng.randbytes(3000), b""]
+    )
     length = rng.choice((len(body), len(body), len(body) + 1000, 10**12))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n"
     whole = head.encode() + b"\r\n" + body

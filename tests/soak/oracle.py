@@ -1,8 +1,9 @@
 """What the engines of a soak do, and which bytes must lie in their paged buffers afterwards.
 
-The KV of token i is one 64-bit number, which names the whole prefix up to i and the weights that computed it, combined with a fixed number
-for each word of its KV. So a wrong word says which prefix it belongs to, and tokens, words, heads, layers and blocks in a wrong place are
-seen. All bytes that an operation must not touch hold a canary, which is another one for each operation.
+The KV of token i is one 64-bit number, which names the whole prefix up to i and the weights that computed it,
+combined with a fixed number for each word of its KV. So a wrong word says which prefix it belongs to, and
+tokens, words, heads, layers and blocks in a wrong place are seen. All bytes that an operation must not touch
+hold a canary, which is another one for each operation.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from transfer.deadlines import end_in
 CHUNK = 16
 """Tokens per chunk, and tokens per block."""
 LONGEST = 256
-"""Chunks of the longest prompt: so many objects in one call that a stalled call lasts longer than Mooncake's 60 s."""
+"""Chunks of the longest prompt: so many objects in one call that a stalled call lasts longer than Mooncake's
+60 s."""
 VOCABULARY = 512
 LAYERS, HEADS, WORDS = 2, 2, 128
 """KV of a token: `WORDS` 64-bit words for each head of each layer; 4 KiB in all."""
@@ -74,7 +76,8 @@ class Operation(NamedTuple):
 
 
 def operations(seed: int, lane: str, removes: bool) -> Iterator[Operation]:
-    """Yields the endless list of a lane. `removes`: whether its cache can remove keys; if not, it looks up instead."""
+    """Yields the endless list of a lane. `removes`: whether its cache can remove keys; if not, it looks up
+    instead."""
     rng = random.Random(f"{seed}/operations/{lane}")
     kinds, weights = zip(*_OPERATIONS, strict=True)
     while True:
@@ -98,10 +101,12 @@ def operations(seed: int, lane: str, removes: bool) -> Iterator[Operation]:
 
 
 def pressed(operation: Operation, number: int, lane: str, loads: bool) -> Operation:
-    """Returns what a lane does in place of its operation `number` under pressure: at once, and without a pause.
+    """Returns what a lane does in place of its operation `number` under pressure: at once, and without a
+    pause.
 
-    `loads`: it loads short prompts that all lanes use. Otherwise it moves as many objects in one call as possible: it stores two prompts
-    whose second half was never stored before, then loads both; some are in local memory, some only in the pool.
+    `loads`: it loads short prompts that all lanes use. Otherwise it moves as many objects in one call as
+    possible: it stores two prompts whose second half was never stored before, then loads both; some are in
+    local memory, some only in the pool.
     """
     if loads:
         prompt = Prompt(number % _FAMILIES, 16 * CHUNK)
@@ -115,7 +120,8 @@ def pressed(operation: Operation, number: int, lane: str, loads: bool) -> Operat
 
 
 def prefixes(tokens: Sequence[int], weights: int = 0) -> Words:
-    """Returns a number for each token, which names the prefix that ends with it under the weights of this number; uint64 [n]."""
+    """Returns a number for each token, which names the prefix that ends with it under the weights of this
+    number; uint64 [n]."""
     value, found = 0x9E3779B97F4A7C15 * (weights + 1) & _MASK, []
     for token in tokens:
         value = ((value ^ (token + 1)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -165,10 +171,12 @@ class PagedBuffer:
         self.words[:, slots // CHUNK, :, slots % CHUNK, :] = kv_of(names)
 
     def recognise(self, slots: Slots, under: Callable[[int], Words], newest: int) -> tuple[Words, int]:
-        """Returns the names that the tokens in `slots`, whole chunks, must have, and the earliest weights that computed any of them.
+        """Returns the names that the tokens in `slots`, whole chunks, must have, and the earliest weights
+        that computed any of them.
 
-        Each chunk may have been computed with any weights from 0 to `newest`; `under` returns the names of all these tokens under given
-        weights. A chunk that no weights explain gets its names under `newest`, so that `compare` finds it wrong.
+        Each chunk may have been computed with any weights from 0 to `newest`; `under` returns the names of
+        all these tokens under given weights. A chunk that no weights explain gets its names under `newest`,
+        so that `compare` finds it wrong.
         """
         first = slots[::CHUNK]
         got = self.words[0, first // CHUNK, 0, first % CHUNK, 0] ^ _TABLE[0, 0, 0]
@@ -188,12 +196,16 @@ class PagedBuffer:
     def compare(self, slots: Slots, names: Words, may_differ: Slots, canary: int) -> tuple[int, list[str]]:
         """Returns how many slots are wrong, and a sentence about each of the first.
 
-        `slots` must hold the KV of `names`, `may_differ` anything, all others the canary. Afterwards all hold the canary.
+        `slots` must hold the KV of `names`, `may_differ` anything, all others the canary. Afterwards all hold
+        the canary.
         """
         words = self.words
         got, expected = words[:, slots // CHUNK, :, slots % CHUNK, :], kv_of(names)
         bad = np.flatnonzero((got != expected).any(axis=(1, 2, 3)))
-        found = [f"token {index} in {self._said(int(slots[index]), expected[index], got[index])}" for index in bad[:4]]
+        found = [
+            f"token {index} in {self._said(int(slots[index]), expected[index], got[index])}"
+            for index in bad[:4]
+        ]
         for done in (slots, may_differ):
             words[:, done // CHUNK, :, done % CHUNK, :] = canary
         strange = np.flatnonzero((words != canary).any(axis=(0, 2, 4)).reshape(-1))
@@ -209,7 +221,8 @@ class PagedBuffer:
 
 
 class LaneCache:
-    """A lane's view of an engine's cache: the process's own engine, or the lane's connection to the cache server.
+    """A lane's view of an engine's cache: the process's own engine, or the lane's connection to the cache
+    server.
 
     All tensors are on the CPU; timeouts are in seconds.
     """
@@ -225,13 +238,19 @@ class LaneCache:
     def lookup(self, tokens: list[int], timeout: float) -> int:
         return self._prompts.lookup(tokens, session=_session(), timeout=timeout)
 
-    def retrieve(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> torch.Tensor:
+    def retrieve(
+        self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float
+    ) -> torch.Tensor:
         return self._prompts.retrieve(
             tokens, mask, kv_caches=self._kv, slot_mapping=slots, session=_session(), timeout=timeout
         )
 
-    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, label: str, timeout: float) -> int:
-        return self._prompts.store(tokens, mask, kv_caches=self._kv, slot_mapping=slots, label=label, timeout=timeout)
+    def store(
+        self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, label: str, timeout: float
+    ) -> int:
+        return self._prompts.store(
+            tokens, mask, kv_caches=self._kv, slot_mapping=slots, label=label, timeout=timeout
+        )
 
     def remove(self, tokens: list[int], timeout: float) -> None:
         assert isinstance(self.cache, CacheEngine)
@@ -266,7 +285,8 @@ def perform(cache: LaneCache, buffer: PagedBuffer, operation: Operation, seed: i
 
     `weights` returns the number of the weights that the engine computes with.
     """
-    # the version first: weights change before it does, so that KV is never older than the version that its store bears
+    # the version first: weights change before it does, so that KV is never older than the version that its
+    # store bears
     label = cache.version()
     kind = operation.kind if operation.kind != "store" or label is not None else "lookup"
     tokens, first, done = operation.prompt.tokens(seed), operation.first * CHUNK, Performed()
@@ -310,7 +330,9 @@ def perform(cache: LaneCache, buffer: PagedBuffer, operation: Operation, seed: i
     elif kind == "retrieve" and done.hit:
         # the other engine may have its next weights before this one hears of them
         part = slice(first, first + done.hit)
-        expected, done.weights = buffer.recognise(loaded, lambda number: prefixes(tokens, number)[part], weights() + 1)
+        expected, done.weights = buffer.recognise(
+            loaded, lambda number: prefixes(tokens, number)[part], weights() + 1
+        )
     done.wrong, done.first = buffer.compare(loaded, expected, may_differ, canary)
     done.compared = buffer.words.nbytes - len(may_differ) * TOKEN_BYTES
     return done

@@ -1,4 +1,5 @@
-"""The soak: its oracle finds whatever is wrong in a paged buffer, its plan is a function of the seed, and a short run finds nothing."""
+"""The soak: its oracle finds whatever is wrong in a paged buffer, its plan is a function of the seed, and a
+short run finds nothing."""
 
 from __future__ import annotations
 
@@ -104,12 +105,16 @@ class _Faulty(LaneCache):
         self.buffer = buffer
         self.after: Callable[[Any], None] = lambda slots: None
 
-    def retrieve(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float) -> torch.Tensor:
+    def retrieve(
+        self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float
+    ) -> torch.Tensor:
         answer = super().retrieve(tokens, mask, slots, timeout)
         self.after(slots.numpy())
         return answer
 
-    def store(self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, label: str, timeout: float) -> int:
+    def store(
+        self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, label: str, timeout: float
+    ) -> int:
         stored = super().store(tokens, mask, slots, label, timeout)
         self.after(slots.numpy())
         return stored
@@ -171,7 +176,9 @@ def test_a_plan_is_a_function_of_its_seed_and_no_two_faults_affect_a_node_at_one
         assert any(fault.kind == "reset" for fault in faults)
         long_ones = [fault for fault in faults if fault.seconds > 60]
         assert (len(long_ones) >= 5) == (seconds > 60)
-        assert not [(one, other) for one in long_ones for other in faults if one is not other and one.collides(other)]
+        assert not [
+            (one, other) for one in long_ones for other in faults if one is not other and one.collides(other)
+        ]
         assert seconds < 60 or {fault.kind for fault in faults} == {kind.name for kind in KINDS}
     assert {kind.name for kind in (*KINDS, *LONG_KINDS)} == set(ACTIONS)
 
@@ -180,9 +187,21 @@ def test_a_plan_is_a_function_of_its_seed_and_no_two_faults_affect_a_node_at_one
 def test_a_short_run_ends_with_nothing_wrong_late_raised_or_left(tmp_path: Path) -> None:
     if reason := why_not() or (NO_ETCD if shutil.which("etcd") is None else None):
         pytest.skip(reason)
-    command = (sys.executable, "-m", "tests.soak", "--minutes", "0.2", "--seed", "11", "--logs", str(tmp_path))
+    command = (
+        sys.executable,
+        "-m",
+        "tests.soak",
+        "--minutes",
+        "0.2",
+        "--seed",
+        "11",
+        "--logs",
+        str(tmp_path),
+    )
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)
-    logs = "".join(f"\n--- {file.name}\n{file.read_text()[-2000:]}" for file in sorted(tmp_path.glob("*.log")))
+    logs = "".join(
+        f"\n--- {file.name}\n{file.read_text()[-2000:]}" for file in sorted(tmp_path.glob("*.log"))
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:] + logs
     for what in ("requests, answered", "tokens, retrieve", "tokens, streamed", "faults, reset", "resets"):
         assert f"\n{what}: " in done.stdout, what

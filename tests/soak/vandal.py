@@ -1,7 +1,8 @@
-"""Damages objects in the pool until it is killed: `python -m tests.soak.vandal MASTER METRICS HOST SEED [SECOND]`.
+"""Damages objects in the pool until it is killed: `python -m tests.soak.vandal MASTER METRICS HOST SEED
+[SECOND]`.
 
-A bare Mooncake client takes objects out and puts others back under their keys; or, if there is a second pool, there, and most of them whole.
-It imports little, so that it begins at once.
+A bare Mooncake client takes objects out and puts others back under their keys; or, if there is a second pool,
+there, and most of them whole. It imports little, so that it begins at once.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ import json
 
 
 def write_adapter(folder, model, seed):
-    """Returns the folder of an adapter of a Llama's attention; the same seed gives the same weights. They are large enough to change tokens."""
+    """Returns the folder of an adapter of a Llama's attention; the same seed gives the same weights. They are
+    large enough to change tokens."""
     import torch
     from safetensors.torch import save_file
 

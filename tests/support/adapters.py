@@ -24,7 +24,8 @@ PAGE = 20_000
 
 
 class AdapterSubject(ABC):
-    """One instance of an adapter, as the engine or cache above it uses it. All of it may run on several threads at once."""
+    """One instance of an adapter, as the engine or cache above it uses it. All of it may run on several
+    threads at once."""
 
     @abstractmethod
     def store(self, values):
@@ -158,7 +159,8 @@ class _LMCache(AdapterSubject):
     def store(self, values):
         # a task has one result for all that it stores
         tasks = [
-            self.adapter.submit_store_task(self._keys([name]), [self._object(value)]) for name, value in values.items()
+            self.adapter.submit_store_task(self._keys([name]), [self._object(value)])
+            for name, value in values.items()
         ]
         return [self._finished(lambda task=task: self._popped(task)).is_successful() for task in tasks]
 
@@ -202,7 +204,12 @@ class _LMCache(AdapterSubject):
 
         raw = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         meta = MemoryObjMetadata(
-            shape=raw.shape, dtype=raw.dtype, address=0, phy_size=len(value), fmt=MemoryFormat.KV_2LTD, ref_count=1
+            shape=raw.shape,
+            dtype=raw.dtype,
+            address=0,
+            phy_size=len(value),
+            fmt=MemoryFormat.KV_2LTD,
+            ref_count=1,
         )
         return TensorMemoryObj(raw, meta, parent_allocator=None)
 
@@ -215,7 +222,8 @@ KINDS = {
     "sglang": _sglang,
     "lmcache": _LMCache,
 }
-"""Makes an adapter for a pool, in a namespace. A factory whose peer is not installed calls `pytest.skip` with how to install it."""
+"""Makes an adapter for a pool, in a namespace. A factory whose peer is not installed calls `pytest.skip` with
+how to install it."""
 
 
 ALIKE = frozenset(("objects-in-parts", "asyncio"))

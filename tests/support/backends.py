@@ -39,7 +39,9 @@ class SharedPoolBackend(MooncakeBackend):
     """A pool client that many subjects use one after another; opening and closing one takes a second."""
 
     def __init__(self, settings, payload_bytes, slots):
-        super().__init__(settings, payload_bytes, reserve=slots * StagingPool.stride_of(payload_bytes + TRAILER_BYTES))
+        super().__init__(
+            settings, payload_bytes, reserve=slots * StagingPool.stride_of(payload_bytes + TRAILER_BYTES)
+        )
         self.memory = _KeptMemory(self.staging, payload_bytes)
         self.wait_available(60)
 
@@ -69,7 +71,8 @@ class Subject:
         return self.backend.batched_put(list(values), staged).results()
 
     def get(self, keys):
-        """The payload of each key, or the reason why there is none. What is damaged is read again, as a load does."""
+        """The payload of each key, or the reason why there is none. What is damaged is read again, as a load
+        does."""
         outcomes = []
         for key, fetched in zip(keys, self.backend.batched_get(keys), strict=True):
             reason = self.backend.check(fetched)
@@ -131,8 +134,11 @@ def make_disk(memory, path, objects, *, metrics=None, timeouts=TIMEOUTS, **optio
     return LocalDiskBackend(memory, tier, timeouts, (metrics or CacheMetrics()).tier("disk"))
 
 
-def make_subject(kind, payload, folder, pool, *, objects=64, slots=16, policy="lru", blocking=True, promote="always"):
-    """The backend that `kind` names. `objects`: capacity of each local and disk tier; `slots`: of the memory besides it."""
+def make_subject(
+    kind, payload, folder, pool, *, objects=64, slots=16, policy="lru", blocking=True, promote="always"
+):
+    """The backend that `kind` names. `objects`: capacity of each local and disk tier; `slots`: of the memory
+    besides it."""
     wrappers = re.findall(r"(pipelined|hybrid)\(", kind)
     names = kind.replace(")", "").split("(")[-1].split("+")
     metrics = CacheMetrics()
@@ -156,7 +162,10 @@ def make_subject(kind, payload, folder, pool, *, objects=64, slots=16, policy="l
             backend = PipelinedBackend(backend, depth=2)
         else:
             last = names[-1]
-            tiers = [Tier(base, metrics.tier(name), blocking or name == last, promote) for name, base in bases.items()]
+            tiers = [
+                Tier(base, metrics.tier(name), blocking or name == last, promote)
+                for name, base in bases.items()
+            ]
             backend = HybridBackend(tiers)
     try:
         backend.wait_available(60)
@@ -168,7 +177,8 @@ def make_subject(kind, payload, folder, pool, *, objects=64, slots=16, policy="l
 
 @contextmanager
 def making(folder, payload, client=None):
-    """Yields a function that makes subjects, over a pool client. All are closed at the end, and then all memory must be free."""
+    """Yields a function that makes subjects, over a pool client. All are closed at the end, and then all
+    memory must be free."""
     subjects = []
 
     def make(kind, **options):
@@ -186,7 +196,8 @@ def making(folder, payload, client=None):
 
 
 def plant(base, key, damage, raw_client):
-    """Replace what a base backend holds under a key by damaged bytes, by raw access; nothing where it holds nothing."""
+    """Replace what a base backend holds under a key by damaged bytes, by raw access; nothing where it holds
+    nothing."""
     if isinstance(base, MooncakeBackend):
         if good := raw_client.get(key):
             assert raw_client.upsert(key, damage(good)) == 0

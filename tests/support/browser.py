@@ -1,4 +1,5 @@
-"""A real Chromium without a window, spoken to by its DevTools protocol. It needs nothing but aiohttp, which we have."""
+"""A real Chromium without a window, spoken to by its DevTools protocol. It needs nothing but aiohttp, which
+we have."""
 
 import asyncio
 import contextlib
@@ -15,7 +16,8 @@ from launch.run.supervise import end, spawn_child
 from tests.support.waiting import PATIENCE_S
 
 CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
+    None,
 )
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium; `make test` installs Debian's chromium as root"
@@ -78,7 +80,9 @@ class Browser:
 
     async def evaluate(self, expression):
         """Returns what a JavaScript expression is on the page."""
-        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 

@@ -14,7 +14,8 @@ from tests.support.pool import ROOT
 
 
 def cli(*arguments, code=0, **options):
-    """Runs a command in this process. AssertionError if it ends otherwise than with the exit status `code`; None means any."""
+    """Runs a command in this process. AssertionError if it ends otherwise than with the exit status `code`;
+    None means any."""
     result = CliRunner().invoke(main, [str(one) for one in arguments], **options)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert code in (None, result.exit_code), result.output
@@ -41,13 +42,16 @@ def program(*arguments):
 def printed(*command, cwd=ROOT, **env):
     """What a program prints. AssertionError, with the end of its complaints, if it fails."""
     given = [str(one) for one in command], {**os.environ, **env}
-    done = subprocess.run(given[0], cwd=cwd, env=given[1], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        given[0], cwd=cwd, env=given[1], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
 def run_program(*arguments, code=0, **env):
-    """Runs a command in a process of its own. Raises AssertionError if it ends otherwise than with the exit status `code`."""
+    """Runs a command in a process of its own. Raises AssertionError if it ends otherwise than with the exit
+    status `code`."""
     given = {**os.environ, **env}
     done = subprocess.run(program(*arguments), cwd=ROOT, env=given, capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
     assert done.returncode == code, done.stderr[-4000:]

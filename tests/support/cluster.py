@@ -80,7 +80,8 @@ def free_node(name, **changes):
 
 
 def nodes_of_every_role():
-    """Nodes of which only the store gives memory, and only the decode node leaves its cache to a cache server."""
+    """Nodes of which only the store gives memory, and only the decode node leaves its cache to a cache
+    server."""
     store, decode = free_node("store-0", metrics_port=0), free_node("decode-0", cache_server="cache-0")
     return [
         free_node("master"),
@@ -118,7 +119,8 @@ def cluster_file(folder, **changes):
 
 
 def with_ports(config):
-    """Ports that nobody else is given: one that `up` chooses may be taken by a connection of another test before its node begins."""
+    """Ports that nobody else is given: one that `up` chooses may be taken by a connection of another test
+    before its node begins."""
     nodes = (
         msgspec.structs.replace(node, **{key: free_port() for key, port in node.ports.items() if port == 0})
         for node in config.nodes
@@ -128,7 +130,8 @@ def with_ports(config):
 
 @contextmanager
 def started(folder, **changes):
-    """The cluster of `cluster_file`, running, every node with its pool. The file has the ports of the nodes, so that commands find them."""
+    """The cluster of `cluster_file`, running, every node with its pool. The file has the ports of the nodes,
+    so that commands find them."""
     file = cluster_file(folder, **changes)
     file.write_text(dump_config(with_ports(load_config(file))))
     config, source = read_config(file)
@@ -138,7 +141,8 @@ def started(folder, **changes):
 
 
 def fetched(url, body=None, *, headers=None, timeout=120.0):
-    """What a GET is answered with, or a POST of `body` as JSON, whatever its status: JSON decoded, all else as text."""
+    """What a GET is answered with, or a POST of `body` as JSON, whatever its status: JSON decoded, all else
+    as text."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})})
     try:
@@ -147,7 +151,9 @@ def fetched(url, body=None, *, headers=None, timeout=120.0):
         answer = error
     with answer:
         text = answer.read().decode()
-        return Answer(answer.status, json.loads(text) if text[:1] in ("{", "[") else text, dict(answer.headers))
+        return Answer(
+            answer.status, json.loads(text) if text[:1] in ("{", "[") else text, dict(answer.headers)
+        )
 
 
 def complete(url, prompt, timeout=120.0, headers=None, **fields):
@@ -159,14 +165,17 @@ def complete(url, prompt, timeout=120.0, headers=None, **fields):
 def metric_at(url, name, headers=None, **labels):
     """The sum of a metric of a node over all label sets that have `labels`."""
     lines = [
-        line for line in str(fetched(f"{url}/metrics", headers=headers).body).splitlines() if line.startswith(name)
+        line
+        for line in str(fetched(f"{url}/metrics", headers=headers).body).splitlines()
+        if line.startswith(name)
     ]
     samples = [one for family in text_string_to_metric_families("\n".join(lines)) for one in family.samples]
     return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
 
 
 def examined(file, *inside):
-    """What `pd-cache doctor` says in a process of its own. `inside`: the command that runs it on a host of `tests.support.hosts`."""
+    """What `pd-cache doctor` says in a process of its own. `inside`: the command that runs it on a host of
+    `tests.support.hosts`."""
     command = [*inside, *program("doctor", "--json", "-c", file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=180, check=False)
     assert done.stdout, done.stderr.decode()[-2000:]
@@ -177,7 +186,9 @@ def examined(file, *inside):
 
 def broken(report):
     """What is broken: the check, and what it is about."""
-    return {(finding.check, finding.about) for finding in report.findings if finding.verdict is Verdict.BROKEN}
+    return {
+        (finding.check, finding.about) for finding in report.findings if finding.verdict is Verdict.BROKEN
+    }
 
 
 def kill(cluster, name):

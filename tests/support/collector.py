@@ -1,4 +1,5 @@
-"""A collector of OpenTelemetry in this process: takes OTLP over HTTP, and decodes it by the protocol's own messages."""
+"""A collector of OpenTelemetry in this process: takes OTLP over HTTP, and decodes it by the protocol's own
+messages."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ def files(subject):
 
 
 def file_of(subject, key):
-    """Where the object of a key lies. What was in the place of an earlier one, and cannot be deleted, may lie beside it."""
+    """Where the object of a key lies. What was in the place of an earlier one, and cannot be deleted, may lie
+    beside it."""
     of_key = [file for file in files(subject) if file.name.startswith(digest_of(key))]
     return max(of_key, key=lambda file: int(file.name.partition("-")[2], 16))

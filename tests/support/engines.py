@@ -45,8 +45,11 @@ class Host:
         write_prompt(self.cache, self.layout, tokens, slots)
 
     def holds(self, tokens: list[int], slots: list[int]) -> bool:
-        """Whether the slots hold what the model would have computed for the prompt's first tokens, as many as there are slots."""
-        return all(holds_token(self.cache, self.layout, tokens[: at + 1], slot) for at, slot in enumerate(slots))
+        """Whether the slots hold what the model would have computed for the prompt's first tokens, as many as
+        there are slots."""
+        return all(
+            holds_token(self.cache, self.layout, tokens[: at + 1], slot) for at, slot in enumerate(slots)
+        )
 
     def lookup(self, tokens: list[int], **options: Any) -> int:
         return self.prompts.lookup(tokens, **options)
@@ -84,7 +87,8 @@ def host(
     cache: CacheConfig | None = None,
     **transfer: Any,
 ) -> Iterator[Host]:
-    """A host in a new namespace, or in the namespace of `model`. `place` says which rank it is, and goes to `CacheMetadata.of`."""
+    """A host in a new namespace, or in the namespace of `model`. `place` says which rank it is, and goes to
+    `CacheMetadata.of`."""
     tensors = tensors or make_cache(blocks=BLOCKS, block_size=BLOCK)
     layout = KVLayout.from_tensors(tensors)
     metadata = CacheMetadata.of(model or uuid.uuid4().hex, layout, **(place or {}))

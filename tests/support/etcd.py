@@ -1,4 +1,5 @@
-"""A real etcd for tests: on ports of its own, with or without users and TLS, to be stopped and started again."""
+"""A real etcd for tests: on ports of its own, with or without users and TLS, to be stopped and started
+again."""
 
 import shutil
 import subprocess
@@ -43,7 +44,8 @@ class Etcd:
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
             "--unsafe-no-fsync",
-            "--bcrypt-cost=4",  # where a machine is busy, the usual login takes longer than its deadline, again and again
+            # where a machine is busy, the usual login takes longer than its deadline, again and again
+            "--bcrypt-cost=4",
         ]
         if self.tls is not None:
             cert, key = self._server
@@ -124,8 +126,12 @@ class Etcd:
 
 
 def make_certificates(folder):
-    """Certificate and key, in files, by whom they are of: `ca`, and signed by it `server` (for 127.0.0.1) and `client`."""
-    pairs = {name: (str(folder / f"{name}.pem"), str(folder / f"{name}.key")) for name in ("ca", "server", "client")}
+    """Certificate and key, in files, by whom they are of: `ca`, and signed by it `server` (for 127.0.0.1) and
+    `client`."""
+    pairs = {
+        name: (str(folder / f"{name}.pem"), str(folder / f"{name}.key"))
+        for name in ("ca", "server", "client")
+    }
 
     def openssl(*arguments):
         subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=180)
@@ -139,7 +145,9 @@ def make_certificates(folder):
     for name, usage in (("server", "serverAuth,clientAuth"), ("client", "clientAuth")):
         cert, its_key = pairs[name]
         request, extensions = str(folder / f"{name}.csr"), folder / f"{name}.ext"
-        extensions.write_text(f"subjectAltName=IP:127.0.0.1,DNS:localhost\nextendedKeyUsage={usage}\n{signed}")
+        extensions.write_text(
+            f"subjectAltName=IP:127.0.0.1,DNS:localhost\nextendedKeyUsage={usage}\n{signed}"
+        )
         openssl("req", *key, "-keyout", its_key, "-out", request, "-subj", f"/CN={name}")
         openssl(
             "x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2",

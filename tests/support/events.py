@@ -1,4 +1,5 @@
-"""A publisher of KV events as vLLM's is: it keeps the last batches, and sends them again to those that ask."""
+"""A publisher of KV events as vLLM's is: it keeps the last batches, and sends them again to those that
+ask."""
 
 import threading
 import time
@@ -13,7 +14,8 @@ class EventPublisher:
     """Publishes batches, on two sockets that it binds."""
 
     def __init__(self, endpoints, *, most_replayed=None):
-        """With `most_replayed`, replays end after so many batches without a word, as vLLM's do if its socket's queue is full."""
+        """With `most_replayed`, replays end after so many batches without a word, as vLLM's do if its
+        socket's queue is full."""
         self._context = zmq.Context()
         self._stream = self._context.socket(zmq.PUB)
         self._stream.setsockopt(zmq.SNDHWM, 16_384)

@@ -1,4 +1,5 @@
-"""Hosts made of network namespaces, each with an address of its own and a link that can be slowed down and cut."""
+"""Hosts made of network namespaces, each with an address of its own and a link that can be slowed down and
+cut."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Host:
         self._cable = f"{network.prefix}-{number}"
         """The end of its link that is outside."""
         _run("ip", "netns", "add", self._namespace)
-        _run("ip", "link", "add", self._cable, "type", "veth", "peer", "name", "eth0", "netns", self._namespace)
+        _run(
+            "ip", "link", "add", self._cable, "type", "veth", "peer", "name", "eth0", "netns", self._namespace
+        )
         _run("ip", "link", "set", self._cable, "master", network.bridge, "up")
         for command in (
             ("ip", "addr", "add", f"{self.address}/24", "dev", "eth0"),

@@ -1,4 +1,5 @@
-"""Paged caches with known contents, read and written one slot at a time: the slow, obvious way that copiers must match."""
+"""Paged caches with known contents, read and written one slot at a time: the slow, obvious way that copiers
+must match."""
 
 from __future__ import annotations
 
@@ -52,14 +53,17 @@ def token_view(tensor: torch.Tensor, kind: PageKind, slot: int, block_size: int)
 
 
 def kv_of(prefix: Sequence[int], layer: int, shape: torch.Size) -> torch.Tensor:
-    """The KV that a model would compute for the last token of `prefix`: a function of the whole prefix, int16."""
+    """The KV that a model would compute for the last token of `prefix`: a function of the whole prefix,
+    int16."""
     count = int(torch.Size(shape).numel())
     seed = hashlib.sha256(f"{layer}:{list(prefix)}".encode()).digest()
     raw = (seed * (2 * count // len(seed) + 1))[: 2 * count]
     return torch.frombuffer(bytearray(raw), dtype=torch.int16).view(shape)
 
 
-def write_prompt(cache: list[torch.Tensor], layout: KVLayout, tokens: Sequence[int], slots: Sequence[int]) -> None:
+def write_prompt(
+    cache: list[torch.Tensor], layout: KVLayout, tokens: Sequence[int], slots: Sequence[int]
+) -> None:
     """What an engine does when it computes `tokens`: put each token's KV into its slot."""
     for index, slot in enumerate(slots):
         for layer, tensor in enumerate(cache):

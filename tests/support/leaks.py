@@ -13,12 +13,14 @@ from tests.support.warm_nodes import nursery
 
 
 def _children():
-    """Returns the numbers of this process's own children. psutil reads a file of each process of the machine, which takes longer than most
-    tests."""
+    """Returns the numbers of this process's own children. psutil reads a file of each process of the machine,
+    which takes longer than most tests."""
     tasks = Path("/proc/self/task")
     while (tasks / str(os.getpid()) / "children").exists():
         try:
-            return {int(number) for task in tasks.iterdir() for number in (task / "children").read_text().split()}
+            return {
+                int(number) for task in tasks.iterdir() for number in (task / "children").read_text().split()
+            }
         except OSError:
             continue  # a thread has ended, and its children are another's
     return {child.pid for child in psutil.Process().children()}  # a kernel without these files
@@ -43,7 +45,8 @@ def open_files(kind):
 
 @contextmanager
 def no_leaks(shared=list):
-    """AssertionError if a thread or a child of this process that the block started is still there a minute after it.
+    """AssertionError if a thread or a child of this process that the block started is still there a minute
+    after it.
 
     `shared` pools may have nodes that were started anew in the block.
     """

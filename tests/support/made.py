@@ -7,7 +7,8 @@ T = TypeVar("T")
 
 
 def made(make, end):
-    """Yields `make` to a test, which a fixture does by `yield from`. Ends what it has made after the test, the last first."""
+    """Yields `make` to a test, which a fixture does by `yield from`. Ends what it has made after the test,
+    the last first."""
     with ExitStack() as stack:
 
         def make_one(*arguments, **options):

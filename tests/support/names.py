@@ -15,5 +15,8 @@ def database(**changes):
 
 
 def group(tail, *, layers="0", **changes):
-    """Of a group of layers, of which a prefix needs the last `tail` chunks, or all if that is 0; None: of a model without groups."""
-    return database(**({} if tail is None else {"group": layers, "keeps": "something", "tail": tail}), **changes)
+    """Of a group of layers, of which a prefix needs the last `tail` chunks, or all if that is 0; None: of a
+    model without groups."""
+    return database(
+        **({} if tail is None else {"group": layers, "keeps": "something", "tail": tail}), **changes
+    )

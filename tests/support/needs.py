@@ -1,4 +1,5 @@
-"""What some tests need of the machine. Each reason says how to have it; the end of a run lists them (`tests/conftest.py`)."""
+"""What some tests need of the machine. Each reason says how to have it; the end of a run lists them
+(`tests/conftest.py`)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}
 
 
 def tool(name: str) -> str | None:
-    """Returns the path of a program that tools/deploy-tools.sh puts beside this Python, or that is in PATH."""
+    """Returns the path of a program that tools/deploy-tools.sh puts beside this Python, or that is in
+    PATH."""
     return shutil.which(name, path=_TOOLS)
 
 

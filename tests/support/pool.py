@@ -1,4 +1,5 @@
-"""A real Mooncake pool for tests: a master and store nodes, each a process started as `pd-cache launch ROLE`."""
+"""A real Mooncake pool for tests: a master and store nodes, each a process started as `pd-cache launch
+ROLE`."""
 
 from __future__ import annotations
 
@@ -30,9 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 PATIENT = {"exist_ms": 10_000, "get_ms": 20_000, "put_ms": 20_000}
-"""Deadlines of transfers that are to succeed: no machine is so busy that it misses them. Outages in tests have shorter ones."""
+"""Deadlines of transfers that are to succeed: no machine is so busy that it misses them. Outages in tests
+have shorter ones."""
 _PORTS = 2000
-"""Of each worker of a parallel run, from 20000 on: those of six workers are below the kernel's own choices, and above Mooncake's."""
+"""Of each worker of a parallel run, from 20000 on: those of six workers are below the kernel's own choices,
+and above Mooncake's."""
 _next_port = itertools.count()
 
 
@@ -43,17 +46,20 @@ def suspend(process: psutil.Process) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Returns whether no thread runs. After SIGSTOP, those that have work go on until one of them has taken the signal."""
+    """Returns whether no thread runs. After SIGSTOP, those that have work go on until one of them has taken
+    the signal."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
         states = [
-            (task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()
+            (task / "stat").read_text().rpartition(")")[2].split()[0]
+            for task in Path(f"/proc/{pid}/task").iterdir()
         ]
         return all(state in "TtZX" for state in states)
     return False
 
 
 def free_port() -> int:
-    """A port that nobody has, and that nobody else will be given: what was stopped finds it free when it is started again."""
+    """A port that nobody has, and that nobody else will be given: what was stopped finds it free when it is
+    started again."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for _ in range(_PORTS):
         port = 20_000 + worker * _PORTS + next(_next_port) % _PORTS
@@ -82,7 +88,9 @@ class Process:
         """All lines of stdout so far, without their ends."""
         self.said = threading.Event()
         """Set when there is the first, or will be none."""
-        self.readers = [threading.Thread(target=read, daemon=True) for read in (self._read_out, self._read_errors)]
+        self.readers = [
+            threading.Thread(target=read, daemon=True) for read in (self._read_out, self._read_errors)
+        ]
         for reader in self.readers:
             reader.start()
 
@@ -141,11 +149,15 @@ class Process:
 
 
 class Node(Process):
-    """One role in a process of its own; ready when the constructor returns, or with `wait` false when `wait_ready` does."""
+    """One role in a process of its own; ready when the constructor returns, or with `wait` false when
+    `wait_ready` does."""
 
-    def __init__(self, role: str, name: str, file: Path, *, wait: bool = True, host: Host | None = None) -> None:
+    def __init__(
+        self, role: str, name: str, file: Path, *, wait: bool = True, host: Host | None = None
+    ) -> None:
         self.role, self.address = role, ""
-        python = os.environ.get("POOL_PYTHON", sys.executable)  # with it, a pool of another version of Mooncake
+        # with it, a pool of another version of Mooncake
+        python = os.environ.get("POOL_PYTHON", sys.executable)
         command = (python, "-m", "launch", "launch", role, "-c", str(file), "--node", name)
         super().__init__(name, command if host is None else host.inside(*command))
         if wait:
@@ -249,7 +261,9 @@ class Pool:
 
     def used(self, store: int) -> int:
         """Bytes that objects take of a store node's segment."""
-        match = re.search(r"Used\(bytes\)\s*:\s*(\d+)", self.ask(f"/query_segment?segment={self.segment(store)}"))
+        match = re.search(
+            r"Used\(bytes\)\s*:\s*(\d+)", self.ask(f"/query_segment?segment={self.segment(store)}")
+        )
         assert match is not None
         return int(match[1])
 
@@ -278,7 +292,8 @@ class Pool:
     def settings(
         self, cache: CacheConfig | None = None, transfer: dict[str, Any] | None = None, segment_size: int = 0
     ) -> NodeSettings:
-        """What a client of this pool needs, with small buffers, and with `PATIENT` deadlines unless told otherwise."""
+        """What a client of this pool needs, with small buffers, and with `PATIENT` deadlines unless told
+        otherwise."""
         import msgspec
 
         from transfer.settings import decode_custom

@@ -27,7 +27,9 @@ def configuration(config):
     (job,) = tree["scrape_configs"]
     job["scrape_timeout"] = "1s"
     roles = {entry["labels"]["role"] for entry in job["static_configs"]}
-    assert roles == {"master", "store", "cache-server", "prefill", "decode", "proxy"}, "each role has its targets"
+    assert roles == {"master", "store", "cache-server", "prefill", "decode", "proxy"}, (
+        "each role has its targets"
+    )
     for entry in job["static_configs"]:
         nodes = config.by_role(entry["labels"]["role"])
         entry["targets"] = [f"{node.host}:{scraped(node)}" for node in nodes]
@@ -77,7 +79,9 @@ class Prometheus:
     def has_shown(self, query):
         """Whether a panel of this query would show a number anywhere between the start and now."""
         found = self.get("query_range", query=query, start=self.since, end=time.time(), step="1s")
-        return any(not math.isnan(float(value)) for series in found["result"] for _, value in series["values"])
+        return any(
+            not math.isnan(float(value)) for series in found["result"] for _, value in series["values"]
+        )
 
     def _answers(self):
         try:

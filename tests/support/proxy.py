@@ -41,7 +41,8 @@ def scenario(test):
             before = len(asyncio.all_tasks())
             await test(*args, **kwargs)
             await until(lambda: len(asyncio.all_tasks()) <= before, "all tasks ended")
-            # a server that has just accepted a connection as it closed learns a moment later that its client is gone
+            # a server that has just accepted a connection as it closed learns a moment later that its client
+            # is gone
             await until(lambda: not _connections(), "all connections closed")
 
         asyncio.run(asyncio.wait_for(whole(), 10 * PATIENCE_S))
@@ -64,13 +65,14 @@ async def until(condition, what):
 
 
 def jump(seconds):
-    """Put the clock of the running event loop forward: a deadline within `seconds` is over, however slow or fast the machine."""
+    """Put the clock of the running event loop forward: a deadline within `seconds` is over, however slow or
+    fast the machine."""
     loop = asyncio.get_running_loop()
     now = loop.time
     loop.time = lambda: now() + seconds
 
 
-# --- nodes -----------------------------------------------------------------------------------------------------------
+# --- nodes --------------------------------------------------------------------------------------------------
 
 
 class Node:
@@ -309,7 +311,10 @@ def look_twice(files):
 
 def bearer(key, **more):
     """The header with a key, and others."""
-    return {"Authorization": f"Bearer {key}", **{name.replace("_", "-"): value for name, value in more.items()}}
+    return {
+        "Authorization": f"Bearer {key}",
+        **{name.replace("_", "-"): value for name, value in more.items()},
+    }
 
 
 def view(prefill=(), decode=(), **told):
@@ -338,8 +343,9 @@ async def cluster(
     name="",
     **config,
 ):
-    """So many nodes of each kind; a URL in their place is a node that is not ours. Checks of health get in the way of scripts; their own tests
-    ask for them. With `long_skips`, a node that is left alone stays so until the end, however slow the machine is."""
+    """So many nodes of each kind; a URL in their place is a node that is not ours. Checks of health get in
+    the way of scripts; their own tests ask for them. With `long_skips`, a node that is left alone stays so
+    until the end, however slow the machine is."""
     async with AsyncExitStack() as stack:
         stack.enter_context(patch.multiple(routing, BREAKER_FAILURES=failures, Random=InOrder))
         if long_skips:
@@ -365,7 +371,8 @@ async def cluster(
 
 @contextmanager
 def proxy_process(folder, *nodes, port=0, **proxy):
-    """The URL and the process of a proxy before these nodes, with the limits that we ship but for the section `proxy`."""
+    """The URL and the process of a proxy before these nodes, with the limits that we ship but for the section
+    `proxy`."""
     written = [{"name": "master", "role": "master", "port": free_port(), "metrics_port": free_port()}, *nodes]
     written.append({"name": "proxy", "role": "proxy", "port": port})
     with ProcessNode("proxy", "proxy", cluster_file(folder, proxy=proxy, nodes=written)) as node:

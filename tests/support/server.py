@@ -107,9 +107,13 @@ class Engine:
         self.layout = KVLayout.from_tensors(self.cache)
         it = EngineIdentity(model=self.model, block_size=BLOCK, **identity)
         with ExitStack() as stack:
-            self.scheduler = SchedulerAdapter(url, None, it, connect_timeout_s=LATE_S, lookup_timeout_s=LATE_S)
+            self.scheduler = SchedulerAdapter(
+                url, None, it, connect_timeout_s=LATE_S, lookup_timeout_s=LATE_S
+            )
             stack.callback(self.scheduler.shutdown)
-            self.worker = WorkerAdapter(url, None, it, connect_timeout_s=LATE_S, move_timeout_s=move_timeout_s)
+            self.worker = WorkerAdapter(
+                url, None, it, connect_timeout_s=LATE_S, move_timeout_s=move_timeout_s
+            )
             stack.callback(self.worker.shutdown)
             if register:
                 self.worker.register_kv_caches(self.tensors)
@@ -135,7 +139,8 @@ class Engine:
         """Whether the blocks hold exactly what the model would have computed."""
         first = first_block * BLOCK
         return all(
-            holds_token(self.cache, self.layout, tokens[: index + 1], first + index) for index in range(len(tokens))
+            holds_token(self.cache, self.layout, tokens[: index + 1], first + index)
+            for index in range(len(tokens))
         )
 
     def lookup(self, request: str, tokens: list[int], **options: Any) -> int:
@@ -185,9 +190,13 @@ def store_surely(engine: Engine, tokens: list[int]) -> None:
 
 
 def move_unchecked(
-    connection: ServerConnection, kind: type[Store] | type[Retrieve], names: list[bytes], blocks: Sequence[int]
+    connection: ServerConnection,
+    kind: type[Store] | type[Retrieve],
+    names: list[bytes],
+    blocks: Sequence[int],
 ) -> Answer:
-    """The answer to a store or retrieve of an engine that checks nothing itself. Raises ServerRefusedError if the server refuses it."""
+    """The answer to a store or retrieve of an engine that checks nothing itself. Raises ServerRefusedError if
+    the server refuses it."""
     place = connection.fence.admit(loads=kind is Retrieve)
     assert place is not None
     try:
@@ -235,5 +244,6 @@ class StrangePeer:
 
 
 def running_at(metrics: str) -> float:
-    """How many operations wait or run at the cache server with these metrics. Raises OSError or ValueError if it does not answer."""
+    """How many operations wait or run at the cache server with these metrics. Raises OSError or ValueError if
+    it does not answer."""
     return total(read_samples(fetch(f"{metrics}/metrics", 60.0).decode()), "pd_cache_server_running")

@@ -65,7 +65,11 @@ class SglangSubject(AdapterSubject):
         # 2 (K and V) x layers x tokens x heads x width bytes
         layers, heads = 5, 10
         self.host = mha_pool(
-            "page_first", dtype=torch.uint8, heads=heads, layers=layers, width=PAGE // (2 * layers * heads * TOKENS)
+            "page_first",
+            dtype=torch.uint8,
+            heads=heads,
+            layers=layers,
+            width=PAGE // (2 * layers * heads * TOKENS),
         )
         self.backend = open_backend(settings, self.host, salt=namespace)
         assert self.backend._pools["kv"].pages.bytes == PAGE
@@ -101,7 +105,8 @@ class SglangSubject(AdapterSubject):
                 self.host.kv_buffer.fill_(255)
                 found = self.backend.batch_get_v1(part, self._indices(len(part)))
                 loaded += [
-                    self._page(page).contiguous().numpy().tobytes() if ok else None for page, ok in enumerate(found)
+                    self._page(page).contiguous().numpy().tobytes() if ok else None
+                    for page, ok in enumerate(found)
                 ]
             return loaded
 

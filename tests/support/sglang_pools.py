@@ -12,19 +12,25 @@ def import_sglang():
     """Imports what SGLang's HiCache needs, on a machine without CUDA."""
     if _libraries:
         return
-    # SGLang imports torchvision, whose operators come with CUDA builds of torch only; it needs their names, and calls none here
+    # SGLang imports torchvision, whose operators come with CUDA builds of torch only; it needs their names,
+    # and calls none here
     library = torch.library.Library
     _libraries.append(library("torchvision", "DEF"))
     for name in ("nms", "qnms"):
         _libraries[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     with warnings.catch_warnings():  # SGLang's imports warn about themselves, not about our code
         warnings.simplefilter("ignore")
-        for module in ("managers.cache_controller", "mem_cache.storage.backend_factory", "mem_cache.pool_host.mla"):
+        for module in (
+            "managers.cache_controller",
+            "mem_cache.storage.backend_factory",
+            "mem_cache.pool_host.mla",
+        ):
             importlib.import_module(f"sglang.srt.{module}")
 
 
 def mha_pool(layout, *, pages, tokens, layers, heads=8, width=128, dtype=torch.bfloat16):
-    """Returns a host pool for `pages` pages of `tokens` tokens of a model with heads. The device's tensors are on the CPU, too."""
+    """Returns a host pool for `pages` pages of `tokens` tokens of a model with heads. The device's tensors
+    are on the CPU, too."""
     import_sglang()
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -33,7 +39,11 @@ def mha_pool(layout, *, pages, tokens, layers, heads=8, width=128, dtype=torch.b
     keys, values = tuple(device[::2]), tuple(device[1::2])
     info = MHABufferInfo(
         buffers=KVBuffers(
-            k=keys, v=values, k_data_ptrs=pointers(keys), v_data_ptrs=pointers(values), layout=KVBufferLayout.NHD
+            k=keys,
+            v=values,
+            k_data_ptrs=pointers(keys),
+            v_data_ptrs=pointers(values),
+            layout=KVBufferLayout.NHD,
         ),
         page_size=tokens,
         head_num=heads,

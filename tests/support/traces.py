@@ -14,7 +14,9 @@ def conversations(count, turns):
     for turn in range(turns):
         for one in range(count):
             blocks = [one * 1000 + block for block in range(3 * (turn + 1))]
-            requests.append(Request((turn * count + one) * 100.0 + rng.random(), len(blocks) * BLOCK_TOKENS, blocks))
+            requests.append(
+                Request((turn * count + one) * 100.0 + rng.random(), len(blocks) * BLOCK_TOKENS, blocks)
+            )
     return requests
 
 

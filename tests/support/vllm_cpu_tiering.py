@@ -1,7 +1,9 @@
-"""vLLM's tiering with its accelerator's copies made on the CPU, because vLLM's own worker copies from and to CUDA devices and XPUs only.
+"""vLLM's tiering with its accelerator's copies made on the CPU, because vLLM's own worker copies from and to
+CUDA devices and XPUs only.
 
-Everything else is vLLM's own: the connector, the scheduler's half, the tiering manager, the primary tier and its memory. An engine takes it by
-`"spec_name": "CpuTieringSpec", "spec_module_path": "tests.support.vllm_cpu_tiering"`.
+Everything else is vLLM's own: the connector, the scheduler's half, the tiering manager, the primary tier and
+its memory. An engine takes it by `"spec_name": "CpuTieringSpec", "spec_module_path":
+"tests.support.vllm_cpu_tiering"`.
 """
 
 import torch
@@ -17,9 +19,12 @@ class CpuCopies(OffloadingWorker):
         self._region = region
         self._blocks_per_chunk = blocks_per_chunk
         self._groups = kv_caches.group_data_refs
-        self._engine = [one.tensor.view(torch.int8).view(-1, one.page_size_bytes) for one in kv_caches.tensors]
+        self._engine = [
+            one.tensor.view(torch.int8).view(-1, one.page_size_bytes) for one in kv_caches.tensors
+        ]
         self._primary = [
-            region.create_next_worker_view(one.page_size_bytes * blocks_per_chunk) for one in kv_caches.tensors
+            region.create_next_worker_view(one.page_size_bytes * blocks_per_chunk)
+            for one in kv_caches.tensors
         ]
         self._ended = []
 

@@ -1,4 +1,5 @@
-"""vLLM's secondary tier as the suite of all adapters drives it: as vLLM's tiering manager does, over real memory, without an engine."""
+"""vLLM's secondary tier as the suite of all adapters drives it: as vLLM's tiering manager does, over real
+memory, without an engine."""
 
 import importlib.util
 import itertools
@@ -35,7 +36,9 @@ def offloading_config(row_bytes, **changes):
             "model": OffloadingModelConfig(name="model", dtype="float32"),
             "cache": OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
             "parallel": OffloadingParallelConfig(
-                **dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1),
+                **dict.fromkeys(
+                    ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1
+                ),
                 rank=0,
                 data_parallel_index=0,
                 data_parallel_rank_local=None,
@@ -56,7 +59,8 @@ def open_tier(settings, memory, salt, *, row_bytes, **options):
 
 
 class VllmTierSubject(AdapterSubject):
-    """The tier, with a primary tier's memory of its own. Calls come from one thread at a time, as from vLLM's scheduler."""
+    """The tier, with a primary tier's memory of its own. Calls come from one thread at a time, as from vLLM's
+    scheduler."""
 
     def __init__(self, settings, namespace):
         if importlib.util.find_spec("vllm") is None:
@@ -72,7 +76,9 @@ class VllmTierSubject(AdapterSubject):
 
         number = next(self._numbers)
         context = ReqContext(req_id=str(number))
-        job = TransferJob(number, [name.encode() for name in names], np.array(rows, dtype=np.int32), load, context)
+        job = TransferJob(
+            number, [name.encode() for name in names], np.array(rows, dtype=np.int32), load, context
+        )
         (self.tier.submit_load if load else self.tier.submit_store)(job)
         (ended,) = wait_for(lambda: list(self.tier.get_finished_jobs()), "the end of a job")
         assert ended.job_id == number
@@ -110,9 +116,12 @@ class VllmTierSubject(AdapterSubject):
                 part = names[start : start + ROWS]
                 self.array[:] = -1
                 result = self._job(part, range(len(part)), load=True)
-                good = {name.encode() for name in part} if result.success else set(result.successful_keys or ())
+                good = (
+                    {name.encode() for name in part} if result.success else set(result.successful_keys or ())
+                )
                 loaded += [
-                    self.array[row].tobytes() if name.encode() in good else None for row, name in enumerate(part)
+                    self.array[row].tobytes() if name.encode() in good else None
+                    for row, name in enumerate(part)
                 ]
             return loaded
 

@@ -11,7 +11,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PATIENCE_S = 60.0
-"""What one answer may take. No test measures with it: a machine that is busy with other things may be slow."""
+"""What one answer may take. No test measures with it: a machine that is busy with other things may be
+slow."""
 
 
 class Clock:
@@ -30,7 +31,8 @@ def wait_for(condition: Callable[[], T], what: str = "the condition") -> T:
     while not (found := condition()):
         now = time.monotonic()
         assert now < begin + 5 * PATIENCE_S, f"not within {5 * PATIENCE_S:g} s: {what}"
-        # a question that servers have to work for must not keep them from what is waited for; what takes long is asked for less often
+        # a question that servers have to work for must not keep them from what is waited for; what takes long
+        # is asked for less often
         time.sleep(max(0.01, min(9 * (now - asked), 1), min((now - begin) / 20, 0.25)))
         asked = time.monotonic()
     return found
@@ -38,7 +40,8 @@ def wait_for(condition: Callable[[], T], what: str = "the condition") -> T:
 
 @contextmanager
 def beside(*calls: Callable[[], object]) -> Iterator[None]:
-    """While the block runs, each call runs on a thread of its own. The end waits for all of them, and raises what one has raised."""
+    """While the block runs, each call runs on a thread of its own. The end waits for all of them, and raises
+    what one has raised."""
     with ThreadPoolExecutor(len(calls)) as threads:
         begun = [threads.submit(call) for call in calls]
         yield

@@ -1,10 +1,12 @@
-"""Nodes without the seconds of processor time that importing torch takes: forks of one process, the nursery, that has imported it.
+"""Nodes without the seconds of processor time that importing torch takes: forks of one process, the nursery,
+that has imported it.
 
-That import, in each prefill node, decode node and cache server, would be a quarter of what the test suite costs. `warm_nodes` makes
-`launch.run.supervise` fork these nodes if a test starts them from its own process. A `pd-cache up` in a process of its own starts its nodes as usual.
-Other roles, which start in half a second, are forked only if there is a nursery already. A forked node is a child of the test like any other:
-it has a pid of its own, which can be stopped, killed and waited for, it ends with the test, and its streams, environment, folder, session and
-signals are what they would be.
+That import, in each prefill node, decode node and cache server, would be a quarter of what the test suite
+costs. `warm_nodes` makes `launch.run.supervise` fork these nodes if a test starts them from its own process.
+A `pd-cache up` in a process of its own starts its nodes as usual. Other roles, which start in half a second,
+are forked only if there is a nursery already. A forked node is a child of the test like any other: it has a
+pid of its own, which can be stopped, killed and waited for, it ends with the test, and its streams,
+environment, folder, session and signals are what they would be.
 """
 
 import contextlib
@@ -119,8 +121,12 @@ class _Popen(subprocess.Popen[bytes]):
             "session": given["start_new_session"],
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
         }
-        pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
-        streams = [number if theirs == -1 else theirs for number, theirs in enumerate((pipes[0], pipes[3], pipes[5]))]
+        pipes = [
+            given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        ]
+        streams = [
+            number if theirs == -1 else theirs for number, theirs in enumerate((pipes[0], pipes[3], pipes[5]))
+        ]
         try:
             self.pid = nursery.fork(job, streams)
             self._child_created = True
@@ -130,7 +136,8 @@ class _Popen(subprocess.Popen[bytes]):
 
 @contextlib.contextmanager
 def warm_nodes():
-    """Within this block, nodes are forks, where the kernel and Python's `subprocess` are as this file expects them."""
+    """Within this block, nodes are forks, where the kernel and Python's `subprocess` are as this file expects
+    them."""
     if sys.platform != "linux":
         yield
         return
@@ -143,7 +150,7 @@ def warm_nodes():
         nursery.close()
 
 
-# --- in the process that has imported torch --------------------------------------------------------------------------
+# --- in the process that has imported torch -----------------------------------------------------------------
 
 
 def _next_job(connection):
@@ -166,7 +173,8 @@ def _next_job(connection):
 
 
 def become(job, streams):
-    """Does what the kernel and `launch/run/_tethered.py` do for a new program, in a fork that is to be a child of `parent`."""
+    """Does what the kernel and `launch/run/_tethered.py` do for a new program, in a fork that is to be a
+    child of `parent`."""
     while os.getppid() != job["parent"]:
         time.sleep(0.0005)  # the process between is not gone yet
     _tethered.set_death_signal(job["death_signal"])

@@ -54,7 +54,7 @@ def make_held():
     yield from made(Held, Held.close)
 
 
-# --- calls -----------------------------------------------------------------------------------------------------------
+# --- calls --------------------------------------------------------------------------------------------------
 
 
 def test_a_call_returns_its_value_and_raises_its_error(make_held):
@@ -109,7 +109,9 @@ def test_spare_threads_take_the_place_of_late_ones_and_go_when_these_are_back(ma
     held = make_held(spare=1)
     held.held("late", soon(0.05))
     queued = held.submit("queued", soon())
-    assert queued.outcome("") == "queued", "one peer that hangs does not hold up the others, though it was not yet late"
+    assert queued.outcome("") == "queued", (
+        "one peer that hangs does not hold up the others, though it was not yet late"
+    )
     held.held("late, too", soon(0.05))
     wait_for(lambda: held.threads.late == 2)
     assert held.submit("refused", soon()) is None, "at most one spare"
@@ -147,7 +149,7 @@ def test_a_full_queue_and_closed_threads_refuse_and_close_reports_what_still_run
     assert held.ended == ["refused", "after close", "running", "second", "third"]
 
 
-# --- slots -----------------------------------------------------------------------------------------------------------
+# --- slots --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -156,7 +158,9 @@ def make_staging():
         staging.check_integrity()
         staging.close()
 
-    yield from made(lambda slots, **options: StagingPool(slots * PAGE, PAGE, prefaulted=False, **options), end)
+    yield from made(
+        lambda slots, **options: StagingPool(slots * PAGE, PAGE, prefaulted=False, **options), end
+    )
 
 
 def lease(staging, quota=None):
@@ -222,7 +226,9 @@ def test_a_waiting_lease_gets_what_another_gives_back_in_its_quota(make_staging,
     def wait(name, quota):
         got.append(name if staging.lease(soon(), quota) is not None else "nothing")
 
-    waiters = [threading.Thread(target=wait, args=(name, quota)) for name, quota in zip("ab", quotas, strict=True)]
+    waiters = [
+        threading.Thread(target=wait, args=(name, quota)) for name, quota in zip("ab", quotas, strict=True)
+    ]
     for waiter in waiters:
         waiter.start()
     getattr(first[1], how)()
@@ -332,7 +338,7 @@ def test_only_a_mapping_that_is_large_enough_is_prefaulted(make_staging, caplog)
     assert caplog.text.count("not prefaulted") == 2
 
 
-# --- codes and sizes -------------------------------------------------------------------------------------------------
+# --- codes and sizes ----------------------------------------------------------------------------------------
 
 
 @given(st.integers(min_value=-2000, max_value=-1))

@@ -23,7 +23,8 @@ class Engine:
     def __init__(self):
         self.begun = []
         self.states = {}
-        """For each transfer, what is answered when its state is asked, the last answer for good. Without an entry it has ended well."""
+        """For each transfer, what is answered when its state is asked, the last answer for good. Without an
+        entry it has ended well."""
         self.unreachable = set()
         self.hangs = threading.Event()
         self.hangs.set()
@@ -92,7 +93,8 @@ def test_while_the_engine_looks_for_a_way_to_a_peer_others_are_left_to_mooncakes
 
 
 def test_what_was_read_while_its_lease_may_have_ended_is_of_no_use():
-    """The process stood still, or its thread: the memory may have another object's bytes by now. Mooncake's client looks for that, too."""
+    """The process stood still, or its thread: the memory may have another object's bytes by now. Mooncake's
+    client looks for that, too."""
     client = SimpleNamespace(batch_get_replica_desc=lambda keys: {key: [Replica("a")] for key in keys})
     moves = moves_of(client, settings(get_ms=500))
     engine, moves.direct = met("a")
@@ -133,7 +135,9 @@ def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_an
         for _ in range(2):
             slots = leased(staging, 12, b"\0")
             assert store.start_get(keys, slots, timeout=60).results() == [GetResult(Status.OK, SLOT)] * 12
-            assert [bytes(slot.view[:2]) for slot in slots] == [bytes([b"a"[0] + index] * 2) for index in range(12)]
+            assert [bytes(slot.view[:2]) for slot in slots] == [
+                bytes([b"a"[0] + index] * 2) for index in range(12)
+            ]
             for slot in slots:
                 slot.release()
         assert ways[0] == "client"
@@ -149,7 +153,9 @@ def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_an
         assert ways == ["direct"], "what the master does not know is Mooncake's client's to answer"
 
 
-def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_when_it_goes_on(make_pool, ways):
+def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_when_it_goes_on(
+    make_pool, ways
+):
     pool = make_pool(client_ttl_s=600).start()
     with opened(pool, timeouts={"get_ms": 2000, "put_ms": 2000}) as (store, staging):
         keys = fresh(4)

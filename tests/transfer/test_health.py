@@ -31,7 +31,9 @@ def test_one_trial_at_a_time_and_one_that_nobody_reported_on_is_followed_by_anot
     assert peers.may_ask("a", 1.0)
     peers.delivered("healthy")
     peers.tried({"healthy", "b"})
-    assert not peers.may_ask("b", 2.0), "trials never hold more than one thread, and reads of other peers end none"
+    assert not peers.may_ask("b", 2.0), (
+        "trials never hold more than one thread, and reads of other peers end none"
+    )
     assert peers.may_ask("b", 1.0 + TRIAL_S)
     peers.tried({"b"})  # its objects were gone
     assert peers.may_ask("b", 1.1 + TRIAL_S), "it told nothing, and is over"

@@ -1,4 +1,5 @@
-"""What Mooncake writes into memory after a transfer was given up: a real store node stands still for more than a minute."""
+"""What Mooncake writes into memory after a transfer was given up: a real store node stands still for more
+than a minute."""
 
 import signal
 import subprocess
@@ -60,7 +61,8 @@ with MooncakeStore(settings, master=sys.argv[1]) as store:
 
 
 def reader_of(pool, which):
-    # a time-out of TCP's own that lets the other be met first, as it may be met wherever this process stands still
+    # a time-out of TCP's own that lets the other be met first, as it may be met wherever this process stands
+    # still
     return spawn_child(
         (
             "env",
@@ -95,7 +97,8 @@ def test_bytes_that_come_after_a_transfer_was_given_up_reach_nobody_elses_slot(m
         for reader in readers:
             reader.stdin.write(b"\n")
             reader.stdin.flush()
-        # Mooncake's client turns a processor for a minute of the wall clock, which passes as well while the process stands still
+        # Mooncake's client turns a processor for a minute of the wall clock, which passes as well while the
+        # process stands still
         wait_for(lambda: first.cpu_times().user > before + 0.5, "the first read, which waits")
         suspend(first)
         assert readers[1].stdout.readline() == b"reused\n"

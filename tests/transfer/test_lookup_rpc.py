@@ -29,11 +29,12 @@ def later():
 
 
 def asks_directly(store):
-    """Whether the store has a connection that it may use now; if not, it has been given a reason to make one."""
+    """Whether the store has a connection that it may use now; if not, it has been given a reason to make
+    one."""
     return store.batch_exist(["k"], timeout=60) == [Status.MISSING] and bool(store._lookup_rpc._idle)
 
 
-# --- a real master ---------------------------------------------------------------------------------------------------
+# --- a real master ------------------------------------------------------------------------------------------
 
 
 def test_it_answers_as_mooncakes_client_does_or_leaves_keys_that_it_cannot_spell_to_it(pool):
@@ -55,7 +56,9 @@ def test_it_answers_as_mooncakes_client_does_or_leaves_keys_that_it_cannot_spell
         assert rpc.ask(absent[:1], later()) == b"\x00", "and the connection is as before"
 
 
-def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_over_a_few_connections(pool, monkeypatch):
+def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_over_a_few_connections(
+    pool, monkeypatch
+):
     with opened(pool, slots=16) as (store, staging):
         keys = fresh(3)
         put(store, staging, keys[:2])
@@ -77,7 +80,9 @@ def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_ove
         assert store.batch_exist(keys, timeout=60) == expected
 
 
-def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as_is_one_that_is_started_anew(make_pool):
+def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as_is_one_that_is_started_anew(
+    make_pool,
+):
     pool = make_pool().start()
     with opened(pool, breaker={"failures": 2, "probe_interval_ms": 100}, timeouts={"exist_ms": 300}) as (
         store,
@@ -89,7 +94,9 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
         wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.TIMEOUT], "a time-out")
         wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.POOL_DOWN], "the breaker")
         master.resume()
-        wait_for(lambda: store.batch_exist(["k"], timeout=60) == [Status.MISSING], "the pool being found back")
+        wait_for(
+            lambda: store.batch_exist(["k"], timeout=60) == [Status.MISSING], "the pool being found back"
+        )
         wait_for(lambda: asks_directly(store), "the connection being made")
         pool.kill("master")
         assert store._lookup_rpc.ask(["k"], later()) is None
@@ -97,7 +104,9 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
         for _ in range(2):
             start = time.monotonic()
             assert store.batch_exist(["k"], timeout=0.3)[0] in (Status.TIMEOUT, Status.POOL_DOWN)
-            assert time.monotonic() - start < 30, "a bound, not a measurement: Mooncake itself waits for a minute"
+            assert time.monotonic() - start < 30, (
+                "a bound, not a measurement: Mooncake itself waits for a minute"
+            )
         assert not store.available
         pool.start("master")
         wait_for(lambda: asks_directly(store), "a new connection")
@@ -120,7 +129,9 @@ def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_s
         try:
             store._breaker.well_until = time.monotonic()
             found = store.batch_exist(["a", "b", "c", "d"], timeout=60)
-            assert found == [Status.OK, Status.MISSING, Status.POOL_DOWN, Status.POOL_DOWN], "an outage is no miss"
+            assert found == [Status.OK, Status.MISSING, Status.POOL_DOWN, Status.POOL_DOWN], (
+                "an outage is no miss"
+            )
             codes = [-900]
             for _ in range(2):
                 assert store.available
@@ -131,7 +142,9 @@ def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_s
             store._client = client
 
 
-def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_caller_was_impatient(pool, monkeypatch):
+def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_caller_was_impatient(
+    pool, monkeypatch
+):
     with opened(pool, timeouts={"exist_ms": 1000}, breaker={"failures": 1}) as (store, _):
         wait_for(lambda: asks_directly(store), "the connection being made")
 
@@ -147,7 +160,7 @@ def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_c
         assert store.batch_exist(["k"], timeout=60) == [Status.MISSING], "of the client"
 
 
-# --- masters that speak otherwise ------------------------------------------------------------------------------------
+# --- masters that speak otherwise ---------------------------------------------------------------------------
 
 HEAD = struct.Struct("<4B3I")
 TYPES = bytes.fromhex("5d8c5f2a 04 84870b0100")
@@ -162,7 +175,8 @@ def verdicts(*keys):
 
 
 class Master(socketserver.ThreadingTCPServer):
-    """Answers the first request of each connection with no keys, as a connection's trial has it, and further ones by `script`."""
+    """Answers the first request of each connection with no keys, as a connection's trial has it, and further
+    ones by `script`."""
 
     def __init__(self, script, trial):
         super().__init__(("127.0.0.1", 0), Connection)
@@ -222,7 +236,10 @@ def test_why_no_master_answers_is_known_before_mooncakes_client_is_asked(pool):
 
 
 def test_an_answer_may_come_byte_by_byte():
-    with asking(lambda number: (bytes([byte]) for byte in answer(number, verdicts(1, 0, 1)))) as (rpc, master):
+    with asking(lambda number: (bytes([byte]) for byte in answer(number, verdicts(1, 0, 1)))) as (
+        rpc,
+        master,
+    ):
         assert [rpc.ask(["a", "b", "c"], later()) for _ in range(3)] == [b"\x01\x00\x01"] * 3
         assert master.accepted == 1
 
@@ -261,7 +278,9 @@ def test_a_master_that_speaks_otherwise_is_left_to_mooncakes_client_for_a_minute
 @pytest.mark.parametrize(
     "master, protocol", [("etcd://127.0.0.1:2379", "tcp"), ("nowhere", "tcp"), ("127.0.0.1:50051", "rdma")]
 )
-def test_an_elected_master_and_one_that_speaks_rdma_are_left_to_mooncakes_client(monkeypatch, master, protocol):
+def test_an_elected_master_and_one_that_speaks_rdma_are_left_to_mooncakes_client(
+    monkeypatch, master, protocol
+):
     monkeypatch.setenv("MC_RPC_PROTOCOL", protocol)
     assert lookup_rpc(master) is None
 
@@ -275,7 +294,13 @@ def test_an_elected_master_and_one_that_speaks_rdma_are_left_to_mooncakes_client
         (lambda number: [b""], False),
         (lambda number: [b"\x15\x00", b""], False),
     ],
-    ids=["an error for one key", "neither yes nor no", "a key too many", "the end", "the end within an answer"],
+    ids=[
+        "an error for one key",
+        "neither yes nor no",
+        "a key too many",
+        "the end",
+        "the end within an answer",
+    ],
 )
 def test_an_answer_without_a_verdict_on_each_key_says_nothing(parts, kept):
     with asking(lambda number: iter(parts(number))) as (rpc, _):

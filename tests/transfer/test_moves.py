@@ -1,4 +1,5 @@
-"""Reads and writes in steps, and what is done when Mooncake may have given one up: on a client that answers as told."""
+"""Reads and writes in steps, and what is done when Mooncake may have given one up: on a client that answers
+as told."""
 
 import threading
 import time
@@ -46,7 +47,9 @@ class Client:
 
     def batch_get_into(self, keys, addresses, sizes):
         self.gets.append(keys)
-        return [FAILED if self.peer_of[key] in self.dead else size for key, size in zip(keys, sizes, strict=True)]
+        return [
+            FAILED if self.peer_of[key] in self.dead else size for key, size in zip(keys, sizes, strict=True)
+        ]
 
     def batch_get_replica_desc(self, keys):
         self.located += 1
@@ -120,7 +123,9 @@ def settings(**timeouts):
 
 
 @pytest.mark.parametrize("milliseconds", [1, 1000, 3000, 10_000, 60_000, 3_600_000])
-def test_a_step_ends_long_before_mooncake_gives_up_whatever_the_deadlines_and_variables_are(milliseconds, monkeypatch):
+def test_a_step_ends_long_before_mooncake_gives_up_whatever_the_deadlines_and_variables_are(
+    milliseconds, monkeypatch
+):
     given = settings(get_ms=milliseconds, put_ms=milliseconds)
     rounds = keys_per_step(given) / 4
     assert rounds >= 1
@@ -154,7 +159,9 @@ def test_the_slots_of_a_step_that_may_have_been_given_up_are_forfeited_and_no_ot
     moves = moves_of(client, memory=[staging], watch=Hours)
     codes = moves.get(whole(keys, slots[:12]), soon())
     assert [index for index, code in enumerate(codes) if code < 0] == [1, 9]
-    assert staging.forfeited_bytes == 8 * 4096, "the second step did not ask the silent peer, and so ended well"
+    assert staging.forfeited_bytes == 8 * 4096, (
+        "the second step did not ask the silent peer, and so ended well"
+    )
     moves.put(Batch(["dead put", "well put"], slots[12:14], [100] * 2), None, soon())
     assert staging.forfeited_bytes == 10 * 4096, "a put that failed may go on, too"
     lost = {slot.address for slot in [*slots[:8], *slots[12:14]]}

@@ -62,7 +62,9 @@ def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool
         assert owner._moves._where(keys) == {}, "a read of them concerns no peer"
 
 
-def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_survive_the_loss_of_one(make_pool):
+def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_survive_the_loss_of_one(
+    make_pool,
+):
     two_segments = make_pool().start("master", "store-0", "store-1")
 
     def put_all(**placement):
@@ -73,7 +75,10 @@ def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_su
             return keys
 
     used = two_segments.used
-    with opened(two_segments, placement=Placement(preferred_segment=two_segments.segment(0))) as (store, staging):
+    with opened(two_segments, placement=Placement(preferred_segment=two_segments.segment(0))) as (
+        store,
+        staging,
+    ):
         one, other = fresh(1), fresh(1)
         assert put(store, staging, one, preferred_segment=two_segments.segment(1)) == [Status.OK]
         assert (used(0), used(1)) == (0, SLOT), "a put may have a placement of its own"

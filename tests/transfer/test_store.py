@@ -1,4 +1,5 @@
-"""MooncakeStore against a real master and a real store node; what holds for both ways to be a client, with both."""
+"""MooncakeStore against a real master and a real store node; what holds for both ways to be a client, with
+both."""
 
 import time
 import urllib.request
@@ -21,7 +22,9 @@ SLOT = 4096
 def opened(pool, *, slots=8, slot=SLOT, segment_size=0, placement=None, **transfer):
     settings = pool.settings(transfer=transfer).transfer
     settings = msgspec.structs.replace(settings, staging_size=ByteSize(slots * (-(-slot // 4096) * 4096)))
-    with MooncakeStore(settings, master=pool.address, segment_size=segment_size, placement=placement) as store:
+    with MooncakeStore(
+        settings, master=pool.address, segment_size=segment_size, placement=placement
+    ) as store:
         staging = store.staging(slot)
         store.wait_open(60)
         yield store, staging
@@ -46,7 +49,9 @@ def put(store, staging, keys, fill=b"a", **placement):
     """Puts whole slots. With a `placement` of their own, if one is given."""
     slots, there = leased(staging, len(keys), fill), Placement(**placement) if placement else None
     try:
-        return store.start_put(keys, slots, [slot.size for slot in slots], timeout=60, placement=there).results()
+        return store.start_put(
+            keys, slots, [slot.size for slot in slots], timeout=60, placement=there
+        ).results()
     finally:
         for slot in slots:
             slot.release()
@@ -58,7 +63,11 @@ def test_bytes_that_were_put_come_back_until_they_are_removed_and_missing_keys_s
         assert put(store, staging, keys[:2]) == [Status.OK, Status.OK]
         slots = leased(staging, 3)
         results = store.start_get(keys, slots, timeout=60).results()
-        assert results == [GetResult(Status.OK, SLOT), GetResult(Status.OK, SLOT), GetResult(Status.MISSING, 0)]
+        assert results == [
+            GetResult(Status.OK, SLOT),
+            GetResult(Status.OK, SLOT),
+            GetResult(Status.MISSING, 0),
+        ]
         assert bytes(slots[0].view) == b"a" * SLOT
         assert bytes(slots[1].view) == b"b" * SLOT
         for bad, sizes in (([], []), (["a", "b"], [1, 1]), (["a"], [0]), (["a"], [SLOT + 1])):
@@ -105,7 +114,9 @@ def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool):
             store.wait_open(1)
 
 
-def test_memory_that_cannot_be_registered_fails_the_store_in_words_and_unmounts_its_segment(pool, monkeypatch):
+def test_memory_that_cannot_be_registered_fails_the_store_in_words_and_unmounts_its_segment(
+    pool, monkeypatch
+):
     from transfer.store import load_mooncake
 
     staging = StagingPool(8192, 4096, prefaulted=False)
@@ -152,7 +163,9 @@ def test_mooncakes_client_in_rust_is_refused_by_name(monkeypatch):
         MooncakeStore(TransferSettings(), master="127.0.0.1:1")
 
 
-@pytest.mark.parametrize("library, package", [("libibverbs", "libibverbs1"), ("libmlx5", "ibverbs-providers")])
+@pytest.mark.parametrize(
+    "library, package", [("libibverbs", "libibverbs1"), ("libmlx5", "ibverbs-providers")]
+)
 def test_the_missing_system_library_is_named(monkeypatch, library, package):
     import builtins
 

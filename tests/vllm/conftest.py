@@ -1,4 +1,5 @@
-"""A real vLLM, in processes of its own: `make test-vllm`. Without vLLM in this environment nothing here is collected."""
+"""A real vLLM, in processes of its own: `make test-vllm`. Without vLLM in this environment nothing here is
+collected."""
 
 import importlib.util
 import os

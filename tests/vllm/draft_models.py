@@ -1,4 +1,5 @@
-"""Draft models for the small models of `bench.lib.model`, made of their own layers, so that their drafts are often accepted."""
+"""Draft models for the small models of `bench.lib.model`, made of their own layers, so that their drafts are
+often accepted."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 
 def write_eagle(folder: Path, target: Path) -> Path:
-    """Returns the folder, in which there is now an EAGLE head for the Llama in the folder `target`: one whose drafts are often accepted.
+    """Returns the folder, in which there is now an EAGLE head for the Llama in the folder `target`: one whose
+    drafts are often accepted.
 
-    It is a copy of the Llama's layers, and ignores hidden states. So it drafts what the Llama would say if the first token were not there.
+    It is a copy of the Llama's layers, and ignores hidden states. So it drafts what the Llama would say if
+    the first token were not there.
     """
     weights, config = _read(target)
     first = "layers.0.self_attn."
@@ -30,13 +33,15 @@ def write_eagle(folder: Path, target: Path) -> Path:
 
 
 def add_mtp(folder: Path) -> Path:
-    """Returns the folder, in which the `ernie` of one layer now has an MTP layer: a copy of that layer, as `write_eagle` makes one."""
+    """Returns the folder, in which the `ernie` of one layer now has an MTP layer: a copy of that layer, as
+    `write_eagle` makes one."""
     weights, config = _read(folder)
     hidden, size = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"]
     for name, tensor in list(weights.items()):
         if name.startswith("model.layers.0."):
             if name.endswith(("q_proj.weight", "k_proj.weight")):
-                # in vLLM the rotary embedding of an Ernie turns neighbouring numbers, and that of its MTP layer those half a head apart
+                # in vLLM the rotary embedding of an Ernie turns neighbouring numbers, and that of its MTP
+                # layer those half a head apart
                 tensor = tensor.view(-1, size // 2, 2, hidden).transpose(1, 2).reshape(-1, hidden)
             weights[name.replace("layers.0", "mtp_block.0")] = tensor.clone()
     scale = weights["model.embed_tokens.weight"].float().square().mean().sqrt()
@@ -47,7 +52,8 @@ def add_mtp(folder: Path) -> Path:
 
 
 def _only_embeddings(hidden: int) -> torch.Tensor:
-    """Returns the weights of a layer that keeps the first half of its input, embeddings, and ignores the second, hidden states."""
+    """Returns the weights of a layer that keeps the first half of its input, embeddings, and ignores the
+    second, hidden states."""
     return torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1).to(torch.bfloat16)
 
 

@@ -1,4 +1,5 @@
-"""What the tests share: a pool that they may break and mend, a plain vLLM, and a pair of nodes with the connector."""
+"""What the tests share: a pool that they may break and mend, a plain vLLM, and a pair of nodes with the
+connector."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ ROOM = "512MiB"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs no server comes first: it computes on one core while the servers that most tests share start on the other."""
-    items.sort(key=lambda item: bool({"pair", "new_prompt", "model"}.intersection(getattr(item, "fixturenames", ()))))
+    """What needs no server comes first: it computes on one core while the servers that most tests share start
+    on the other."""
+    items.sort(
+        key=lambda item: bool({"pair", "new_prompt", "model"}.intersection(getattr(item, "fixturenames", ())))
+    )
 
 
 class Pair(NamedTuple):
@@ -44,8 +48,8 @@ def warm_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A pool that a test may break, if it mends it before it ends. It has room for what all tests store: a full one refuses what is put into
-    it while leases of 30 s protect the rest."""
+    """A pool that a test may break, if it mends it before it ends. It has room for what all tests store: a
+    full one refuses what is put into it while leases of 30 s protect the rest."""
     pool = Pool(tmp_path_factory.mktemp("pool"), segment=ROOM, client_ttl_s=5, lease_ttl_ms=30_000)
     try:
         yield pool.start()
@@ -83,8 +87,9 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def begun_pair(model, vllm_pool, plain, collector, tmp_path_factory):
-    """A with a cache in its worker, vLLM's prefix cache, asynchronous scheduling and KV events; B with none of these, and a cache server.
-    Requests with a trace context are traced. `plain` starts at the same time."""
+    """A with a cache in its worker, vLLM's prefix cache, asynchronous scheduling and KV events; B with
+    none of these, and a cache server. Requests with a trace context are traced. `plain` starts at the same
+    time."""
     events_port, _ = free_port(), free_port()  # the next one is that of replays
     nodes = {
         "prefill-0": {"args": {"async-scheduling": True}, "events_port": events_port},
@@ -92,7 +97,9 @@ def begun_pair(model, vllm_pool, plain, collector, tmp_path_factory):
     }
     tracing = {"endpoint": collector.endpoint, "sample_ratio": 0}
     listed = {**nodes, "store-0": {"segment_size": ROOM}}  # of the pool, so that its size is known
-    file = cluster_file(tmp_path_factory.mktemp("pair"), vllm_pool, model, listed, mode="mixed", tracing=tracing)
+    file = cluster_file(
+        tmp_path_factory.mktemp("pair"), vllm_pool, model, listed, mode="mixed", tracing=tracing
+    )
     with running(file, wait=False) as (a, b):
         yield Pair(a, b)
 

@@ -1,7 +1,9 @@
-"""A model of hashes in place of a transformer, for tests of what vLLM's scheduler and the connector do with blocks.
+"""A model of hashes in place of a transformer, for tests of what vLLM's scheduler and the connector do with
+blocks.
 
-As in a transformer, a layer's KV at a place depends on all tokens up to it, and the next token on all KV before it. So a block with other
-contents than it should have changes every token behind it, and the tokens alone determine what it should have.
+As in a transformer, a layer's KV at a place depends on all tokens up to it, and the next token on all KV
+before it. So a block with other contents than it should have changes every token behind it, and the tokens
+alone determine what it should have.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def embedded(tokens: Sequence[int], start: int, weights: int = 0) -> Words:
-    """Returns the first layer's input for tokens, the first of which has the place `start`. Each number of `weights` is another model."""
+    """Returns the first layer's input for tokens, the first of which has the place `start`. Each number of
+    `weights` is another model."""
     places = np.arange(start, start + len(tokens), dtype=np.uint64)
     with np.errstate(over="ignore"):
         return _mixed(np.array(tokens, dtype=np.uint64) + places * _STEP + np.uint64(weights << 32))
@@ -32,8 +35,8 @@ def kv(hidden: Words, layer: int) -> Words:
 
 
 def attended(hidden: Words, all_kv: Words, window: int = 0) -> Words:
-    """Returns a layer's output for its last `len(hidden)` tokens. `all_kv`: that of these and of all tokens before them. Each token attends to
-    the last `window` tokens, itself included; to all with 0."""
+    """Returns a layer's output for its last `len(hidden)` tokens. `all_kv`: that of these and of all tokens
+    before them. Each token attends to the last `window` tokens, itself included; to all with 0."""
     places = np.arange(len(all_kv), dtype=np.uint64)
     with np.errstate(over="ignore"):
         sums = np.cumsum(_mixed(all_kv + places * _STEP))
@@ -47,8 +50,11 @@ def token(hidden: np.uint64) -> int:
     return int(hidden % np.uint64(VOCABULARY))
 
 
-def computed(tokens: Sequence[int], weights: int = 0, windows: Sequence[int] = (0,) * LAYERS) -> tuple[Words, Words]:
-    """Returns the KV of a whole sequence, `[layers, tokens]`, and the outputs of the last layer. `windows` are those of the layers."""
+def computed(
+    tokens: Sequence[int], weights: int = 0, windows: Sequence[int] = (0,) * LAYERS
+) -> tuple[Words, Words]:
+    """Returns the KV of a whole sequence, `[layers, tokens]`, and the outputs of the last layer. `windows`
+    are those of the layers."""
     hidden, layers = embedded(tokens, 0, weights), []
     for layer in range(LAYERS):
         layers.append(kv(hidden, layer))

@@ -1,16 +1,20 @@
-"""`python -m tests.vllm.models FOLDER [ARCHITECTURE...]`: which of vLLM's models answer the same if their KV comes out of the pool.
+"""`python -m tests.vllm.models FOLDER [ARCHITECTURE...]`: which of vLLM's models answer the same if their KV
+comes out of the pool.
 
-Engines run one after the other, each in a fork of this process, which has imported vLLM. Of each model there are
+Engines run one after the other, each in a fork of this process, which has imported vLLM. Of each model there
+are
 
-- `plain`, without a connector. It also shows that the first tokens of a prompt change the answer, as wrong KV would;
+- `plain`, without a connector. It also shows that the first tokens of a prompt change the answer, as wrong KV
+  would;
 - `store`, with vLLM's own prefix cache. It computes and stores, then empties its own cache, and loads;
 - `load`, without vLLM's own prefix cache. It loads what `store` has stored.
 
 With `--examine` none of them runs: each model is only built, in a second, and its layer groups are described.
 
-Blocks, chunks and steps have 64 tokens, and a load leaves what vLLM's own cache would leave (`connector.recompute: block`). So a prompt is cut
-at the same places whether its beginning is computed or loaded, and the answers must be the same. Then vLLM's MooncakeStoreConnector does the
-same. FOLDER/results.jsonl has a line for each model, and what has a line is not run again.
+Blocks, chunks and steps have 64 tokens, and a load leaves what vLLM's own cache would leave
+(`connector.recompute: block`). So a prompt is cut at the same places whether its beginning is computed or
+loaded, and the answers must be the same. Then vLLM's MooncakeStoreConnector does the same.
+FOLDER/results.jsonl has a line for each model, and what has a line is not run again.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ Answer = tuple[list[int], list[float], int]
 
 
 def examine(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what each of vLLM's layer groups keeps, and whether pd-cache takes them. The model is built, and computes nothing."""
+    """Returns what each of vLLM's layer groups keeps, and whether pd-cache takes them. The model is built,
+    and computes nothing."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -95,7 +100,8 @@ def examine(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(config: Any) -> list[list[Any]]:
-    """Returns of each layer group: its kind, the number of its layers, its block size, and the bytes of a layer's page."""
+    """Returns of each layer group: its kind, the number of its layers, its block size, and the bytes of a
+    layer's page."""
     groups = [(group.kv_cache_spec, len(group.layer_names)) for group in config.kv_cache_groups]
     return [
         [type(spec).__name__.removesuffix("Spec"), count, spec.block_size, spec.page_size_bytes]
@@ -106,8 +112,9 @@ def described(config: Any) -> list[list[Any]]:
 def run_engine(
     folder: Path, options: Mapping[str, Any], prompts: Sequence[Sequence[int]], rounds: int
 ) -> dict[str, Any]:
-    """Returns the answers of each round, before which the engine's own prefix cache is emptied; what each layer group keeps; and the bytes
-    that the connector has stored and loaded. Never returns to a process that is to go on: vLLM leaves threads and memory behind."""
+    """Returns the answers of each round, before which the engine's own prefix cache is emptied; what each
+    layer group keeps; and the bytes that the connector has stored and loaded. Never returns to a process that
+    is to go on: vLLM leaves threads and memory behind."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -121,7 +128,9 @@ def run_engine(
     greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
 
     def ask(prompt: Sequence[int]) -> Answer:
-        output = engine.generate({"prompt_token_ids": list(prompt)}, greedy, use_tqdm=False, lora_request=adapter)[0]
+        output = engine.generate(
+            {"prompt_token_ids": list(prompt)}, greedy, use_tqdm=False, lora_request=adapter
+        )[0]
         chosen = output.outputs[0]
         tokens = list(chosen.token_ids)
         logprobs = [of[token].logprob for of, token in zip(chosen.logprobs or [], tokens, strict=True)]
@@ -143,7 +152,8 @@ def run_engine(
 
 
 def forked(run: Callable[..., dict[str, Any]], model: Path, *arguments: Any) -> dict[str, Any]:
-    """Returns what `run` returns in a fork of this process, or `{"error": TEXT}`. What it prints is in the file `log` of its last engine."""
+    """Returns what `run` returns in a fork of this process, or `{"error": TEXT}`. What it prints is in the
+    file `log` of its last engine."""
 
     def work(answer: Connection) -> None:
         with (model / "log").open("w") as file:
@@ -172,8 +182,8 @@ def forked(run: Callable[..., dict[str, Any]], model: Path, *arguments: Any) -> 
 
 
 def run_model(name: str, folder: Path, pool: Pool | None, *, beside: bool) -> dict[str, Any]:
-    """Returns a line of the results. `name` is an architecture, or one and a variant: `LlamaForCausalLM fp8`. Without a `pool`, the model is only
-    examined. `beside`: also with MooncakeStoreConnector."""
+    """Returns a line of the results. `name` is an architecture, or one and a variant: `LlamaForCausalLM fp8`.
+    Without a `pool`, the model is only examined. `beside`: also with MooncakeStoreConnector."""
     from tests.vllm.small_models import configuration
 
     architecture, _, variant = name.partition(" ")
@@ -217,9 +227,11 @@ def run_model(name: str, folder: Path, pool: Pool | None, *, beside: bool) -> di
     return line
 
 
-def outcome(stored: Mapping[str, Any], loaded: Mapping[str, Any], expected: Sequence[Answer]) -> dict[str, Any]:
-    """Returns what a connector did: `right`, `wrong` or an error; of each prompt the tokens that it loaded; and the bytes that it stored and
-    that it loaded in the end."""
+def outcome(
+    stored: Mapping[str, Any], loaded: Mapping[str, Any], expected: Sequence[Answer]
+) -> dict[str, Any]:
+    """Returns what a connector did: `right`, `wrong` or an error; of each prompt the tokens that it loaded;
+    and the bytes that it stored and that it loaded in the end."""
     if "error" in loaded:
         return {"outcome": loaded["error"]}
     rounds = [*stored["answers"], *loaded["answers"]]
@@ -270,16 +282,22 @@ def connectors(model: Path, pool: Pool) -> dict[str, dict[str, Any]]:
 @click.argument("names", nargs=-1)
 @click.option("--page", type=click.Path(path_type=Path), help="A file for the results in words.")
 @click.option("--beside/--alone", default=True, help="Run MooncakeStoreConnector, too.")
-@click.option("--examine", "only", is_flag=True, help="Build models and take their layer groups; compute nothing.")
+@click.option(
+    "--examine", "only", is_flag=True, help="Build models and take their layer groups; compute nothing."
+)
 @click.option("--minutes", default=240.0, show_default=True, help="Begin no model after this time.")
-def main(folder: Path, names: Sequence[str], page: Path | None, minutes: float, *, beside: bool, only: bool) -> None:
+def main(
+    folder: Path, names: Sequence[str], page: Path | None, minutes: float, *, beside: bool, only: bool
+) -> None:
     """Runs the models NAMES, by default all, of which FOLDER/results.jsonl has nothing yet."""
     warm()
     folder.mkdir(parents=True, exist_ok=True)
     results, until = folder / "results.jsonl", time.monotonic() + 60 * minutes
     results.touch()
     known = {
-        line["name"]: line for line in map(json.loads, results.read_text().splitlines()) if only or "taken" not in line
+        line["name"]: line
+        for line in map(json.loads, results.read_text().splitlines())
+        if only or "taken" not in line
     }
     pool = None if only else Pool(folder, segment="256MiB").start()
     try:
@@ -300,16 +318,23 @@ def main(folder: Path, names: Sequence[str], page: Path | None, minutes: float, 
 
 
 def every_model() -> list[str]:
-    """Returns vLLM's architectures for text, without those that are another name for one of them; and the variants."""
+    """Returns vLLM's architectures for text, without those that are another name for one of them; and the
+    variants."""
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
     from tests.vllm.small_models import has_configuration
 
     known = {described for name, described in _TEXT_GENERATION_MODELS.items() if has_configuration(name)}
     names = [
-        name for name, described in _TEXT_GENERATION_MODELS.items() if has_configuration(name) or described not in known
+        name
+        for name, described in _TEXT_GENERATION_MODELS.items()
+        if has_configuration(name) or described not in known
     ]
-    more = {"fp8": ("Llama", "Gemma3", "Qwen3Moe"), "lora": ("Llama", "Qwen3"), "ngram": ("Llama", "Gemma3", "GptOss")}
+    more = {
+        "fp8": ("Llama", "Gemma3", "Qwen3Moe"),
+        "lora": ("Llama", "Qwen3"),
+        "ngram": ("Llama", "Gemma3", "GptOss"),
+    }
     return [
         *names,
         *(f"{name}ForCausalLM {variant}" for variant, those in more.items() for name in those),

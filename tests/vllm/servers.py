@@ -1,4 +1,5 @@
-"""vLLM servers for tests: started by `pd-cache launch` from a cluster's file, or plain ones to compare with."""
+"""vLLM servers for tests: started by `pd-cache launch` from a cluster's file, or plain ones to compare
+with."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.support.waiting import wait_for
 
 CHUNK, BLOCK = 64, 32
 SHARDS = 2
-"""Into how many objects a chunk is cut: as many as a tensor parallel node here has ranks, so that all nodes share."""
+"""Into how many objects a chunk is cut: as many as a tensor parallel node here has ranks, so that all nodes
+share."""
 MODEL_NAME = "demo"
 CACHE = "cache-0"
 
@@ -30,8 +32,8 @@ ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-    # the worker of an engine of one rank lives in the engine's process, as on a GPU: a process less to start, and that
-    # costs a third of the processor time that a server takes to get ready
+    # the worker of an engine of one rank lives in the engine's process, as on a GPU: a process less to start,
+    # and that costs a third of the processor time that a server takes to get ready
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -51,7 +53,8 @@ ARGS: dict[str, Any] = {
     "enable-prompt-tokens-details": True,
     **({"gpu-memory-utilization": 0.15} if GPU else {}),  # up to five servers run at the same time
 }
-"""Of every server, plain or not: small steps, so that each longer prompt is computed in several, and 128 MiB of KV cache."""
+"""Of every server, plain or not: small steps, so that each longer prompt is computed in several, and 128 MiB
+of KV cache."""
 
 PROGRAM = ["vllm"]
 """vLLM's command. The session's fixture `warm_vllm` puts one in its place that starts sooner."""
@@ -91,7 +94,8 @@ class Answer(NamedTuple):
 
 
 def close(one: Any, other: Any) -> bool:
-    """Whether two answers are equal, except that log probabilities differ by rounding: after a hit, a prompt is computed in other pieces."""
+    """Whether two answers are equal, except that log probabilities differ by rounding: after a hit, a prompt
+    is computed in other pieces."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
@@ -110,7 +114,11 @@ class Server:
         self.headers = headers or {}
 
     def complete(
-        self, prompt: Sequence[int], max_tokens: int = 6, headers: dict[str, str] | None = None, **options: Any
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 6,
+        headers: dict[str, str] | None = None,
+        **options: Any,
     ) -> Answer:
         """Greedy, and always `max_tokens` long."""
         answer = self.ask("/v1/completions", {**_body(prompt, max_tokens), **options}, headers)
@@ -134,7 +142,9 @@ class Server:
         """Waits until nobody holds a block of the KV cache."""
         wait_for(lambda: not self.blocks_in_use, "all blocks given back")
 
-    def complete_all(self, prompts: Sequence[Sequence[int]], max_tokens: int = 6, **options: Any) -> list[Answer]:
+    def complete_all(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 6, **options: Any
+    ) -> list[Answer]:
         """All at once."""
         with ThreadPoolExecutor(len(prompts)) as threads:
             return list(threads.map(lambda prompt: self.complete(prompt, max_tokens, **options), prompts))
@@ -148,7 +158,9 @@ class Server:
         """The content of a streamed chat completion."""
         body = {**_body([], max_tokens), "messages": [{"role": "user", "content": text}], "stream": True}
         del body["prompt"], body["return_token_ids"]
-        return "".join(choice["delta"].get("content") or "" for choice in self._choices("/v1/chat/completions", body))
+        return "".join(
+            choice["delta"].get("content") or "" for choice in self._choices("/v1/chat/completions", body)
+        )
 
     @contextlib.contextmanager
     def abandoned(self, prompt: Sequence[int], max_tokens: int = 400, **options: Any) -> Iterator[None]:
@@ -156,7 +168,9 @@ class Server:
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=600)
         try:
             body = json.dumps({**_body(prompt, max_tokens), "stream": True, **options})
-            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json", **self.headers})
+            connection.request(
+                "POST", "/v1/completions", body, {"Content-Type": "application/json", **self.headers}
+            )
             yield
         finally:
             connection.close()
@@ -187,8 +201,11 @@ class Server:
         """Share of the KV cache's blocks that somebody holds."""
         return self.metric("vllm:kv_cache_usage_perc")
 
-    def ask(self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None) -> Any:
-        """What it answers to a GET; to a POST if there is a body. AssertionError, with what the server says, if it is an error."""
+    def ask(
+        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> Any:
+        """What it answers to a GET; to a POST if there is a body. AssertionError, with what the server says,
+        if it is an error."""
         answer = fetched(self.url + path, body, headers={**self.headers, **(headers or {})}, timeout=600)
         assert answer.status == 200, answer
         return answer.body
@@ -215,7 +232,8 @@ class PdCacheServer(Server):
     """A prefill or decode node, as `pd-cache launch ROLE` runs it."""
 
     def __init__(self, name: str, file: Path, cache_url: str | None = None) -> None:
-        """Started, but not ready yet. `cache_url` is where the metrics of its cache server are, if it has one."""
+        """Started, but not ready yet. `cache_url` is where the metrics of its cache server are, if it has
+        one."""
         self.node = Node(role_of(name), name, file, wait=False)
         self.file = file
         self._cache_url = cache_url
@@ -242,7 +260,9 @@ def connector(name: str, role: str, options: dict[str, Any], **more: str) -> str
 @contextlib.contextmanager
 def by_hand(model: Path, *more: str) -> Iterator[Server]:
     """`vllm serve`, not started by pd-cache; without `more` flags it has no connector."""
-    with vllm_server(model, MODEL_NAME, ARGS, ENV, *more, ready_timeout_s=_READY_S, program=PROGRAM[0]) as url:
+    with vllm_server(
+        model, MODEL_NAME, ARGS, ENV, *more, ready_timeout_s=_READY_S, program=PROGRAM[0]
+    ) as url:
         yield Server(url)
 
 
@@ -274,9 +294,10 @@ def cluster_file(
 ) -> Path:
     """A file that describes prefill and decode nodes (`prefill-0`, …) over a pool that runs already.
 
-    In the mode `server` the cache of all of them is in one cache server, in the mode `mixed` that of decode nodes. No deadline is met too late because the machine is
-    busy: it has few cores, every one of these servers computes on all of them, and threads that had work to do, the pool's
-    too, were seen to wait for a core for seconds.
+    In the mode `server` the cache of all of them is in one cache server, in the mode `mixed` that of decode
+    nodes. No deadline is met too late because the machine is busy: it has few cores, every one of these
+    servers computes on all of them, and threads that had work to do, the pool's too, were seen to wait for a
+    core for seconds.
     """
     described: list[dict[str, Any]] = [
         {"name": name, "role": role_of(name), "port": 0, "segment_size": 0, **options}
@@ -287,7 +308,13 @@ def cluster_file(
             if mode == "server" or node["role"] == "decode":
                 node["cache_server"] = CACHE
         described.append(
-            {"name": CACHE, "role": "cache-server", "metrics_port": free_port(), "segment_size": 0, "session_s": 15}
+            {
+                "name": CACHE,
+                "role": "cache-server",
+                "metrics_port": free_port(),
+                "segment_size": 0,
+                "session_s": 15,
+            }
         )
     tree = {
         "transfer": {**TRANSFER, "timeouts": {"exist_ms": 10_000, "get_ms": 10_000, "put_ms": 20_000}},
@@ -300,8 +327,14 @@ def cluster_file(
             "args": {**ARGS, **(args or {})},
             "env": ENV,
         },
-        # tests count loads, and on a machine that is busy with other things any load may seem slower than to compute
-        "connector": {"load": "always", "lookup_timeout_ms": 10_000, "load_timeout_ms": 60_000, **(connector or {})},
+        # tests count loads, and on a machine that is busy with other things any load may seem slower than to
+        # compute
+        "connector": {
+            "load": "always",
+            "lookup_timeout_ms": 10_000,
+            "load_timeout_ms": 60_000,
+            **(connector or {}),
+        },
         "handoff": {"wait_ms": HANDOFF_MS},
         "supervisor": {"ready_timeout_s": _READY_S, "stop_grace_s": 30},
         "nodes": [pool.master, *described],
@@ -315,8 +348,8 @@ def cluster_file(
 
 @contextlib.contextmanager
 def running(*files: Path, wait: bool = True) -> Iterator[list[PdCacheServer]]:
-    """The prefill and decode nodes of these files, started at the same time, and their cache servers: most of a start keeps one core busy. They
-    are ready unless `wait` is false."""
+    """The prefill and decode nodes of these files, started at the same time, and their cache servers: most of
+    a start keeps one core busy. They are ready unless `wait` is false."""
     with contextlib.ExitStack() as stack:
         servers: list[PdCacheServer] = []
         try:
@@ -338,7 +371,8 @@ def running(*files: Path, wait: bool = True) -> Iterator[list[PdCacheServer]]:
 
 @contextlib.contextmanager
 def begun(server: contextlib.AbstractContextManager[Server]) -> Iterator[Callable[[], Server]]:
-    """Starts `server` meanwhile; what is yielded waits until it is ready, and raises what its start raised."""
+    """Starts `server` meanwhile; what is yielded waits until it is ready, and raises what its start
+    raised."""
     # the thread stays until the end: the kernel ends a child together with the thread that started it
     with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
         starting = thread.submit(stack.enter_context, server)

@@ -1,4 +1,5 @@
-"""Small models of vLLM's architectures: their configurations, and random weights that are nowhere but in memory."""
+"""Small models of vLLM's architectures: their configurations, and random weights that are nowhere but in
+memory."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def has_configuration(architecture: str) -> bool:
 
 
 def configuration(architecture: str) -> dict[str, Any]:
-    """Returns the config.json of a small model. KeyError if no type of configuration is known for the architecture."""
+    """Returns the config.json of a small model. KeyError if no type of configuration is known for the
+    architecture."""
     own = dict(_FILE["own"].get(architecture, {}))
     kind = own.pop("model_type", None) or _KINDS[architecture]
     made = _CONFIG_REGISTRY[kind] if kind in _CONFIG_REGISTRY else transformers.CONFIG_MAPPING[kind]
@@ -41,7 +43,8 @@ def configuration(architecture: str) -> dict[str, Any]:
 
 
 def fill(module: torch.nn.Module) -> None:
-    """Gives each parameter random values, of which its name is the seed: all engines of a model have the same weights.
+    """Gives each parameter random values, of which its name is the seed: all engines of a model have the same
+    weights.
 
     They are large enough for each token to change what follows, which vLLM's own dummy weights are not.
     """

@@ -1,4 +1,5 @@
-"""Everything that clients and operators reach by the proxy, once, with vLLM behind it: one cluster from one file, as `pd-cache up` runs it."""
+"""Everything that clients and operators reach by the proxy, once, with vLLM behind it: one cluster from one
+file, as `pd-cache up` runs it."""
 
 from __future__ import annotations
 
@@ -21,9 +22,22 @@ from tests.support.cluster import Answer, fetched, with_ports
 from tests.support.pool import ROOT
 from tests.support.proxy import bearer, files_of
 from tests.support.waiting import wait_for
-from tests.vllm.servers import ARGS, CHUNK, ENV, MODEL_NAME, PROGRAM, NewPrompt, Reference, Server, close, whole_chunks
+from tests.vllm.servers import (
+    ARGS,
+    CHUNK,
+    ENV,
+    MODEL_NAME,
+    PROGRAM,
+    NewPrompt,
+    Reference,
+    Server,
+    close,
+    whole_chunks,
+)
 
-PLAIN, OF_A, OF_B, GATE, NODES = (f"key-of-{name}-0123456789" for name in ("nobody", "a", "b", "gate", "nodes"))
+PLAIN, OF_A, OF_B, GATE, NODES = (
+    f"key-of-{name}-0123456789" for name in ("nobody", "a", "b", "gate", "nodes")
+)
 LENGTH = 300
 WHOLE = whole_chunks(LENGTH)
 LONGEST = {"prefill-0": 2048, "decode-0": 4096}
@@ -51,7 +65,9 @@ class Served(NamedTuple):
     def asked(self, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> Answer:
         """The proxy's answer, whatever its status."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        return fetched(self.proxy.url + path, {**BODY, **body}, headers={**bearer(PLAIN), **named}, timeout=600)
+        return fetched(
+            self.proxy.url + path, {**BODY, **body}, headers={**bearer(PLAIN), **named}, timeout=600
+        )
 
     def cached(self, prompt: list[int], key: str = PLAIN, salt: str | None = None, **headers: str) -> int:
         """How many of a prompt's tokens any of the nodes had. It is stored afterwards."""
@@ -68,7 +84,8 @@ class Served(NamedTuple):
         self.decode.settle()
 
     def agrees(self, body: dict[str, Any], path: str = "/v1/completions") -> Any:
-        """The proxy's answer, which is that of the decode node to the same request with a salt that nobody else has."""
+        """The proxy's answer, which is that of the decode node to the same request with a salt that nobody
+        else has."""
         answer = self.asked(body, path)
         alone = self.decode.ask(path, {**BODY, **body, "cache_salt": f"alone-{next(_numbers)}"})
         assert answer.status == 200, answer
@@ -127,14 +144,16 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
 
 
-# --- whose request it is -----------------------------------------------------------------------------------------------
+# --- whose request it is ------------------------------------------------------------------------------------
 
 
 def test_clients_need_a_key_which_nodes_do_not_get(served: Served, new_prompt: NewPrompt) -> None:
     body = {"prompt": new_prompt(5)}
     for given, status in ((bearer("wrong"), 401), (bearer(NODES), 401), (bearer(PLAIN), 200)):
         assert served.asked(body, **given).status == status
-    assert fetched(f"{served.decode.url}/v1/completions", {**BODY, **body}, headers=bearer(PLAIN)).status == 401
+    assert (
+        fetched(f"{served.decode.url}/v1/completions", {**BODY, **body}, headers=bearer(PLAIN)).status == 401
+    )
 
 
 def test_nobody_finds_a_tenants_prompts_but_the_tenant_by_its_key_or_its_gateway(served, plain, new_prompt):
@@ -159,7 +178,9 @@ def test_a_tenants_own_salts_may_be_any_text(served: Served, new_prompt: NewProm
     assert served.cached(prompt, OF_A, salt) >= WHOLE
 
 
-def test_without_a_tenant_salts_are_vllms_and_none_is_a_tenants(served: Served, new_prompt: NewPrompt) -> None:
+def test_without_a_tenant_salts_are_vllms_and_none_is_a_tenants(
+    served: Served, new_prompt: NewPrompt
+) -> None:
     prompt = new_prompt(LENGTH)
     for salt, cached in (("x" * 128, False), ("x" * 127, False), ("x" * 128, True)):
         assert (served.cached(prompt, PLAIN, salt) >= WHOLE) == cached
@@ -169,7 +190,7 @@ def test_without_a_tenant_salts_are_vllms_and_none_is_a_tenants(served: Served, 
         assert "cache_salt" in answer.body["error"]["message"]
 
 
-# --- what a request may ask for ----------------------------------------------------------------------------------------
+# --- what a request may ask for -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -204,7 +225,9 @@ def test_a_completion_is_that_of_the_decode_node_alone_and_its_prefill_computes_
     served.settle()
 
 
-def test_a_list_of_prompts_is_answered_as_by_the_decode_node_alone(served: Served, new_prompt: NewPrompt) -> None:
+def test_a_list_of_prompts_is_answered_as_by_the_decode_node_alone(
+    served: Served, new_prompt: NewPrompt
+) -> None:
     ids = [new_prompt(LENGTH), new_prompt(LENGTH + 200), new_prompt(9)]
     late = served.decode.metric("vllm:pd_cache_troubles_total", op="lookup", reason="deadline")
     for prompts in (ids, [words(one) for one in ids]):
@@ -214,7 +237,9 @@ def test_a_list_of_prompts_is_answered_as_by_the_decode_node_alone(served: Serve
     assert served.decode.metric("vllm:pd_cache_troubles_total", op="lookup", reason="deadline") == late
 
 
-def test_a_text_and_a_chat_are_known_to_the_pool_by_their_tokens(served: Served, new_prompt: NewPrompt) -> None:
+def test_a_text_and_a_chat_are_known_to_the_pool_by_their_tokens(
+    served: Served, new_prompt: NewPrompt
+) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": words(new_prompt(LENGTH))}}
     template = "{% for message in messages %}t3000 {{ message['content'] }} {% endfor %}"
     hello = words(new_prompt(20))
@@ -236,7 +261,9 @@ def test_a_text_and_a_chat_are_known_to_the_pool_by_their_tokens(served: Served,
             served.settle()
 
 
-def test_a_stream_has_the_tokens_as_they_are_made(served: Served, plain: Reference, new_prompt: NewPrompt) -> None:
+def test_a_stream_has_the_tokens_as_they_are_made(
+    served: Served, plain: Reference, new_prompt: NewPrompt
+) -> None:
     for prompt in (new_prompt(900), new_prompt(50)):
         events = served.proxy.stream(prompt, 12)
         assert len(events) > 6
@@ -247,21 +274,27 @@ def test_a_stream_has_the_tokens_as_they_are_made(served: Served, plain: Referen
 
 def test_the_list_of_models_is_the_decode_nodes(served: Served) -> None:
     (ours,), (theirs,) = (one.ask("/v1/models")["data"] for one in (served.proxy, served.decode))
-    assert (ours["id"], ours["max_model_len"]) == (theirs["id"], theirs["max_model_len"]) == (MODEL_NAME, 4096)
-
-
-def test_a_prompt_that_is_too_long_for_the_prefill_node_only_is_computed_by_the_decode_node(served, plain, new_prompt):
-    prompt, refused = new_prompt(2100), served.went("prefill_refused")
-    assert served.agrees({"prompt": prompt, "return_token_ids": True})["choices"][0]["token_ids"] == plain.tokens(
-        prompt
+    assert (
+        (ours["id"], ours["max_model_len"]) == (theirs["id"], theirs["max_model_len"]) == (MODEL_NAME, 4096)
     )
+
+
+def test_a_prompt_that_is_too_long_for_the_prefill_node_only_is_computed_by_the_decode_node(
+    served, plain, new_prompt
+):
+    prompt, refused = new_prompt(2100), served.went("prefill_refused")
+    assert served.agrees({"prompt": prompt, "return_token_ids": True})["choices"][0][
+        "token_ids"
+    ] == plain.tokens(prompt)
     assert served.went("prefill_refused") == refused + 1
     answer = served.asked({"prompt": new_prompt(4200)})
     assert answer.status == 400
     assert "4096" in answer.body["error"]["message"], "the decode node's words"
 
 
-def test_an_adapter_is_served_by_its_name_also_if_only_the_decode_node_has_it(served, model, new_prompt, tmp_path):
+def test_an_adapter_is_served_by_its_name_also_if_only_the_decode_node_has_it(
+    served, model, new_prompt, tmp_path
+):
     prompt = new_prompt(LENGTH)
     folder = str(write_adapter(tmp_path / "adapter", model, seed=1))
     base = served.agrees({"prompt": prompt})["choices"]
@@ -288,7 +321,7 @@ def test_a_client_that_leaves_ends_its_request_at_both_nodes(served, plain, new_
         assert served.proxy.complete(prompt).tokens == plain.tokens(prompt)
 
 
-# --- hints -------------------------------------------------------------------------------------------------------------
+# --- hints --------------------------------------------------------------------------------------------------
 
 
 def hint(served: Served, kind: str, **payload: Any) -> dict[str, Any]:
@@ -334,7 +367,9 @@ def test_a_prompt_is_retained_released_and_prefetched(served: Served, new_prompt
     served.settle()
 
 
-def test_a_hint_in_a_body_is_about_its_prompt_and_vllm_does_not_get_it(served: Served, new_prompt: NewPrompt) -> None:
+def test_a_hint_in_a_body_is_about_its_prompt_and_vllm_does_not_get_it(
+    served: Served, new_prompt: NewPrompt
+) -> None:
     action = {
         "action_id": "b",
         "action_type": "kv.retain",
@@ -350,7 +385,7 @@ def test_a_hint_in_a_body_is_about_its_prompt_and_vllm_does_not_get_it(served: S
     assert hint(served, "release", action_id="b")["status"] == "refused", "it was for one request"
 
 
-# --- what operators see and do -----------------------------------------------------------------------------------------
+# --- what operators see and do ------------------------------------------------------------------------------
 
 
 def test_explain_says_of_each_node_what_it_had(served: Served, new_prompt: NewPrompt, tmp_path: Path) -> None:
@@ -366,7 +401,9 @@ def test_explain_says_of_each_node_what_it_had(served: Served, new_prompt: NewPr
     assert [one["found"] for one in told["nodes"]] == [WHOLE, WHOLE]
 
 
-def test_a_store_is_drained_and_the_pool_listed_and_emptied_and_answers_stay_the_same(served, plain, new_prompt):
+def test_a_store_is_drained_and_the_pool_listed_and_emptied_and_answers_stay_the_same(
+    served, plain, new_prompt
+):
     prompt = new_prompt(LENGTH)
     cli("pool", "rm", MODEL_NAME, "--yes", "-c", served.file)
     served.prefill.forget_prefixes()

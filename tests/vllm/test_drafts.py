@@ -1,4 +1,5 @@
-"""Draft models with KV of their own. Their layers are a layer group, and a load gives them the KV that they would have computed."""
+"""Draft models with KV of their own. Their layers are a layer group, and a load gives them the KV that they
+would have computed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ GENERATED = 24
 @pytest.fixture(scope="module")
 def drafting(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, PdCacheServer]]:
     folder = tmp_path_factory.mktemp("drafts")
-    llama, ernie = write_model(folder / "llama", layers=2), write_model(folder / "ernie", kind="ernie", layers=1)
+    llama, ernie = (
+        write_model(folder / "llama", layers=2),
+        write_model(folder / "ernie", kind="ernie", layers=1),
+    )
     head = write_eagle(folder / "head", llama)
     eagle = f'{{"method": "eagle", "model": "{head}", "num_speculative_tokens": 3}}'
     mtp = '{"method": "mtp", "num_speculative_tokens": 2}'
@@ -50,7 +54,8 @@ def test_a_load_leaves_a_chunk_and_its_drafts_are_accepted_as_often_as_without_i
     drafting: dict[str, PdCacheServer], kind: str, new_prompt: NewPrompt, vllm_pool: Pool
 ) -> None:
     server, total = drafting[kind], 0.0
-    for length in (128, 600):  # a prompt that ends where a chunk ends; one in which vLLM's steps end within the prompt
+    # a prompt that ends where a chunk ends; one in which vLLM's steps end within the prompt
+    for length in (128, 600):
         prompt, chunks = new_prompt(length), length // CHUNK
         expected = drafted(server, prompt, cache_salt=f"a tenant for whom nothing is stored, {length}")
         before = vllm_pool.keys()
@@ -60,7 +65,11 @@ def test_a_load_leaves_a_chunk_and_its_drafts_are_accepted_as_often_as_without_i
         ], "the draft model stores all chunks but the last, whose KV depends on the token behind it"
         server.forget_prefixes()
         loaded = drafted(server, prompt)
-        assert (expected.answer.cached, stored.answer.cached, loaded.answer.cached) == (0, 0, (chunks - 1) * CHUNK)
+        assert (expected.answer.cached, stored.answer.cached, loaded.answer.cached) == (
+            0,
+            0,
+            (chunks - 1) * CHUNK,
+        )
         assert same(stored.answer, expected.answer), length
         assert same(loaded.answer, expected.answer), length
         assert loaded.accepted == stored.accepted == expected.accepted, length

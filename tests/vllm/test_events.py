@@ -1,4 +1,5 @@
-"""KV events and vLLM: its own classes read ours, ours read those of its publisher, and a real node's events say what its cache holds."""
+"""KV events and vLLM: its own classes read ours, ours read those of its publisher, and a real node's events
+say what its cache holds."""
 
 from __future__ import annotations
 
@@ -25,8 +26,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports war
 
 
 def test_a_subscriber_of_vllms_publisher_that_comes_later_catches_up_by_its_replay(tmp_path: Path) -> None:
-    """More batches than a socket holds: vLLM's replays lose what does not fit, and the rest is asked for again."""
-    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+    """More batches than a socket holds: vLLM's replays lose what does not fit, and the rest is asked for
+    again."""
+    from vllm.distributed.kv_events import (
+        AllBlocksCleared,
+        BlockRemoved,
+        BlockStored,
+        KVEventBatch,
+        ZmqEventPublisher,
+    )
 
     ends = EventEndpoints(f"ipc://{tmp_path}/stream", f"ipc://{tmp_path}/replay")
     publisher = ZmqEventPublisher(0, ends.stream, ends.replay)
@@ -71,7 +79,9 @@ def observed(pair: Pair) -> Iterator[Observed]:
 
 def spaces(server: PdCacheServer) -> list[Namespace]:
     return [
-        msgspec.convert({k: v for k, v in server.ask("/health")["namespace"].items() if k != "token_hash"}, Namespace)
+        msgspec.convert(
+            {k: v for k, v in server.ask("/health")["namespace"].items() if k != "token_hash"}, Namespace
+        )
     ]
 
 
@@ -80,7 +90,9 @@ def test_a_real_node_says_how_large_its_own_cache_and_a_request_may_be(observed:
     told = read_about(json.dumps(observed.node.ask("/health")))
     record = next(one for one in file_records(observed.config) if one.name == "prefill-0")
     capacity = record.telling(told).capacity
-    assert capacity.kv_tokens == (1024 - 1) * block, "as `num-gpu-blocks-override` says, without the null block"
+    assert capacity.kv_tokens == (1024 - 1) * block, (
+        "as `num-gpu-blocks-override` says, without the null block"
+    )
     assert capacity.max_model_len == 4096
 
 

@@ -11,7 +11,10 @@ from tests.support.pool import ROOT, Pool
 from tests.vllm.servers import ENV, PROGRAM
 
 PATIENT = {
-    "transfer": {"staging_size": "32MiB", "timeouts": {"exist_ms": 10_000, "get_ms": 10_000, "put_ms": 10_000}},
+    "transfer": {
+        "staging_size": "32MiB",
+        "timeouts": {"exist_ms": 10_000, "get_ms": 10_000, "put_ms": 10_000},
+    },
     "connector": {"lookup_timeout_ms": 10_000, "load_timeout_ms": 60_000},
 }
 """Deadlines that no machine is too busy for."""
@@ -23,7 +26,9 @@ def run(model: Path, file: Path) -> list[str]:
     return [line for line in lines if line.startswith(("tokens: ", "cached: "))]
 
 
-def test_the_second_process_takes_the_prompt_from_the_pool(model: Path, vllm_pool: Pool, tmp_path: Path) -> None:
+def test_the_second_process_takes_the_prompt_from_the_pool(
+    model: Path, vllm_pool: Pool, tmp_path: Path
+) -> None:
     file = tmp_path / "pool.yaml"
     file.write_text(yaml.safe_dump({**PATIENT, "nodes": [vllm_pool.master]}))
     tokens, cached = run(model, file)

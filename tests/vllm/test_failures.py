@@ -1,4 +1,5 @@
-"""The cache may fail in any way: requests are answered, with the right tokens, and every block is given back."""
+"""The cache may fail in any way: requests are answered, with the right tokens, and every block is given
+back."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.vllm.servers import (
 
 
 def store(pool: Pool, server: Server, prompt: list[int], held: int = 0) -> None:
-    """Until the pool holds all of it beyond its first `held` tokens: a put may fail on a machine that is busy for a second."""
+    """Until the pool holds all of it beyond its first `held` tokens: a put may fail on a machine that is busy
+    for a second."""
     before = pool.keys()
 
     def stored() -> bool:
@@ -63,7 +65,8 @@ def test_a_client_that_goes_away_while_its_prompt_is_loaded(pair, plain, new_pro
 
 
 def test_a_load_that_outlives_its_deadline_is_computed(pair, plain, new_prompt, vllm_pool):
-    """The memory node neither answers nor dies: a transfer is given up at its deadline, and the load with it."""
+    """The memory node neither answers nor dies: a transfer is given up at its deadline, and the load with
+    it."""
     prompt = new_prompt(LENGTH)
     store(vllm_pool, pair.a, prompt)
     failed = pair.b.metric("vllm:pd_cache_troubles_total", op="retrieve")
@@ -79,7 +82,9 @@ def test_a_client_that_goes_away_while_its_prompt_is_stored(pair, plain, new_pro
     with vllm_pool.nodes["store-0"].stopped():
         with pair.a.abandoned(prompt):
             wait_for(lambda: pair.a.blocks_in_use)
-        assert pair.a.complete(other := new_prompt(100)).tokens == plain.tokens(other), "the engine serves on meanwhile"
+        assert pair.a.complete(other := new_prompt(100)).tokens == plain.tokens(other), (
+            "the engine serves on meanwhile"
+        )
     pair.a.settle()
     assert pair.a.store(prompt).tokens == plain.tokens(prompt)
 
@@ -101,7 +106,9 @@ def test_the_memory_node_is_killed_between_lookup_and_load(pair, plain, new_prom
         vllm_pool.start("store-0")
 
 
-def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_back(pair, plain, new_prompt, vllm_pool):
+def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_back(
+    pair, plain, new_prompt, vllm_pool
+):
     prompt = new_prompt(LENGTH)
     vllm_pool.kill("master")
     try:
@@ -162,8 +169,11 @@ def test_damaged_chunks_in_an_engine_with_few_blocks_are_neither_answered_nor_st
         assert pair.b.complete(one).outcome == (len(one) // CHUNK * CHUNK, plain.tokens(one))
 
 
-def test_preemption_under_a_tiny_kv_cache(cramped: PdCacheServer, plain: Reference, new_prompt: NewPrompt) -> None:
-    """28 blocks of 32 tokens for eight requests of 280 and 48 more, which complete a chunk: three fit until they have grown by eight tokens."""
+def test_preemption_under_a_tiny_kv_cache(
+    cramped: PdCacheServer, plain: Reference, new_prompt: NewPrompt
+) -> None:
+    """28 blocks of 32 tokens for eight requests of 280 and 48 more, which complete a chunk: three fit until
+    they have grown by eight tokens."""
     prompts = [new_prompt(280) for _ in range(8)]
     for _ in range(2):
         answers = cramped.complete_all(prompts, 48)

@@ -1,5 +1,5 @@
-"""Models with several layer groups: windows, or states, beside full attention. A load has a part for each layer group. Some tests run
-several ranks, each of which has some of the heads, or some of the layers."""
+"""Models with several layer groups: windows, or states, beside full attention. A load has a part for each
+layer group. Some tests run several ranks, each of which has some of the heads, or some of the layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Kind(NamedTuple):
     chunk: int = CHUNK
     """The tokens of a chunk."""
     recompute: str = "token"
-    """What a load of a whole prompt leaves to compute. A window cannot be restored inside of a chunk, so `block` then leaves a chunk."""
+    """What a load of a whole prompt leaves to compute. A window cannot be restored inside of a chunk, so
+    `block` then leaves a chunk."""
 
 
 STATES = {"dtype": "bfloat16", "mamba-cache-mode": "align", "max-num-seqs": 16}
@@ -52,8 +53,9 @@ STATES = {"dtype": "bfloat16", "mamba-cache-mode": "align", "max-num-seqs": 16}
 KINDS: dict[ModelKind, Kind] = {
     "gemma3": Kind(6, 100, {}, (4, 4), "in-process"),
     "gptoss": Kind(4, 80, {}, (2,), "server", recompute="block"),
-    # On CPUs with AVX-512 BF16, vLLM 0.32 keeps gated delta nets' states in float32 and takes blocks of 96 tokens for them. Its kernel works
-    # on 64 tokens at a time, and rounds differently where a prompt is cut inside them.
+    # On CPUs with AVX-512 BF16, vLLM 0.32 keeps gated delta nets' states in float32 and takes blocks of 96
+    # tokens for them. Its kernel works on 64 tokens at a time, and rounds differently where a prompt is cut
+    # inside them.
     "qwen3next": Kind(8, 60, {**STATES, "block-size": 128}, (1, 1, 1), "server", divisible=False, chunk=128),
 }
 each = pytest.mark.parametrize("kind", KINDS)
@@ -62,7 +64,8 @@ _ROUNDED = 2e-3
 
 
 def chunking(kind: ModelKind) -> dict[str, Any]:
-    """Returns what a file says of chunks: those of states must be as large as vLLM's blocks, which `auto` sees to."""
+    """Returns what a file says of chunks: those of states must be as large as vLLM's blocks, which `auto`
+    sees to."""
     return {"chunk_size": CHUNK, "shards": SHARDS} if KINDS[kind].divisible else {}
 
 
@@ -84,7 +87,8 @@ _tenants = itertools.count()
 
 
 def computed(server: PdCacheServer, prompt: list[int], max_tokens: int = 6) -> Answer:
-    """Returns the answer to a prompt that the server computes from its beginning: nothing is stored under the salt."""
+    """Returns the answer to a prompt that the server computes from its beginning: nothing is stored under the
+    salt."""
     salt = f"a tenant for whom nothing is stored, {next(_tenants)}"
     answer = server.store(prompt, max_tokens, logprobs=2, cache_salt=salt)
     assert answer.cached == 0
@@ -98,9 +102,11 @@ def afresh(server: PdCacheServer, prompt: list[int]) -> Answer:
 
 
 def same(answer: Answer, expected: Answer) -> bool:
-    """Whether tokens and logprobs are the same, up to a tie: states are in bfloat16, and a prompt that is cut elsewhere is rounded elsewhere.
+    """Whether tokens and logprobs are the same, up to a tie: states are in bfloat16, and a prompt that is cut
+    elsewhere is rounded elsewhere.
 
-    At a tie, both answers have another token that is as likely as the one they took. What follows it is not compared.
+    At a tie, both answers have another token that is as likely as the one they took. What follows it is not
+    compared.
     """
     for index, (token, other) in enumerate(zip(answer.tokens, expected.tokens, strict=True)):
         if answer.logprobs[index] != pytest.approx(expected.logprobs[index], abs=_ROUNDED):
@@ -111,7 +117,8 @@ def same(answer: Answer, expected: Answer) -> bool:
 
 
 def by_group(pool: Pool, before: set[str]) -> list[list[str]]:
-    """Returns the keys that are in the pool now and not in `before`: a list for each namespace, in no order."""
+    """Returns the keys that are in the pool now and not in `before`: a list for each namespace, in no
+    order."""
     groups: dict[str, list[str]] = defaultdict(list)
     for key in sorted(pool.keys() - before):
         groups[key.split("/")[1]].append(key)
@@ -126,8 +133,8 @@ def stored(server: PdCacheServer, pool: Pool, prompt: list[int]) -> list[list[st
 
 
 def wholes(kind: ModelKind, length: int) -> int:
-    """Returns how many tokens of a stored prompt a load restores: its whole chunks, but at most all tokens but one. With states, or if vLLM's
-    last block is left to compute, no part of a chunk."""
+    """Returns how many tokens of a stored prompt a load restores: its whole chunks, but at most all tokens
+    but one. With states, or if vLLM's last block is left to compute, no part of a chunk."""
     chunk = KINDS[kind].chunk
     if KINDS[kind].divisible and KINDS[kind].recompute == "token":
         return min(length // chunk * chunk, length - 1)
@@ -150,7 +157,8 @@ def test_what_a_request_for_one_token_has_loaded_the_next_one_finds_at_hand(node
 @each
 def test_what_was_stored_is_loaded_whatever_the_window_covers(nodes, kind, new_prompt, vllm_pool):
     server, chunk = nodes[kind], KINDS[kind].chunk
-    # shorter than a chunk, at a chunk's end and behind it, shorter and longer than each window, and far longer
+    # shorter than a chunk, at a chunk's end and behind it, shorter and longer than each window, and far
+    # longer
     for length in (63, 64, 65, 127, 128, 129, 192, 200, 255, 256, 257, 320, 330, 449, LENGTH):
         prompt = new_prompt(length)
         before = vllm_pool.keys()
@@ -164,7 +172,9 @@ def test_what_was_stored_is_loaded_whatever_the_window_covers(nodes, kind, new_p
         assert same(answer, expected), length
         assert answer.cached == wholes(kind, length), length
         loaded = server.loaded - moved
-        counted = [server.metric(f"vllm:pd_cache_{name}_total", op="retrieve") for name in ("bytes", "group_bytes")]
+        counted = [
+            server.metric(f"vllm:pd_cache_{name}_total", op="retrieve") for name in ("bytes", "group_bytes")
+        ]
         assert counted[0] == counted[1], "each byte is that of a group"
         whole = -(-wholes(kind, length) // chunk)
         needed = whole + sum(min(tail, whole) for tail in KINDS[kind].tails)
@@ -173,7 +183,9 @@ def test_what_was_stored_is_loaded_whatever_the_window_covers(nodes, kind, new_p
             # a window's tail is also that of a prompt that ends one token earlier
             most = [length // chunk, *(min(chunks, tail + 1) for tail in KINDS[kind].tails)]
             assert len(counts) == len(most)
-            assert all(count <= parts * limit for count, limit in zip(counts, sorted(most), strict=True)), length
+            assert all(count <= parts * limit for count, limit in zip(counts, sorted(most), strict=True)), (
+                length
+            )
 
 
 @each
@@ -195,12 +207,16 @@ def test_the_third_of_prompts_that_part_in_the_middle_loads_what_they_share(node
     for number, cached in enumerate((0, 0, parting)):
         prompt = shared + new_prompt(150 + number)
         answer = afresh(server, prompt)
-        assert answer.cached == cached, "the second sees where they part, and stores what the third needs there"
+        assert answer.cached == cached, (
+            "the second sees where they part, and stores what the third needs there"
+        )
         assert same(answer, computed(server, prompt))
 
 
 @each
-def test_a_prompt_of_which_one_group_was_evicted_is_computed_and_stored_again(nodes, kind, new_prompt, vllm_pool):
+def test_a_prompt_of_which_one_group_was_evicted_is_computed_and_stored_again(
+    nodes, kind, new_prompt, vllm_pool
+):
     server, prompt = nodes[kind], new_prompt(LENGTH)
     expected = computed(server, prompt)
     groups = stored(server, vllm_pool, prompt)
@@ -233,8 +249,8 @@ def test_a_damaged_object_of_any_group_is_never_used(nodes, kind, new_prompt, vl
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].divisible])
 def test_preempted_requests_have_the_tokens_of_those_that_were_alone(nodes, kind, new_prompt):
-    """There are more requests than fit, so that loads wait for blocks, too. Models with states are left out: they need bfloat16, in which a
-    plain vLLM also gives other tokens if requests are computed together."""
+    """There are more requests than fit, so that loads wait for blocks, too. Models with states are left out:
+    they need bfloat16, in which a plain vLLM also gives other tokens if requests are computed together."""
     server, answered = nodes[kind], 100 if kind == "gemma3" else 30
     prompts = [new_prompt(900 + 30 * number) for number in range(6)]
     expected = [computed(server, prompt, answered).tokens for prompt in prompts]
@@ -255,14 +271,19 @@ PATIENT: dict[str, Any] = {
 
 
 @pytest.fixture
-def two_ranks(vllm_pool: Pool, tmp_path: Path) -> Callable[..., contextlib.AbstractContextManager[list[PdCacheServer]]]:
+def two_ranks(
+    vllm_pool: Pool, tmp_path: Path
+) -> Callable[..., contextlib.AbstractContextManager[list[PdCacheServer]]]:
     """Returns a function that runs a node of two ranks.
 
-    The ranks wait for each other in a loop of `sched_yield`. If they take up all cores, Linux 6.18 runs nothing else for five to eight
-    seconds, kernel threads included. A cache server then counts as lost, and the prompt is computed.
+    The ranks wait for each other in a loop of `sched_yield`. If they take up all cores, Linux 6.18 runs
+    nothing else for five to eight seconds, kernel threads included. A cache server then counts as lost, and
+    the prompt is computed.
     """
 
-    def run(kind: ModelKind, mode: str, **args: Any) -> contextlib.AbstractContextManager[list[PdCacheServer]]:
+    def run(
+        kind: ModelKind, mode: str, **args: Any
+    ) -> contextlib.AbstractContextManager[list[PdCacheServer]]:
         served = write_model(tmp_path / kind, kind=kind, layers=KINDS[kind].layers)
         args = {"max-model-len": 2048, "num-gpu-blocks-override": 200, **KINDS[kind].args, **args}
         cache = chunking(kind)

@@ -44,7 +44,8 @@ RENDERING = {"model-impl": "transformers", "enable-scale-out": True}
 
 
 def write_llava(folder: Path) -> Path:
-    """Returns the folder of a small Llava with random weights, in which an image decides which tokens come after it."""
+    """Returns the folder of a small Llava with random weights, in which an image decides which tokens come
+    after it."""
     import torch
     import transformers
     from tokenizers import Tokenizer
@@ -69,7 +70,10 @@ def write_llava(folder: Path) -> Path:
             parameter.data.normal_(0, 0.1)
     model.save_pretrained(folder)
     named = ["<s>", "</s>", "<unk>", "<image>"]
-    words = {word: index for index, word in enumerate([*named, *(f"t{index}" for index in range(len(named), WORDS))])}
+    words = {
+        word: index
+        for index, word in enumerate([*named, *(f"t{index}" for index in range(len(named), WORDS))])
+    }
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     fast = transformers.PreTrainedTokenizerFast(
@@ -78,7 +82,11 @@ def write_llava(folder: Path) -> Path:
     )  # fmt: skip
     images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
     transformers.LlavaProcessor(
-        images, fast, patch_size=PATCH, vision_feature_select_strategy="default", num_additional_image_tokens=1
+        images,
+        fast,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
     ).save_pretrained(folder)
     return folder
 
@@ -102,12 +110,17 @@ def before(*nodes: PdCacheServer) -> Iterator[Server]:
     tree = yaml.safe_load(nodes[0].file.read_text())
     ports = {node.node.name: int(node.url.rpartition(":")[2]) for node in nodes}
     listed = [{**node, "port": ports.get(node["name"], node["port"])} for node in tree["nodes"]]
-    tree |= {"nodes": [*listed, {"name": "proxy", "role": "proxy", "port": 0}], "proxy": {"direct_tokens": CHUNK}}
+    tree |= {
+        "nodes": [*listed, {"name": "proxy", "role": "proxy", "port": 0}],
+        "proxy": {"direct_tokens": CHUNK},
+    }
     file = nodes[0].file.with_suffix(".proxy.yaml")
     file.write_text(yaml.safe_dump(tree))
     with Node("proxy", "proxy", file) as node:
         proxy = Server(node.address)
-        wait_for(lambda: proxy.ask("/health")["media_lookups"] == "on", what="the proxy looks up chats with images")
+        wait_for(
+            lambda: proxy.ask("/health")["media_lookups"] == "on", what="the proxy looks up chats with images"
+        )
         yield proxy
 
 
@@ -131,7 +144,9 @@ _numbers = itertools.count()
 
 def picture() -> str:
     """Returns the URL of an image that no other test has used: each of its patches has one colour."""
-    patches = np.random.default_rng(next(_numbers)).integers(0, 256, (SIDE // PATCH, SIDE // PATCH, 3), np.uint8)
+    patches = np.random.default_rng(next(_numbers)).integers(
+        0, 256, (SIDE // PATCH, SIDE // PATCH, 3), np.uint8
+    )
     Image.fromarray(patches.repeat(PATCH, 0).repeat(PATCH, 1)).save(file := io.BytesIO(), "png")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
@@ -238,9 +253,14 @@ def test_clients_names_of_images_count_only_within_a_salt_unless_the_file_trusts
     before = written(servers.blocks)
     for name in ("cat", hashed):
         assert ask(servers.blocks, chat.but(0, cat, uuid=name))[::2] == (0, "media_unidentified")
-    assert ask(servers.blocks, chat.but(0, dog))[::2] == (0, "media_unidentified"), "vLLM's hashes look like names"
+    assert ask(servers.blocks, chat.but(0, dog))[::2] == (0, "media_unidentified"), (
+        "vLLM's hashes look like names"
+    )
     assert written(servers.blocks) == before
-    assert servers.blocks.metric("vllm:pd_cache_missed_tokens_total", reason="media_unidentified") == 3 * chat.tokens
+    assert (
+        servers.blocks.metric("vllm:pd_cache_missed_tokens_total", reason="media_unidentified")
+        == 3 * chat.tokens
+    )
     for salt, cached in (("mine", 0), ("mine", chat.whole), ("yours", 0)):
         assert ask(servers.blocks, chat, cache_salt=salt).cached == cached
     answer = ask(servers.plain, chat.but(0, dog)).text
@@ -262,7 +282,8 @@ def test_images_that_vllm_numbers_are_neither_loaded_nor_stored(servers):
 
 def test_chats_with_images_come_by_the_proxy_like_texts(servers):
     cat, dog, bird = picture(), picture(), picture()
-    chat = Chat().text(BEFORE).image(cat).image(cat).text(AFTER)  # one of vLLM's blocks has tokens of both images
+    # one of vLLM's blocks has tokens of both images
+    chat = Chat().text(BEFORE).image(cat).image(cat).text(AFTER)
     later = chat.but(0, bird)
 
     def went(result):

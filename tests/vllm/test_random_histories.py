@@ -1,9 +1,11 @@
-"""vLLM's own scheduler and block pool, and both sides of the connector, over a model of hashes and a pool that fails at random.
+"""vLLM's own scheduler and block pool, and both sides of the connector, over a model of hashes and a pool
+that fails at random.
 
-After each step, every block of vLLM's prefix cache must hold the KV of its tokens, and so must each chunk that is stored. Every token of every
-answer must follow from those before it. Requests share beginnings, and are aborted (even within a step), preempted and drafted for. Loads fail
-in any layer, come late or bring chunks of weights that have changed. A reset changes the weights: from then on only KV of the new ones is right,
-and requests that had begun before may answer what they like.
+After each step, every block of vLLM's prefix cache must hold the KV of its tokens, and so must each chunk
+that is stored. Every token of every answer must follow from those before it. Requests share beginnings, and
+are aborted (even within a step), preempted and drafted for. Loads fail in any layer, come late or bring
+chunks of weights that have changed. A reset changes the weights: from then on only KV of the new ones is
+right, and requests that had begun before may answer what they like.
 """
 
 from __future__ import annotations
@@ -89,12 +91,13 @@ class Setting(NamedTuple):
     retention: int | None = None
     """vLLM's `prefix_cache_retention_interval`."""
     patient: bool = False
-    """Whether streams are cancelled only when the request that is to be answered has its first token, prompts may need nearly all blocks, and
-    nothing is aborted: whoever waits for another for ever is seen."""
+    """Whether streams are cancelled only when the request that is to be answered has its first token, prompts
+    may need nearly all blocks, and nothing is aborted: whoever waits for another for ever is seen."""
 
 
 class FailingCache:
-    """The worker's cache of a part of a layer group. A load brings all, or fails in one of the layers. Called on the worker's threads."""
+    """The worker's cache of a part of a layer group. A load brings all, or fails in one of the layers. Called
+    on the worker's threads."""
 
     def __init__(self, history: History, part: KeptLayers, names: Sequence[str]) -> None:
         self._history = history
@@ -223,7 +226,8 @@ class History:
         self.windows = [layer.window for layer in setting.layers]
         self.pages = [np.zeros((setting.blocks, layer.block), dtype=np.uint64) for layer in setting.layers]
         self.right_blocks: dict[bytes, Words] = {}
-        """By the hash of a block of vLLM's prefix cache, what all layers have to hold of the last `BLOCK` tokens up to the block's end."""
+        """By the hash of a block of vLLM's prefix cache, what all layers have to hold of the last `BLOCK`
+        tokens up to the block's end."""
         self.right_chunks: dict[bytes, Words] = {}
         """What each chunk has to hold, by its name."""
         self._known: dict[str, int] = {}
@@ -243,11 +247,18 @@ class History:
             "engine": {"kind": "vllm", "model": str(model)},
             "handoff": {"wait_ms": 20},
             "connector": {"load": "always", "recompute": setting.recompute, "store_generated": True},
-            "nodes": [{"name": "master", "role": "master", "port": 1}, {"name": "a", "role": "prefill", "port": 2}],
+            "nodes": [
+                {"name": "master", "role": "master", "port": 1},
+                {"name": "a", "role": "prefill", "port": 2},
+            ],
         }
         file = folder / f"{seed}.yaml"
         file.write_text(yaml.safe_dump(tree))
-        drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2} if setting.drafts else None
+        drafts = (
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+            if setting.drafts
+            else None
+        )
         config = EngineArgs(
             model=str(model),
             max_model_len=1024,
@@ -287,7 +298,8 @@ class History:
         side.streams.longest_s = setting.stream_s
         self.chunk, self.cache = chunk, self.vllm.connector._settings.node.cache
         by_group = [
-            [FailingCache(self, *part) for part in parts_of(kept, ours, NO_DRAFT)] for kept in kept_layers(ours)
+            [FailingCache(self, *part) for part in parts_of(kept, ours, NO_DRAFT)]
+            for kept in kept_layers(ours)
         ]
         self.parts = [part for parts in by_group for part in parts]
         side.open([part.space for part in self.parts], RandomLookups(self))
@@ -315,7 +327,12 @@ class History:
         """Lets requests come until all have ended. Raises AssertionError for anything that is wrong."""
         made = steps = 0
         rng, blocks = self.rng, self.vllm.kv_cache_manager.block_pool
-        while made < REQUESTS or self._elsewhere or self.vllm.requests or self.vllm.connector.has_pending_push_work():
+        while (
+            made < REQUESTS
+            or self._elsewhere
+            or self.vllm.requests
+            or self.vllm.connector.has_pending_push_work()
+        ):
             while made < REQUESTS and len(self.vllm.requests) < 12 and rng.random() < 0.4:
                 self._begin_request(f"request-{made}")
                 made += 1
@@ -338,7 +355,9 @@ class History:
             assert not self.wrong
             steps += 1
             assert steps < _MOST_STEPS, [(one.request_id, one.status) for one in self.vllm.requests.values()]
-        assert not [one for one in blocks.blocks if one.ref_cnt and not one.is_null], "every block is given back"
+        assert not [one for one in blocks.blocks if one.ref_cnt and not one.is_null], (
+            "every block is given back"
+        )
 
     def _begin_request(self, request_id: str) -> None:
         from vllm.sampling_params import SamplingParams
@@ -365,7 +384,9 @@ class History:
             # more than one, as if several proxies sent the same prompt, a part of it, or one that goes on
             for number in range(rng.choice([1, 1, 2, 4])):
                 longer = [*prompt, *(rng.randrange(VOCABULARY) for _ in range(60))][:most]
-                some = rng.choice([prompt, prompt[: rng.randint(1, len(prompt))], longer]) if number else prompt
+                some = (
+                    rng.choice([prompt, prompt[: rng.randint(1, len(prompt))], longer]) if number else prompt
+                )
                 self._add(Request(f"{request_id}-stream{number}", some, one, None, block_hasher=self._hasher))
         else:
             self._add(request)
@@ -377,7 +398,8 @@ class History:
         self.vllm.add_request(request)
 
     def _compute_elsewhere(self) -> None:
-        """Lets other nodes store chunks, end or fail, and proxies cancel streams before or after the request that is to be answered comes."""
+        """Lets other nodes store chunks, end or fail, and proxies cancel streams before or after the request
+        that is to be answered comes."""
         rng, chunk = self.rng, self.setting.per_chunk * BLOCK
         for request in list(self._elsewhere):
             names = stride_hashes(request.block_hashes, chunk // self.hashed)[: request.num_tokens // chunk]
@@ -389,7 +411,9 @@ class History:
             if missing and rng.random() > 0.03:
                 continue
             self._elsewhere.remove(request)
-            self._cancelled += [one for one in self._requests if one.startswith(f"{request.request_id}-stream")]
+            self._cancelled += [
+                one for one in self._requests if one.startswith(f"{request.request_id}-stream")
+            ]
             if not missing:
                 tokens = {"prefix_tokens": len(names) * chunk}
                 request.kv_transfer_params = {"do_remote_prefill": True, "pd_cache": tokens}
@@ -404,7 +428,9 @@ class History:
 
         for request_id in list(self._cancelled):
             request = self._requests.get(request_id.partition("-stream")[0])
-            if self.setting.patient and not (request and (request.num_output_tokens or request.is_finished())):
+            if self.setting.patient and not (
+                request and (request.num_output_tokens or request.is_finished())
+            ):
                 continue
             self._cancelled.remove(request_id)
             if request_id in self.vllm.requests:
@@ -412,7 +438,8 @@ class History:
                 self.vllm.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def begin_version(self) -> None:
-        """Changes the weights, and with them what is right. Call it with the lock held: stores compare with what is right in their label."""
+        """Changes the weights, and with them what is right. Call it with the lock held: stores compare with
+        what is right in their label."""
         self.pool.clear()
         self.label += "x"
         self.weights += 1
@@ -472,13 +499,20 @@ class History:
         self._check_prefix_cache()
 
     def _compute(self, output: Any, step: Step) -> dict[str, list[int]]:
-        """Does what vLLM's worker does. Returns the tokens of each request, none if its prompt is not all computed."""
+        """Does what vLLM's worker does. Returns the tokens of each request, none if its prompt is not all
+        computed."""
         starts = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         self.worker.start(step)
         parts = [
-            _Part(self, request_id, starts[request_id], count, output.scheduled_spec_decode_tokens.get(request_id, []))
+            _Part(
+                self,
+                request_id,
+                starts[request_id],
+                count,
+                output.scheduled_spec_decode_tokens.get(request_id, []),
+            )
             for request_id, count in output.num_scheduled_tokens.items()
         ]
         for layer in range(LAYERS):
@@ -516,7 +550,9 @@ class History:
                 right = self.right_blocks[bytes(get_block_hash(block.block_hash))]
                 for layer in self.groups[get_group_id(block.block_hash)]:
                     page = self.pages[layer][block.block_id]
-                    assert np.array_equal(right[layer][-len(page) :], page), f"block {block.block_id} is shared"
+                    assert np.array_equal(right[layer][-len(page) :], page), (
+                        f"block {block.block_id} is shared"
+                    )
 
 
 class _Part:
@@ -586,13 +622,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Setting(fail=0.2, blocks=150, per_chunk=4, layers=(Layer(20), Layer(), Layer(20)), recompute="block"),
         # DeepSeek V4: windows of compressors, with blocks of their own
         Setting(
-            fail=0.2, blocks=400, layers=(Layer(latent=True), Layer(8, 4, 1, True), Layer(32, 8, 1, True)), retention=0
+            fail=0.2,
+            blocks=400,
+            layers=(Layer(latent=True), Layer(8, 4, 1, True), Layer(32, 8, 1, True)),
+            retention=0,
         ),
         Setting(
-            fail=0.2, blocks=400, per_chunk=1, layers=(Layer(latent=True), Layer(8, 4, 2, True), Layer(8, 4, 1, True))
+            fail=0.2,
+            blocks=400,
+            per_chunk=1,
+            layers=(Layer(latent=True), Layer(8, 4, 2, True), Layer(8, 4, 1, True)),
         ),
     ],
-    ids=lambda setting: ",".join(str(value) for value in setting._replace(layers=[one[:2] for one in setting.layers])),
+    ids=lambda setting: ",".join(
+        str(value) for value in setting._replace(layers=[one[:2] for one in setting.layers])
+    ),
 )
 def test_whatever_becomes_of_loads_every_block_chunk_and_token_is_right(setting, tiny, tmp_path):
     loaded = streamed = seed = 0

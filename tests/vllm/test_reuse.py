@@ -48,7 +48,9 @@ def test_what_a_stores_b_takes_from_the_pool(pair: Pair, plain: Reference, new_p
 
 def report(server: PdCacheServer, prompt: list[int], request_id: str) -> dict[str, Any]:
     """The report on a request, in its answer and on the page of the node."""
-    told = (server.complete(prompt, 2, {"X-Request-Id": request_id}).kv_transfer_params or {})["pd_cache"]["report"]
+    told = (server.complete(prompt, 2, {"X-Request-Id": request_id}).kv_transfer_params or {})["pd_cache"][
+        "report"
+    ]
     assert server.ask(f"/requests/{request_id}")["reports"] == [told]
     return dict(told)
 
@@ -59,7 +61,12 @@ def test_each_answer_and_the_nodes_page_say_where_the_prompt_was_found_and_why_n
     assert (first["asked"], first["computed"], first["reason"]) == (1000, 1000, "never_stored")
     pair.a.settle()
     second = report(pair.b, prompt, "second")
-    assert (second["found"], second["loaded"], second["pool"], second["reason"]) == (WHOLE, WHOLE, WHOLE, "none")
+    assert (second["found"], second["loaded"], second["pool"], second["reason"]) == (
+        WHOLE,
+        WHOLE,
+        WHOLE,
+        "none",
+    )
     again = report(pair.a, prompt, "again")
     assert again["at_hand"] > 0, "vLLM's own cache has it"
     assert again["at_hand"] + again["loaded"] + again["computed"] == 1000
@@ -100,7 +107,9 @@ def test_tenants_of_different_salt_share_nothing(pair: Pair, plain: Reference, n
     assert pair.b.complete(prompt).cached == 0
 
 
-def test_the_prefill_node_tells_what_it_stores_and_the_decode_node_waits_for_it(pair, plain, new_prompt, vllm_pool):
+def test_the_prefill_node_tells_what_it_stores_and_the_decode_node_waits_for_it(
+    pair, plain, new_prompt, vllm_pool
+):
     prompt = new_prompt(700)
     remote = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
     handed = pair.a.complete(prompt, 1, kv_transfer_params=remote).kv_transfer_params
@@ -131,7 +140,8 @@ def test_statistics_reach_vllms_prometheus(pair: Pair, new_prompt: NewPrompt) ->
     before = pair.b.metric("vllm:pd_cache_bytes_total", op="retrieve")
     pair.b.complete(prompt)
     tokens = 6 * CHUNK
-    per_token = 4 * 2 * 4 * 32 * (2 if GPU else 4)  # layers, K and V, KV heads, head dimension, bytes of a number
+    # layers, K and V, KV heads, head dimension, bytes of a number
+    per_token = 4 * 2 * 4 * 32 * (2 if GPU else 4)
     assert pair.b.metric("vllm:pd_cache_bytes_total", op="retrieve") - before == tokens * per_token
     for op in ("lookup", "retrieve"):
         assert pair.b.metric("vllm:pd_cache_ops_total", op=op) > 0
@@ -143,14 +153,18 @@ def test_statistics_reach_vllms_prometheus(pair: Pair, new_prompt: NewPrompt) ->
     assert pair.b.metric("vllm:external_prefix_cache_hits_total") > 0
 
 
-def test_a_stream_loads_what_appears_and_the_request_that_is_answered_finds_it_at_hand(pair, plain, new_prompt):
+def test_a_stream_loads_what_appears_and_the_request_that_is_answered_finds_it_at_hand(
+    pair, plain, new_prompt
+):
     prompt, node = new_prompt(1500), pair.a
     stored(pair, prompt[:500])
     node.forget_prefixes()
     whole, first = whole_chunks(1500), whole_chunks(500)
 
     before = node.loaded
-    with node.abandoned(prompt, 1, kv_transfer_params={"do_remote_prefill": True, "pd_cache": {"stream": True}}):
+    with node.abandoned(
+        prompt, 1, kv_transfer_params={"do_remote_prefill": True, "pd_cache": {"stream": True}}
+    ):
         wait_for(lambda: node.loaded - before == first, "what the pool has")
         node.complete(prompt, 1)  # computes and stores the rest, as a prefill node would
         wait_for(lambda: node.loaded - before == whole, "what was stored meanwhile")
@@ -158,5 +172,7 @@ def test_a_stream_loads_what_appears_and_the_request_that_is_answered_finds_it_a
         answer = node.complete(prompt, kv_transfer_params=announced)
     assert answer.tokens == plain.tokens(prompt)
     report = (answer.kv_transfer_params or {})["pd_cache"]["report"]
-    assert (report["streamed"], report["at_hand"], report["loaded"]) == (whole, 1472, 0), "46 blocks of 32 tokens"
+    assert (report["streamed"], report["at_hand"], report["loaded"]) == (whole, 1472, 0), (
+        "46 blocks of 32 tokens"
+    )
     node.settle()

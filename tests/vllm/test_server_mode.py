@@ -1,4 +1,5 @@
-"""What only a cache server shows: its death and return, one memory for several engines, and a vLLM that knows nothing but its address."""
+"""What only a cache server shows: its death and return, one memory for several engines, and a vLLM that knows
+nothing but its address."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def server_of(file: Path) -> tuple[str, str]:
 
 
 class Sharing(NamedTuple):
-    """Two engines of a host, and the cache server between them, which has memory of its own. The engines serve adapters."""
+    """Two engines of a host, and the cache server between them, which has memory of its own. The engines
+    serve adapters."""
 
     file: Path
     cache: Node
@@ -66,7 +68,9 @@ def sharing(model, vllm_pool, plain, tmp_path_factory):
             launched.node.stop(timeout=180)
 
 
-def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memory(sharing, plain, new_prompt):
+def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memory(
+    sharing, plain, new_prompt
+):
     _, metrics = server_of(sharing.file)
     prompt = new_prompt(LENGTH)
 
@@ -77,7 +81,9 @@ def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memo
         return metric_at(metrics, "pd_cache_tokens_total", op="store", outcome="stored") >= WHOLE
 
     wait_for(stored, "the prompt in the pool")
-    before = {tier: metric_at(metrics, "pd_cache_tier_hits_total", tier=tier) for tier in ("local", "mooncake")}
+    before = {
+        tier: metric_at(metrics, "pd_cache_tier_hits_total", tier=tier) for tier in ("local", "mooncake")
+    }
     assert sharing.launched.complete(prompt).outcome == (WHOLE, plain.tokens(prompt))
     assert metric_at(metrics, "pd_cache_tier_hits_total", tier="local") == before["local"] + WHOLE // CHUNK
     assert metric_at(metrics, "pd_cache_tier_hits_total", tier="mooncake") == before["mooncake"]
@@ -88,7 +94,9 @@ def test_a_stream_loads_through_the_server_and_the_request_finds_it_at_hand(shar
     prompt, node = new_prompt(LENGTH), sharing.launched
     sharing.by_hand.store(prompt, 1)
     before = node.loaded
-    with node.abandoned(prompt, 1, kv_transfer_params={"do_remote_prefill": True, "pd_cache": {"stream": True}}):
+    with node.abandoned(
+        prompt, 1, kv_transfer_params={"do_remote_prefill": True, "pd_cache": {"stream": True}}
+    ):
         wait_for(lambda: node.loaded - before == WHOLE, "it is loaded")
     answer = node.complete(prompt)
     assert (answer.tokens, node.loaded - before) == (plain.tokens(prompt), WHOLE)
@@ -118,7 +126,9 @@ def serve_adapter(server: Server, adapter: str, folder: Path, new_prompt: NewPro
     wait_for(uncounted, f"the digest of {adapter}")
 
 
-def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(sharing, model, new_prompt, tmp_path):
+def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(
+    sharing, model, new_prompt, tmp_path
+):
     """The files are written again between the two loads, as if each engine had a machine of its own."""
     first, second, prompt = sharing.by_hand, sharing.launched, new_prompt(LENGTH)
     plain = first.complete(prompt)
@@ -133,7 +143,9 @@ def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(shari
         serve_adapter(second, name, folder, new_prompt)
         again = second.complete(prompt, model=name)
         assert again.cached == cached
-        assert (again.tokens == answer.tokens) == bool(cached), "a node computes with the weights that it has loaded"
+        assert (again.tokens == answer.tokens) == bool(cached), (
+            "a node computes with the weights that it has loaded"
+        )
         tokens.append(answer.tokens)
     assert tokens[0] == tokens[1] != plain.tokens
 

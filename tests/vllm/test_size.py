@@ -25,7 +25,9 @@ def test_a_prompt_takes_as_much_as_was_counted(models, vllm_pool, new_prompt, tm
     files = [cluster_file(tmp_path, vllm_pool, model, {"prefill-0": {}}, cache=_CHUNK) for model in models]
     with running(*files) as servers:
         for model, server in zip(models, servers, strict=True):
-            size = size_of(model / "config.json", tokens=1, share=0, prompt=_TOKENS, ttft_s=1, ranks=1, kv_dtype=DTYPE)
+            size = size_of(
+                model / "config.json", tokens=1, share=0, prompt=_TOKENS, ttft_s=1, ranks=1, kv_dtype=DTYPE
+            )
             prompt = new_prompt(_TOKENS)
             server.store(prompt)
             stored = server.metric("vllm:pd_cache_bytes_total", op="store")

@@ -22,12 +22,18 @@ ROW = 8192
 
 
 class Tiered:
-    """vLLM's tiering manager over its shared memory, with our tier below, made by vLLM's own spec and factory."""
+    """vLLM's tiering manager over its shared memory, with our tier below, made by vLLM's own spec and
+    factory."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-        tier = {"type": "PdCacheTierManager", "module_path": "pd_cache.adapters.vllm_tier", "revision": "r", **options}
+        tier = {
+            "type": "PdCacheTierManager",
+            "module_path": "pd_cache.adapters.vllm_tier",
+            "revision": "r",
+            **options,
+        }
         config = offloading_config(
             ROW,
             engine_id=uuid.uuid4().hex,
@@ -81,7 +87,8 @@ class Tiered:
         self.manager.on_request_finished(context)
 
     def load(self, keys: list[bytes]) -> list[bytes | None]:
-        """Looks chunks up as the scheduler does for a waiting request, step by step, and reads those that are hits."""
+        """Looks chunks up as the scheduler does for a waiting request, step by step, and reads those that are
+        hits."""
         from vllm.v1.kv_offload.base import LookupResult
 
         context, found = self.request(), [LookupResult.RETRY] * len(keys)
@@ -145,7 +152,8 @@ def test_chunks_cascade_to_the_pool_and_another_engine_promotes_them(opened: Ope
 
 
 def test_a_damaged_chunk_is_missing_and_those_beside_it_are_loaded(opened: Open, vllm_pool: Pool) -> None:
-    """The job fails in part: vLLM keeps what was loaded, and does not ask for ever for what was not (vllm#49176)."""
+    """The job fails in part: vLLM keeps what was loaded, and does not ask for ever for what was not
+    (vllm#49176)."""
     one, other = opened(), opened()
     one.store(values(1))
     before = vllm_pool.keys()
@@ -166,7 +174,8 @@ def test_a_prompt_longer_than_the_primary_tier_is_loaded_as_far_as_there_is_room
 
 
 def test_a_reset_of_vllms_caches_hides_from_the_engine_what_was_stored_before(opened: Open) -> None:
-    """vLLM keeps what is in secondary tiers through a reset, also if the weights have changed. This tier begins a version of its own."""
+    """vLLM keeps what is in secondary tiers through a reset, also if the weights have changed. This tier
+    begins a version of its own."""
     one, other = opened(), opened()
     one.store(values(1))
     one.reset()

@@ -1,4 +1,5 @@
-"""pd-cache as a secondary tier of vLLM's KV offloading: vLLM's own connector, scheduler and tiering manager, with its copies made on the CPU."""
+"""pd-cache as a secondary tier of vLLM's KV offloading: vLLM's own connector, scheduler and tiering manager,
+with its copies made on the CPU."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_one_engine_stored_in_the_pool_a_fresh_one_loads_and_computes_the_same_tokens(
     folder, vllm_pool, new_prompt
 ):
-    """A computes a prompt: vLLM copies its blocks to A's primary tier, and cascades them to ours. B has nothing but the pool."""
+    """A computes a prompt: vLLM copies its blocks to A's primary tier, and cascades them to ours. B has
+    nothing but the pool."""
     salt, before, prompt = uuid.uuid4().hex, vllm_pool.keys(), new_prompt(PROMPT)
     servers = [begun(tiered(folder, vllm_pool, salt)) for _ in "ab"]  # started at the same time
     with servers[0] as first_ready, servers[1] as second_ready:
@@ -54,10 +56,14 @@ def test_what_one_engine_stored_in_the_pool_a_fresh_one_loads_and_computes_the_s
         assert first.cached == 0
         whole = PROMPT // BLOCK
         cascading = "vllm:kv_offload_tiering_active_cascade_jobs"
-        wait_for(lambda: len(vllm_pool.keys() - before) >= whole and not a.metric(cascading), "all chunks in the pool")
+        wait_for(
+            lambda: len(vllm_pool.keys() - before) >= whole and not a.metric(cascading),
+            "all chunks in the pool",
+        )
         second = b.complete(prompt)
         assert second.cached == whole * BLOCK
         assert second.tokens == first.tokens
         assert b.metric("vllm:kv_offload_tiering_read_bytes_total") > 0
-        # what A has in its own memory it needs no pool for; what B got from the pool is in its primary tier now
+        # what A has in its own memory it needs no pool for; what B got from the pool is in its primary tier
+        # now
         assert b.complete(prompt).tokens == first.tokens

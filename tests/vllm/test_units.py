@@ -76,11 +76,15 @@ def file(tmp_path: Path) -> Path:
 
 
 def layout(kind: PageKind = PageKind.HEADS_FIRST, heads: int = 8) -> KVLayout:
-    return KVLayout(kind=kind, layers=2, blocks=4, block_size=32, pieces=heads, piece_bytes=64, dtype="bfloat16")
+    return KVLayout(
+        kind=kind, layers=2, blocks=4, block_size=32, pieces=heads, piece_bytes=64, dtype="bfloat16"
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])  # sockets; ports of all addresses
-def test_each_data_parallel_rank_of_vllm_publishes_where_the_nodes_record_says(host: str, tmp_path: Path) -> None:
+def test_each_data_parallel_rank_of_vllm_publishes_where_the_nodes_record_says(
+    host: str, tmp_path: Path
+) -> None:
     from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch, ZmqEventPublisher
 
     port, *_ = free_port(), free_port(), free_port(), free_port()
@@ -118,7 +122,10 @@ def test_every_method_takes_what_vllms_own_of_that_name_takes() -> None:
         for name in vars(ours):
             base = next((getattr(one, name) for one in ours.__mro__[1:] if name in vars(one)), None)
             if callable(base) and not name.startswith("__"):
-                taken = [list(inspect.signature(inspect.unwrap(one)).parameters) for one in (base, getattr(ours, name))]
+                taken = [
+                    list(inspect.signature(inspect.unwrap(one)).parameters)
+                    for one in (base, getattr(ours, name))
+                ]
                 assert taken[1][: len(taken[0])] == taken[0], name
 
 
@@ -148,8 +155,12 @@ def test_the_node_is_named_or_the_only_one_of_its_role(file: Path) -> None:
 
 def test_the_cache_server_is_the_nodes_own_or_the_one_that_is_named(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
-    changed = CONFIG.replace("port: 1, segment_size: 64MiB", "port: 1, cache_server: c").replace("{tensor-p", "{x-p")
-    file.write_text(changed.replace("{tensor_p", "{x_p") + "  - {name: c, role: cache-server, url: 'ipc:///run/c'}\n")
+    changed = CONFIG.replace("port: 1, segment_size: 64MiB", "port: 1, cache_server: c").replace(
+        "{tensor-p", "{x-p"
+    )
+    file.write_text(
+        changed.replace("{tensor_p", "{x_p") + "  - {name: c, role: cache-server, url: 'ipc:///run/c'}\n"
+    )
     given = {"config_file": str(file), "node": "prefill-0"}
     assert read_settings(given, "kv_both").server_url == "ipc:///run/c"
     assert read_settings({**given, "server_url": "ipc:///run/d"}, "kv_both").server_url == "ipc:///run/d"
@@ -174,7 +185,9 @@ def test_a_bad_extra_config_is_refused_in_words(extra: dict[str, Any], message: 
         read_settings(given, "kv_producer")
 
 
-STATE = KVLayout(kind=PageKind.OPAQUE, layers=2, blocks=4, block_size=64, pieces=1, piece_bytes=4096, dtype="uint8")
+STATE = KVLayout(
+    kind=PageKind.OPAQUE, layers=2, blocks=4, block_size=64, pieces=1, piece_bytes=4096, dtype="uint8"
+)
 HALVES = [(range(1), True), (range(1, 2), True)]
 UNCUT = r"layers 0-2 keep cannot be cut.*Leave cache\.shards out"
 
@@ -207,7 +220,9 @@ def test_each_rank_holds_its_shards_and_of_replicas_the_first_stores(kept, ranks
     options: dict[str, Any] = {"latent": latent, "group": state if kept is STATE else None}
 
     def place(rank: int, ranks: int, replicas: int) -> Any:
-        return place_of("m", kept, "llama", rank=rank, ranks=ranks, replicas=replicas, shards=shards, **options)
+        return place_of(
+            "m", kept, "llama", rank=rank, ranks=ranks, replicas=replicas, shards=shards, **options
+        )
 
     if isinstance(expected, str):
         with pytest.raises(UnsupportedModelError, match=expected):
@@ -241,7 +256,9 @@ def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
     if kind == "mixed":
         return vllm.UniformTypeKVCacheSpecs.from_specs({"a": further_spec("full"), "b": further_spec("sink")})
     mode = "none" if kind == "none" else "align"
-    return vllm.MambaSpec(block_size=block_size, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+    return vllm.MambaSpec(
+        block_size=block_size, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,24 +286,35 @@ def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
         ({"draft": "eagle3", "names": ["model.layers.0.attn"]}, "look like its own 1 layers: model.layers.0"),
         ({"draft": "mtp", "names": ["model.layers.0.attn", "model.layers.0.mtp"]}, "look like its own 1"),
         ({"draft": "draft_model", "names": ["draft_model.layers.0"]}, "look like its own 1 layers"),
-        ({"draft": "dflash"}, "by dflash: what its KV depends on is not known .* draft_model, eagle, eagle3, mtp"),
+        (
+            {"draft": "dflash"},
+            "by dflash: what its KV depends on is not known .* draft_model, eagle, eagle3, mtp",
+        ),
         ({"draft": "eagle", "parallel_drafting": True}, "KV of placeholders"),
         ({"draft": "mtp", "use_multi_module_mtp": lambda: True}, "several MTP modules"),
         ({"draft": "mtp", "use_gemma4_mtp": lambda: True}, "the KV of the model itself"),
         ({"draft": "mtp", "others": ["state"]}, "states beside a draft model"),
-        ({"draft": "eagle", "names": ["model.layers.0.attn", "model.layers.1.attn"], "stages": 2}, "pipeline stages"),
+        (
+            {"draft": "eagle", "names": ["model.layers.0.attn", "model.layers.1.attn"], "stages": 2},
+            "pipeline stages",
+        ),
         ({"stages": 2}, None),
     ],
 )
 def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, message):
-    """vLLM's CPU platform turns chunked prefill off where MLA cannot attend to the KV of earlier steps, which is without AMX."""
+    """vLLM's CPU platform turns chunked prefill off where MLA cannot attend to the KV of earlier steps, which
+    is without AMX."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec
 
     from pd_cache.vllm.model import check_supported
 
     latent = changed.get("latent", False)
     spec = (MLAAttentionSpec if latent else FullAttentionSpec)(
-        block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32, non_causal=changed.get("non_causal", False)
+        block_size=16,
+        num_kv_heads=1,
+        head_size=576,
+        dtype=torch.float32,
+        non_causal=changed.get("non_causal", False),
     )
     ordinary: dict[str, Any] = {
         "method": changed.get("draft"), "parallel_drafting": False, "use_multi_module_mtp": lambda: False,
@@ -301,7 +329,8 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, 
             get_num_layers=lambda parallel: 1,
         ),
         parallel_config=SimpleNamespace(
-            pipeline_parallel_size=changed.get("stages", 1), enable_fault_tolerance=changed.get("faults", False)
+            pipeline_parallel_size=changed.get("stages", 1),
+            enable_fault_tolerance=changed.get("faults", False),
         ),
         cache_config=SimpleNamespace(),
         speculative_config=speculative if "draft" in changed else None,
@@ -311,7 +340,9 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, 
     shared = not changed.get("scratch", False)
     names: Any = changed.get("names")
     groups = [
-        KVCacheGroupSpec(names or list(getattr(one, "kv_cache_specs", [str(at)])), one, enable_kv_transfer=shared)
+        KVCacheGroupSpec(
+            names or list(getattr(one, "kv_cache_specs", [str(at)])), one, enable_kv_transfer=shared
+        )
         for at, one in enumerate(specs)
     ]
     cache: Any = SimpleNamespace(kv_cache_groups=groups)
@@ -358,11 +389,15 @@ def test_reports_of_ranks_add_up() -> None:
         {"a": Loaded(3), "b": Loaded(2, "damaged"), "c": Loaded(3)},
         {"a": 1.0, "c": 1.0},
     )
-    two = StepReport({1: (1, [before, lost])}, {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline")}, {"a": 2.0})
+    two = StepReport(
+        {1: (1, [before, lost])}, {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline")}, {"a": 2.0}
+    )
     for first, second in ((one, two), (two, one)):
         both = first.aggregate(second)
         assert both.jobs == {1: (2, [new, lost]), 2: (1, [new])}
-        assert both.loads == {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline"), "c": Loaded(3)}, "the worst"
+        assert both.loads == {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline"), "c": Loaded(3)}, (
+            "the worst"
+        )
         assert both.took == {"a": 2.0, "c": 1.0}
 
 
@@ -370,7 +405,12 @@ def test_statistics_of_several_steps_add_up_for_vllms_log() -> None:
     from pd_cache.vllm.stats import CacheStats
 
     first = CacheStats(
-        {"troubles|store|queue_full": 2, "tokens|lookup|hit": 512, "op_seconds_sum|store": 2, "bytes|store": 6e9}
+        {
+            "troubles|store|queue_full": 2,
+            "tokens|lookup|hit": 512,
+            "op_seconds_sum|store": 2,
+            "bytes|store": 6e9,
+        }
     )
     line = first.aggregate(CacheStats({"troubles|store|queue_full": 1})).reduce()
     assert (line["store queue_full"], line["hit tokens"], line["store GB/s"]) == (3, 512, 3.0)
@@ -392,7 +432,9 @@ def test_another_vllm_is_a_warning_and_another_interface_an_error(caplog: pytest
 
 
 @pytest.mark.parametrize("seed", [None, "7"])
-def test_block_hashes_without_vllm_are_those_of_vllm(seed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_hashes_without_vllm_are_those_of_vllm(
+    seed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.utils.hashing import sha256
     from vllm.v1.core import kv_cache_utils
 
@@ -476,9 +518,11 @@ def kept_of(shape: list[tuple[str, int, int]]) -> Any:
 
 @pytest.mark.parametrize("shape", HITS)
 @pytest.mark.parametrize("chunk", [64, 192])
-def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape: list[tuple[str, int, int]], chunk: int) -> None:
-    """400 random sets of objects for each, that is 8800 in all. Of a draft model's layers vLLM finds one block more than it takes, and we
-    find each chunk by the name of the next."""
+def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(
+    shape: list[tuple[str, int, int]], chunk: int
+) -> None:
+    """400 random sets of objects for each, that is 8800 in all. Of a draft model's layers vLLM finds one
+    block more than it takes, and we find each chunk by the name of the next."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
         ExternalCachedBlockPool,
         MooncakeStoreCoordinator,
@@ -487,7 +531,10 @@ def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape: list[tuple
 
     specs = [further_spec(kind, size, window) for kind, size, window in shape]
     kinds = [kind for kind, _, _ in shape]
-    groups = [KVCacheGroupSpec([str(at)], spec, is_eagle_group=kinds[at] == "draft") for at, spec in enumerate(specs)]
+    groups = [
+        KVCacheGroupSpec([str(at)], spec, is_eagle_group=kinds[at] == "draft")
+        for at, spec in enumerate(specs)
+    ]
     theirs = MooncakeStoreCoordinator(
         groups, scheduler_block_size=chunk, hash_block_size=16, use_eagle="draft" in kinds
     )
@@ -501,7 +548,8 @@ def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape: list[tuple
         hashes: Any = [rng.randbytes(32) for _ in range(chunks * chunk // 16)]
         likely = rng.choice((0.5, 0.8, 0.95, 1.0))
         there = [
-            [rng.random() < likely or (kind == "draft" and not number) for number in range(chunks)] for kind in kinds
+            [rng.random() < likely or (kind == "draft" and not number) for number in range(chunks)]
+            for kind in kinds
         ]
         exists = {
             (at, bytes(value))
@@ -511,7 +559,8 @@ def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape: list[tuple
         }
         _, length = theirs.find_longest_cache_hit(hashes, chunks * chunk, ExternalCachedBlockPool(16, exists))
         assert (
-            judge(ours, [Status.OK if one else Status.MISSING for part in there for one in part]).chunks * chunk
+            judge(ours, [Status.OK if one else Status.MISSING for part in there for one in part]).chunks
+            * chunk
             == length
         )
 
@@ -524,7 +573,10 @@ def test_what_vllms_own_cache_leaves_of_a_prompt_is_known(shape: list[tuple[str,
 
     specs = [further_spec(kind, size, window) for kind, size, window in shape]
     kinds = [kind for kind, _, _ in shape]
-    groups = [KVCacheGroupSpec([str(at)], spec, is_eagle_group=kinds[at] == "draft") for at, spec in enumerate(specs)]
+    groups = [
+        KVCacheGroupSpec([str(at)], spec, is_eagle_group=kinds[at] == "draft")
+        for at, spec in enumerate(specs)
+    ]
     sizes = [size for _, size, _ in shape]
     hashed = math.gcd(*sizes)
     theirs = get_kv_cache_coordinator(
@@ -577,7 +629,8 @@ def test_what_a_namespace_says_of_a_group_tells_layers_windows_and_states_apart(
 
     specs = [further_spec("window"), further_spec("full"), further_spec("state", 64)]
     groups = [
-        KVCacheGroupSpec([f"model.layers.{at}.x", f"model.layers.{at + 3}.x"], spec) for at, spec in enumerate(specs)
+        KVCacheGroupSpec([f"model.layers.{at}.x", f"model.layers.{at + 3}.x"], spec)
+        for at, spec in enumerate(specs)
     ]
     kept = kept_layers(SimpleNamespace(kv_cache_groups=groups))
     assert [one.number for one in kept] == [1, 0, 2], "full attention first"
@@ -621,7 +674,12 @@ def test_the_layers_of_a_draft_model_are_a_group_of_their_own_that_names_it() ->
     assert [one.drafts for one in kept_layers(config)] == ["", ""]
     assert parts_of(kept[0], config, NO_DRAFT) == [(kept[0], [*own, *drafting])]
     told = described(kept[2], drafting, GroupTensors([], layout()), 64, "Head:0123")
-    assert (told.layers, told.keeps, told.tail, told.ahead) == ("2", "every token, for drafts of Head:0123", 0, 1)
+    assert (told.layers, told.keeps, told.tail, told.ahead) == (
+        "2",
+        "every token, for drafts of Head:0123",
+        0,
+        1,
+    )
     same = kept_layers(config, draft._replace(reads="same"))[2]
     assert (same.drafts, same.ahead) == ("same", 0)
 
@@ -671,15 +729,22 @@ def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_byt
     assert (pages.layout.block_size, pages.layout.blocks) == (32, 8)
     assert torch.equal(pages.tensors[0][5], split[10:12].reshape(-1).view(torch.uint8))
     with pytest.raises(UnsupportedModelError, match=r"m: .* are not contiguous"):
-        group_tensors(KeptLayers(0, 32), {"0": split.as_strided((16, 2, 8, 4), (128, 64, 4, 1))}, ["0"], 8, "m", 32)
+        group_tensors(
+            KeptLayers(0, 32), {"0": split.as_strided((16, 2, 8, 4), (128, 64, 4, 1))}, ["0"], 8, "m", 32
+        )
     with pytest.raises(UnsupportedModelError, match="lie apart"):
-        group_tensors(KeptLayers(0, 64, "state"), {"0": [conv, memory.as_strided((8, 4), (32, 1))]}, ["0"], 8, "m", 64)
+        group_tensors(
+            KeptLayers(0, 64, "state"), {"0": [conv, memory.as_strided((8, 4), (32, 1))]}, ["0"], 8, "m", 64
+        )
     with pytest.raises(UnsupportedModelError, match="does not hold 8 blocks"):
-        group_tensors(KeptLayers(0, 64, "state"), {"0": [memory.as_strided((9, 4), (32, 1))]}, ["0"], 8, "m", 64)
+        group_tensors(
+            KeptLayers(0, 64, "state"), {"0": [memory.as_strided((9, 4), (32, 1))]}, ["0"], 8, "m", 64
+        )
 
 
 def specs_of_model(model: str) -> tuple[dict[str, Any], str]:
-    """Returns the specs of a few layers of a model, by name, as vLLM's code for the model gives them, and the layout of its KV tensors."""
+    """Returns the specs of a few layers of a model, by name, as vLLM's code for the model gives them, and the
+    layout of its KV tensors."""
     from vllm.v1 import kv_cache_interface as vllm
 
     def latent(size: int, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
@@ -688,8 +753,16 @@ def specs_of_model(model: str) -> tuple[dict[str, Any], str]:
         )
 
     def heads(count: int, size: int = 64, **more: Any) -> Any:
-        attention = {"block_size": 16, "num_kv_heads": count, "head_size": size, "dtype": torch.bfloat16, **more}
-        return (vllm.SlidingWindowSpec if "sliding_window" in attention else vllm.FullAttentionSpec)(**attention)
+        attention = {
+            "block_size": 16,
+            "num_kv_heads": count,
+            "head_size": size,
+            "dtype": torch.bfloat16,
+            **more,
+        }
+        return (vllm.SlidingWindowSpec if "sliding_window" in attention else vllm.FullAttentionSpec)(
+            **attention
+        )
 
     each = [f"model.layers.{number}.self_attn" for number in range(4)]
     indexer = latent(132, torch.uint8)
@@ -698,7 +771,8 @@ def specs_of_model(model: str) -> tuple[dict[str, Any], str]:
     if model in ("DeepSeek V3.2", "GLM-5"):
         leads = [model == "DeepSeek V3.2" or number % 2 == 0 for number in range(4)]
         specs = {
-            f"{name}.attn": latent(576, is_index_group_leader=lead) for name, lead in zip(each, leads, strict=True)
+            f"{name}.attn": latent(576, is_index_group_leader=lead)
+            for name, lead in zip(each, leads, strict=True)
         }
         specs |= {f"{name}.indexer.k_cache": indexer for name, lead in zip(each, leads, strict=True) if lead}
         return specs, "LBNHC"
@@ -769,9 +843,11 @@ class Copied:
         ("windows", {"0,2": 16, "1": 16, "3": 16}),
     ],
 )
-def test_layers_with_pages_of_different_size_in_a_group_move_in_parts_byte_by_byte(model: str, expected: Any) -> None:
-    """The groups, their tensors and what the scheduler knows are made by vLLM. Expected: for each part, how many blocks of a chunk of 256 tokens
-    are kept, the last ones."""
+def test_layers_with_pages_of_different_size_in_a_group_move_in_parts_byte_by_byte(
+    model: str, expected: Any
+) -> None:
+    """The groups, their tensors and what the scheduler knows are made by vLLM. Expected: for each part, how
+    many blocks of a chunk of 256 tokens are kept, the last ones."""
     from vllm.v1 import kv_cache_interface as vllm
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -817,17 +893,23 @@ def test_layers_with_pages_of_different_size_in_a_group_move_in_parts_byte_by_by
     assert told == expected
     free = [rng.sample(range(blocks), blocks) for _ in range(2)]
     places = [[[ids.pop() for _ in range(counts[kind.number])] for kind in kept] for ids in free]
-    here, there = ([GroupChunks(at, [b"a" * 16, b"b" * 16], ids) for at, ids in enumerate(some)] for some in places)
+    here, there = (
+        [GroupChunks(at, [b"a" * 16, b"b" * 16], ids) for at, ids in enumerate(some)] for some in places
+    )
     with ExitStack() as stack:
         from_, to = (
-            WorkerSide(side, load_timeout_s=60, device=torch.device("cpu"), version=WeightsVersion()) for side in sides
+            WorkerSide(side, load_timeout_s=60, device=torch.device("cpu"), version=WeightsVersion())
+            for side in sides
         )
         for side in (from_, to):
             stack.callback(side.close, 60)
         from_.save(Move(stores=[StoreOp(at, chunks) for at, chunks in enumerate(here)]))
         stored: set[int] = set()
         wait_for(
-            lambda: ((report := from_.take_report(Move())) and stored.update(report.jobs)) or len(stored) == len(kept)
+            lambda: (
+                ((report := from_.take_report(Move())) and stored.update(report.jobs))
+                or len(stored) == len(kept)
+            )
         )
         bare = pages[1]
         to.start(Move(loads=[LoadOp("a", there, [])]))

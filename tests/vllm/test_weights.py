@@ -29,7 +29,8 @@ def name(label: str, *servers: PdCacheServer) -> None:
 
 @pytest.fixture
 def reloads(pair: Pair, model: Path) -> Iterator[Callable[[Path], None]]:
-    """Replaces the weights of both nodes, which hear of it one after the other. In the end all have those with which nodes start."""
+    """Replaces the weights of both nodes, which hear of it one after the other. In the end all have those
+    with which nodes start."""
 
     def reload(folder: Path) -> None:
         for server in pair:
@@ -49,7 +50,9 @@ def computed(server: Server, weights: Path, prompts: list[list[int]]) -> list[li
     return [server.complete(prompt).tokens for prompt in prompts]
 
 
-def test_after_a_change_no_node_loads_what_old_weights_computed(pair, plain, model, reloads, new_prompt, tmp_path):
+def test_after_a_change_no_node_loads_what_old_weights_computed(
+    pair, plain, model, reloads, new_prompt, tmp_path
+):
     *prompts, again = [new_prompt(6 * CHUNK + 10) for _ in range(4)]
     new_weights = write_model(tmp_path / "llama", seed=1)
     *new, of_again = computed(plain.server(), new_weights, [*prompts, again])

@@ -1,11 +1,13 @@
-"""vLLM servers without the dozen seconds of processor time that importing vLLM takes: forks of one process that has imported it.
+"""vLLM servers without the dozen seconds of processor time that importing vLLM takes: forks of one process
+that has imported it.
 
-`warm_program` starts that process and writes a program, for `engine.executable` or in place of `vllm`, that behaves like `vllm`. Given a Python
-file, it behaves like `python`:
+`warm_program` starts that process and writes a program, for `engine.executable` or in place of `vllm`, that
+behaves like `vllm`. Given a Python file, it behaves like `python`:
 
 - the program asks for a fork, and lends it its standard streams, arguments, environment and folder;
 - a keeper, forked first, forks the server, in a session of its own, and passes its exit status on;
-- the program passes signals on to the server, and ends as the server ended. When the program is killed, the keeper kills the server.
+- the program passes signals on to the server, and ends as the server ended. When the program is killed, the
+  keeper kills the server.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ os._exit(status)
 
 @contextlib.contextmanager
 def warm_program(folder: Path, env: Mapping[str, str]) -> Iterator[Path]:
-    """Yields the program. vLLM is being imported meanwhile, in an environment with `env`; the first servers wait for it."""
+    """Yields the program. vLLM is being imported meanwhile, in an environment with `env`; the first servers
+    wait for it."""
     path = folder / "warm.sock"
     program = folder / "vllm"
     program.write_text(f"#!{sys.executable} -IS\nPATH = {str(path)!r}\n{_ASKER}")
@@ -77,7 +80,7 @@ def warm_program(folder: Path, env: Mapping[str, str]) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-# --- in the process that has imported vLLM ---------------------------------------------------------------------------
+# --- in the process that has imported vLLM ------------------------------------------------------------------
 
 
 def _next_job(listener: socket.socket) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Discrete events: simulated time, processes that wait in it, and stations at which work queues. A process is a generator that yields what
-it waits for."""
+"""Discrete events: simulated time, processes that wait in it, and stations at which work queues. A process is
+a generator that yields what it waits for."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class SimulatedTime:
         return happening
 
     def start(self, process: Process) -> Happening:
-        """Runs a process up to its first wait, and returns what happens at its end, with the value that it returns."""
+        """Runs a process up to its first wait, and returns what happens at its end, with the value that it
+        returns."""
         ended = Happening()
 
         def go_on(value: Any) -> None:

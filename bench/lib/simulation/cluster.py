@@ -1,4 +1,5 @@
-"""A request's way through a simulated cluster: what the proxy does with a completion, in simulated time, with the proxy's own policies."""
+"""A request's way through a simulated cluster: what the proxy does with a completion, in simulated time, with
+the proxy's own policies."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ class _Node:
         self.serving = Station(cluster.time)
         self.engine = SimulatedEngine(cluster.time, cluster.costs, self.load, self.store)
 
-    def take(self, request: SimulatedRequest, output: int, announced: int, on_tokens: Callable[[int], None]) -> Process:
+    def take(
+        self, request: SimulatedRequest, output: int, announced: int, on_tokens: Callable[[int], None]
+    ) -> Process:
         """Accepts a request. Returns what its engine makes of it, or None if the queue is full."""
         costs = self._cluster.costs.node
         yield self.serving.run(costs.request_s + costs.token_s * request.tokens)
@@ -168,8 +171,9 @@ class SimulatedCluster:
             self.pool.put(name, self._rng.randrange(len(self._every)))
 
     def run(self, requests: Sequence[SimulatedRequest]) -> tuple[list[RequestOutcome], dict[str, float]]:
-        """Sends every request when it is due. Returns what became of each, and what all resources of each kind were asked for until the
-        last one came, as a share of what they can do; above 1, it can never be done."""
+        """Sends every request when it is due. Returns what became of each, and what all resources of each
+        kind were asked for until the last one came, as a share of what they can do; above 1, it can never be
+        done."""
         outcomes = []
         for index, request in enumerate(requests):
             outcome = RequestOutcome(due=request.due, prompt_tokens=request.tokens, error="never ended")
@@ -185,7 +189,7 @@ class SimulatedCluster:
         assert not any(load for pool in pools for load in pool.loads().values()), "a proxy has work left"
         return outcomes, uses
 
-    # --- a request ---------------------------------------------------------------------------------------------------
+    # --- a request ------------------------------------------------------------------------------------------
 
     def _serve(self, proxy: _Proxy, request: SimulatedRequest, outcome: RequestOutcome) -> Process:
         costs = self.costs.proxy
@@ -274,7 +278,7 @@ class SimulatedCluster:
         if outcome.first is None:
             outcome.first = outcome.last
 
-    # --- the pool ----------------------------------------------------------------------------------------------------
+    # --- the pool -------------------------------------------------------------------------------------------
 
     def look_up(self, machine: _Machine, names: Sequence[bytes]) -> Process:
         """Returns how many chunks of a prompt, from the first, the pool holds."""
@@ -312,7 +316,7 @@ class SimulatedCluster:
                 under_way += [there.outgoing.run(seconds), node.machine.incoming.run(seconds)]
         yield from wait_for_all(under_way)
 
-    # --- what was used -----------------------------------------------------------------------------------------------
+    # --- what was used --------------------------------------------------------------------------------------
 
     def _uses(self, seconds: float) -> dict[str, float]:
         machines = [node.machine for node in self._every]
@@ -320,13 +324,18 @@ class SimulatedCluster:
         return {
             "master": self.master.cores.asked / cores,
             "proxy": _mean([proxy.loop.asked for proxy in self._proxies]) / seconds,
-            "proxy's places": _mean([proxy.most_admitted for proxy in self._proxies]) / self.plan.proxy.max_requests,
+            "proxy's places": _mean([proxy.most_admitted for proxy in self._proxies])
+            / self.plan.proxy.max_requests,
             "prefill": _mean([node.engine.asked for node in self.nodes["prefill"]]) / seconds,
-            # a step of one request and a step of many take nearly as long: room is what decode nodes run out of
-            "decode": _mean([node.engine.held() / self.costs.engine.kv_tokens for node in self.nodes["decode"]])
+            # a step of one request and a step of many take nearly as long: room is what decode nodes run out
+            # of
+            "decode": _mean(
+                [node.engine.held() / self.costs.engine.kv_tokens for node in self.nodes["decode"]]
+            )
             / seconds,
             # that of the node with the chunk that all prompts begin with
-            "busiest link": max(max(machine.outgoing.asked, machine.incoming.asked) for machine in machines) / seconds,
+            "busiest link": max(max(machine.outgoing.asked, machine.incoming.asked) for machine in machines)
+            / seconds,
             "nodes' cores": _mean([machine.cores.asked for machine in machines]) / cores,
         }
 

@@ -1,7 +1,8 @@
 """Unit costs: what each step of a request takes, in seconds of one core unless its name says otherwise.
 
-The defaults of services and of the pool were measured on two cores without a network; those of machines and engines are assumed, for one
-accelerator a node. A YAML file may give others. A cost that grows with two things is a sum, such as `request_s + token_s * tokens`.
+The defaults of services and of the pool were measured on two cores without a network; those of machines and
+engines are assumed, for one accelerator a node. A YAML file may give others. A cost that grows with two
+things is a sum, such as `request_s + token_s * tokens`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class MachineCosts(_CostSection, frozen=True):
 
 
 class ServiceCosts(_CostSection, frozen=True):
-    """The cost of a request at a server, apart from computing: read the body, choose a node, pass tokens on."""
+    """The cost of a request at a server, apart from computing: read the body, choose a node, pass tokens
+    on."""
 
     request_s: Cost = 0.0
     token_s: Cost = 0.0
@@ -68,7 +70,8 @@ class DecodeCosts(_CostSection, frozen=True):
     """For each token before the new one."""
 
     def step(self, sequences: int, context: float) -> float:
-        """Returns the seconds of a step. `context`: the tokens before the new ones, of all sequences together."""
+        """Returns the seconds of a step. `context`: the tokens before the new ones, of all sequences
+        together."""
         return self.step_s + self.sequence_s * sequences + self.context_s * context
 
 
@@ -105,12 +108,16 @@ class UnitCosts(_CostSection, frozen=True):
     engine: EngineShape = EngineShape()
     prefill: PrefillCosts = PrefillCosts()
     decode: DecodeCosts = DecodeCosts()
-    proxy: ServiceCosts = ServiceCosts(request_s=2e-3, token_s=7e-7, event_s=2.5e-4, hop_s=1.5e-3, node_s=8e-7)
+    proxy: ServiceCosts = ServiceCosts(
+        request_s=2e-3, token_s=7e-7, event_s=2.5e-4, hop_s=1.5e-3, node_s=8e-7
+    )
     node: ServiceCosts = ServiceCosts(request_s=1.4e-3, token_s=4.6e-6)
     lookup: PoolCosts = PoolCosts(call_s=1.6e-4, object_s=1.2e-6, master_s=3.3e-5, master_object_s=4.1e-7)
     store: PoolCosts = PoolCosts(call_s=1e-3, object_s=2.6e-4, byte_s=3.8e-10, owner_byte_s=1e-10, master_s=1.8e-4, master_object_s=2.7e-5)  # fmt: skip
     """Into the node's own memory."""
-    load: PoolCosts = PoolCosts(call_s=1.2e-3, object_s=3e-4, byte_s=1e-10, master_s=5.3e-5, master_object_s=2e-5)
+    load: PoolCosts = PoolCosts(
+        call_s=1.2e-3, object_s=3e-4, byte_s=1e-10, master_s=5.3e-5, master_object_s=2e-5
+    )
     """From another node's memory, by RDMA: the owner's processors do nothing."""
     load_own: PoolCosts = PoolCosts(call_s=1.2e-3, object_s=9.2e-5, byte_s=1.5e-9, owner_byte_s=5.5e-11, master_s=6.6e-5, master_object_s=5.4e-6)  # fmt: skip
     """From the node's own memory."""
@@ -132,6 +139,7 @@ def read_costs(file: Path) -> UnitCosts:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
     tree = parse_document(text, file).tree
     try:
-        return msgspec.convert({} if tree is None else tree, UnitCosts, strict=False)  # to YAML, 1e-4 is a text
+        # to YAML, 1e-4 is a text
+        return msgspec.convert({} if tree is None else tree, UnitCosts, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {error}") from None

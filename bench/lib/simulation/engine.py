@@ -1,8 +1,10 @@
-"""An engine in simulation: continuous batching as in `launch/engines/reference`, on an accelerator of its own.
+"""An engine in simulation: continuous batching as in `launch/engines/reference`, on an accelerator of its
+own.
 
-Requests wait for room, then for their prefix from the pool, then compute their prompt step by step, then one token a tick. A tick computes
-one step of one prompt and a token of every request that decodes. What a request needs of the paged cache is reserved when it leaves the
-queue. Ticks in which nothing but tokens happen are taken together, up to `GRAIN` of them, and cut off when a request comes.
+Requests wait for room, then for their prefix from the pool, then compute their prompt step by step, then one
+token a tick. A tick computes one step of one prompt and a token of every request that decodes. What a request
+needs of the paged cache is reserved when it leaves the queue. Ticks in which nothing but tokens happen are
+taken together, up to `GRAIN` of them, and cut off when a request comes.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ class Generating:
     def __init__(
         self, request: SimulatedRequest, output: int, announced: int, on_tokens: Callable[[int], None]
     ) -> None:
-        """`output`: tokens to generate. `announced`: tokens that a prefill node is storing. `on_tokens` is called with the number of tokens
-        that have come, the first one alone."""
+        """`output`: tokens to generate. `announced`: tokens that a prefill node is storing. `on_tokens` is
+        called with the number of tokens that have come, the first one alone."""
         self.request, self.output, self.announced, self.on_tokens = request, output, announced, on_tokens
         self.loaded = self.stored = 0
         """Prompt tokens that were loaded, and that were loaded or are being stored."""
@@ -52,8 +54,8 @@ class SimulatedEngine:
         load: Callable[[Generating], Process],
         store: Callable[[Generating], Happening],
     ) -> None:
-        """`load` loads what the pool has of a prompt, and sets `loaded`. `store` begins to store what was computed, from token `stored` to
-        `position`; it happens when the engine's blocks are free of it."""
+        """`load` loads what the pool has of a prompt, and sets `loaded`. `store` begins to store what was
+        computed, from token `stored` to `position`; it happens when the engine's blocks are free of it."""
         self._time, self._costs, self._load_prefix, self._store = time, costs, load, store
         self._waiting: deque[Generating] = deque()
         self._prefilling: deque[Generating] = deque()
@@ -78,13 +80,15 @@ class SimulatedEngine:
 
     @property
     def ahead(self) -> Iterator[tuple[int, float]]:
-        """For each prompt that is being computed, the tokens that are left, and their mean position; see `Costs.judge`."""
+        """For each prompt that is being computed, the tokens that are left, and their mean position; see
+        `Costs.judge`."""
         for generating in self._prefilling:
             end = generating.request.tokens
             yield end - generating.position, (generating.position + end) / 2
 
     def held(self, more: int = 0) -> float:
-        """Reserves `more` tokens of the paged cache. Returns the sum of reserved tokens over all seconds so far."""
+        """Reserves `more` tokens of the paged cache. Returns the sum of reserved tokens over all seconds so
+        far."""
         self._held += (self._costs.engine.kv_tokens - self._free) * (self._time.now - self._since)
         self._since = self._time.now
         self._free -= more
@@ -108,7 +112,9 @@ class SimulatedEngine:
 
     def _admit(self) -> None:
         shape = self._costs.engine
-        while self._waiting and len(self._prefilling) + len(self._decoding) + self._loading < shape.max_running:
+        while (
+            self._waiting and len(self._prefilling) + len(self._decoding) + self._loading < shape.max_running
+        ):
             generating = self._waiting[0]
             # a request larger than the whole cache runs alone: no engine would have taken it
             if generating.needed > self._free and self._free < shape.kv_tokens:
@@ -158,7 +164,8 @@ class SimulatedEngine:
         batch, begun = self._decoding, self._time.now
         ticks = min(most, min(generating.output - generating.produced for generating in batch))
         context = (
-            sum(generating.request.tokens + generating.produced for generating in batch) + len(batch) * (ticks - 1) / 2
+            sum(generating.request.tokens + generating.produced for generating in batch)
+            + len(batch) * (ticks - 1) / 2
         )
         each = self._costs.decode.step(len(batch), context)
         if ticks > 1:

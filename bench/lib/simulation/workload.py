@@ -1,4 +1,5 @@
-"""Requests to the simulated cluster, with the names of their chunks: as many copies of a trace as the cluster needs."""
+"""Requests to the simulated cluster, with the names of their chunks: as many copies of a trace as the cluster
+needs."""
 
 from __future__ import annotations
 
@@ -37,11 +38,14 @@ def of_arrival(arrival: Arrival, chunk_tokens: int) -> SimulatedRequest:
     """Returns what `bench/lib/load.py` sends, for the simulation."""
     tokens, block_tokens = arrival.prompt_tokens, max(1, round(_TEXT_BLOCK_BYTES / _JSON_BYTES_A_TOKEN))
     routed = RoutedPrompt(tokens, names_of(arrival.prompt, block_tokens), block_tokens)
-    return SimulatedRequest(arrival.due, tokens, max(1, arrival.output), names_of(arrival.prompt, chunk_tokens), routed)
+    return SimulatedRequest(
+        arrival.due, tokens, max(1, arrival.output), names_of(arrival.prompt, chunk_tokens), routed
+    )
 
 
 def names_of(prompt: Iterable[Part], size: int) -> list[bytes]:
-    """Returns a name for each whole piece of `size` tokens; equal where prompts are equal up to the piece's end."""
+    """Returns a name for each whole piece of `size` tokens; equal where prompts are equal up to the piece's
+    end."""
     names: list[bytes] = []
     before, room, inside = 0, size, []
     for part in prompt:
@@ -59,17 +63,18 @@ def names_of(prompt: Iterable[Part], size: int) -> list[bytes]:
 
 
 def of_some_users(trace: Sequence[Request], share: float) -> list[Request]:
-    """Returns the requests of a share (0 to 1) of a trace's users. Requests with more than their first block in common are one user's."""
+    """Returns the requests of a share (0 to 1) of a trace's users. Requests with more than their first block
+    in common are one user's."""
     return [request for request in trace if request.hash_ids[:2][-1] * _ODD % (1 << 32) < share * (1 << 32)]
 
 
 class CopiedTrace:
-    """A trace, as many times as a cluster needs it. A copy stands for other users: its blocks are its own, except for first blocks that a
-    tenth of all requests begin with: system prompts, which all share."""
+    """A trace, as many times as a cluster needs it. A copy stands for other users: its blocks are its own,
+    except for first blocks that a tenth of all requests begin with: system prompts, which all share."""
 
     def __init__(self, trace: Sequence[Request], warm: int, depth: int) -> None:
-        """The first `warm` requests have passed already; the next `depth`, or what there is, come. Of a trace that is too short for both,
-        all requests come and none has passed."""
+        """The first `warm` requests have passed already; the next `depth`, or what there is, come. Of a trace
+        that is too short for both, all requests come and none has passed."""
         if warm + depth > len(trace):
             warm = max(0, min(warm, len(trace) - depth))
         self.passed, self._coming = trace[:warm], trace[warm : warm + depth]
@@ -81,8 +86,9 @@ class CopiedTrace:
         return -(-count // len(self._coming))
 
     def arrivals(self, count: int, rate: float) -> list[Arrival]:
-        """Returns `count` requests at `rate` a second, at random times (Poisson), each in turn of another copy. Each copy comes as far as
-        the others, so that the share of a prompt that its user has sent before does not depend on the number of copies."""
+        """Returns `count` requests at `rate` a second, at random times (Poisson), each in turn of another
+        copy. Each copy comes as far as the others, so that the share of a prompt that its user has sent
+        before does not depend on the number of copies."""
         copies, arrivals = self.copies(count), []
         for number, now in enumerate(poisson(rate, count)):
             index, copy = divmod(number, copies)

@@ -1,4 +1,5 @@
-"""The engine's pages and its cache: it counts the holders of blocks, loads prompts' prefixes, and stores their chunks.
+"""The engine's pages and its cache: it counts the holders of blocks, loads prompts' prefixes, and stores
+their chunks.
 
 Loads and stores run on worker threads and never raise: if the cache fails in any way, no prefix was found.
 """
@@ -32,7 +33,8 @@ class LoadResult(NamedTuple):
     """How a load ended."""
 
     outcome: Literal["hit", "nothing", "unavailable", "failed", "cancelled"]
-    """For the metrics. `nothing`: it is not there, or the pool did not answer. The cache's own counters show which."""
+    """For the metrics. `nothing`: it is not there, or the pool did not answer. The cache's own counters show
+    which."""
     tokens: int = 0
     """Length of the prompt's prefix whose KV is in the pages now: whole chunks."""
     found: int = 0
@@ -64,7 +66,8 @@ class Prefix:
     def __init__(
         self, cache: BlockCache, request: GenerationRequest, tokens: array.array[int], blocks: Sequence[int]
     ) -> None:
-        """`blocks` are the blocks of the tokens, in order. The prompt is named once, on the thread that first asks for the names."""
+        """`blocks` are the blocks of the tokens, in order. The prompt is named once, on the thread that first
+        asks for the names."""
         self.trace = request.trace
         self.length = len(tokens)
         self._cache = cache
@@ -94,15 +97,20 @@ class Prefix:
 class PrefixCache:
     """A `BlockCache` over one engine's pages, with failures turned into misses."""
 
-    def __init__(self, cache: BlockCache, kv_caches: dict[str, torch.Tensor], tracing: Tracing = UNTRACED) -> None:
+    def __init__(
+        self, cache: BlockCache, kv_caches: dict[str, torch.Tensor], tracing: Tracing = UNTRACED
+    ) -> None:
         self.chunk_size = cache.chunk_size
         self._cache = cache
         self._kv_caches = kv_caches
         self._log = SparseLog()
         self._tracing = tracing
 
-    def prefix(self, request: GenerationRequest, prompt: array.array[int], blocks: Sequence[int]) -> Prefix | None:
-        """Returns the part of a request's prompt that the cache can hold; None if there is none. `blocks` are those of the prompt."""
+    def prefix(
+        self, request: GenerationRequest, prompt: array.array[int], blocks: Sequence[int]
+    ) -> Prefix | None:
+        """Returns the part of a request's prompt that the cache can hold; None if there is none. `blocks` are
+        those of the prompt."""
         whole = self.whole_chunks(len(prompt))
         return Prefix(self._cache, request, prompt[:whole], blocks) if whole else None
 
@@ -111,11 +119,13 @@ class PrefixCache:
         return tokens // self.chunk_size * self.chunk_size
 
     def load(self, prefix: Prefix, attempt: LoadAttempt) -> LoadResult:
-        """Loads as much of `prefix` as the pool holds, and what is awaited as it appears, until the attempt is cancelled."""
+        """Loads as much of `prefix` as the pool holds, and what is awaited as it appears, until the attempt
+        is cancelled."""
         try:
             result = self._load(prefix, attempt)
             if result.outcome != "hit":
-                self._cache.end(prefix.session)  # what a lookup found, perhaps too late, is not retrieved any more
+                # what a lookup found, perhaps too late, is not retrieved any more
+                self._cache.end(prefix.session)
             return result
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, the prompt is computed instead
             self._warn("loading from the cache failed, the prompt is computed", error)
@@ -175,7 +185,8 @@ class PrefixCache:
         return LoadResult("hit", chunks * size, wanted * size, reason, tiers)
 
     def _wait(self, prefix: Prefix, chunks: int, attempt: LoadAttempt) -> Found:
-        """Returns how much of the prompt is there: as soon as it is more than the first `chunks` chunks, or else when the wait is over."""
+        """Returns how much of the prompt is there: as soon as it is more than the first `chunks` chunks, or
+        else when the wait is over."""
         cache, pause = self._cache, next_pause()
         while True:
             found = cache.find(prefix.names, at_hand=chunks, session=prefix.session)
@@ -196,10 +207,11 @@ class PrefixCache:
 
 
 class BlockPool:
-    """The blocks of the paged buffer: free, or in use by one or more holders (a request, a load into them, a store out of them).
+    """The blocks of the paged buffer: free, or in use by one or more holders (a request, a load into them, a
+    store out of them).
 
-    A block is free again when its last holder releases it, so a cache call that outlives its request keeps its blocks from being handed
-    to another. Thread-safe; never waits.
+    A block is free again when its last holder releases it, so a cache call that outlives its request keeps
+    its blocks from being handed to another. Thread-safe; never waits.
     """
 
     def __init__(self, total: int) -> None:

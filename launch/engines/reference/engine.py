@@ -1,14 +1,17 @@
-"""The engine inside one process, without HTTP: `ReferenceEngine`, whose model thread decides which request does what next.
+"""The engine inside one process, without HTTP: `ReferenceEngine`, whose model thread decides which request
+does what next.
 
-A request waits for blocks, then for its prefix from the cache (LOADING), then computes the rest of its prompt step by step (PREFILL),
-then one token per tick (DECODE). Blocks for prompt and output are reserved when it leaves the queue, so no running request can run out of
-them. Each tick computes one step of one prompt and one token of every decoding request.
+A request waits for blocks, then for its prefix from the cache (LOADING), then computes the rest of its prompt
+step by step (PREFILL), then one token per tick (DECODE). Blocks for prompt and output are reserved when it
+leaves the queue, so no running request can run out of them. Each tick computes one step of one prompt and one
+token of every decoding request.
 
-The cache is only ever called on worker threads. A load that outlives its deadline is left behind: the request starts over on other
-blocks. Its first blocks return to the pool when the call has ended, because until then the call may still write to them.
+The cache is only ever called on worker threads. A load that outlives its deadline is left behind: the request
+starts over on other blocks. Its first blocks return to the pool when the call has ended, because until then
+the call may still write to them.
 
-A *stream* is a request that only loads its prompt's chunks as they appear in the pool. The request with the same prompt that comes later
-takes over its blocks and its load.
+A *stream* is a request that only loads its prompt's chunks as they appear in the pool. The request with the
+same prompt that comes later takes over its blocks and its load.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ from transfer.deadlines import left
 _logger = logging.getLogger(__name__)
 
 CacheFactory = Callable[[CacheMetadata, KVLayout, dict[str, torch.Tensor]], "BlockCache | None"]
-"""Makes the cache for an engine with these weights, pages and tensors; None for no cache. The maker closes it."""
+"""Makes the cache for an engine with these weights, pages and tensors; None for no cache. The maker closes
+it."""
 
 STORE_THREADS = 2
 """How many requests are stored at the same time."""
@@ -112,9 +116,9 @@ class ReferenceEngine:
     ) -> None:
         """Starts serving `model`, which is `PagedModel(config)`.
 
-        `cache` is called only on this engine's own threads, and may fail or hang: a request waits for it at most `load_timeout_s` (and
-        `handoff.wait_ms` if a prefix was announced), then computes its prompt. `request_timeout_s` bounds a request from submission to
-        its last token.
+        `cache` is called only on this engine's own threads, and may fail or hang: a request waits for it at
+        most `load_timeout_s` (and `handoff.wait_ms` if a prefix was announced), then computes its prompt.
+        `request_timeout_s` bounds a request from submission to its last token.
         """
         self.config = config
         self.model = model
@@ -122,7 +126,8 @@ class ReferenceEngine:
         self._request_timeout_s = request_timeout_s
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        """Bounded by the requests outstanding and the cache's calls under way, each of which posts at most twice."""
+        """Bounded by the requests outstanding and the cache's calls under way, each of which posts at most
+        twice."""
         self._outstanding: set[Generation] = set()
         self._accepting = True
         self._stopping = False
@@ -136,7 +141,8 @@ class ReferenceEngine:
         self._waiting: deque[_Active] = deque()
         self._running: list[_Active] = []
         self._streams: list[_Active] = []
-        """They wait until they are cancelled. They hold blocks until a request takes these over or needs them."""
+        """They wait until they are cancelled. They hold blocks until a request takes these over or needs
+        them."""
         loads, stores = (config.max_running, STORE_THREADS) if cache is not None else (0, 0)
         self._most_streams = loads // 2
         self._loaders = CallThreads("pd-cache-load", loads, limit=loads)
@@ -156,7 +162,11 @@ class ReferenceEngine:
         """Makes the model of `config` and the cache for it, and starts."""
         model = PagedModel(config)
         kv = model.kv
-        made = None if cache is None else cache(CacheMetadata.of(model.identity, kv.layout), kv.layout, kv.kv_caches)
+        made = (
+            None
+            if cache is None
+            else cache(CacheMetadata.of(model.identity, kv.layout), kv.layout, kv.kv_caches)
+        )
         return cls(model, config, handoff, made, tracing=tracing)
 
     @property
@@ -168,9 +178,9 @@ class ReferenceEngine:
     def submit(self, request: GenerationRequest) -> Generation:
         """Queues a request; never waits.
 
-        Raises ValueError for a request that cannot be served: an empty prompt, token ids outside the vocabulary, `max_tokens` below 1, or
-        more tokens than `max_model_len`. Raises GenerationError `queue_full` if `max_queue` requests are waiting already, and `closing`
-        after `close`.
+        Raises ValueError for a request that cannot be served: an empty prompt, token ids outside the
+        vocabulary, `max_tokens` below 1, or more tokens than `max_model_len`. Raises GenerationError
+        `queue_full` if `max_queue` requests are waiting already, and `closing` after `close`.
         """
         self._check(request)
         now = time.monotonic()
@@ -182,7 +192,9 @@ class ReferenceEngine:
                 self.metrics.requests.labels("rejected").inc()
                 raise GenerationError("queue_full", f"{self.config.max_queue} requests wait already")
             generation = Generation(
-                request, now + self._request_timeout_s, lambda expired: self._post(lambda: self._cancel(expired))
+                request,
+                now + self._request_timeout_s,
+                lambda expired: self._post(lambda: self._cancel(expired)),
             )
             self._outstanding.add(generation)
             queue = self._begin_stream if request.streams else self._waiting.append
@@ -191,7 +203,8 @@ class ReferenceEngine:
         return generation
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Accepts no more requests, gives running ones `grace_s` to finish, ends the others, and stops the threads. Idempotent."""
+        """Accepts no more requests, gives running ones `grace_s` to finish, ends the others, and stops the
+        threads. Idempotent."""
         with self._changed:
             self._accepting = False
             self._changed.wait_for(lambda: not self._outstanding or self._failed, timeout=grace_s)
@@ -232,7 +245,7 @@ class ReferenceEngine:
             outside = low if low < 0 else high
             raise ValueError(f"token ids must lie in [0, {self.model.vocab_size}), got {outside}")
 
-    # --- the model thread: it takes no lock for what only it touches ---------------------------------------------------
+    # --- the model thread: it takes no lock for what only it touches ----------------------------------------
 
     def _run(self) -> None:
         if self.config.threads:
@@ -301,11 +314,13 @@ class ReferenceEngine:
         metrics.running.set(len(self._running))
         metrics.free_blocks.set(self.pool.free)
 
-    # --- waiting -------------------------------------------------------------------------------------------------
+    # --- waiting --------------------------------------------------------------------------------------------
 
     def _expire(self, now: float) -> None:
         for active in [a for a in self._active() if a.generation.deadline <= now]:
-            self._fail(active, GenerationError("timeout", f"not finished in time (it was {active.phase.value})"))
+            self._fail(
+                active, GenerationError("timeout", f"not finished in time (it was {active.phase.value})")
+            )
         for active in [a for a in self._running if a.load is not None and a.load.deadline <= now]:
             self._leave_load(active)
 
@@ -335,19 +350,26 @@ class ReferenceEngine:
         tokens = len(active.prompt) + active.generation.request.max_tokens
         return -(-tokens // self.config.block_size)
 
-    # --- loading -------------------------------------------------------------------------------------------------
+    # --- loading --------------------------------------------------------------------------------------------
 
     def _begin_stream(self, active: _Active) -> None:
-        """Begins to load its prompt. Ends it at once if there is no room: requests that are to be answered need the blocks."""
+        """Begins to load its prompt. Ends it at once if there is no room: requests that are to be answered
+        need the blocks."""
         self._streams.append(active)
         needed, streaming = self._blocks_needed(active), [stream for stream in self._streams if stream.blocks]
         held = needed + sum(len(stream.blocks) for stream in streaming)
-        if len(streaming) < self._most_streams and held <= self.pool.total // 4 and needed <= self.pool.free // 2:
+        if (
+            len(streaming) < self._most_streams
+            and held <= self.pool.total // 4
+            and needed <= self.pool.free // 2
+        ):
             active.blocks = self.pool.allocate(needed) or ()
             active.phase = _Phase.PREFILL
             self._start_load(active)
         if active.load is None:
-            self._fail(active, GenerationError("aborted", "there is no room for a stream, or nothing to load"))
+            self._fail(
+                active, GenerationError("aborted", "there is no room for a stream, or nothing to load")
+            )
 
     def _stream_of(self, active: _Active) -> _Active | None:
         """Returns the stream of the request's prompt, if there is one."""
@@ -357,10 +379,16 @@ class ReferenceEngine:
         for stream in self._streams:
             # if its load broke off, the request looks for itself what is there
             loaded = (
-                stream.prefix is not None and stream.prefix.current and stream.result.tokens == stream.prefix.length
+                stream.prefix is not None
+                and stream.prefix.current
+                and stream.result.tokens == stream.prefix.length
             )
             of_use = stream.blocks and (stream.load is not None or loaded)
-            if of_use and stream.prompt == active.prompt and stream.generation.request.cache_salt == request.cache_salt:
+            if (
+                of_use
+                and stream.prompt == active.prompt
+                and stream.generation.request.cache_salt == request.cache_salt
+            ):
                 return stream
         return None
 
@@ -373,7 +401,9 @@ class ReferenceEngine:
             self._use(active, stream.result)
             return
         assert self._cache is not None
-        announced = self._cache.whole_chunks(min(active.generation.request.announced_prefix, len(active.prompt)))
+        announced = self._cache.whole_chunks(
+            min(active.generation.request.announced_prefix, len(active.prompt))
+        )
         until = time.monotonic() + (self._handoff.wait_ms / 1000 if announced else 0.0)
         load.deadline, load.awaited = until + self._load_timeout_s, (announced, until)
         active.phase = _Phase.LOADING
@@ -439,7 +469,8 @@ class ReferenceEngine:
         self._waiting.appendleft(active)
 
     def _give_back(self, active: _Active) -> None:
-        """Gives back the request's blocks. A load that still runs ends by itself; they count as lent until then."""
+        """Gives back the request's blocks. A load that still runs ends by itself; they count as lent until
+        then."""
         if active.load is not None:
             active.load.cancelled.set()
             self.lent_blocks += len(active.load.blocks)
@@ -447,7 +478,7 @@ class ReferenceEngine:
         self.pool.release(active.blocks)
         active.blocks = ()
 
-    # --- computing -----------------------------------------------------------------------------------------------
+    # --- computing ------------------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
         active = next((a for a in self._running if a.phase is _Phase.PREFILL), None)
@@ -471,7 +502,9 @@ class ReferenceEngine:
         decoding = [a for a in self._running if a.phase is _Phase.DECODE]
         if not decoding:
             return
-        logits = self._compute(decoding, [StepPart([a.last_token], a.position, a.blocks, True) for a in decoding])
+        logits = self._compute(
+            decoding, [StepPart([a.last_token], a.position, a.blocks, True) for a in decoding]
+        )
         if logits is not None:
             for active, row in zip(decoding, logits, strict=True):
                 active.position += 1
@@ -522,10 +555,11 @@ class ReferenceEngine:
         if last:
             self._request_ended(active.generation)
 
-    # --- storing and ending --------------------------------------------------------------------------------------
+    # --- storing and ending ---------------------------------------------------------------------------------
 
     def _store(self, active: _Active, end: int) -> bool:
-        """Has the prompt's whole chunks before token `end` stored, from the first that is not yet. Returns False if there is no room for that."""
+        """Has the prompt's whole chunks before token `end` stored, from the first that is not yet. Returns
+        False if there is no room for that."""
         cache, prefix, start = self._cache, active.prefix, active.stored
         end = 0 if cache is None else cache.whole_chunks(end)
         if cache is None or prefix is None or end <= start:
@@ -541,7 +575,8 @@ class ReferenceEngine:
                 self._post(lambda: self._store_ended(active, len(blocks), stored))
 
         self.pool.hold(blocks)
-        # If the pool never finishes stores, they must not take all of the engine's blocks: at most half are lent.
+        # If the pool never finishes stores, they must not take all of the engine's blocks: at most half are
+        # lent.
         fits = self.lent_blocks == 0 or self.lent_blocks + len(blocks) <= self.pool.total // 2
         if not fits or self._storers.submit(run, math.inf) is None:
             self.pool.release(blocks)
@@ -580,7 +615,9 @@ class EngineMetrics:
     def __init__(self) -> None:
         own = self.registry = CollectorRegistry()
         name = "pd_cache_reference_{}".format
-        requests = "Requests by outcome: length, aborted, timeout, failed, closed, rejected (queue full), invalid"
+        requests = (
+            "Requests by outcome: length, aborted, timeout, failed, closed, rejected (queue full), invalid"
+        )
         loads = "Loads from the cache by outcome: hit, nothing, unavailable, failed, cancelled, timeout, busy"
         stores = "Stores into the cache by outcome: done, failed, dropped"
         first = "From a request's arrival to its first token"

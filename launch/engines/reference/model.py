@@ -1,13 +1,15 @@
 """The model: a Llama with seeded random weights, whose attention reads and writes the engine's pages.
 
-Each layer writes the step's new keys and values into the pages and then reads the keys and values of each request's whole context back from
-them, through the request's block table. Nothing else keeps KV, so the model attends to whatever the cache loads into a page.
+Each layer writes the step's new keys and values into the pages and then reads the keys and values of each
+request's whole context back from them, through the request's block table. Nothing else keeps KV, so the model
+attends to whatever the cache loads into a page.
 
-The same token must come out whether its prefix was computed here or loaded, so a token's numbers must not depend on how many others were
-computed beside it. CPU matrix kernels give different results only for a few rows (a vector, or less than 8 rows), and reductions only for
-different lengths. Therefore rows are padded to `ROW_QUANTUM`, and a token at position p always attends to a context of p + 1 tokens
-rounded up to `CONTEXT_QUANTUM`, with the surplus masked. Measured in float32 and bfloat16 on x86: a token's keys, values and logits are
-then the same bits however its prompt was cut into steps and whatever ran beside it.
+The same token must come out whether its prefix was computed here or loaded, so a token's numbers must not
+depend on how many others were computed beside it. CPU matrix kernels give different results only for a few
+rows (a vector, or less than 8 rows), and reductions only for different lengths. Therefore rows are padded to
+`ROW_QUANTUM`, and a token at position p always attends to a context of p + 1 tokens rounded up to
+`CONTEXT_QUANTUM`, with the surplus masked. Measured in float32 and bfloat16 on x86: a token's keys, values
+and logits are then the same bits however its prompt was cut into steps and whatever ran beside it.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ def _round_up(value: int, quantum: int) -> int:
     return -(-value // quantum) * quantum
 
 
-# --- pages -----------------------------------------------------------------------------------------------------------
+# --- pages --------------------------------------------------------------------------------------------------
 
 
 class PagedKV:
-    """The paged buffer: per layer `[num_blocks, kv_heads, block_size, 2 * head_dim]`, keys first, then values.
+    """The paged buffer: per layer `[num_blocks, kv_heads, block_size, 2 * head_dim]`, keys first, then
+    values.
 
-    All layers are views of one allocation. The tensors are normal ones, not inference tensors, so that any thread may write them.
+    All layers are views of one allocation. The tensors are normal ones, not inference tensors, so that any
+    thread may write them.
     """
 
     def __init__(self, config: ReferenceEngineConfig) -> None:
@@ -52,7 +56,8 @@ class PagedKV:
         self.layout = KVLayout.from_tensors(self.kv_caches, PageKind.HEADS_FIRST)
 
     def slots(self, blocks: Sequence[int], tokens: int) -> torch.Tensor:
-        """Returns the slot mapping, int64 `[tokens]`, of the first `tokens` tokens of a request that owns `blocks`."""
+        """Returns the slot mapping, int64 `[tokens]`, of the first `tokens` tokens of a request that owns
+        `blocks`."""
         table = torch.tensor(blocks, dtype=torch.int64).unsqueeze(1) * self.block_size
         return (table + torch.arange(self.block_size)).flatten()[:tokens]
 
@@ -61,10 +66,14 @@ class PagedKV:
         block, offset = slots // self.block_size, slots % self.block_size
         self.buffer[layer][block, :, offset] = torch.cat((keys, values), dim=-1)
 
-    def read(self, layer: int, blocks: torch.Tensor, tokens: int, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values of the first `tokens` tokens, each `[kv_heads, padded, head_dim]`, zero beyond `tokens`.
+    def read(
+        self, layer: int, blocks: torch.Tensor, tokens: int, padded: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of the first `tokens` tokens, each `[kv_heads, padded, head_dim]`, zero
+        beyond `tokens`.
 
-        They are a temporary copy. The masked part is zeroed, not left as the block's last tenant wrote it, because 0 * NaN is NaN.
+        They are a temporary copy. The masked part is zeroed, not left as the block's last tenant wrote it,
+        because 0 * NaN is NaN.
         """
         gathered = torch.zeros(self.kv_heads, padded, 2 * self.head_dim, dtype=self.buffer.dtype)
         pages = self.buffer[layer].index_select(0, blocks).transpose(0, 1)
@@ -83,7 +92,8 @@ class _Segment(NamedTuple):
     blocks: torch.Tensor
     """int64: the blocks that hold the context up to the last row."""
     mask: torch.Tensor
-    """`[query heads for each KV head * padded rows, padded context]`: 0 where a row may look and -inf elsewhere."""
+    """`[query heads for each KV head * padded rows, padded context]`: 0 where a row may look and -inf
+    elsewhere."""
 
 
 class StepPart(NamedTuple):
@@ -107,7 +117,9 @@ class _Step:
         slots, self._segments, row = [], list[_Segment](), 0
         for part in parts:
             end = part.position + len(part.tokens)
-            slots.append(kv.slots(part.blocks[: _round_up(end, kv.block_size) // kv.block_size], end)[part.position :])
+            slots.append(
+                kv.slots(part.blocks[: _round_up(end, kv.block_size) // kv.block_size], end)[part.position :]
+            )
             position = part.position
             while position < end:
                 stop = min(end, _round_up(position + 1, CONTEXT_QUANTUM))
@@ -137,7 +149,8 @@ class _Step:
         return out
 
     def _attended(self, segment: _Segment, query: torch.Tensor, layer: int) -> torch.Tensor:
-        """Returns the attention of one request's `query [heads, rows, head_dim]` to its context, as `[rows, heads, head_dim]`."""
+        """Returns the attention of one request's `query [heads, rows, head_dim]` to its context, as `[rows,
+        heads, head_dim]`."""
         kv = self._kv
         keys, values = kv.read(layer, segment.blocks, segment.context, segment.mask.shape[1])
         heads, rows, head_dim = query.shape
@@ -150,7 +163,7 @@ class _Step:
         return attended.view(heads, padded, head_dim)[:, :rows].transpose(0, 1)
 
 
-# --- the model -------------------------------------------------------------------------------------------------------
+# --- the model ----------------------------------------------------------------------------------------------
 
 
 class PagedModel:
@@ -199,8 +212,8 @@ _DEVIATION = 0.02
 """Standard deviation of the weights."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps a layer's number, queries `[1, heads, rows, head_dim]`, and keys and values `[1, kv_heads, rows, head_dim]` to `[1, rows, heads,
-head_dim]`."""
+"""Maps a layer's number, queries `[1, heads, rows, head_dim]`, and keys and values `[1, kv_heads, rows,
+head_dim]` to `[1, rows, heads, head_dim]`."""
 
 
 class RandomLlama:
@@ -216,8 +229,11 @@ class RandomLlama:
             for name, rows, columns in _weights(random, self._head_dim)
         }
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Computes tokens, int64 `[count]`, at their positions. Returns the logits `[len(rows), vocab_size]` of the wanted rows."""
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Computes tokens, int64 `[count]`, at their positions. Returns the logits `[len(rows), vocab_size]`
+        of the wanted rows."""
         hidden = self._weights["model.embed_tokens.weight"][tokens]
         rotation = self._rotation(positions, hidden.dtype)
         for layer in range(self._layers):
@@ -235,7 +251,9 @@ class RandomLlama:
         query = _rotate(heads_of("q_proj", self._heads), rotation)
         key = _rotate(heads_of("k_proj", self._kv_heads), rotation)
         value = heads_of("v_proj", self._kv_heads)
-        return self._linear(layer, "self_attn.o_proj", attend(layer, query, key, value).reshape(len(hidden), -1))
+        return self._linear(
+            layer, "self_attn.o_proj", attend(layer, query, key, value).reshape(len(hidden), -1)
+        )
 
     def _mlp(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         gate = functional.silu(self._linear(layer, "mlp.gate_proj", hidden))

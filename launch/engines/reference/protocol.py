@@ -42,7 +42,9 @@ _AT = re.compile(r" - at `\$\.([^`\[]*)")
 """Where msgspec says which field is wrong."""
 
 
-def _refused(message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400) -> ApiError:
+def _refused(
+    message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400
+) -> ApiError:
     return ApiError(status, message, param=param, code=code)
 
 
@@ -92,7 +94,9 @@ def parse_completion(body: bytes, model: str) -> CompletionRequest:
         handoff = read_params(fields.kv_transfer_params)
     except BadParams as error:
         raise _refused(str(error), param=".".join(filter(None, ("kv_transfer_params", error.path)))) from None
-    return CompletionRequest(_prompt(fields.prompt), fields, handoff.announce, handoff.announced or Announcement())
+    return CompletionRequest(
+        _prompt(fields.prompt), fields, handoff.announce, handoff.announced or Announcement()
+    )
 
 
 def _prompt(prompt: Any) -> str | tuple[int, ...]:
@@ -126,8 +130,8 @@ class AnswerBuilder:
     def whole(self, text: str, tokens: list[int], generation: Generation, produced: int) -> dict[str, Any]:
         """Returns an answer, or the last chunk of a stream.
 
-        It holds text and tokens, usage over all `produced` tokens, where the prompt's KV came from, and for a proxy what to hand to the
-        decode node.
+        It holds text and tokens, usage over all `produced` tokens, where the prompt's KV came from, and for a
+        proxy what to hand to the decode node.
         """
         stats = generation.stats
         assert stats is not None, "they are known with the first token"
@@ -152,26 +156,31 @@ class AnswerBuilder:
         }
         if self._request.announce:
             work = PrefillWork(report.loaded, report.computed, report.reason)
-            answer["kv_transfer_params"] = write_params(Announcement(prefix_tokens=stats.prefix_tokens, prefill=work))
+            answer["kv_transfer_params"] = write_params(
+                Announcement(prefix_tokens=stats.prefix_tokens, prefill=work)
+            )
         return answer
 
 
 def encode(text: str, vocab_size: int) -> tuple[int, ...]:
     """Returns the token ids of a text: its bytes. Raises ApiError if the vocabulary has no room for them."""
     if vocab_size < 256:
-        raise _refused(f"this model's vocabulary of {vocab_size} has no room for bytes; send token ids", param="prompt")
+        raise _refused(
+            f"this model's vocabulary of {vocab_size} has no room for bytes; send token ids", param="prompt"
+        )
     return tuple(text.encode())
 
 
 class Detokenizer:
-    """Turns one request's output into text, piece by piece; the pieces together are the whole text. Ids from 256 on have no text and come
-    out as U+FFFD."""
+    """Turns one request's output into text, piece by piece; the pieces together are the whole text. Ids from
+    256 on have no text and come out as U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int, last: bool) -> str:
-        """Returns the text that is certain after `token`; may be empty in the middle of a character, unless no more tokens come."""
+        """Returns the text that is certain after `token`; may be empty in the middle of a character, unless
+        no more tokens come."""
         if token < 256:
             return self._decoder.decode(bytes((token,)), final=last)
         text = self._decoder.decode(b"", final=True)

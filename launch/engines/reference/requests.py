@@ -1,4 +1,5 @@
-"""A request to the engine and its answer: what a caller asks, why it ends early, and the iterator over its tokens."""
+"""A request to the engine and its answer: what a caller asks, why it ends early, and the iterator over its
+tokens."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     """Keeps this request's chunks apart from those of other salts."""
     announced_prefix: int = 0
-    """Tokens of the prompt that a prefill node has announced to be in the pool, or on their way there: worth waiting for."""
+    """Tokens of the prompt that a prefill node has announced to be in the pool, or on their way there: worth
+    waiting for."""
     streams: bool = False
-    """Only has the prompt's chunks loaded as they appear in the pool, for a request with the same prompt that comes later."""
+    """Only has the prompt's chunks loaded as they appear in the pool, for a request with the same prompt that
+    comes later."""
     trace: Mapping[str, str] | None = None
     """The trace context under which the request's spans are."""
     arrival: float = msgspec.field(default_factory=time.monotonic)
@@ -66,12 +69,16 @@ _GRACE_S = 5.0
 
 
 class Generation:
-    """A request's tokens as they come. Iterate once, with `for` or `async for`. To leave early, call `cancel()`.
+    """A request's tokens as they come. Iterate once, with `for` or `async for`. To leave early, call
+    `cancel()`.
 
-    Iterating raises GenerationError if the request ends early; its `kind` says why. Memory is bounded by the request's `max_tokens`.
+    Iterating raises GenerationError if the request ends early; its `kind` says why. Memory is bounded by the
+    request's `max_tokens`.
     """
 
-    def __init__(self, request: GenerationRequest, deadline: float, on_cancel: Callable[[Generation], None]) -> None:
+    def __init__(
+        self, request: GenerationRequest, deadline: float, on_cancel: Callable[[Generation], None]
+    ) -> None:
         self.request = request
         self.deadline = deadline
         """The `time.monotonic()` at which the engine gives up the request."""
@@ -142,7 +149,7 @@ class Generation:
         self.cancel()
         return GenerationError("timeout", "the engine has not answered in time")
 
-    # --- the engine's side ---------------------------------------------------------------------------------------
+    # --- the engine's side ----------------------------------------------------------------------------------
 
     def push(self, event: TokenEvent) -> None:
         """Adds the next token. Called by the engine."""

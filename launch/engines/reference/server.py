@@ -1,4 +1,5 @@
-"""The engine over HTTP (`/v1/completions`, `/v1/models`, `/health`, `/metrics`, `/requests/ID`, `/weights`), and its process."""
+"""The engine over HTTP (`/v1/completions`, `/v1/models`, `/health`, `/metrics`, `/requests/ID`, `/weights`),
+and its process."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class ReferenceServer:
         tracing: Tracing = UNTRACED,
         version: WeightsVersion | None = None,
     ) -> None:
-        """`registry` holds further metrics, the cache's, for `/metrics`. `about` returns further fields for `/health`. `version`: that of the
-        cache's weights."""
+        """`registry` holds further metrics, the cache's, for `/metrics`. `about` returns further fields for
+        `/health`. `version`: that of the cache's weights."""
         self.engine = engine
         self._registry = registry
         self._about = about
@@ -69,11 +70,15 @@ class ReferenceServer:
         grace_s: float = 4.0,
         on_stop: Callable[[], None] | None = None,
     ) -> None:
-        """Serves on `host:port` until `stop` is set, then closes the engine: running requests have `grace_s` to finish.
+        """Serves on `host:port` until `stop` is set, then closes the engine: running requests have `grace_s`
+        to finish.
 
-        `ready` gets `http://host:port` once requests are answered. `on_stop` is called before anything ends; it may take a moment.
+        `ready` gets `http://host:port` once requests are answered. `on_stop` is called before anything ends;
+        it may take a moment.
         """
-        app = web.Application(client_max_size=(1 << 20) + 64 * self.engine.config.max_model_len, middlewares=[errors])
+        app = web.Application(
+            client_max_size=(1 << 20) + 64 * self.engine.config.max_model_len, middlewares=[errors]
+        )
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/models", self._models)
@@ -94,11 +99,12 @@ class ReferenceServer:
         finally:
             if site is not None:
                 await site.stop()
-            # Requests end with their last token or, after the grace, an error. Their connections end only then.
+            # Requests end with their last token or, after the grace, an error. Their connections end only
+            # then.
             await asyncio.to_thread(self.engine.close, grace_s)
             await runner.cleanup()
 
-    # --- what it answers -----------------------------------------------------------------------------------------
+    # --- what it answers ------------------------------------------------------------------------------------
 
     async def _health(self, _: web.Request) -> web.Response:
         if self.engine.healthy:
@@ -130,7 +136,8 @@ class ReferenceServer:
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _report(self, http: web.Request) -> web.Response:
-        """Returns the report on one of the last requests, by its `X-Request-Id`, or else by the id of its answer."""
+        """Returns the report on one of the last requests, by its `X-Request-Id`, or else by the id of its
+        answer."""
         report = self._reports.get(http.match_info["id"])
         if report is None:
             raise ApiError(404, "no such request among the last ones", param="id", code="not_found")
@@ -151,7 +158,11 @@ class ReferenceServer:
         outcome, line = "refused, or its client went away", ""
         generation: Generation | None = None
         span = self._tracing.begin(
-            "pd_cache.engine", trace_headers(http.headers), kind="server", request_id=known_as, model=self._model
+            "pd_cache.engine",
+            trace_headers(http.headers),
+            kind="server",
+            request_id=known_as,
+            model=self._model,
         )
         try:
             request, tokens = await self._read(http)
@@ -207,16 +218,25 @@ class ReferenceServer:
             text.append(detokenizer.push(event.token, event.last))
         return web.json_response(builder.whole("".join(text), tokens, generation, len(tokens)))
 
-    async def _stream(self, http: web.Request, builder: AnswerBuilder, generation: Generation) -> web.StreamResponse:
+    async def _stream(
+        self, http: web.Request, builder: AnswerBuilder, generation: Generation
+    ) -> web.StreamResponse:
         detokenizer = Detokenizer()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         produced = 0
         try:
             async for event in generation:
                 produced += 1
                 text, tokens = detokenizer.push(event.token, event.last), [event.token]
-                chunk = builder.whole(text, tokens, generation, produced) if event.last else builder.chunk(text, tokens)
-                if not response.prepared:  # only now, so that a failure before the first token gets a status of its own
+                chunk = (
+                    builder.whole(text, tokens, generation, produced)
+                    if event.last
+                    else builder.chunk(text, tokens)
+                )
+                # only now, so that a failure before the first token gets a status of its own
+                if not response.prepared:
                     async with asyncio.timeout(_WRITE_TIMEOUT_S):
                         await response.prepare(http)
                 await _send(response, json.dumps(chunk))
@@ -253,11 +273,12 @@ def serve(
     ready: Callable[[str], None],
     on_stop: Callable[[], None] | None = None,
 ) -> None:
-    """Opens a server and serves on `host:port` (0 takes a free port) until asked to stop (`stop_signals`), then returns.
+    """Opens a server and serves on `host:port` (0 takes a free port) until asked to stop (`stop_signals`),
+    then returns.
 
-    For the main thread, which gets the signals, also while `open_server` runs. The other arguments are those of `ReferenceServer.run`.
-    The caller closes the engine's cache; by then no call of the engine runs in it except those that outlived every deadline. Raises
-    OSError if the address cannot be bound.
+    For the main thread, which gets the signals, also while `open_server` runs. The other arguments are those
+    of `ReferenceServer.run`. The caller closes the engine's cache; by then no call of the engine runs in it
+    except those that outlived every deadline. Raises OSError if the address cannot be bound.
     """
 
     async def until_signal(server: ReferenceServer) -> None:

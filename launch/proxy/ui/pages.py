@@ -1,7 +1,7 @@
 """Serves the page, and what it follows.
 
-If clients need keys, the page needs one, too. A browser cannot send `Authorization: Bearer`, so the key may also come as the password of HTTP's
-basic authentication, for which browsers ask their user.
+If clients need keys, the page needs one, too. A browser cannot send `Authorization: Bearer`, so the key may
+also come as the password of HTTP's basic authentication, for which browsers ask their user.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class UiPages:
     async def _page(self, name: str, request: web.Request) -> web.Response:
         if not self._keys.may_watch(_authorization(request)):
             return _key_needed()
-        return web.Response(body=self._files[name], content_type=_TYPES[name], charset="utf-8", headers=_HEADERS)
+        return web.Response(
+            body=self._files[name], content_type=_TYPES[name], charset="utf-8", headers=_HEADERS
+        )
 
     async def _explain(self, request: web.Request) -> web.Response:
         """Answers with what `pd-cache explain` prints, as far as the proxy itself knows it."""
@@ -94,7 +96,9 @@ class UiPages:
         trip = self._trips.get(request.match_info["id"], self._keys.visible_client(authorization))
         names = {record.address: record.name for record in self._view.nodes}
         lines = [f"request {request.match_info['id']}", *(hop.text(names) for hop in trip.hops)]
-        lines.append("docs/troubleshooting.md has a cure for each reason; `pd-cache explain ID` asks the nodes, too.\n")
+        lines.append(
+            "docs/troubleshooting.md has a cure for each reason; `pd-cache explain ID` asks the nodes, too.\n"
+        )
         return web.Response(text="\n".join(lines), headers=_HEADERS)
 
     async def _follow(self, request: web.Request) -> web.StreamResponse:
@@ -133,7 +137,7 @@ class UiPages:
             request.transport.abort()  # what it has not read must not be kept for it
         return response
 
-    # --- what runs while a browser follows ------------------------------------------------------------------------
+    # --- what runs while a browser follows ------------------------------------------------------------------
 
     def update(self, view: View) -> None:
         """Shows the nodes of this view, except for proxies: this one has no keys to ask them with."""
@@ -173,7 +177,7 @@ class UiPages:
         self._closing = True
         self._published.set()
 
-    # --- an event ------------------------------------------------------------------------------------------------
+    # --- an event -------------------------------------------------------------------------------------------
 
     def _event(self, client: str | None) -> bytes:
         if client not in self._events:
@@ -193,7 +197,8 @@ class UiPages:
             for segment in node.segments or ()
         }
         segments = sorted(
-            status.segments or (), key=lambda segment: (owners.get(segment.segment_name, ""), segment.segment_name)
+            status.segments or (),
+            key=lambda segment: (owners.get(segment.segment_name, ""), segment.segment_name),
         )
         return {
             "version": pd_cache.__version__,
@@ -227,7 +232,9 @@ class UiPages:
                 }
                 for minute in minutes
             ],
-            "slow": [_shown_slow(ended, max(0.0, now - ended.at), names) for ended in self._recent.slowest(client)],
+            "slow": [
+                _shown_slow(ended, max(0.0, now - ended.at), names) for ended in self._recent.slowest(client)
+            ],
         }
 
 
@@ -253,7 +260,7 @@ def _shown_slow(ended: EndedRequest, age_s: float, names: dict[str, str]) -> dic
     }
 
 
-# --- keys ------------------------------------------------------------------------------------------------------------
+# --- keys ---------------------------------------------------------------------------------------------------
 
 
 def _authorization(request: web.Request) -> str | None:

@@ -22,8 +22,9 @@ _SOURCES = ("engine", "memory", "disk", "pool", "computed")
 
 
 def prompt_sources(report: RequestReport) -> dict[str, float]:
-    """Returns where the tokens of a prompt came from. Loaded ones are split in proportion to what was read from each tier. That can be more
-    than what was loaded, because the last token of a prompt is always computed, even if its chunk was read."""
+    """Returns where the tokens of a prompt came from. Loaded ones are split in proportion to what was read
+    from each tier. That can be more than what was loaded, because the last token of a prompt is always
+    computed, even if its chunk was read."""
     read = report.memory + report.disk + report.pool
     scale = report.loaded / read if read else 0.0
     return {
@@ -52,7 +53,8 @@ class EndedRequest(NamedTuple):
 
     @property
     def waited(self) -> float:
-        """The seconds by which requests are compared: those to the first byte, because a long answer is not slow."""
+        """The seconds by which requests are compared: those to the first byte, because a long answer is not
+        slow."""
         return self.seconds if self.first_byte_s is None else self.first_byte_s
 
 
@@ -111,13 +113,17 @@ class RecentRequests:
         return [known.get(number) for number in range(last - MINUTES + 1, last + 1)]
 
     def saved_s(self) -> float | None:
-        """Returns how much longer the last hour's prompts with hits would have taken at the pace of those without; None if either lack."""
+        """Returns how much longer the last hour's prompts with hits would have taken at the pace of those
+        without; None if either lack."""
         known = [minute for minute in self.minutes() if minute is not None]
-        hit_tokens, hit_s, tokens, seconds = (sum(minute.pace[index] for minute in known) for index in range(4))
+        hit_tokens, hit_s, tokens, seconds = (
+            sum(minute.pace[index] for minute in known) for index in range(4)
+        )
         return hit_tokens * seconds / tokens - hit_s if tokens and hit_tokens else None
 
     def slowest(self, client: str | None = None) -> list[EndedRequest]:
-        """Returns the requests of the last hour that waited longest for their first byte. `client`: only that client's."""
+        """Returns the requests of the last hour that waited longest for their first byte. `client`: only that
+        client's."""
         slow = [ended for minute in self.minutes() if minute is not None for ended in minute.slow]
         return sorted(
             (ended for ended in slow if client in (None, ended.trip.client)), key=lambda ended: -ended.waited
@@ -130,6 +136,7 @@ class RecentRequests:
 
 
 def first_token_within(minutes: Iterable[Minute | None], part: float) -> float | None:
-    """Returns the seconds within which `part` of the minutes' streams had their first token; None without streams."""
+    """Returns the seconds within which `part` of the minutes' streams had their first token; None without
+    streams."""
     times = sorted(time for minute in minutes if minute is not None for time in minute.first_token)
     return times[min(len(times) - 1, int(part * len(times)))] if times else None

@@ -1,7 +1,8 @@
 """What each role does in its process, one file per role. `run_role` is the one entry point.
 
-Each role is a function of the file, its node, a callback for the moment at which the node can be used, and the node's membership in the
-cluster. It returns when the process is asked to stop, and raises PdCacheError if it cannot do its work.
+Each role is a function of the file, its node, a callback for the moment at which the node can be used, and
+the node's membership in the cluster. It returns when the process is asked to stop, and raises PdCacheError if
+it cannot do its work.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ import resource
 from collections.abc import Callable, Iterator
 
 from launch.discovery import Member, find_master
-from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, Node, ProxyNode, StoreNode, VllmEngineConfig
+from pd_cache.cluster import (
+    CacheServerNode,
+    ClusterConfig,
+    MasterNode,
+    Node,
+    ProxyNode,
+    StoreNode,
+    VllmEngineConfig,
+)
 
 _MOST_FILES = 1 << 20
 """We never need more. Some programs allocate memory for each descriptor that they may have."""
@@ -69,7 +78,8 @@ def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) ->
 
 
 def raise_limit_of_files() -> None:
-    """Raises the soft limit of open files to the hard one, or to a million; children inherit it. An answer through the proxy takes two."""
+    """Raises the soft limit of open files to the hard one, or to a million; children inherit it. An answer
+    through the proxy takes two."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -79,7 +89,8 @@ def raise_limit_of_files() -> None:
 
 @contextlib.contextmanager
 def _imports() -> Iterator[None]:
-    """Imports without collecting garbage: what modules of torch's size make lives on, and to look through it takes a sixth of a start."""
+    """Imports without collecting garbage: what modules of torch's size make lives on, and to look through it
+    takes a sixth of a start."""
     gc.disable()
     try:
         yield

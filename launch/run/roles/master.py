@@ -17,7 +17,8 @@ from pd_cache.decoding import decode_json
 
 
 def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
-    """Returns the command of Mooncake's master, with every flag that a cache depends on. Raises RoleError if the wheel is not installed.
+    """Returns the command of Mooncake's master, with every flag that a cache depends on. Raises RoleError if
+    the wheel is not installed.
 
     If `transfer.metadata` is an http address on the master's own host, the master serves that, too.
     """
@@ -34,7 +35,8 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
         f"--metrics_port={node.metrics_port}",
         f"--default_kv_lease_ttl={node.lease_ttl_ms}",
         f"--client_ttl={node.client_ttl_s}",  # 0.3.14 calls it client_active_ttl_sec, and takes both
-        "--put_start_discard_timeout_sec=5",  # the unfinished put of a dead writer blocks its key for this time
+        # the unfinished put of a dead writer blocks its key for this time
+        "--put_start_discard_timeout_sec=5",
         f"--eviction_high_watermark_ratio={node.eviction_high_watermark}",
         f"--eviction_ratio={node.eviction_ratio}",
         "--enable_metric_reporting=false",  # a long log line every ten seconds; /metrics has it all
@@ -62,7 +64,8 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
 
 
 def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], None], member: Member) -> None:
-    """Runs Mooncake's master as a child that dies with this process. If there are several, it is ready as leader or as standby.
+    """Runs Mooncake's master as a child that dies with this process. If there are several, it is ready as
+    leader or as standby.
 
     It is restarted if etcd has lost data of the election, because masters do not notice that by themselves.
     """

@@ -22,7 +22,8 @@ _SYNC_S = 2.0
 """How long a starting proxy waits for discovery; after that it uses the nodes of the file."""
 
 _STREAM_TOKENS = {"auto": 2048, "always": 0, "never": None}
-"""How many tokens a prefill node must have to compute for the decode node to load them meanwhile, by `handoff.stream`."""
+"""How many tokens a prefill node must have to compute for the decode node to load them meanwhile, by
+`handoff.stream`."""
 
 
 def run_proxy(
@@ -33,8 +34,9 @@ def run_proxy(
 ) -> None:
     """Serves until asked to stop (`stop_signals`), then drains. Main thread only.
 
-    `ready` is called with the base URL once connections are accepted; port 0 means any. `on_stop` is called on a thread when the drain
-    begins. Raises OSError if the address cannot be bound, ConfigError for the same reasons as `Proxy`, `ServerTls` and `open_directory`.
+    `ready` is called with the base URL once connections are accepted; port 0 means any. `on_stop` is called
+    on a thread when the drain begins. Raises OSError if the address cannot be bound, ConfigError for the same
+    reasons as `Proxy`, `ServerTls` and `open_directory`.
     """
     unmap_freed_bodies()
     timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1

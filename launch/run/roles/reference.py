@@ -39,7 +39,9 @@ def run_reference_engine(
     tracing, version = open_tracing(config.tracing, node.role, node.name), WeightsVersion()
     opened: list[BlockCache] = []
 
-    def open_cache(metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]) -> BlockCache:
+    def open_cache(
+        metadata: CacheMetadata, layout: KVLayout, kv_caches: dict[str, torch.Tensor]
+    ) -> BlockCache:
         metrics = CacheMetrics(registry)
         server = config.node(node.cache_server) if node.cache_server else None
         cache: CacheEngine | RemoteCache
@@ -52,7 +54,9 @@ def run_reference_engine(
                     node.name, settings, metadata, layout, metrics=metrics, version=version
                 )
             except ValueError as error:  # the file cannot know how large a chunk of this model is
-                raise ConfigError(f"transfer.staging_size: {settings.transfer.staging_size}: {error}") from None
+                raise ConfigError(
+                    f"transfer.staging_size: {settings.transfer.staging_size}: {error}"
+                ) from None
         opened.append(cache)
         cache.register_kv_caches(kv_caches)
         space = metadata.namespace(config.cache).described()

@@ -13,7 +13,8 @@ from transfer.errors import PoolUnavailableError
 
 
 def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
-    """Gives memory to the pool until asked to stop, then unmounts it, so that no key points at a node that is gone."""
+    """Gives memory to the pool until asked to stop, then unmounts it, so that no key points at a node that is
+    gone."""
     from transfer.store import MooncakeStore
 
     settings = config.settings_of(node)
@@ -21,9 +22,12 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], Non
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         store = stack.enter_context(
-            MooncakeStore(settings.transfer, master=settings.master, host=named, segment_size=settings.segment_size)
+            MooncakeStore(
+                settings.transfer, master=settings.master, host=named, segment_size=settings.segment_size
+            )
         )
-        if node.metrics_port is not None:  # before the store is open, so that a store that waits for its master says so
+        # before the store is open, so that a store that waits for its master says so
+        if node.metrics_port is not None:
             from prometheus_client import CollectorRegistry, ProcessCollector
 
             from launch.run.health_server import exposed
@@ -32,7 +36,9 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], Non
             registry, levels = CollectorRegistry(), LevelCollector()
             ProcessCollector(registry=registry)
             registry.register(levels)
-            levels.add(lambda: BackendLevels(0, 0, 0, store.available, store.hostname, int(node.segment_size)))
+            levels.add(
+                lambda: BackendLevels(0, 0, 0, store.available, store.hostname, int(node.segment_size))
+            )
             answers = exposed(
                 node.host, node.metrics_port, registry, lambda: store.available if store.hostname else None
             )
@@ -47,4 +53,5 @@ def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], Non
             else:
                 ready(store.hostname)
                 stop.wait()
-                member.leave()  # before Mooncake's close(), which holds the GIL for longer than a lease may last
+                # before Mooncake's close(), which holds the GIL for longer than a lease may last
+                member.leave()

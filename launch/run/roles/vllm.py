@@ -21,13 +21,15 @@ _REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
 def run_vllm(
     config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Callable[[str], None], member: Member
 ) -> None:
-    """Runs vLLM until SIGTERM. Raises RoleError if it is not installed, ends by itself or is not ready in time."""
+    """Runs vLLM until SIGTERM. Raises RoleError if it is not installed, ends by itself or is not ready in
+    time."""
     settings = config.supervisor
     with stop_on_signals() as stop, temporary_folder() as folder:
         file, namespace = folder / "cluster.yaml", folder / "namespace.json"
         file.write_text(dump_config(config), encoding="utf-8")
         program = vllm_program(config, node, file, namespace)
-        refused = deque[str](maxlen=1)  # why the connector refused: the reason comes many lines before the end
+        # why the connector refused: the reason comes many lines before the end
+        refused = deque[str](maxlen=1)
 
         def pass_on(_: str, line: str) -> None:
             print(line, file=sys.stderr, flush=True)

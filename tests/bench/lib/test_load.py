@@ -94,7 +94,7 @@ def test_each_request_of_a_salted_load_is_isolated_and_otherwise_none_is():
     assert "cache_salt" not in plain.bodies[0]
 
 
-# --- arrivals and prompts --------------------------------------------------------------------------------------------
+# --- arrivals and prompts -----------------------------------------------------------------------------------
 
 
 @given(st.floats(1, 600), st.integers(2, 3000))
@@ -121,12 +121,14 @@ def test_synthetic_prompts_share_their_beginning_and_the_ideal_is_what_came_befo
     assert ideal_hit_rate(from_trace(requests, [0.0] * 9, 16, 10_000)) == hit_rate(requests, SimulatedLru())
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------------------
 
 
 def test_figures_are_those_of_what_was_answered():
     outcomes = [
-        RequestOutcome(due=float(due), prompt_tokens=10, first=0.1 * (due + 1), last=1.0, tokens=5, cached=due)
+        RequestOutcome(
+            due=float(due), prompt_tokens=10, first=0.1 * (due + 1), last=1.0, tokens=5, cached=due
+        )
         for due in range(4)
     ]
     lost = RequestOutcome(due=4.0, prompt_tokens=10, first=9.0, last=9.0, tokens=3, error="stream cut off")

@@ -39,7 +39,10 @@ def test_a_few_long_rows_stand_side_by_side():
 
 def test_what_is_said_about_a_run_names_the_settings_that_are_not_the_defaults():
     config = ClusterConfig(
-        name="c", cache=CacheConfig(chunk_size=512), transfer=TransferSettings(threads=3), nodes=(MasterNode(name="m"),)
+        name="c",
+        cache=CacheConfig(chunk_size=512),
+        transfer=TransferSettings(threads=3),
+        nodes=(MasterNode(name="m"),),
     )
     facts = about(config)
     assert (facts["cluster"], facts["transfer"], facts["cache"]) == ("c", "threads: 3", "chunk_size: 512")

@@ -24,9 +24,21 @@ def test_a_trace_is_read_gzipped_or_not_in_the_order_of_its_times(tmp_path):
 def test_a_session_of_aiperfs_says_again_all_that_was_said(tmp_path):
     file = tmp_path / "dataset.jsonl"
     lines = [
-        {"session_id": "a", "timestamp": 0.0, "input_length": 1100, "output_length": 60, "hash_ids": [0, 1, 7]},
+        {
+            "session_id": "a",
+            "timestamp": 0.0,
+            "input_length": 1100,
+            "output_length": 60,
+            "hash_ids": [0, 1, 7],
+        },
         {"session_id": "a", "delay": 500.0, "input_length": 700, "output_length": 60, "hash_ids": [8, 9]},
-        {"session_id": "b", "timestamp": 0.0, "input_length": 1030, "output_length": 60, "hash_ids": [0, 1, 10]},
+        {
+            "session_id": "b",
+            "timestamp": 0.0,
+            "input_length": 1030,
+            "output_length": 60,
+            "hash_ids": [0, 1, 10],
+        },
     ]
     file.write_text("\n".join(map(json.dumps, lines)))
     first, second, other = read_trace(file)
@@ -70,7 +82,7 @@ def test_what_is_no_trace_at_all_is_refused(tmp_path):
             read_trace(tmp_path / name)
 
 
-# --- simulated caches ------------------------------------------------------------------------------------------------
+# --- simulated caches ---------------------------------------------------------------------------------------
 
 
 def test_a_cache_that_never_forgets_finds_every_repetition_of_whole_blocks():
@@ -94,5 +106,7 @@ def test_lru_finds_more_with_more_room_and_never_more_than_the_ideal(seed, capac
         blocks = [100 * rng.randrange(5) + block for block in range(rng.randint(1, 8))]
         blocks += [10_000 + 10 * number + own for own in range(rng.randint(0, 2))]
         requests.append(Request(number, len(blocks) * BLOCK_TOKENS - rng.choice((0, 100)), blocks))
-    some, more, all_of_them = (hit_rate(requests, SimulatedLru(room)) for room in (capacity, capacity + 1, 60_000))
+    some, more, all_of_them = (
+        hit_rate(requests, SimulatedLru(room)) for room in (capacity, capacity + 1, 60_000)
+    )
     assert some <= more <= all_of_them == hit_rate(requests, SimulatedLru())

@@ -19,7 +19,7 @@ def rows_of(trace, *arguments):
     return list(json.loads(cli("bench", "replay", *asked).stdout.splitlines()[-1])["results"])
 
 
-# --- shrunken chunks -------------------------------------------------------------------------------------------------
+# --- shrunken chunks ----------------------------------------------------------------------------------------
 
 
 def test_pages_of_a_block_are_told_from_all_others_and_from_damaged_ones():
@@ -45,7 +45,7 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside():
     assert stored == segment // allotted_bytes(size) == 14
 
 
-# --- what is asked ---------------------------------------------------------------------------------------------------
+# --- what is asked ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path, argumen
     assert told in " ".join(cli("bench", "replay", "--trace", trace, *arguments, code=2).output.split())
 
 
-# --- on real pools ---------------------------------------------------------------------------------------------------
+# --- on real pools ------------------------------------------------------------------------------------------
 
 
 def test_an_unbounded_pool_reaches_the_ideal_and_a_bounded_one_evicts(tmp_path):

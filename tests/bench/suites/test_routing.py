@@ -15,9 +15,13 @@ from tests.support.traces import conversations, write_trace
 
 
 def test_an_idle_node_makes_nobody_wait_and_a_busy_one_makes_the_next_wait_for_what_is_left():
-    alone = simulate([Request(0, 1000, []), Request(2000, 1000, [])], "round_robin", 1, BLOCK_TOKENS, rate=1000)
+    alone = simulate(
+        [Request(0, 1000, []), Request(2000, 1000, [])], "round_robin", 1, BLOCK_TOKENS, rate=1000
+    )
     assert alone.queueing == [0, 0]
-    queued = simulate([Request(0, 1000, []), Request(400, 1000, [])], "round_robin", 1, BLOCK_TOKENS, rate=1000)
+    queued = simulate(
+        [Request(0, 1000, []), Request(400, 1000, [])], "round_robin", 1, BLOCK_TOKENS, rate=1000
+    )
     assert queued.queueing == pytest.approx([0, 0.6])
 
 
@@ -41,7 +45,9 @@ def test_a_trace_is_reported_as_json(tmp_path):
 def test_one_pool_has_what_the_nodes_caches_together_have_room_for():
     # two prompts of two blocks in turn: the node with the first block gets both, and has room for one
     requests = [Request(1000 * at, 2 * BLOCK_TOKENS, [0, 1 + at % 2]) for at in range(6)]
-    (first, robin), _ = compare_pooled("pairs", requests, ("longest_prefix", "round_robin"), 2, 2 * BLOCK_TOKENS)
+    (first, robin), _ = compare_pooled(
+        "pairs", requests, ("longest_prefix", "round_robin"), 2, 2 * BLOCK_TOKENS
+    )
     assert first["own_hit_rate"] == pytest.approx(5 / 12)  # the first block, but for the first time
     assert first["pool_hit_rate"] == pytest.approx(9 / 12)  # 0, 1 and 2 are computed once
     assert first["hits"] == pytest.approx(9 / 5)

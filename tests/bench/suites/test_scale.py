@@ -29,7 +29,8 @@ _COSTS = UnitCosts(
     decode=DecodeCosts(step_s=0.1, sequence_s=0.0, context_s=0.0),
     proxy=_FREE, node=_FREE, lookup=_NO_POOL, store=_NO_POOL, load=_NO_POOL, load_own=_NO_POOL,
 )  # fmt: skip
-"""A token of a prompt takes a millisecond, a token of an answer a tenth of a second, nothing else any time."""
+"""A token of a prompt takes a millisecond, a token of an answer a tenth of a second, nothing else any
+time."""
 
 
 def _request(due, seed, output=1):

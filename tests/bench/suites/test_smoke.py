@@ -1,4 +1,5 @@
-"""Each bench of one machine runs, at sizes that say nothing, and has the figures that others read from its JSON."""
+"""Each bench of one machine runs, at sizes that say nothing, and has the figures that others read from its
+JSON."""
 
 import pytest
 
@@ -53,7 +54,9 @@ def test_a_bench_runs_and_has_its_figures(bench, tmp_path, monkeypatch):
     if bench == "bandwidth":
         nodes = [(row["from"], row["to"]) for row in report["results"]]
         assert nodes == [(begin, end) for begin in ("node-0", "node-1") for end in ("node-0", "node-1")]
-        assert all(row["bytes_equal"] and row["put_gbps"] > 0 for row in report["results"] + report["at_once"])
+        assert all(
+            row["bytes_equal"] and row["put_gbps"] > 0 for row in report["results"] + report["at_once"]
+        )
     if bench == "lookup":
         asked = [(row["clients"], row["tokens"]) for row in report["clients"]]
         assert asked == [(1, 4096), (1, 32768), (2, 4096), (2, 32768)]
@@ -62,7 +65,13 @@ def test_a_bench_runs_and_has_its_figures(bench, tmp_path, monkeypatch):
 def test_put_and_get_are_checked_against_raw_and_bytes_against_what_was_put():
     def row(begin, end, equal):
         ratios = (None, None) if begin == end else (0.8, 1.0)
-        return {"from": begin, "to": end, "put_ratio": ratios[0], "get_ratio": ratios[1], "bytes_equal": equal}
+        return {
+            "from": begin,
+            "to": end,
+            "put_ratio": ratios[0],
+            "get_ratio": ratios[1],
+            "bytes_equal": equal,
+        }
 
     for equal in (True, False):
         rows = [row(begin, end, equal) for begin in "ab" for end in "ab"]

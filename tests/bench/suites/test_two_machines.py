@@ -29,7 +29,9 @@ def hosts():
 @contextmanager
 def started(host, bench, *arguments):
     command = host.inside(sys.executable, "-m", "launch", "bench", bench, *arguments)
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -75,7 +77,8 @@ def test_a_cluster_of_two_hosts_is_put_under_load(hosts, tmp_path):
     file = cluster_file(tmp_path, nodes=tree)
     with ExitStack() as stack:
         nodes = [
-            stack.enter_context(Node(role, role, file, wait=role == "master", host=hosts[host])) for role, host in ROLES
+            stack.enter_context(Node(role, role, file, wait=role == "master", host=hosts[host]))
+            for role, host in ROLES
         ]
         for node in nodes[1:]:
             node.wait_ready()
@@ -96,7 +99,7 @@ def test_a_machine_that_ends_in_the_middle_or_never_came_is_an_error_that_names_
     assert "here is LookupSite" in errors
 
 
-# --- processes of one machine ------------------------------------------------------------------------------------------
+# --- processes of one machine -------------------------------------------------------------------------------
 
 
 class Adding(Site):

@@ -21,7 +21,7 @@ from transfer.settings import ByteSize
 
 MIB = 1 << 20
 
-# --- what nodes are sent ---------------------------------------------------------------------------------------------
+# --- what nodes are sent ------------------------------------------------------------------------------------
 
 
 def test_hops_that_need_a_prompts_kv_ask_for_one_token_of_one_sequence_and_nothing_else():
@@ -162,7 +162,7 @@ def test_a_body_may_have_a_thousand_fields_of_whatever_content(body):
     Completion(body)
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def test_large_bodies_leave_a_quarter_of_the_memory_to_small_ones():
@@ -217,7 +217,8 @@ BODIES = {
 
 
 class Discarding(Node):
-    """Keeps and decodes no body, so that checks of its health are answered while gigabytes come, however slow the machine is."""
+    """Keeps and decodes no body, so that checks of its health are answered while gigabytes come, however slow
+    the machine is."""
 
     async def handle(self, request):
         async for _ in request.content.iter_any():

@@ -113,7 +113,9 @@ async def tokenizes(request):
     ],
 )  # fmt: skip
 @scenario
-async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_node_alone(body, found, went, looked_up):
+async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_node_alone(
+    body, found, went, looked_up
+):
     shorts = {"SHORT": [1] * 255, "FEW": "x" * 1000, "CHUNK": [1] * 256}
     body = spelled(body, IDS=IDS, MIXED=[*IDS, "x"], TEXT=TEXT, CHAT=CHAT, PICTURE=PICTURE, **shorts)
     client = Lookups(found)
@@ -125,7 +127,10 @@ async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_no
         assert ("kv_transfer_params" in c.decode[0].bodies[0]) == (went == "handed_over")
     if looked_up is not None:
         ids = body["prompt"] if isinstance(body.get("prompt"), list) else IDS
-        assert client.asked == [ChunkNamer(256).name_chunks(ids, None, salt_keys(body.get("cache_salt")))] * looked_up
+        assert (
+            client.asked
+            == [ChunkNamer(256).name_chunks(ids, None, salt_keys(body.get("cache_salt")))] * looked_up
+        )
     assert client.closed
 
 
@@ -168,9 +173,13 @@ async def test_a_chat_with_media_is_looked_up_by_what_a_decode_node_renders(mode
             await c.ask({"messages": PICTURES, **more})
         assert [c.metric("handoffs_total", result=why) for why in ("in_pool", "short")] == [1, 1]
     bare = [{"role": "user", "content": [PICTURE, PICTURE, "How many ships are there?"]}]
-    assert [(body["messages"], body["mm_payload"], "n" in body) for body in rendered] == [(bare, "none", False)] * 2
+    assert [(body["messages"], body["mm_payload"], "n" in body) for body in rendered] == [
+        (bare, "none", False)
+    ] * 2
     if mode == "tokens":
-        assert client.asked == [ChunkedTokenDatabase(space).name_media_chunks(IDS, salt_keys("tenant"), MEDIA)]
+        assert client.asked == [
+            ChunkedTokenDatabase(space).name_media_chunks(IDS, salt_keys("tenant"), MEDIA)
+        ]
     else:
         hashes = BlockHasher(16, space.hash_seed).hashes(IDS, "tenant", MEDIA)
         assert client.asked == [stride_hashes(hashes, 16)]
@@ -207,7 +216,9 @@ async def test_chunks_that_vllm_names_are_looked_up_by_its_block_hashes(step):
         await c.ask({"prompt": IDS, "cache_salt": "tenant"})
         assert c.prefill[0].bodies == []
     step = step or space.block_size
-    assert client.asked == [stride_hashes(BlockHasher(step, hashes).hashes(IDS, "tenant"), space.chunk_size // step)]
+    assert client.asked == [
+        stride_hashes(BlockHasher(step, hashes).hashes(IDS, "tenant"), space.chunk_size // step)
+    ]
 
 
 XXHASH = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=describe_hashes("xxhash", "7", ""))
@@ -216,7 +227,10 @@ XXHASH = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=descri
 @pytest.mark.parametrize(
     "direct, why",
     [
-        (lambda client: rule(client, pool=Pool((XXHASH,), "127.0.0.1:1")), "off: .*names its blocks by xxhash"),
+        (
+            lambda client: rule(client, pool=Pool((XXHASH,), "127.0.0.1:1")),
+            "off: .*names its blocks by xxhash",
+        ),
         (lambda client: rule(None), "off: no Mooncake here"),
         (lambda client: rule(client, 0), "off: direct_tokens is 0"),
         (lambda client: DirectRule(256, lambda pool: client), "off: no decode node reports its namespace"),
@@ -279,7 +293,9 @@ async def test_a_text_whose_tokens_no_node_tells_goes_the_usual_way(failure):
             await c.ask({"prompt": TEXT, "max_tokens": 5})
         assert len(c.prefill[0].bodies) == times
         assert asked == [{"prompt": TEXT}] * times
-        assert abs(len(c.decode[0].bodies) - len(c.decode[1].bodies)) <= 1, "asking for tokens takes nobody's turn"
+        assert abs(len(c.decode[0].bodies) - len(c.decode[1].bodies)) <= 1, (
+            "asking for tokens takes nobody's turn"
+        )
 
 
 @pytest.mark.parametrize("status", [400, 404, 500])
@@ -330,7 +346,11 @@ def test_prompts_are_looked_up_in_the_version_that_most_decode_nodes_say_by_the_
     pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
     urls = [f"http://127.0.0.1:{port}" for port in (2, 3, 4)]
     pools.update(
-        View(tuple(NodeRecord(name=url[-1], role="decode", address=url, **NAMESPACE.described()) for url in urls))
+        View(
+            tuple(
+                NodeRecord(name=url[-1], role="decode", address=url, **NAMESPACE.described()) for url in urls
+            )
+        )
     )
     seen = []
     for url, label in zip([*urls, *urls], ["w1", "w1", None, None, None, "w2"], strict=True):

@@ -50,7 +50,7 @@ def cache(*events):
     return made
 
 
-# --- the index -------------------------------------------------------------------------------------------------------
+# --- the index ----------------------------------------------------------------------------------------------
 
 hashes = st.lists(st.integers(0, 15))
 media = st.sampled_from([None, "GPU", "CPU", "STORAGE"])
@@ -71,7 +71,11 @@ def test_after_any_events_a_cache_knows_what_they_say(happened, blocks):
         if isinstance(event, StoredEvent | RemovedEvent):
             medium = event.medium or "GPU"
             if medium in model:
-                change = model[medium].update if isinstance(event, StoredEvent) else model[medium].difference_update
+                change = (
+                    model[medium].update
+                    if isinstance(event, StoredEvent)
+                    else model[medium].difference_update
+                )
                 change(event.block_hashes)
         else:
             model = {"GPU": set(), "CPU": set()}
@@ -100,7 +104,9 @@ def test_hashes_of_either_form_and_prompts_meet():
 
 
 def test_a_node_whose_hashes_cover_tokens_behind_a_block_is_guessed_and_not_taken_for_empty():
-    known = cache(StoredEvent([1, 2], lookahead_token_ids=[[7], [8]]), StoredEvent([3], lookahead_token_ids=[[9]]))
+    known = cache(
+        StoredEvent([1, 2], lookahead_token_ids=[[7], [8]]), StoredEvent([3], lookahead_token_ids=[[9]])
+    )
     assert (len(known), known.ranks[0].unnameable, known.knows(prompt([1, 2]))) == (0, True, False)
 
 
@@ -123,7 +129,7 @@ def test_layers_with_a_window_say_nothing_of_prefixes():
     assert known.tokens(prompt([1, 2, 3, 4])) == 48
 
 
-# --- cost ------------------------------------------------------------------------------------------------------------
+# --- cost ---------------------------------------------------------------------------------------------------
 
 
 def routed(*blocks, pool_tokens=0):
@@ -163,7 +169,9 @@ def test_a_node_that_has_evicted_the_prompt_is_not_taken_for_it():
     first, second = str(nodes.pick(0.0, routed(9))), str(nodes.pick(0.0, routed(9)))
     with nodes.working(second, routed(1, 2, 3)):
         pass
-    assert nodes.pick(0.0, routed(1, 2, 3)) == first, "events do not say that the second kept it, and the first is next"
+    assert nodes.pick(0.0, routed(1, 2, 3)) == first, (
+        "events do not say that the second kept it, and the first is next"
+    )
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -175,7 +183,7 @@ def test_a_node_without_events_is_guessed_beside_one_with_events(known):
     assert nodes.pick(0.0, text) == "b", "it was sent there, and `a` has less of it"
 
 
-# --- /query, before real publishers ----------------------------------------------------------------------------------
+# --- /query, before real publishers -------------------------------------------------------------------------
 
 
 class Publishing(NamedTuple):
@@ -247,11 +255,15 @@ async def test_query_says_in_the_conductors_words_which_node_has_how_much(tmp_pa
 
 
 @scenario
-async def test_every_data_parallel_rank_is_followed_and_one_that_is_gone_takes_no_others_blocks_along(tmp_path):
+async def test_every_data_parallel_rank_is_followed_and_one_that_is_gone_takes_no_others_blocks_along(
+    tmp_path,
+):
     async with publishing(tmp_path) as p:
         ends = EventEndpoints(f"ipc://{tmp_path}/0_dp1", f"ipc://{tmp_path}/0.replay_dp1")
         nodes = p.c.proxy._pools._view.nodes
-        two = (msgspec.structs.replace(one, ranks=(ends,)) if one.name == "prefill-0" else one for one in nodes)
+        two = (
+            msgspec.structs.replace(one, ranks=(ends,)) if one.name == "prefill-0" else one for one in nodes
+        )
         p.c.proxy.update(View(tuple(two)))
         p.nodes[0].publish(gpu(10))
         with closing(EventPublisher(ends)) as second:
@@ -310,6 +322,8 @@ async def test_a_prompt_goes_where_events_say_that_it_is_until_its_node_has_evic
         p.c.proxy.update(View(tuple(record for record in nodes if record.name != "prefill-0")))
         await p.knows(6)
         await until(lambda: len(p.c.proxy._pools.caches._subscriber.describe()) == 1, "its publisher is left")
-        restarted = (msgspec.structs.replace(one, instance="anew") if one.role == "prefill" else one for one in nodes)
+        restarted = (
+            msgspec.structs.replace(one, instance="anew") if one.role == "prefill" else one for one in nodes
+        )
         p.c.proxy.update(View(tuple(restarted)))
         await p.knows(9)  # what the new instances say

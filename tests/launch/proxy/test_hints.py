@@ -1,4 +1,5 @@
-"""Hints: what is pinned until when, and what wrong hints are answered. In a real pool: tests/launch/test_pin.py."""
+"""Hints: what is pinned until when, and what wrong hints are answered. In a real pool:
+tests/launch/test_pin.py."""
 
 import asyncio
 import io
@@ -53,7 +54,9 @@ def pin(*names, until=100.0):
 def test_pins_share_chunks_and_end_by_time_release_and_lack_of_room():
     pins = Pins(3)
     assert pins.retain((Client(), "1"), pin(b"a", b"b", until=50.0), 3) == 2
-    assert pins.retain((Client(), "2"), pin(b"a", b"b", b"c", b"d"), 3) == 3, "what another pin has takes no room"
+    assert pins.retain((Client(), "2"), pin(b"a", b"b", b"c", b"d"), 3) == 3, (
+        "what another pin has takes no room"
+    )
     assert sorted(pins.chunks()) == [b"a", b"b", b"c"]
     assert pins.retain((Client(), "3"), pin(b"x"), 3) == 0
     assert pins.retain((Client(), "3"), pin(b"x"), 4) == 1
@@ -114,9 +117,14 @@ class Kept:
         size = lambda view: round(self.room * 4 * proxies * self.direct.chunk_bytes) + 1  # noqa: E731
         hops = SimpleNamespace(judge=self._judge)
         keys = Keys(ProxyConfig(), WatchedFiles())
-        self.hints = Hints(HintsConfig(**config), self.direct, keys, hops, self.metrics, size, lambda: self.now)
+        self.hints = Hints(
+            HintsConfig(**config), self.direct, keys, hops, self.metrics, size, lambda: self.now
+        )
         records = [NodeRecord(name="m", role="master", address="127.0.0.1:1", lease_ttl_ms=6000)]
-        records += [NodeRecord(name=f"p{n}", role="proxy", address=f"http://127.0.0.1:{n + 1}") for n in range(proxies)]
+        records += [
+            NodeRecord(name=f"p{n}", role="proxy", address=f"http://127.0.0.1:{n + 1}")
+            for n in range(proxies)
+        ]
         self.hints.update(View(tuple(records)))
 
     async def ask(self, kind, named="a", client="", /, **payload):
@@ -169,7 +177,9 @@ async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_grante
     k = Kept(room=6, proxies=3)
     with closing(k.direct):
         for action_id, token in (("old", 1), ("new", 2)):
-            assert (await k.ask("kv.retain", action_id, tokens=[token] * 3 * CHUNK, ttl_s=600))["tokens"] == 768
+            assert (await k.ask("kv.retain", action_id, tokens=[token] * 3 * CHUNK, ttl_s=600))[
+                "tokens"
+            ] == 768
         k.client.label = None
         await k.hints.renew()
         assert (k.metric("pins"), k.metric("pinned_objects")) == (2, 0)
@@ -322,7 +332,12 @@ async def pinning(decode=1, pool=POOL, **config):
 
 @pytest.mark.parametrize(
     "body, tokens",
-    [({"prompt": IDS}, 768), ({"prompt": TEXT}, 768), ({"messages": CHAT}, 768), ({"prompt": [3] * 255}, None)],
+    [
+        ({"prompt": IDS}, 768),
+        ({"prompt": TEXT}, 768),
+        ({"messages": CHAT}, 768),
+        ({"prompt": [3] * 255}, None),
+    ],
 )
 @scenario
 async def test_a_completion_brings_hints_about_itself_and_its_nodes_do_not_get_them(body, tokens):
@@ -428,7 +443,9 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         assert not c.proxy._hints._prefetched
         c.decode[0].script, c.decode[1].script = [hangs, hangs], [hangs, hangs]
         told, again = await asyncio.gather(prefetch(), prefetch())
-        assert told["status"] == again["status"] == "accepted", "though the second has taken the place of the first"
+        assert told["status"] == again["status"] == "accepted", (
+            "though the second has taken the place of the first"
+        )
 
         async def fails_late(request):
             await asyncio.sleep(2 * hints_module._PREFETCH_REFUSED_S)
@@ -455,7 +472,9 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
 
 @scenario
 async def test_only_those_who_may_see_nodes_are_given_the_address_of_one(tmp_path):
-    files = files_of(tmp_path, api_keys="ann key-of-ann-0123456789\n", monitor_keys="eve key-of-eve-0123456789\n")
+    files = files_of(
+        tmp_path, api_keys="ann key-of-ann-0123456789\n", monitor_keys="eve key-of-eve-0123456789\n"
+    )
     async with pinning(streams=True, **files) as c:
         prefetch = partial(c.hint, "kv.prefetch", {"tokens": IDS}, headers=bearer("key-of-ann-0123456789"))
         c.decode[0].script = [hangs]

@@ -99,7 +99,7 @@ def test_a_proxy_that_lets_everybody_in_is_given_no_key_of_the_nodes():
         ProxyConfig(node_key_file="key")
 
 
-# --- files that change -----------------------------------------------------------------------------------------------
+# --- files that change --------------------------------------------------------------------------------------
 
 
 def rewrite(file, text):
@@ -138,7 +138,9 @@ def test_a_file_that_is_looked_at_while_it_is_written_is_loaded_only_when_it_is_
     assert keys.client(f"{KEY}-of-bob") == "bob"
 
 
-def test_a_file_whose_reading_hangs_is_logged_and_the_others_are_read_again(keys, tmp_path, caplog, monkeypatch):
+def test_a_file_whose_reading_hangs_is_logged_and_the_others_are_read_again(
+    keys, tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr(keys_module, "_LOOK_S", 0.01)
     os.mkfifo(hung := tmp_path / "hung")
     with patch.object(keys_module, "_digests", return_value=[b"before"]):
@@ -155,7 +157,9 @@ def test_a_file_whose_reading_hangs_is_logged_and_the_others_are_read_again(keys
 
 
 @pytest.mark.parametrize("content", ["alice", "", None])
-def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_is_logged_once(keys, content, caplog):
+def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_is_logged_once(
+    keys, content, caplog
+):
     if content is None:
         keys.path.unlink()
     else:
@@ -204,7 +208,7 @@ def test_a_file_that_hangs_when_it_is_looked_at_does_not_keep_the_proxy_from_end
         os.close(held[0])
 
 
-# --- the certificate -------------------------------------------------------------------------------------------------
+# --- the certificate ----------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -245,7 +249,9 @@ async def test_requests_go_over_tls_and_a_new_certificate_is_shown_to_the_next_c
         aiohttp.ClientSession(connector=trusting) as session,
     ):
         for stream, expected in ((False, b"hello"), (True, b"[DONE]")):
-            async with session.post(f"{url}/v1/completions", json={"prompt": "x", "stream": stream}) as response:
+            async with session.post(
+                f"{url}/v1/completions", json={"prompt": "x", "stream": stream}
+            ) as response:
                 assert response.status == 200
                 assert expected in await response.read()
         assert await shown(url) in pems["server"]
@@ -261,7 +267,10 @@ async def test_requests_go_over_tls_and_a_new_certificate_is_shown_to_the_next_c
 def test_connections_that_never_begin_their_handshake_take_little_memory(certificates, tmp_path):
     give(certificates, tmp_path, "server")
     tls = {"cert_file": str(tmp_path / "cert.pem"), "key_file": str(tmp_path / "key.pem")}
-    with proxy_process(tmp_path, decode_at("http://127.0.0.1:9"), tls=tls) as (url, process), ExitStack() as stack:
+    with (
+        proxy_process(tmp_path, decode_at("http://127.0.0.1:9"), tls=tls) as (url, process),
+        ExitStack() as stack,
+    ):
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
 
         def memory_kib():

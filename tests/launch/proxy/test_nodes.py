@@ -64,14 +64,17 @@ async def test_prompts_with_a_common_beginning_go_to_one_prefill_node():
         assert 0 < float(load) < 3010, "its node knows the beginning"
 
 
-# --- the list of models ----------------------------------------------------------------------------------------------
+# --- the list of models -------------------------------------------------------------------------------------
 
 
 @scenario
 async def test_models_are_those_of_a_decode_node_and_another_is_asked_if_one_fails():
     async with cluster(0, 2) as c:
         entry = {"id": "a", "max_model_len": 9}
-        c.decode[0].default, c.decode[1].default = disconnects, answers(200, {"object": "list", "data": [entry]})
+        c.decode[0].default, c.decode[1].default = (
+            disconnects,
+            answers(200, {"object": "list", "data": [entry]}),
+        )
         async with c.get("/v1/models") as response:
             assert response.status == 200
             assert response.content_type == "application/json"
@@ -83,7 +86,7 @@ async def test_models_are_those_of_a_decode_node_and_another_is_asked_if_one_fai
                 assert response.status == status
 
 
-# --- health ----------------------------------------------------------------------------------------------------------
+# --- health -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("check", [answers(503), hangs], ids=["fails", "hangs"])
@@ -109,19 +112,26 @@ async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(check,
 
 
 def test_a_proxy_that_is_ready_has_asked_its_nodes(tmp_path):
-    with proxy_process(tmp_path, decode_at("http://127.0.0.1:9")) as (url, _), pytest.raises(BadStatus) as found:
+    with (
+        proxy_process(tmp_path, decode_at("http://127.0.0.1:9")) as (url, _),
+        pytest.raises(BadStatus) as found,
+    ):
         fetch(f"{url}/health", 60.0)
     assert found.value.status == 503
 
 
 @scenario
-async def test_clients_beyond_the_file_descriptors_of_a_proxy_are_let_go_and_it_serves_the_next_ones(tmp_path):
+async def test_clients_beyond_the_file_descriptors_of_a_proxy_are_let_go_and_it_serves_the_next_ones(
+    tmp_path,
+):
     async with Node(decodes) as node, aiohttp.ClientSession() as session:
         with proxy_process(tmp_path, decode_at(node.url), direct_tokens=0) as (url, process):
             limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
             few = len(os.listdir(f"/proc/{process.pid}/fd")) + 5
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (few, limits[1]))
-            clients = [await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])) for _ in range(20)]
+            clients = [
+                await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])) for _ in range(20)
+            ]
             assert await clients[-1][0].read() == b""
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
             async with session.post(url + "/v1/completions", json={"prompt": "x"}) as response:
@@ -148,7 +158,7 @@ async def test_a_node_that_leaves_ends_nothing_that_it_has_begun_and_a_stale_vie
         assert (await c.told("/health"))["discovery_stale_s"] >= 60
 
 
-# --- shutdown --------------------------------------------------------------------------------------------------------
+# --- shutdown -----------------------------------------------------------------------------------------------
 
 
 @scenario
@@ -184,7 +194,9 @@ async def test_a_proxy_that_is_told_to_stop_takes_no_connections_and_ends_what_i
     go = asyncio.Event()
     async with Node(pauses(go)) as node, aiohttp.ClientSession() as session:
         with proxy_process(tmp_path, decode_at(node.url), direct_tokens=0) as (url, process):
-            async with session.post(url + "/v1/completions", json={"prompt": "x", "stream": True}) as response:
+            async with session.post(
+                url + "/v1/completions", json={"prompt": "x", "stream": True}
+            ) as response:
                 await response.content.readexactly(len(EVENTS[0]))
                 process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(ConnectionError):

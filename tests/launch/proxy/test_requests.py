@@ -1,6 +1,8 @@
-"""What becomes of a request at its nodes, of one that takes too long or is given up, and what the proxy remembers of it.
+"""What becomes of a request at its nodes, of one that takes too long or is given up, and what the proxy
+remembers of it.
 
-`tests/golden/test_proxy_answers.py` has what clients get in each case, and `test_proxy_ways.py` which nodes are asked if some fail.
+`tests/golden/test_proxy_answers.py` has what clients get in each case, and `test_proxy_ways.py` which nodes
+are asked if some fail.
 """
 
 import asyncio
@@ -62,7 +64,7 @@ PREFILL = RequestReport.of(600, 256, reason="never_stored")
 DECODE = RequestReport.of(600, 256, found=512, loaded=512, reason="evicted")
 TRAP = json.dumps({"text": '"report": {"asked": 1}'})
 
-# --- answers pass --------------------------------------------------------------------------------------------------------
+# --- answers pass -------------------------------------------------------------------------------------------
 
 
 @scenario
@@ -146,7 +148,7 @@ async def test_a_client_that_reads_no_more_holds_the_node_up_and_misses_no_byte(
             assert await response.read() == b"".join(pieces)
 
 
-# --- nodes that fail, and clients that make them --------------------------------------------------------------------------
+# --- nodes that fail, and clients that make them ------------------------------------------------------------
 
 
 @scenario
@@ -269,7 +271,9 @@ async def test_a_stream_that_breaks_off_within_an_event_ends_with_an_error_event
 @scenario
 async def test_an_answer_that_is_no_stream_breaks_off_with_the_node():
     async def half(request):
-        response = await begin(request, b'{"id": ', **{"Content-Type": "application/json", "Content-Length": "100"})
+        response = await begin(
+            request, b'{"id": ', **{"Content-Type": "application/json", "Content-Length": "100"}
+        )
         await asyncio.sleep(0.05)
         abort(request)
         return response
@@ -282,7 +286,7 @@ async def test_an_answer_that_is_no_stream_breaks_off_with_the_node():
                 await response.read()
 
 
-# --- deadlines, and clients that go away ----------------------------------------------------------------------------------
+# --- deadlines, and clients that go away --------------------------------------------------------------------
 
 
 @scenario
@@ -332,7 +336,9 @@ async def test_a_client_that_goes_away_takes_the_upstream_connection_with_it(hop
         asking = asyncio.ensure_future(c.post({"prompt": "x", "stream": hop == "stream"}).__aenter__())
         await until(lambda: len(node.bodies) == 1, "the node has the request")
         waiting = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]
-        assert "Requests._whole" not in waiting, "a task of its own could fail when nobody waits for it any more"
+        assert "Requests._whole" not in waiting, (
+            "a task of its own could fail when nobody waits for it any more"
+        )
         if hop == "stream":
             (await asking).close()
         else:
@@ -369,7 +375,7 @@ def test_clients_that_leave_in_the_middle_of_streams_are_no_errors_of_the_event_
     assert not [record.getMessage() for record in caplog.records if record.name == "launch.http"]
 
 
-# --- what the proxy itself answers, and logs -------------------------------------------------------------------------------
+# --- what the proxy itself answers, and logs ----------------------------------------------------------------
 
 
 @scenario
@@ -402,7 +408,9 @@ async def test_the_log_of_the_proxy_tells_each_request_by_its_id_and_no_key(capl
         await c.ask(headers=bearer("sk-0123456789abcdef", X_Request_Id="it-is-me"))
         await c.ask(headers={"X-Request-Id": "nobody"}, status=401)
         url = c.prefill[0].url
-    (failed,) = [line for line in caplog.messages if line.startswith(f"request it-is-me: prefill node {url}: ")]
+    (failed,) = [
+        line for line in caplog.messages if line.startswith(f"request it-is-me: prefill node {url}: ")
+    ]
     assert "disconnected" in failed
     (ended,) = [line for line in caplog.messages if line.startswith("request it-is-me: 200 in ")]
     assert re.search(rf"client=alice prefill={url} decode=http://", ended)
@@ -426,7 +434,9 @@ async def test_requests_that_cannot_be_read_are_one_line_in_the_log_without_a_by
             writer.close()
     finally:
         await proxy.close()
-    text = "\n".join(f"{record.getMessage()} {record.exc_text or ''} {record.exc_info}" for record in caplog.records)
+    text = "\n".join(
+        f"{record.getMessage()} {record.exc_text or ''} {record.exc_info}" for record in caplog.records
+    )
     assert secret.decode() not in text
     assert "prompt" not in text
     assert len(caplog.records) == 1
@@ -444,12 +454,18 @@ async def test_headers_beyond_the_limits_are_openais_error_and_say_what_is_allow
 @scenario
 async def test_web_pages_of_the_origins_in_the_file_may_ask_and_read_also_streams_and_errors(allowed):
     page = {"Origin": "https://chat.example"}
-    asking = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    asking = {
+        **page,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
     async with cluster(0, 1, cors_origins=allowed) as c:
 
         async def shared(method, path, headers, body=None):
             async with c.session.request(method, c.url + path, headers=headers, json=body) as response:
-                told = {name[21:]: value for name, value in response.headers.items() if "Access-Control" in name}
+                told = {
+                    name[21:]: value for name, value in response.headers.items() if "Access-Control" in name
+                }
                 return response.status, told.get("Origin"), told.get("Headers")
 
         origin = allowed[0] if allowed else None
@@ -460,7 +476,9 @@ async def test_web_pages_of_the_origins_in_the_file_may_ask_and_read_also_stream
         assert (await shared("POST", "/v1/completions", page, {}))[:2] == (400, origin)
         other = {**asking, "Origin": "https://elsewhere.example"}
         everybody = allowed == ("*",)
-        assert (await shared("OPTIONS", "/v1/completions", other))[:2] == ((200, "*") if everybody else (405, None))
+        assert (await shared("OPTIONS", "/v1/completions", other))[:2] == (
+            (200, "*") if everybody else (405, None)
+        )
         assert (await shared("POST", "/v1/completions", {}, stream))[:2] == (200, None)
 
 
@@ -512,7 +530,7 @@ async def test_a_request_id_that_is_missing_or_strange_is_replaced():
             assert re.fullmatch("[0-9a-f]{32}", response.headers["X-Request-Id"])
 
 
-# --- what it remembers -----------------------------------------------------------------------------------------------------
+# --- what it remembers --------------------------------------------------------------------------------------
 
 
 def told(report):
@@ -525,7 +543,14 @@ def test_a_report_is_found_at_the_end_of_an_answer_and_not_in_a_generated_text()
     ).encode()
     assert read_report(answer) == read_report(answer[-REPORT_BYTES:]) == DECODE
     for other in (
-        *(b"", b'"report"', b'"report": {', b'{"report": [1, 2]}', TRAP.encode(), b'"report": {"asked": "\xff"}'),
+        *(
+            b"",
+            b'"report"',
+            b'"report": {',
+            b'{"report": [1, 2]}',
+            TRAP.encode(),
+            b'"report": {"asked": "\xff"}',
+        ),
         *(b'"report": {"asked": 1, "reason": "because"}', b'"report": {"asked": -1}'),
     ):
         assert read_report(other) is None
@@ -553,18 +578,24 @@ async def test_a_streamed_request_is_remembered_with_its_nodes_and_their_reports
 
 @pytest.mark.parametrize("monitors", [False, True])
 @scenario
-async def test_clients_that_use_the_same_id_each_see_their_own_request_and_a_monitor_the_last(monitors, tmp_path):
+async def test_clients_that_use_the_same_id_each_see_their_own_request_and_a_monitor_the_last(
+    monitors, tmp_path
+):
     texts = {"api_keys": "".join(f"{name} key-of-{name}-0123456789\n" for name in ("alice", "bob", "carol"))}
     if monitors:
         texts["monitor_keys"] = "watch key-of-watch-0123456789\n"
     async with cluster(prefill=0, **files_of(tmp_path, **texts)) as c:
 
         def by(name):
-            return bearer(f"key-of-{name}-0123456789", X_Request_Id="same") if name else {"X-Request-Id": "same"}
+            return (
+                bearer(f"key-of-{name}-0123456789", X_Request_Id="same") if name else {"X-Request-Id": "same"}
+            )
 
         for name in ("alice", "bob"):
             await c.ask(headers=by(name))
-        assert all("Authorization" not in headers for headers in c.decode[0].headers), "their keys are not for nodes"
+        assert all("Authorization" not in headers for headers in c.decode[0].headers), (
+            "their keys are not for nodes"
+        )
         seen = {}
         for name in ("alice", "bob", "carol", "watch", ""):
             async with c.get("/requests/same", headers=by(name)) as response:

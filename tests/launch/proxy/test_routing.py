@@ -1,4 +1,5 @@
-"""Which node is next, and whose fault a failure is: the pure parts of routing, under any history of nodes and requests."""
+"""Which node is next, and whose fault a failure is: the pure parts of routing, under any history of nodes and
+requests."""
 
 import json
 from random import Random
@@ -29,7 +30,7 @@ def pool_of(*urls, hop="prefill", policy="round_robin", failures=5, rng=None):
     return pool
 
 
-# --- any history -----------------------------------------------------------------------------------------------------
+# --- any history --------------------------------------------------------------------------------------------
 
 NODES = "abcd"
 MODES = {
@@ -42,7 +43,8 @@ SENT = ("error", "disconnected", "garbage", "timeout")
 
 
 class Routing(RuleBasedStateMachine):
-    """Nodes answer, die, hang, leave and come back, while some clients send requests that every node fails."""
+    """Nodes answer, die, hang, leave and come back, while some clients send requests that every node
+    fails."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +108,7 @@ TestRouting = Routing.TestCase
 TestRouting.settings = settings(stateful_step_count=40)
 
 
-# --- whose fault a failure is ----------------------------------------------------------------------------------------
+# --- whose fault a failure is -------------------------------------------------------------------------------
 
 
 def request_of(pool, fails, budget=None):
@@ -183,7 +185,7 @@ def test_without_a_retry_left_a_request_goes_on_only_if_no_node_has_begun_to_wor
     assert pool.health(0.0) == {"a": reason != "unreachable", "b": True}
 
 
-# --- breakers --------------------------------------------------------------------------------------------------------
+# --- breakers -----------------------------------------------------------------------------------------------
 
 
 def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time_up_to_ten():
@@ -196,7 +198,9 @@ def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time
         now += skips[-1]
     assert skips == [1, 2, 4, 8, 10, 10]
     breaker.sent(now)
-    assert (breaker.allows(now + 0.5), breaker.allows(now + 1)) == (False, True), "one request a second is let through"
+    assert (breaker.allows(now + 0.5), breaker.allows(now + 1)) == (False, True), (
+        "one request a second is let through"
+    )
     breaker.succeeded()
     breaker.failed("unreachable", now)
     assert (breaker.allows(now + 0.9), breaker.allows(now + 1)) == (False, True)
@@ -210,7 +214,7 @@ def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_
     assert pool.health(0) == {"a": True, "b": False}
 
 
-# --- prompts and prefixes --------------------------------------------------------------------------------------------
+# --- prompts and prefixes -----------------------------------------------------------------------------------
 
 
 def ids(*counts, first=10000):
@@ -233,7 +237,9 @@ def test_prompts_share_as_many_blocks_as_they_share_bytes(common, one, other):
     first, second = read_prompt(common + one), read_prompt(common + other)
     for index in range(min(len(first.blocks), len(second.blocks))):
         end = 2048 * (index + 1)
-        assert (first.blocks[index] == second.blocks[index]) == ((common + one)[:end] == (common + other)[:end])
+        assert (first.blocks[index] == second.blocks[index]) == (
+            (common + one)[:end] == (common + other)[:end]
+        )
     assert not set(first.blocks) & set(read_prompt(common + one, b"another model").blocks)
 
 
@@ -246,7 +252,9 @@ def test_an_index_knows_what_was_computed_and_forgets_ends_before_beginnings():
     assert index.match(RoutedPrompt(400, ["y", "z"], 250)) == 400, "never more than the prompt"
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, 30), max_size=20), st.floats(0, 500))), st.integers(1, 3000))
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 30), max_size=20), st.floats(0, 500))), st.integers(1, 3000)
+)
 def test_an_index_is_bounded_and_never_wrong_about_its_own_last_prompt(prompts, capacity):
     index = PrefixIndex(capacity)
     for blocks, size in prompts:
@@ -257,7 +265,7 @@ def test_an_index_is_bounded_and_never_wrong_about_its_own_last_prompt(prompts, 
         assert index.match(prompt) == int(min(len(prompt.blocks), fits) * size)
 
 
-# --- policies --------------------------------------------------------------------------------------------------------
+# --- policies -----------------------------------------------------------------------------------------------
 
 
 def test_nodes_are_taken_in_turn_and_several_proxies_begin_at_different_ones():
@@ -268,7 +276,9 @@ def test_nodes_are_taken_in_turn_and_several_proxies_begin_at_different_ones():
         assert (sorted(map(str, taken[:3])), taken[3:6], taken[6]) == (["a", "b", "c"], taken[:3], taken[0])
         begun.add(taken[0])
     assert begun == {"a", "b", "c"}
-    assert {pool.out_of_turn(0) for _ in range(99)} == begun, "a text whose node returns no tokens waits for it"
+    assert {pool.out_of_turn(0) for _ in range(99)} == begun, (
+        "a text whose node returns no tokens waits for it"
+    )
 
 
 def test_what_is_known_of_a_node_is_kept_until_it_is_started_anew():
@@ -305,7 +315,9 @@ def test_a_prompt_goes_where_its_beginning_was_computed_unless_the_queue_there_i
 
 def test_a_node_that_says_how_large_its_cache_is_is_guessed_to_hold_no_more():
     pools = NodePools(ProxyConfig(policy="prefix_aware"), DirectRule(0))
-    pools.update(View(tuple(NodeRecord(name=name, role="prefill", address=f"http://{name}:1") for name in "ab")))
+    pools.update(
+        View(tuple(NodeRecord(name=name, role="prefill", address=f"http://{name}:1") for name in "ab"))
+    )
     pool, known = pools.pools["prefill"], read_prompt(ids(2000))
     with pool.working("http://a:1", RoutedPrompt(3)):
         pools.note_about("http://a:1", About(kv_tokens=1000))
@@ -313,4 +325,6 @@ def test_a_node_that_says_how_large_its_cache_is_is_guessed_to_hold_no_more():
     for prompt in (known, read_prompt(ids(2000, first=50_000))):
         with pool.working("http://a:1", prompt):
             pass
-    assert {pool.pick(0, known) for _ in range(2)} == {"http://a:1", "http://b:1"}, "the second took the first's room"
+    assert {pool.pick(0, known) for _ in range(2)} == {"http://a:1", "http://b:1"}, (
+        "the second took the first's room"
+    )

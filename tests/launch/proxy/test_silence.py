@@ -46,7 +46,9 @@ def host():
 @pytest.fixture
 def node(host):
     """Answers with the first event of a stream, and nothing more; it prints a line when it was asked."""
-    with Process("node", host.inside(sys.executable, "-c", NODE, host.address, EVENTS[0].decode())) as process:
+    with Process(
+        "node", host.inside(sys.executable, "-c", NODE, host.address, EVENTS[0].decode())
+    ) as process:
         process.said.wait()
         yield process
 

@@ -1,4 +1,5 @@
-"""Prompts that a decode node loads while a prefill node computes them: which, at which node, and until when."""
+"""Prompts that a decode node loads while a prefill node computes them: which, at which node, and until
+when."""
 
 import asyncio
 import json
@@ -22,7 +23,10 @@ from tests.support.proxy import (
 
 PROMPT = list(range(100))
 BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "stream": True}
-STREAM = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": 0, "namespace": "", "prefill": None, "stream": True}}
+STREAM = {
+    "do_remote_prefill": True,
+    "pd_cache": {"prefix_tokens": 0, "namespace": "", "prefill": None, "stream": True},
+}
 
 
 def streaming(decode=1, tokens=50, streams=True):
@@ -119,7 +123,9 @@ async def test_a_stream_ends_with_its_request(end):
         asking = asyncio.ensure_future(running.post(BODY).__aenter__())
         await until(lambda: bool(running.decode[0].bodies and running.prefill[0].bodies), "both hops")
         end(running, asking)
-        await until(lambda: (running.prefill[0].hung_up, running.decode[0].hung_up) == (1, 1), "both cancelled")
+        await until(
+            lambda: (running.prefill[0].hung_up, running.decode[0].hung_up) == (1, 1), "both cancelled"
+        )
         await asyncio.gather(asking, return_exceptions=True)
 
 

@@ -16,7 +16,9 @@ from tests.launch.proxy.test_hints import Renewing
 from tests.support.proxy import NAMESPACE, bearer, error_of, files_of, look_twice, scenario, until
 from tests.support.proxy import cluster as proxied
 
-OF_A, OF_B, PLAIN, GATE, WATCH = (f"key-of-{name}-0123456789" for name in ("a", "b", "nobody", "gate", "monitor"))
+OF_A, OF_B, PLAIN, GATE, WATCH = (
+    f"key-of-{name}-0123456789" for name in ("a", "b", "nobody", "gate", "monitor")
+)
 CHUNK = NAMESPACE.chunk_bytes
 FILE = f"tenants: {{a: {{pins: {2 * CHUNK}, max_requests: 1}}, b: {{}}}}"
 
@@ -35,7 +37,7 @@ def body(**fields):
     return {"model": "tiny", "prompt": IDS, "max_tokens": 5, **fields}
 
 
-# --- the file ----------------------------------------------------------------------------------------------------------
+# --- the file -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,13 +74,15 @@ def test_tenants_need_keys():
         ProxyConfig(tenants_file="t")
 
 
-# --- in whose name -----------------------------------------------------------------------------------------------------
+# --- in whose name ------------------------------------------------------------------------------------------
 
 
 A, B = (tenant_salt(None, tenant) for tenant in "ab")
 
 
-@given(st.text() | st.text("@/\\\0x", min_size=129), st.text(max_size=3), st.sampled_from(("a", "b", 63 * "c")))
+@given(
+    st.text() | st.text("@/\\\0x", min_size=129), st.text(max_size=3), st.sampled_from(("a", "b", 63 * "c"))
+)
 def test_every_tenants_salt_is_its_own_and_within_what_vllm_takes(own, other, tenant):
     salt = tenant_salt(own, tenant)
     assert re.fullmatch(r"[^@/\\\0]{1,128}", salt)
@@ -164,7 +168,7 @@ async def test_hints_name_no_prompts_by_hashes_where_those_of_other_tenants_can_
             assert told["status"] == "refused"
 
 
-# --- bounds ------------------------------------------------------------------------------------------------------------
+# --- bounds -------------------------------------------------------------------------------------------------
 
 
 @scenario
@@ -173,7 +177,9 @@ async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path):
         c.proxy._hints._pool_bytes = lambda view: 1000 * CHUNK
 
         async def pin(headers, action_id, first):
-            return await c.hint("kv.retain", {"tokens": [first, *IDS[1:]], "ttl_s": 60}, action_id, headers=headers)
+            return await c.hint(
+                "kv.retain", {"tokens": [first, *IDS[1:]], "ttl_s": 60}, action_id, headers=headers
+            )
 
         told = await pin(bearer(OF_A), "one", 1)
         assert (told["status"], told["tokens"]) == ("clipped", 512)

@@ -1,4 +1,5 @@
-"""Jobs on rows of a memory, and versions of names: what the adapters of vLLM's tiering and SGLang stand on."""
+"""Jobs on rows of a memory, and versions of names: what the adapters of vLLM's tiering and SGLang stand
+on."""
 
 import threading
 import uuid

@@ -14,7 +14,9 @@ SERVER = {"model_path": "org/llama", "revision": "main", "kv_cache_dtype": "fp8_
 
 def named(server=None, **changes):
     given = {"revision": "1", "salts": ("", ""), **changes}
-    return namespace_of(SimpleNamespace(model_name="org/llama"), SERVER if server is None else server, **given)
+    return namespace_of(
+        SimpleNamespace(model_name="org/llama"), SERVER if server is None else server, **given
+    )
 
 
 def test_all_that_changes_the_bytes_of_pages_is_another_namespace():
@@ -33,7 +35,9 @@ def test_all_that_changes_the_bytes_of_pages_is_another_namespace():
         named(salts=("", "tenant")),
     ]
     assert len({named(), *others}) == len(others) + 1
-    assert named({**SERVER, "speculative_draft_model_path": "org/llama"}) == named(), "its draft layers are its own"
+    assert named({**SERVER, "speculative_draft_model_path": "org/llama"}) == named(), (
+        "its draft layers are its own"
+    )
     assert named({**SERVER, "port": 1}) == named()
 
 
@@ -65,12 +69,17 @@ class Host:
     layout, page_size, size = "page_first", 2, 8
 
     def __init__(self):
-        self.kv_buffer = [torch.arange(80, dtype=torch.uint8).reshape(8, 10), torch.arange(80, dtype=torch.uint8)]
+        self.kv_buffer = [
+            torch.arange(80, dtype=torch.uint8).reshape(8, 10),
+            torch.arange(80, dtype=torch.uint8),
+        ]
         self.off = 0
 
     def get_page_buffer_meta(self, indices):
         places = [int(index) * 10 + self.off for index in indices[::2]]
-        return [buffer.data_ptr() + place for place in places for buffer in self.kv_buffer], [20] * 2 * len(places)
+        return [buffer.data_ptr() + place for place in places for buffer in self.kv_buffer], [20] * 2 * len(
+            places
+        )
 
 
 def test_a_page_of_a_host_pool_is_its_pieces_one_after_another():

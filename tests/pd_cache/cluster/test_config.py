@@ -59,9 +59,7 @@ def test_a_good_file_is_read_with_its_defaults():
 def test_with_etcd_a_file_may_hold_only_a_part_of_the_cluster():
     etcd = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379', '10.0.0.2:2379']}\n"
     assert load(etcd + "nodes: [{name: proxy, role: proxy}]").by_role("master") == []
-    masters = (
-        "nodes: [{name: m, role: master, client_ttl_s: 20}, {name: n, role: master, client_ttl_s: 20, host: 127.0.0.2}]"
-    )
+    masters = "nodes: [{name: m, role: master, client_ttl_s: 20}, {name: n, role: master, client_ttl_s: 20, host: 127.0.0.2}]"
     elected = load("master: {ha: true}\n" + etcd + masters)
     assert elected.master_address == "etcd://10.0.0.1:2379;10.0.0.2:2379/pd-cache"
     assert load(dump_config(elected)) == elected
@@ -145,7 +143,9 @@ def test_a_mistake_is_one_message_that_says_where_and_what_is_allowed(old, new, 
 
 
 def test_all_mistakes_are_in_one_message_a_line_for_each_and_those_of_values_come_before_those_of_the_whole_file():
-    text = GOOD.replace("chunk_size: 256", "chunk_size: big, chunk_sise: 1").replace("port: 8000", "prt: 8000")
+    text = GOOD.replace("chunk_size: 256", "chunk_size: big, chunk_sise: 1").replace(
+        "port: 8000", "prt: 8000"
+    )
     with pytest.raises(ConfigError) as caught:
         load(text.replace("role: prefill", "role: prefil"))
     places = [line.split(": ")[:2] for line in str(caught.value).splitlines()]
@@ -155,7 +155,10 @@ def test_all_mistakes_are_in_one_message_a_line_for_each_and_those_of_values_com
     ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         load(GOOD.replace("size: 256", "size: 100").replace("name: d0", "name: p0"))
-    assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == ["nodes[2].name", "cache.chunk_size"]
+    assert [line.split(": ")[1] for line in str(caught.value).splitlines()] == [
+        "nodes[2].name",
+        "cache.chunk_size",
+    ]
     with pytest.raises(ConfigError) as caught:
         load("".join(f"key-{n}: 1\n" for n in range(50)))
     assert len(str(caught.value).splitlines()) == 21, "it is bounded"
@@ -242,7 +245,8 @@ def test_a_second_pool_has_another_master_than_the_first_and_only_one_of_them_is
     assert load(GOOD).settings_of(node).second_pool is None
     same = text.replace("port: 0,", "port: 50051,").replace("10.0.0.9", "127.0.0.1")
     refused(
-        same, "cache.tiers[2].master: '127.0.0.1:50051': is the master of the first pool; a second pool has another one"
+        same,
+        "cache.tiers[2].master: '127.0.0.1:50051': is the master of the first pool; a second pool has another one",
     )
     etcd = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379']}\nmaster: {ha: true}\n" + text
     etcd = etcd.replace("role: master,", "role: master, client_ttl_s: 20,")
@@ -261,7 +265,9 @@ def test_a_second_pool_has_another_master_than_the_first_and_only_one_of_them_is
 )  # fmt: skip
 def test_a_mistake_about_a_cache_server_is_refused_in_one_message(server, message):
     engine = "role: decode, cache_server: c" + (", segment_size: 1GiB" if server == "url: ''" else "")
-    refused(GOOD.replace("role: decode", engine) + f"  - {{name: c, role: cache-server, {server}}}\n", message)
+    refused(
+        GOOD.replace("role: decode", engine) + f"  - {{name: c, role: cache-server, {server}}}\n", message
+    )
 
 
 VLLM = """\
@@ -308,7 +314,8 @@ def test_chunks_fit_the_blocks_and_shards_are_the_least_common_multiple_of_the_s
     )
     assert load(text).shards == 12
     refused(
-        "cache: {shards: 6}\n" + text, "cache.shards: 6: must be a multiple of the tensor-parallel size 4 of nodes[2]"
+        "cache: {shards: 6}\n" + text,
+        "cache.shards: 6: must be a multiple of the tensor-parallel size 4 of nodes[2]",
     )
 
 
@@ -329,7 +336,11 @@ def test_keys_of_another_mapping_can_be_merged():
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe4")
-    for file, message in (("none.yaml", "No such file"), ("latin.yaml", "not UTF-8"), ("a\0b", "cannot be read")):
+    for file, message in (
+        ("none.yaml", "No such file"),
+        ("latin.yaml", "not UTF-8"),
+        ("a\0b", "cannot be read"),
+    ):
         with pytest.raises(ConfigError, match=message):
             load_config(tmp_path / file)
 
@@ -362,7 +373,10 @@ def test_settings_that_a_program_makes_are_checked_and_read_as_those_of_a_file()
     )
     assert (settings.segment_size, settings.transfer.staging_size) == (64 << 20, 1 << 30)
     for make, message in (
-        (lambda: NodeSettings(master="nonsense"), "master: 'nonsense': must be an address such as 10.0.0.1:50051"),
+        (
+            lambda: NodeSettings(master="nonsense"),
+            "master: 'nonsense': must be an address such as 10.0.0.1:50051",
+        ),
         (lambda: Timeouts(exist_ms=0), "exist_ms: 0: Expected `int` >= 1"),
         (lambda: TransferSettings(protocol="udp"), "protocol: 'udp': Invalid enum value"),
         (lambda: TransferSettings(metadata="nonsense"), "metadata: 'nonsense' is neither"),

@@ -36,12 +36,16 @@ ELSEWHERE = "192.0.2.1"  # reserved for documentation: never an address of this 
 
 
 def cluster(*nodes, **sections):
-    return ClusterConfig(nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections)
+    return ClusterConfig(
+        nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections
+    )
 
 
 def messages(config, root=Path("/")):
     source = Source(Path("c.yaml"), msgspec.to_builtins(config, enc_hook=str), {})
-    return [str(source.error(problem)) for problem in machine.machine_problems(config, local_nodes(config), root)]
+    return [
+        str(source.error(problem)) for problem in machine.machine_problems(config, local_nodes(config), root)
+    ]
 
 
 def write(root, path, text):
@@ -90,7 +94,9 @@ def test_rdma_must_be_allowed_to_lock_what_a_node_registers(tmp_path, monkeypatc
 
 def test_files_of_keys_and_certificates_that_are_not_here_are_named(tmp_path):
     tls = TlsConfig(ca_file=str(tmp_path / "ca"), cert_file=__file__, key_file=__file__)
-    etcd = EtcdDiscovery(endpoints=("127.0.0.1:1",), user="u", password_file=str(tmp_path / "password"), tls=tls)
+    etcd = EtcdDiscovery(
+        endpoints=("127.0.0.1:1",), user="u", password_file=str(tmp_path / "password"), tls=tls
+    )
     proxy = ProxyConfig(
         api_keys_file=str(tmp_path / "keys"),
         monitor_keys_file=str(tmp_path / "monitors"),
@@ -131,7 +137,9 @@ def test_a_model_folder_needs_weights_and_a_name_that_may_not_be_downloaded_has_
     online, offline = vllm(node, model="me/tiny"), vllm(node, model="me/tiny", env={"HF_HUB_OFFLINE": "1"})
     assert (messages(online), machine.missing_model(online.engine)) == ([], place)
     (message,) = messages(offline)
-    assert f"'me/tiny': is neither a folder nor at {place}, and HF_HUB_OFFLINE forbids to download it" in message
+    assert (
+        f"'me/tiny': is neither a folder nor at {place}, and HF_HUB_OFFLINE forbids to download it" in message
+    )
     write(place, "snapshots/0123/config.json", "{}")
     assert (messages(offline), machine.missing_model(online.engine)) == ([], None)
 
@@ -144,7 +152,10 @@ def test_nodes_of_vllm_on_one_gpu_must_not_want_more_than_all_of_its_memory(tmp_
     for gpu in range(4):
         write(tmp_path, f"proc/driver/nvidia/gpus/{gpu}/information", "")
     (message,) = messages(vllm(*here), tmp_path)
-    assert "nodes[2]: a, b together want 180% of the memory of GPU 0 (gpu-memory-utilization); give each" in message
+    assert (
+        "nodes[2]: a, b together want 180% of the memory of GPU 0 (gpu-memory-utilization); give each"
+        in message
+    )
     assert messages(vllm(*here, args={"gpu_memory_utilization": 0.45}), tmp_path) == []
     assert not [one for one in messages(load_config(example_file("vllm-local")), tmp_path) if "GPU" in one]
     first, second = ({"CUDA_VISIBLE_DEVICES": text} for text in ("0,1", "2,1"))
@@ -159,6 +170,8 @@ def test_rdma_needs_devices_that_exist(monkeypatch):
     monkeypatch.setattr(machine, "rdma_devices", lambda: ("mlx5_0",))
     config = cluster(transfer=TransferSettings(protocol="rdma", devices=("mlx5_0", "mlx5_7")))
     (message,) = messages(config)
-    assert "transfer.devices[1]: 'mlx5_7': is not an RDMA device of this machine; there are: mlx5_0" in message
+    assert (
+        "transfer.devices[1]: 'mlx5_7': is not an RDMA device of this machine; there are: mlx5_0" in message
+    )
     monkeypatch.setattr(machine, "rdma_devices", lambda: ())
     assert "this machine has no RDMA device" in messages(config)[0]

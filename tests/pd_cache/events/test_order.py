@@ -39,15 +39,21 @@ class Publisher:
 
     def heal(self, order, lacks=range(0)):
         """Answers a replay, but for some of its batches; without the last one, there is no end."""
-        kept = [(number, one) for number, one in enumerate(self.sent) if number >= len(self.sent) - self._keeps]
+        kept = [
+            (number, one) for number, one in enumerate(self.sent) if number >= len(self.sent) - self._keeps
+        ]
         answers = [one for one in kept if one[0] >= order.ask_from]
-        steps = [step for place, one in enumerate(answers) if place not in lacks for step in order.replayed(*one)]
+        steps = [
+            step for place, one in enumerate(answers) if place not in lacks for step in order.replayed(*one)
+        ]
         return steps + order.replay_ended(whole=len(answers) not in lacks)
 
 
 def test_a_batch_reads_as_it_was_written():
     stored = StoredEvent([1, b"x" * 32], block_size=16, medium="GPU", group_idx=0)
-    read, skipped = read_batch(msgspec.msgpack.encode((1.5, [stored, RemovedEvent([2], "STORAGE"), ClearedEvent()], 3)))
+    read, skipped = read_batch(
+        msgspec.msgpack.encode((1.5, [stored, RemovedEvent([2], "STORAGE"), ClearedEvent()], 3))
+    )
     assert (read.ts, skipped) == (1.5, 0)
     assert read.events[:2] == [stored, RemovedEvent([2], "STORAGE")]
     assert isinstance(read.events[2], ClearedEvent)
@@ -87,7 +93,9 @@ def test_events_of_mooncakes_master_are_counted_and_what_it_removed_or_cleared_i
     assert (read.events, skipped) == ([RemovedEvent([], "cpu"), ClearedEvent()], 1)
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x90", b"\x93\x01\x02\x03", b"\x92\xca\x00\x00\x00\x00\x91\x80"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"\xc1", b"\x90", b"\x93\x01\x02\x03", b"\x92\xca\x00\x00\x00\x00\x91\x80"]
+)
 def test_what_is_no_batch_is_refused(raw):
     with pytest.raises(UndecodableError):
         read_batch(raw)
@@ -115,10 +123,13 @@ def test_what_waits_for_a_replay_is_bounded():
 @settings(max_examples=400)
 @given(
     keeps=st.integers(0, 12),
-    actions=st.lists(st.sampled_from(("publish", "publish", "publish", "lose", "heal", "in part", "cut")), max_size=60),
+    actions=st.lists(
+        st.sampled_from(("publish", "publish", "publish", "lose", "heal", "in part", "cut")), max_size=60
+    ),
 )
 def test_after_any_history_a_healed_subscriber_knows_what_the_publisher_has_said(keeps, actions):
-    """The model: everything since the last `Forget.ALL` is a run of consecutive batches, up to the last one."""
+    """The model: everything since the last `Forget.ALL` is a run of consecutive batches, up to the last
+    one."""
     publisher, order = Publisher(keeps), StreamOrder()
     known = []
 
@@ -137,7 +148,9 @@ def test_after_any_history_a_healed_subscriber_knows_what_the_publisher_has_said
             publisher.publish()
         else:
             apply(publisher.heal(order, lacks[action]))
-        assert not known or known == list(range(int(known[0]), int(known[-1]) + 1)), "each batch once, in order"
+        assert not known or known == list(range(int(known[0]), int(known[-1]) + 1)), (
+            "each batch once, in order"
+        )
     for _ in range(len(actions) + 1):
         apply(publisher.heal(order))
     assert order.in_order

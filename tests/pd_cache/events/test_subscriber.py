@@ -138,7 +138,9 @@ def test_garbage_on_the_stream_costs_what_is_known_and_no_more(heard, endpoints)
         heard.wait_for(9)
 
 
-def test_neither_a_receiver_that_raises_nor_an_address_that_is_none_stops_the_others(subscriber, tmp_path, endpoints):
+def test_neither_a_receiver_that_raises_nor_an_address_that_is_none_stops_the_others(
+    subscriber, tmp_path, endpoints
+):
     ends, called, well, heard = endpoints_in(tmp_path, "b"), threading.Event(), threading.Event(), Contents()
 
     def breaks(steps):

@@ -1,4 +1,5 @@
-"""ObjectCache by itself: sizes, tensors, parts, tiers. What all adapters do alike is in tests/contracts/test_adapters.py."""
+"""ObjectCache by itself: sizes, tensors, parts, tiers. What all adapters do alike is in
+tests/contracts/test_adapters.py."""
 
 import asyncio
 import os
@@ -53,7 +54,7 @@ def some(count):
     return random.Random(count).randbytes(count)
 
 
-# --- values ----------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [0, 1, PART - 1, PART, PART + 1, 3 * PART, 3 * PART + 5, MOST])
@@ -88,7 +89,9 @@ def test_tensors_come_back_as_they_were(shared, name, tensor):
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
     plain = tensor.resolve_conj().clone(memory_format=torch.contiguous_format)
     assert torch.equal(found.reshape(-1).view(torch.uint8), plain.reshape(-1).view(torch.uint8))
-    into = torch.zeros_like(tensor[..., None].expand(*tensor.shape, 2), memory_format=torch.contiguous_format)[..., :1]
+    into = torch.zeros_like(
+        tensor[..., None].expand(*tensor.shape, 2), memory_format=torch.contiguous_format
+    )[..., :1]
     if tensor.numel() < 2:  # contiguous, as torch says, whatever its strides
         assert shared.read_into([name("t")], [into]) == [""]
         assert torch.equal(into[..., 0], tensor)
@@ -144,7 +147,7 @@ def test_a_name_that_occurs_twice_is_read_and_stored_as_often(shared, name):
     assert shared.get_many(names) == [ObjectOutcome(one) for one in (b"one", b"two", b"one", b"one")]
 
 
-# --- names stand for contents ------------------------------------------------------------------------------------
+# --- names stand for contents -------------------------------------------------------------------------------
 
 
 def test_the_first_value_of_a_name_stays_until_it_is_removed(shared, name):
@@ -230,7 +233,7 @@ def test_after_its_deadline_a_read_of_thousands_of_parts_ends(shared, name, monk
     assert cache.get(name(1)) == value
 
 
-# --- mistakes ------------------------------------------------------------------------------------------------------
+# --- mistakes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -243,14 +246,20 @@ def test_after_its_deadline_a_read_of_thousands_of_parts_ends(shared, name, monk
         (lambda cache: cache.put("a", torch.eye(3).to_sparse()), "dense"),
         (lambda cache: cache.put("a", torch.empty(3, device="meta")), "have data, got .* on meta"),
         (lambda cache: cache.put("a", torch.zeros([1] * 12)), "9 dimensions"),
-        (lambda cache: ObjectCache(cache.backend, b"name", part_bytes=1), "namespace must be a str, got bytes"),
+        (
+            lambda cache: ObjectCache(cache.backend, b"name", part_bytes=1),
+            "namespace must be a str, got bytes",
+        ),
         (lambda cache: cache.put("a", memoryview(bytes(8))[::2]), "contiguous"),
         (lambda cache: cache.put_many(["a"], []), "one value for each name"),
         (lambda cache: cache.put_many("ab", [b"", b""]), "a sequence of names"),
         (lambda cache: cache.put_many(["a"], [b""], forms=[]), "one form for each name"),
         (lambda cache: cache.read_into(["a"], []), "one buffer for each name"),
         (lambda cache: cache.read_into(["a"], [b"abc"]), "writable"),
-        (lambda cache: cache.read_into(["a"], [Scattered([memoryview(bytearray(2)), memoryview(b"no")])]), "writable"),
+        (
+            lambda cache: cache.read_into(["a"], [Scattered([memoryview(bytearray(2)), memoryview(b"no")])]),
+            "writable",
+        ),
         (lambda cache: cache.read_into(["a"], [torch.zeros(4, 4).T]), "contiguous"),
         (lambda cache: cache.read_into(["a"], ["abc"]), "got str"),
     ],
@@ -269,7 +278,7 @@ def test_sizes_that_do_not_fit_are_refused(pool, options, message):
         ObjectCache.open(pool.settings(), "x", **options)
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def test_many_more_values_than_staging_memory_holds(pool, name):
@@ -284,7 +293,8 @@ def test_many_more_values_than_staging_memory_holds(pool, name):
 
 def test_with_disk_alone_no_pool_is_needed(tmp_path, pool, name):
     settings = msgspec.structs.replace(
-        pool.settings(CacheConfig(tiers=(DiskTier(path=str(tmp_path), capacity=ByteSize(1 << 20)),))), master="none:1"
+        pool.settings(CacheConfig(tiers=(DiskTier(path=str(tmp_path), capacity=ByteSize(1 << 20)),))),
+        master="none:1",
     )
     for turn in range(2):
         with ObjectCache.open(settings, "shared", part_bytes=PART) as cache:
@@ -294,7 +304,7 @@ def test_with_disk_alone_no_pool_is_needed(tmp_path, pool, name):
             wait_for(lambda cache=cache: cache.get(name(1)) == b"kept", "the write behind")
 
 
-# --- asyncio ---------------------------------------------------------------------------------------------------------
+# --- asyncio ------------------------------------------------------------------------------------------------
 
 
 def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(make, name):
@@ -314,7 +324,10 @@ def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(make, na
 
     async def use():
         slow = AsyncObjectCache(Slow(), threads=1, most_waiting=2)
-        first, second = asyncio.create_task(slow.get_many([name(1)])), asyncio.create_task(slow.get_many([name(2)]))
+        first, second = (
+            asyncio.create_task(slow.get_many([name(1)])),
+            asyncio.create_task(slow.get_many([name(2)])),
+        )
         while not busy.is_set():
             await asyncio.sleep(0.01)
         assert await slow.get_many([name(3)]) == [ObjectOutcome(None, "overloaded")]
@@ -370,7 +383,9 @@ def test_a_loop_puts_and_gets_many_at_once(make, name):
         async with AsyncObjectCache(make()) as cache:
             put = await asyncio.gather(*(cache.put(name(n), some(n)) for n in range(40)))
             assert put == [Status.OK] * 40
-            assert await asyncio.gather(*(cache.get(name(n)) for n in range(40))) == [some(n) for n in range(40)]
+            assert await asyncio.gather(*(cache.get(name(n)) for n in range(40))) == [
+                some(n) for n in range(40)
+            ]
             assert await cache.exists(name(3))
             await cache.put(name("t"), torch.arange(3))
             tensor = await cache.get_tensor(name("t"))
@@ -382,7 +397,7 @@ def test_a_loop_puts_and_gets_many_at_once(make, name):
     asyncio.run(use())
 
 
-# --- the format -----------------------------------------------------------------------------------------------------
+# --- the format ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", [None, TensorForm("float32", (3, 4)), TensorForm("bool", ())])

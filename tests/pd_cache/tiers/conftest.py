@@ -36,7 +36,8 @@ def open_disk(tmp_path):
 
 
 class Faults:
-    """What a folder's operations do, by name: `errors` are raised, and while `go_on` is not set, every operation hangs."""
+    """What a folder's operations do, by name: `errors` are raised, and while `go_on` is not set, every
+    operation hangs."""
 
     def __init__(self):
         self.errors = {}

@@ -1,4 +1,5 @@
-"""The disk tier: what survives a restart, what a full, failing or hanging disk does, and that it comes back."""
+"""The disk tier: what survives a restart, what a full, failing or hanging disk does, and that it comes
+back."""
 
 import errno
 import math
@@ -46,7 +47,7 @@ def temporaries(subject):
     return list((disk_of(subject).folder.root / "tmp").iterdir())
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 def test_after_a_restart_the_oldest_go_first_where_the_budget_shrank(open_disk):
@@ -58,7 +59,9 @@ def test_after_a_restart_the_oldest_go_first_where_the_budget_shrank(open_disk):
     wait_for(lambda: len(files(second)) == 3)
 
 
-def test_a_tier_that_is_closed_while_it_looks_through_its_folder_leaves_the_files_to_the_next(open_disk, monkeypatch):
+def test_a_tier_that_is_closed_while_it_looks_through_its_folder_leaves_the_files_to_the_next(
+    open_disk, monkeypatch
+):
     first = open_disk()
     first.put(all_values())
     first.backend.close()
@@ -152,7 +155,7 @@ def test_no_file_descriptor_is_left_open(open_disk):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# --- writes ----------------------------------------------------------------------------------------------------------
+# --- writes -------------------------------------------------------------------------------------------------
 
 
 def test_a_write_that_is_removed_under_way_is_not_published(open_disk, faults):
@@ -174,7 +177,9 @@ def test_a_write_that_is_removed_under_way_is_not_published(open_disk, faults):
 
 
 def test_a_write_that_does_not_get_its_turn_displaces_nothing(open_disk, faults):
-    subject = open_disk(objects=2, threads=1, timeouts=msgspec.structs.replace(TIMEOUTS, put_ms=100), retry_s=60.0)
+    subject = open_disk(
+        objects=2, threads=1, timeouts=msgspec.structs.replace(TIMEOUTS, put_ms=100), retry_s=60.0
+    )
     subject.put({"a": value("a")})
     subject.put({"b": value("b")})
     faults.go_on.clear()
@@ -193,7 +198,7 @@ def test_close_flushes_the_writes_that_were_accepted(open_disk):
     assert open_disk().get(KEYS) == expected()
 
 
-# --- a file system without room --------------------------------------------------------------------------------------
+# --- a file system without room -----------------------------------------------------------------------------
 
 
 def leave_room_for(objects, folder):
@@ -223,14 +228,22 @@ def test_a_full_disk_refuses_writes_is_read_and_comes_back(open_disk, small_disk
     assert temporaries(subject) == []
 
 
-# --- a disk that fails -----------------------------------------------------------------------------------------------
+# --- a disk that fails --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "number, written, read",
     [
-        (errno.EIO, ["internal", "internal", "tier_off", "tier_off"], ["unreadable", "unreadable", "tier_off"]),
-        (errno.ENODEV, ["internal", "internal", "tier_off", "tier_off"], ["unreadable", "unreadable", "tier_off"]),
+        (
+            errno.EIO,
+            ["internal", "internal", "tier_off", "tier_off"],
+            ["unreadable", "unreadable", "tier_off"],
+        ),
+        (
+            errno.ENODEV,
+            ["internal", "internal", "tier_off", "tier_off"],
+            ["unreadable", "unreadable", "tier_off"],
+        ),
         (errno.EROFS, ["read_only"] * 4, ["unreadable", "unreadable", "tier_off"]),
         (errno.EACCES, ["read_only"] * 4, ["unreadable", "unreadable", "tier_off"]),
         (errno.EFBIG, ["no_space"] * 4, ["unreadable", "unreadable", "tier_off"]),
@@ -254,7 +267,9 @@ def test_what_an_error_says_is_told_by_its_number_and_by_how_many_there_are_in_a
     faults.fail(0)
     wait_for(lambda: subject.backend.available, "the tier in use again")
     lost = read.count("unreadable")
-    assert subject.get(KEYS) == expected(**dict.fromkeys(KEYS[:lost], "missing")), "what was not read is not given up"
+    assert subject.get(KEYS) == expected(**dict.fromkeys(KEYS[:lost], "missing")), (
+        "what was not read is not given up"
+    )
     assert subject.count("pd_cache_tier_healed_total") == lost
     subject.check_integrity()
 
@@ -344,7 +359,7 @@ def test_a_folder_that_was_deleted_is_made_again_and_no_other_process_gets_it(op
     subject.check_integrity()
 
 
-# --- a disk that hangs -----------------------------------------------------------------------------------------------
+# --- a disk that hangs --------------------------------------------------------------------------------------
 
 
 def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(open_disk, faults):
@@ -384,7 +399,9 @@ def test_writes_to_a_disk_that_hangs_hold_half_of_the_memory_at_most(open_disk, 
         assert staged is not None, "there is memory for others"
         outcomes.append(subject.backend.batched_put([f"k{n}"], [staged]))
     assert memory.pool.in_use == 12
-    assert subject.backend.stage(end=0.0) is None, "a caller that would wait for the disk waits before it takes memory"
+    assert subject.backend.stage(end=0.0) is None, (
+        "a caller that would wait for the disk waits before it takes memory"
+    )
     faults.go_on.set()
     statuses = [status for outcome in outcomes for status in outcome.results()]
     assert statuses == [Status.OK] * 12 + [Status.OVERLOADED] * 18
@@ -396,7 +413,9 @@ def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_
     subject = open_disk(objects=8, threads=4)
     subject.put(all_values())
     held = list(subject.backend.batched_get(KEYS, end=end_in(5.0)))
-    assert [fetched.reason for fetched in held] == [""] * 8, "what was read does not wait for the disk any more"
+    assert [fetched.reason for fetched in held] == [""] * 8, (
+        "what was read does not wait for the disk any more"
+    )
     for fetched in held:
         fetched.release()
     faults.go_on.clear()
@@ -429,7 +448,8 @@ def test_a_frozen_disk_keeps_the_slots_of_the_calls_that_it_holds_and_no_others(
 
 
 def test_a_damaged_file_goes_although_others_are_reading_it(open_disk):
-    """If they held it up, readers that always overlap would find it for ever, and never ask the tier behind."""
+    """If they held it up, readers that always overlap would find it for ever, and never ask the tier
+    behind."""
     subject = open_disk()
     subject.put({"k": value("k")})
     file, index = file_of(subject, "k"), disk_of(subject).index
@@ -446,7 +466,9 @@ def test_a_damaged_file_goes_although_others_are_reading_it(open_disk):
     subject.check_integrity()
 
 
-def test_queued_reads_of_a_disk_that_hangs_let_go_at_their_deadline_and_when_nobody_waits_any_more(open_disk, faults):
+def test_queued_reads_of_a_disk_that_hangs_let_go_at_their_deadline_and_when_nobody_waits_any_more(
+    open_disk, faults
+):
     subject = open_disk(threads=1, retry_s=60.0)
     subject.put(all_values())
     memory = subject.backend.memory

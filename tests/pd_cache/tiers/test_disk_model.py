@@ -1,4 +1,5 @@
-"""A disk tier beside a dictionary, while things turn up in its folder, files get lost, and it is opened again and again."""
+"""A disk tier beside a dictionary, while things turn up in its folder, files get lost, and it is opened again
+and again."""
 
 import os
 import shutil
@@ -78,7 +79,9 @@ class DiskModel(RuleBasedStateMachine):
             ODDITIES[oddity](path)
             self.spoiled.add(key)
 
-    @rule(name=st.sampled_from(["tmp/1", "tmp/ff", "zz", "note-1", "readme", "stray-1", "00/\udcff", "00/x-1"]))
+    @rule(
+        name=st.sampled_from(["tmp/1", "tmp/ff", "zz", "note-1", "readme", "stray-1", "00/\udcff", "00/x-1"])
+    )
     def litter(self, name):
         path = disk_of(self.subject).folder.root / name
         if path.parent.is_dir() and not os.path.lexists(path):

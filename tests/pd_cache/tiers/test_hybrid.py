@@ -50,7 +50,7 @@ def only_on_disk(subject, *keys):
     assert subject.bases["local"].batched_remove(list(keys)) == [Status.OK] * len(keys)
 
 
-# --- promotion -------------------------------------------------------------------------------------------------------
+# --- promotion ----------------------------------------------------------------------------------------------
 
 
 def test_a_chunk_read_from_a_later_tier_is_put_into_the_first_without_a_copy(make):
@@ -89,7 +89,7 @@ def test_a_promotion_makes_room_but_never_from_what_is_being_read(make):
     assert len(subject.bases["local"].index) == 2
 
 
-# --- who is asked ----------------------------------------------------------------------------------------------------
+# --- who is asked -------------------------------------------------------------------------------------------
 
 
 class Asked:
@@ -145,7 +145,9 @@ def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(make
     assert subject.count("pd_cache_tier_dropped_writes_total", tier="disk", reason="tier_off") == 1
 
 
-def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_nobody_else_has_it(make, monkeypatch):
+def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_nobody_else_has_it(
+    make, monkeypatch
+):
     subject = make()
     subject.put({"both": value("both"), "memory": value("memory"), "disk": value("disk")})
     subject.bases["disk"].batched_remove(["memory"])
@@ -154,7 +156,12 @@ def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_no
     assert subject.backend.batched_contains(keys) == [Status.OK, Status.OK, Status.OK, Status.MISSING]
     assert subject.backend.batched_wants(keys) == [Status.OK, Status.MISSING, Status.OK, Status.MISSING]
     switch_off_disk(subject)
-    assert subject.backend.batched_wants(keys) == [Status.TIER_OFF, Status.TIER_OFF, Status.MISSING, Status.MISSING]
+    assert subject.backend.batched_wants(keys) == [
+        Status.TIER_OFF,
+        Status.TIER_OFF,
+        Status.MISSING,
+        Status.MISSING,
+    ]
 
 
 def test_alternating_tiers_and_little_memory_never_wait_for_one_another(make):
@@ -194,7 +201,7 @@ def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(mak
         assert len(second.calls) == 1, "what is lost in a row is read in one go"
 
 
-# --- writing behind --------------------------------------------------------------------------------------------------
+# --- writing behind -----------------------------------------------------------------------------------------
 
 
 def make_behind(tmp_path, backlog):
@@ -203,7 +210,8 @@ def make_behind(tmp_path, backlog):
     local, disk = make_local(memory, 16, metrics=metrics), make_disk(memory, tmp_path, 16, metrics=metrics)
     disk.wait_available(60)
     hybrid = HybridBackend(
-        [Tier(local, metrics.tier("local")), Tier(disk, metrics.tier("disk"), blocking=False)], backlog=backlog
+        [Tier(local, metrics.tier("local")), Tier(disk, metrics.tier("disk"), blocking=False)],
+        backlog=backlog,
     )
     return Subject(hybrid, {"local": local, "disk": disk}, metrics)
 
@@ -247,7 +255,7 @@ def test_a_put_does_not_wait_for_a_tier_that_writes_behind_and_what_exceeds_the_
         subject.backend.close()
 
 
-# --- composed from the settings --------------------------------------------------------------------------------------
+# --- composed from the settings -----------------------------------------------------------------------------
 
 
 def tiered(pool, tiers, **options):
@@ -270,7 +278,9 @@ def test_tiers_are_composed_in_the_order_of_the_settings(pool, tmp_path):
         ]  # fmt: skip
         assert len({id(tier.backend.memory.pool) for tier in backend.tiers}) == 1
         staging = (16 << 20) // 8192
-        assert backend.memory.pool.slots == staging + (1 << 20) // 8192, "the local tier's budget comes on top"
+        assert backend.memory.pool.slots == staging + (1 << 20) // 8192, (
+            "the local tier's budget comes on top"
+        )
     finally:
         backend.close()
 
@@ -280,8 +290,12 @@ def test_the_pool_alone_is_not_wrapped_and_reads_further_batches_while_the_first
     try:
         assert isinstance(alone, MooncakeBackend)
         begun, start = [], alone.store.start_get
-        monkeypatch.setattr(alone.store, "start_get", lambda *args, **more: begun.append(1) or start(*args, **more))
-        with contextlib.closing(alone.batched_get([f"k{index}" for index in range(3 * alone.batch_size)])) as reader:
+        monkeypatch.setattr(
+            alone.store, "start_get", lambda *args, **more: begun.append(1) or start(*args, **more)
+        )
+        with contextlib.closing(
+            alone.batched_get([f"k{index}" for index in range(3 * alone.batch_size)])
+        ) as reader:
             assert next(reader).payload is None, "nothing is there"
             assert len(begun) == 3
     finally:
@@ -293,7 +307,9 @@ def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path):
     config = CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)), *disks))
     metrics = CacheMetrics()
     staging = TransferSettings(staging_size=ByteSize(1 << 20))
-    backend = open_backend(NodeSettings(master="nobody:1", cache=config, transfer=staging), PAYLOAD, metrics=metrics)
+    backend = open_backend(
+        NodeSettings(master="nobody:1", cache=config, transfer=staging), PAYLOAD, metrics=metrics
+    )
     try:
         backend.wait_available(60)
         subject = Subject(backend, {}, metrics)
@@ -312,7 +328,8 @@ def loaded(node, tokens, slots):
 
 
 def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool, tmp_path):
-    """A memory of six chunks and a disk of twenty above the pool; other prompts push chunks out all the time."""
+    """A memory of six chunks and a disk of twenty above the pool; other prompts push chunks out all the
+    time."""
     rng, model = random.Random(3), uuid.uuid4().hex
     chunk = 4096  # bytes in memory and on disk; the payload is smaller
     tiers = (
@@ -340,7 +357,7 @@ def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool, tmp_pa
         assert all(hits.values()), f"every tier served some: {hits}"
 
 
-# --- the engine over tiers -------------------------------------------------------------------------------------------
+# --- the engine over tiers ----------------------------------------------------------------------------------
 
 
 def levels(metrics):
@@ -349,7 +366,9 @@ def levels(metrics):
     return {name: value for name, value in values.items() if value is not None}
 
 
-def test_metrics_say_how_much_staging_memory_is_in_use_besides_what_local_tiers_keep_and_whether_the_pool_is_up(pool):
+def test_metrics_say_how_much_staging_memory_is_in_use_besides_what_local_tiers_keep_and_whether_the_pool_is_up(
+    pool,
+):
     metrics = CacheMetrics()
     tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
     backend = open_backend(pool.settings(CacheConfig(tiers=tiers)), PAYLOAD, metrics=metrics)

@@ -55,7 +55,9 @@ def test_s3fifo_lets_what_is_read_once_pass_through_the_small_queue():
     # a was used twice while it was small and moves to the main queue; b was not, and goes
     assert policy.evict(nobody) == "b"
     fill(policy, "cdefgh")
-    assert [policy.evict(nobody) for _ in range(5)] == ["c", "d", "e", "f", "g"], "one-off keys do not push out a"
+    assert [policy.evict(nobody) for _ in range(5)] == ["c", "d", "e", "f", "g"], (
+        "one-off keys do not push out a"
+    )
 
 
 def test_s3fifo_remembers_what_it_evicted_and_takes_it_into_the_main_queue():
@@ -212,7 +214,9 @@ def test_the_index_agrees_with_a_dictionary(name):
     from hypothesis.stateful import run_state_machine_as_test
 
     machine = type("Machine", (IndexModel,), {"policy": name})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )
 
 
 def test_a_closed_index_takes_nothing_and_leaves_what_is_read_to_its_readers():

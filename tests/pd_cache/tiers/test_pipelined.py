@@ -29,7 +29,9 @@ class Watched:
         def watched(keys, *, payload_bytes=None, end=None):
             self.ends.append(end)
             try:
-                for key, (fetched,) in zip(keys, real(keys, payload_bytes=payload_bytes, end=end), strict=True):
+                for key, (fetched,) in zip(
+                    keys, real(keys, payload_bytes=payload_bytes, end=end), strict=True
+                ):
                     if not self.gate.acquire(timeout=60):
                         raise AssertionError("held back for too long")
                     if key == self.fail_at:

@@ -1,4 +1,5 @@
-"""What vLLM's scheduler hands the connector, small enough to write a history down: requests, their blocks, and the pool of blocks."""
+"""What vLLM's scheduler hands the connector, small enough to write a history down: requests, their blocks,
+and the pool of blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from tests.support.waiting import Clock
 
 BLOCK, CHUNK = 4, 8
 PROMPT = list(range(3 * CHUNK + 3))
-METADATA = CacheMetadata(model="m", kv_dtype="bf16", page_format="p", layers=1, block_size=BLOCK, page_bytes=64)
+METADATA = CacheMetadata(
+    model="m", kv_dtype="bf16", page_format="p", layers=1, block_size=BLOCK, page_bytes=64
+)
 METADATA_OF_DRAFTER = msgspec.structs.replace(
     METADATA, group=LayerGroup(layers="1", keeps="every token, for drafts of d", tail=0, ahead=1)
 )
@@ -96,7 +99,9 @@ class Pool:
         for number in ids:
             self.blocks[number].block_hash = None
 
-    def cache_full_blocks(self, *, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id):
+    def cache_full_blocks(
+        self, *, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id
+    ):
         assert (block_size, kv_cache_group_id) == (BLOCK, 0)
         assert num_full_blocks * BLOCK <= request.num_tokens
         for block in blocks[num_cached_blocks:num_full_blocks]:
@@ -134,7 +139,8 @@ class Manager:
         self.coordinator.cache_blocks(request, tokens)
 
     def allocate(self, request, *groups):
-        """Gives a request these blocks, a list for each of vLLM's groups; 0 where vLLM has given one back. Returns them as vLLM does."""
+        """Gives a request these blocks, a list for each of vLLM's groups; 0 where vLLM has given one back.
+        Returns them as vLLM does."""
         self._of[request.request_id] = groups
         self.block_pool.touch(self.block_pool.blocks[block] for group in groups for block in group if block)
         return SimpleNamespace(get_block_ids=lambda: groups)
@@ -142,10 +148,14 @@ class Manager:
     def free(self, request):
         """The request has finished or was preempted."""
         groups = self._of.pop(request.request_id)
-        self.block_pool.free_blocks(self.block_pool.blocks[block] for group in groups for block in group if block)
+        self.block_pool.free_blocks(
+            self.block_pool.blocks[block] for group in groups for block in group if block
+        )
 
     def get_blocks(self, request_id):
-        groups = ([self.block_pool.blocks[block] for block in group] for group in self.get_block_ids(request_id))
+        groups = (
+            [self.block_pool.blocks[block] for block in group] for group in self.get_block_ids(request_id)
+        )
         return SimpleNamespace(blocks=tuple(groups))
 
     def get_block_ids(self, request_id):
@@ -185,7 +195,9 @@ class Lookups(LookupClient):
         while found < len(names) and names[found] in self.there:
             found += 1
         found = max(at_hand, found - self.ahead)
-        return Found(found, max(found, self.leading), "none" if found == len(names) else self.reason, self.near)
+        return Found(
+            found, max(found, self.leading), "none" if found == len(names) else self.reason, self.near
+        )
 
     def stored(self, names):
         self.noted |= set(names)
@@ -250,7 +262,8 @@ class Scene:
         return self.side.matched_tokens(request, computed)
 
     def load(self, request, computed=0, *groups, taken=None):
-        """vLLM asks, and allocates blocks for what can be loaded: these, or those from 10 on. Returns what it was answered."""
+        """vLLM asks, and allocates blocks for what can be loaded: these, or those from 10 on. Returns what it
+        was answered."""
         external, later = self.ask(request, computed)
         if external:
             blocks = self.manager.allocate(request, *(groups or (blocks_of(request),)))
@@ -258,12 +271,14 @@ class Scene:
         return external, later
 
     def begin(self, request, *groups):
-        """vLLM takes in a request for which nothing is loaded, and allocates these blocks, or those from 10 on."""
+        """vLLM takes in a request for which nothing is loaded, and allocates these blocks, or those from 10
+        on."""
         self.side.track(request)
         self.manager.allocate(request, *(groups or (blocks_of(request),)))
 
     def step(self, states=None, **scheduled):
-        """One step, in which each of these requests has so many tokens computed. vLLM hands over `states` with it."""
+        """One step, in which each of these requests has so many tokens computed. vLLM hands over `states`
+        with it."""
         output = SimpleNamespace(
             total_num_scheduled_tokens=sum(scheduled.values()),
             num_scheduled_tokens=dict(scheduled),

@@ -66,7 +66,7 @@ def test_files_that_were_replaced_while_vllm_runs_are_trusted_no_more(adapters, 
     assert known(adapters, tmp_path / "copy").digest == before
 
 
-# --- requests --------------------------------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------------------
 
 
 def lora(folder, name="a"):
@@ -139,7 +139,9 @@ def test_until_the_digest_is_known_a_request_neither_loads_nor_stores_and_then_i
         assert scene.ask(request) == (0, False)
     scene.begin(request)
     assert scene.step(a=CHUNK).stores == []
-    assert (scene.lookups.asked, scene.troubles("lookup", "adapter_unreadable")) == ([], 1), "it is counted once"
+    assert (scene.lookups.asked, scene.troubles("lookup", "adapter_unreadable")) == ([], 1), (
+        "it is counted once"
+    )
     if written == "in time":
         write_while_nobody_looks(scene, folder)
     request.num_computed_tokens = CHUNK

@@ -14,8 +14,8 @@ _MANY = st.integers(256, 100_000)
 
 
 class Engine:
-    """An engine whose loads take `fixed` and `load` seconds a token, and whose steps take `compute` seconds a token, and `context` more for each
-    token before it."""
+    """An engine whose loads take `fixed` and `load` seconds a token, and whose steps take `compute` seconds a
+    token, and `context` more for each token before it."""
 
     def __init__(self, *, load=0.0001, fixed=0.005, compute=5e-05, context=0.0):
         self.load, self.fixed, self.compute, self.context = load, fixed, compute, context
@@ -56,7 +56,9 @@ def test_nothing_is_declined_before_three_loads_and_three_steps_were_measured(lo
     slower=st.floats(1.2, 50),
     context=st.sampled_from((0.0, 2e-9)),
 )
-def test_a_prefix_is_declined_if_its_load_takes_longer_than_its_steps_and_else_loaded(loads, steps, slower, context):
+def test_a_prefix_is_declined_if_its_load_takes_longer_than_its_steps_and_else_loaded(
+    loads, steps, slower, context
+):
     tokens, before = 4096, 2048
     for declined in (True, False):
         engine = Engine(context=context)
@@ -92,7 +94,8 @@ def test_one_stall_changes_nothing_and_two_in_a_row_count(tokens, others, by):
 
 
 @given(
-    before=st.lists(_MANY, min_size=3, max_size=30), after=st.lists(st.integers(5000, 100_000), min_size=3, max_size=3)
+    before=st.lists(_MANY, min_size=3, max_size=30),
+    after=st.lists(st.integers(5000, 100_000), min_size=3, max_size=3),
 )
 def test_a_link_that_becomes_ten_times_slower_or_faster_is_noticed_within_three_loads(before, after):
     for fast_first in (True, False):
@@ -143,7 +146,7 @@ def test_a_step_that_was_planned_while_another_ran_takes_from_the_others_end():
     assert costs.step_ended(StepWork(10.9, 2048, 2048, 2e6), 12.0) == (2048, 0.5)
 
 
-# --- the scheduler ---------------------------------------------------------------------------------------------------
+# --- the scheduler ------------------------------------------------------------------------------------------
 
 LONG = list(range(100 * CHUNK + 1))
 

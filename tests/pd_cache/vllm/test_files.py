@@ -1,4 +1,5 @@
-"""The files in which the connector leaves what it knows, and what vLLM's server makes of them; an ASGI application plays vLLM's part."""
+"""The files in which the connector leaves what it knows, and what vLLM's server makes of them; an ASGI
+application plays vLLM's part."""
 
 import asyncio
 import contextlib
@@ -156,7 +157,7 @@ def test_what_is_half_written_or_wrong_is_no_report(tmp_path):
         assert find_reports(file, name) == []
 
 
-# --- the weights of a server's engines ---------------------------------------------------------------------------------
+# --- the weights of a server's engines ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -184,7 +185,9 @@ def test_the_weights_of_each_engine_of_a_server_are_told_and_named(engines):
     assert (first.label, second.label) == ("w1", "")
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"label": "a/b", "ids": []}', b'{"label": "a"}', b"x" * (1 << 18)])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"label": "a/b", "ids": []}', b'{"label": "a"}', b"x" * (1 << 18)]
+)
 def test_a_naming_that_is_none_is_refused(engines, body):
     assert ask("/weights", "POST", body=body)[0] == 400
     assert [one.label for one in engines] == ["", ""]

@@ -1,4 +1,5 @@
-"""The connector's part in the scheduler: what is loaded and stored, by tables; what becomes of it, by histories. No vLLM, no pool, no time."""
+"""The connector's part in the scheduler: what is loaded and stored, by tables; what becomes of it, by
+histories. No vLLM, no pool, no time."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def parts_of(scene, request, parts):
     return [GroupChunks(place, scene.names(request)[names], blocks) for place, names, blocks in parts]
 
 
-# --- loads -----------------------------------------------------------------------------------------------------------
+# --- loads --------------------------------------------------------------------------------------------------
 
 
 class Load(NamedTuple):
@@ -58,17 +59,22 @@ class Load(NamedTuple):
 
 
 BEYOND_WINDOW = ([0, 0, 0, 0, 34, 35, 36], run(10, 17))
-"""Blocks for `PROMPT` in a group with a window, of which vLLM allocates no blocks before it, and in one of full attention."""
+"""Blocks for `PROMPT` in a group with a window, of which vLLM allocates no blocks before it, and in one of
+full attention."""
 LOADS = {
     "what the pool has": Load((PLAIN,), 27, 2, 16, [(0, slice(2), run(10, 14))]),
     "all but the last token, from a whole chunk": Load((PLAIN,), 16, ALL, 15, [(0, slice(2), run(10, 14))]),
     "a block is left": Load((PLAIN,), 24, ALL, 20, [(0, slice(3), [*run(10, 15), -1])], recompute="block"),
     "a token is left anyway": Load((PLAIN,), 25, ALL, 24, [(0, slice(3), run(10, 16))], recompute="block"),
-    "the pool has whole chunks only": Load((PLAIN,), 20, ALL, 16, [(0, slice(2), run(10, 14))], recompute="block"),
+    "the pool has whole chunks only": Load(
+        (PLAIN,), 20, ALL, 16, [(0, slice(2), run(10, 14))], recompute="block"
+    ),
     "what is at hand and what is left are of one chunk": Load(
         (PLAIN,), 16, ALL, 4, [(0, slice(1, 2), [12, -1])], at_hand=8, recompute="block"
     ),
-    "blocks at hand are left out": Load((PLAIN,), 27, ALL, 12, [(0, slice(1, 3), [-1, 13, 14, 15])], at_hand=12),
+    "blocks at hand are left out": Load(
+        (PLAIN,), 27, ALL, 12, [(0, slice(1, 3), [-1, 13, 14, 15])], at_hand=12
+    ),
     "of a window the end": Load(
         (FULL, WINDOW),
         27,
@@ -78,7 +84,13 @@ LOADS = {
         groups=([0] * 5 + [35, 36], run(10, 17)),
     ),
     "what is at hand is left out of any group": Load(
-        (FULL, WINDOW), 27, ALL, 4, [(0, slice(2, 3), [-1, 15]), (1, slice(2, 3), [-1, 35])], 20, BEYOND_WINDOW
+        (FULL, WINDOW),
+        27,
+        ALL,
+        4,
+        [(0, slice(2, 3), [-1, 15]), (1, slice(2, 3), [-1, 35])],
+        20,
+        BEYOND_WINDOW,
     ),
     "a window at a chunk's end, also if a block were enough": Load(
         (FULL, WINDOW),
@@ -89,8 +101,12 @@ LOADS = {
         groups=([0, 0, 32, 33], run(10, 14)),
         recompute="block",
     ),
-    "only windows": Load((KeptLayers(0, BLOCK, "window", 2 * BLOCK),), 27, ALL, 24, [(0, slice(2, 3), [14, 15])]),
-    "only states": Load((KeptLayers(0, CHUNK, "state"),), 27, ALL, 24, [(0, slice(2, 3), [12])], groups=(run(10, 14),)),
+    "only windows": Load(
+        (KeptLayers(0, BLOCK, "window", 2 * BLOCK),), 27, ALL, 24, [(0, slice(2, 3), [14, 15])]
+    ),
+    "only states": Load(
+        (KeptLayers(0, CHUNK, "state"),), 27, ALL, 24, [(0, slice(2, 3), [12])], groups=(run(10, 14),)
+    ),
     "of states the last, and a token is left": Load(
         (PLAIN, KeptLayers(1, CHUNK, "state")),
         16,
@@ -140,11 +156,18 @@ def test_a_load_takes_what_is_there_and_needed(case):
     (load,) = step.loads
     assert load.parts == parts_of(scene, request, case.parts)
     whole = len(case.layers) > 1 or case.layers[0].kind != "full"
-    assert load.blocks == ([] if whole else load.parts[0].blocks), "else it fails as a whole: a part of it is of no use"
+    assert load.blocks == ([] if whole else load.parts[0].blocks), (
+        "else it fails as a whole: a part of it is of no use"
+    )
     assert step.nothing_to_compute
     request.num_computed_tokens = case.at_hand + case.loaded
     left = case.length - request.num_computed_tokens
-    again = {chunk for store in scene.step(a=left).stores for chunk in store.chunks.names if store.chunks.group == 0}
+    again = {
+        chunk
+        for store in scene.step(a=left).stores
+        for chunk in store.chunks.names
+        if store.chunks.group == 0
+    }
     first = (
         case.parts[0][1].stop if case.at_hand < CHUNK else 0
     )  # it is not known whether the pool has what was at hand
@@ -160,7 +183,9 @@ def test_a_prompt_is_looked_up_once_however_often_vllm_asks_and_anew_if_less_is_
     assert scene.ask(request, 0) == (3 * CHUNK, True), "vLLM's own cache was reset"
     assert scene.ask(request, 2 * CHUNK) == (CHUNK, True)
     assert scene.lookups.asked == [2, 0]
-    assert scene.ask(Request("b", PROMPT[: 2 * CHUNK]), 2 * CHUNK - 1) == (0, False), "all but the last is at hand"
+    assert scene.ask(Request("b", PROMPT[: 2 * CHUNK]), 2 * CHUNK - 1) == (0, False), (
+        "all but the last is at hand"
+    )
 
 
 def test_what_is_about_to_be_loaded_lies_where_its_lookup_found_it():
@@ -169,7 +194,9 @@ def test_what_is_about_to_be_loaded_lies_where_its_lookup_found_it():
     scene.lookups.near = TierChunks(memory=1, disk=3)
     assert scene.side.track(request).by_tier(0) == (0, 0, 0), "not looked up yet"
     external, _ = scene.load(request, CHUNK // 2)
-    assert scene.side.track(request).by_tier(external) == (CHUNK, external - CHUNK, 0), "never more than is loaded"
+    assert scene.side.track(request).by_tier(external) == (CHUNK, external - CHUNK, 0), (
+        "never more than is loaded"
+    )
 
 
 def test_room_for_another_number_of_tokens_than_was_matched_loads_nothing_and_fails():
@@ -219,7 +246,7 @@ def test_where_prompts_part_is_said_each_time_vllm_asks_because_it_forgets_it_an
     assert windows == parts_of(scene, request, [(1, slice(1, 2), [32, 33]), (1, slice(4, 5), [38, 39])])
 
 
-# --- loads that fill the KV cache ------------------------------------------------------------------------------------
+# --- loads that fill the KV cache ---------------------------------------------------------------------------
 
 
 def scarce(*layers, blocks):
@@ -236,8 +263,12 @@ def offered(scene, name):
     return scene.load(request, 0, *BEYOND_WINDOW, run(50, 53))
 
 
-@pytest.mark.parametrize("layers, enough", [((FULL, WINDOW), 20), ((FULL, STATE), 20), ((FULL, WINDOW, DRAFTS), 24)])
-def test_a_load_waits_while_others_hold_blocks_that_it_would_need_to_go_on_until_vllm_can_preempt_them(layers, enough):
+@pytest.mark.parametrize(
+    "layers, enough", [((FULL, WINDOW), 20), ((FULL, STATE), 20), ((FULL, WINDOW, DRAFTS), 24)]
+)
+def test_a_load_waits_while_others_hold_blocks_that_it_would_need_to_go_on_until_vllm_can_preempt_them(
+    layers, enough
+):
     loads = (2 * CHUNK if DRAFTS in layers else 3 * CHUNK, True)
     scene = scarce(*layers, blocks=enough)
     assert offered(scene, "a") == offered(scene, "b") == loads
@@ -276,10 +307,12 @@ def test_a_request_that_gave_its_blocks_back_keeps_no_load_waiting(end):
 
 
 def test_a_load_is_not_kept_waiting_for_more_blocks_than_there_are():
-    assert offered(scarce(FULL, WINDOW, blocks=5), "a") == (3 * CHUNK, True), "vLLM says what cannot be served"
+    assert offered(scarce(FULL, WINDOW, blocks=5), "a") == (3 * CHUNK, True), (
+        "vLLM says what cannot be served"
+    )
 
 
-# --- stores ----------------------------------------------------------------------------------------------------------
+# --- stores -------------------------------------------------------------------------------------------------
 
 
 class Store(NamedTuple):
@@ -314,8 +347,12 @@ STORES = {
         (FULL, NARROW), 27, [OF_FULL, (1, slice(2, 3), [-1, 35])], [0, 0, 0, 0, 0, 35, 36]
     ),
     "no states, which are not in a request's blocks": Store((FULL, STATE), 27, [OF_FULL]),
-    "of a draft model as the next chunk is named": Store((FULL, DRAFTS), 27, [OF_FULL, (1, slice(1, 3), run(10, 14))]),
-    "all of a draft model that reads the same": Store((FULL, SAME), 27, [OF_FULL, (1, slice(3), run(10, 16))]),
+    "of a draft model as the next chunk is named": Store(
+        (FULL, DRAFTS), 27, [OF_FULL, (1, slice(1, 3), run(10, 14))]
+    ),
+    "all of a draft model that reads the same": Store(
+        (FULL, SAME), 27, [OF_FULL, (1, slice(3), run(10, 16))]
+    ),
     "a window where a load will end that leaves a chunk": Store(
         (FULL, WINDOW, DRAFTS), 27, [OF_FULL, (1, slice(1, 3), run(32, 36)), (2, slice(1, 3), run(10, 14))]
     ),
@@ -334,11 +371,15 @@ def test_a_store_takes_what_a_load_will_need_and_keeps_its_blocks_until_it_has_e
     assert scene.side.stores.under_way is bool(stores)
     scene.manager.free(request)  # it is preempted
     assert scene.pool.used == {block for _, _, blocks in case.parts for block in blocks if block >= 0}
-    assert scene.side.stores.frees_blocks is (bool(stores) and SAME not in case.layers), "two stores may read one block"
+    assert scene.side.stores.frees_blocks is (bool(stores) and SAME not in case.layers), (
+        "two stores may read one block"
+    )
     for store in stores:
         scene.pool.freed.clear()
         scene.stored(store)
-        assert scene.pool.freed == [block for block in reversed(store.chunks.blocks) if block >= 0], "the last first"
+        assert scene.pool.freed == [block for block in reversed(store.chunks.blocks) if block >= 0], (
+            "the last first"
+        )
     assert (scene.pool.used, scene.side.stores.under_way) == (set(), False)
 
 
@@ -433,4 +474,6 @@ def test_what_vllm_computed_without_its_draft_model_is_not_stored_of_it():
     scene.load(after, 2 * CHUNK + BLOCK)
     scene.begin(after, [], run(10, 17))
     after.num_computed_tokens = 2 * CHUNK + BLOCK
-    assert [store.chunks.group for store in scene.step(c=BLOCK).stores] == [0], "vLLM's own cache may have such blocks"
+    assert [store.chunks.group for store in scene.step(c=BLOCK).stores] == [0], (
+        "vLLM's own cache may have such blocks"
+    )

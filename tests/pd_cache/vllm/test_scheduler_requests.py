@@ -1,4 +1,5 @@
-"""The connector's part in the scheduler, by histories of events: hand-offs from node to node, reports on requests, and their spans."""
+"""The connector's part in the scheduler, by histories of events: hand-offs from node to node, reports on
+requests, and their spans."""
 
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ NAMESPACE = Scene().lookups._database.namespace.fingerprint()
 OTHER = "0123456789abcdef"
 REMOTE = {"do_remote_decode": True}
 
-# --- hand-offs -------------------------------------------------------------------------------------------------------
+# --- hand-offs ----------------------------------------------------------------------------------------------
 
 
 def test_an_announced_prefix_is_waited_for_with_growing_pauses_until_it_is_there():
@@ -62,7 +63,9 @@ DRAFTING, STATES = (FULL, DRAFTS), (PLAIN, KeptLayers(1, CHUNK, "state"))
 def test_an_announced_prefix_is_waited_for_only_if_it_can_come_true(params, waits, layers):
     scene, request = Scene(*layers), Request("a", PROMPT, params)
     assert scene.ask(request) == ((None if waits else 0), False)
-    assert scene.troubles("lookup", "other_namespace") == (not waits and params["pd_cache"]["prefix_tokens"] > CHUNK)
+    assert scene.troubles("lookup", "other_namespace") == (
+        not waits and params["pd_cache"]["prefix_tokens"] > CHUNK
+    )
     lost = Scene(*layers)
     lost.lookups.here = False
     assert lost.ask(request) == (0, False)
@@ -125,10 +128,14 @@ def test_a_prefill_node_counts_what_its_own_cache_had_and_what_it_loaded_as_cach
     assert prefill == {"cached_tokens": 2 * CHUNK, "computed_tokens": CHUNK + 3, "reason": "never_stored"}
     aborted = Request("b", PROMPT, REMOTE)
     scene.ask(aborted)
-    assert scene.finish(aborted)["pd_cache"]["prefill"] == {"cached_tokens": 0, "computed_tokens": 27, "reason": ""}
+    assert scene.finish(aborted)["pd_cache"]["prefill"] == {
+        "cached_tokens": 0,
+        "computed_tokens": 27,
+        "reason": "",
+    }
 
 
-# --- reports ---------------------------------------------------------------------------------------------------------
+# --- reports ------------------------------------------------------------------------------------------------
 
 
 def ended(scene, request):
@@ -182,7 +189,9 @@ def test_a_report_says_where_the_prompt_was_found_and_what_was_not_there(at_hand
 
 @pytest.mark.parametrize("layers", [(PLAIN,), DRAFTING])
 @pytest.mark.parametrize("limit, at_hand, chunks", [(0, 0, 0), (CHUNK, 0, 1), (CHUNK, CHUNK, 2), (15, 3, 2)])
-def test_a_request_loads_no_more_than_it_allows_in_whole_chunks_and_waits_for_no_more(limit, at_hand, chunks, layers):
+def test_a_request_loads_no_more_than_it_allows_in_whole_chunks_and_waits_for_no_more(
+    limit, at_hand, chunks, layers
+):
     params = {**announced(3 * CHUNK), "max_load_tokens": limit}
     for there in (chunks, 99):
         scene, request = Scene(*layers), Request("a", [*PROMPT, *PROMPT], params)
@@ -250,12 +259,14 @@ def test_a_request_that_may_not_read_the_cache_says_so_and_one_that_ends_early_s
     assert not scene.reports
 
 
-# --- images ----------------------------------------------------------------------------------------------------------
+# --- images -------------------------------------------------------------------------------------------------
 
 
 def image(name, offset=10):
     """An image of eight tokens, and what vLLM names it."""
-    return SimpleNamespace(identifier=name, mm_hash=name, mm_position=SimpleNamespace(offset=offset, length=8))
+    return SimpleNamespace(
+        identifier=name, mm_hash=name, mm_position=SimpleNamespace(offset=offset, length=8)
+    )
 
 
 @pytest.mark.parametrize("mode", ["tokens", "blocks"])
@@ -276,7 +287,9 @@ def test_a_prompt_with_an_image_is_named_only_if_its_content_or_a_salt_keeps_the
 ):
     scene = Scene(hash_mode=mode, **options)
     hashes = [bytes([number]) * 32 for number in range(6)]
-    request = Request("a", mm_features=[image("0" * 64)], block_hashes=hashes, **{"kv_transfer_params": REMOTE, **made})
+    request = Request(
+        "a", mm_features=[image("0" * 64)], block_hashes=hashes, **{"kv_transfer_params": REMOTE, **made}
+    )
     assert scene.ask(request) == (0, False)
     assert len(scene.lookups.asked) == named
     scene.begin(request)
@@ -284,7 +297,9 @@ def test_a_prompt_with_an_image_is_named_only_if_its_content_or_a_salt_keeps_the
     request.num_computed_tokens = len(PROMPT)
     handed = scene.finish(request)
     assert handed["pd_cache"]["prefix_tokens"] == (24 if named else 0)
-    assert handed.get("media_hashed", False) == ("kv_transfer_params" in made), "the decode node has to know it, too"
+    assert handed.get("media_hashed", False) == ("kv_transfer_params" in made), (
+        "the decode node has to know it, too"
+    )
     assert scene.reports[0].reason == ("never_stored" if named else "media_unidentified")
     assert scene.metrics.totals()["requests", scene.reports[0].reason] == 1
 
@@ -316,7 +331,7 @@ def test_of_tokens_an_image_isolates_the_chunks_from_its_first_one_on(images, al
     assert not {*store.chunks.names[1:]} & {*text}
 
 
-# --- spans -----------------------------------------------------------------------------------------------------------
+# --- spans --------------------------------------------------------------------------------------------------
 
 
 class Recorded:
@@ -360,5 +375,8 @@ def test_the_wait_for_an_announced_prefix_is_one_span_that_the_requests_end_ends
     scene.step()
     scene.loaded(Loaded(1, "transfer_failed"))
     assert recorder.told()[1:] == [("lookup", ""), ("load", "failed")]
-    assert (recorder.spans[1].noted["found"], recorder.spans[2].noted["reason"]) == (3 * CHUNK, "transfer_failed")
+    assert (recorder.spans[1].noted["found"], recorder.spans[2].noted["reason"]) == (
+        3 * CHUNK,
+        "transfer_failed",
+    )
     scene.finish(request)

@@ -1,5 +1,5 @@
-"""The connector's part in the scheduler, by histories of events: nothing of other weights is stored, loaded, or kept in vLLM's own cache.
-tests/vllm/test_random_histories.py has the usual cases."""
+"""The connector's part in the scheduler, by histories of events: nothing of other weights is stored, loaded,
+or kept in vLLM's own cache. tests/vllm/test_random_histories.py has the usual cases."""
 
 import pytest
 
@@ -74,7 +74,9 @@ def test_while_the_weights_have_no_label_nothing_is_stored_and_no_announced_pref
     running(scene, later, block=20)
     step = scene.step(a=CHUNK, b=CHUNK)
     (store,) = step.stores
-    assert (step.label, store.label, store.chunks.names) == ("w2", "w2", scene.names(later)[:2]), "a is from before"
+    assert (step.label, store.label, store.chunks.names) == ("w2", "w2", scene.names(later)[:2]), (
+        "a is from before"
+    )
 
 
 def test_the_same_label_again_does_not_make_what_was_computed_in_between_its_own():

@@ -96,7 +96,9 @@ def test_a_cancelled_stream_gives_its_blocks_back_when_nothing_writes_to_them(lo
         assert scene.step().loads == []
         end(scene, 1)
         assert scene.manager.cached_tokens == {"a": CHUNK}, "it was loaded all the same"
-    assert scene.step().loads == [LoadOp("a", [], [])], "the workers report the load's end, and vLLM takes the blocks"
+    assert scene.step().loads == [LoadOp("a", [], [])], (
+        "the workers report the load's end, and vLLM takes the blocks"
+    )
     assert not scene.side.streams.leaving
 
 
@@ -107,7 +109,9 @@ def test_a_stream_that_nobody_cancels_ends_and_vllm_computes_what_is_missing():
     part(scene)
     end(scene, 1)
     scene.clock.now += 601
-    assert scene.step().loads == [LoadOp("a", [], [])], "it has failed as a whole; vLLM's own cache has the first chunk"
+    assert scene.step().loads == [LoadOp("a", [], [])], (
+        "it has failed as a whole; vLLM's own cache has the first chunk"
+    )
     assert scene.ask(stream) == (0, False)
     assert scene.step().loads == []
 
@@ -128,7 +132,8 @@ def test_a_reset_ends_streams_and_nothing_of_them_gets_into_vllms_own_cache():
 
 
 def test_while_vllm_reserves_blocks_for_streams_that_gave_way_a_load_that_is_refused_is_computed():
-    """vLLM reserves the blocks of a load that has failed until its request ends, and so refuses them to other loads."""
+    """vLLM reserves the blocks of a load that has failed until its request ends, and so refuses them to other
+    loads."""
     scene, request = Scene(), Request("c", PROMPT[::-1])
     streams = [begun(scene), begun(scene, request_id="b")]
     scene.has(request)
@@ -221,7 +226,9 @@ def test_nothing_is_looked_up_while_the_pool_is_away():
     scene.finish(stream)
 
 
-@pytest.mark.parametrize("layer, caching", [(WINDOW, True), (PLAIN, False)], ids=["a window", "no cache of vLLM's own"])
+@pytest.mark.parametrize(
+    "layer, caching", [(WINDOW, True), (PLAIN, False)], ids=["a window", "no cache of vLLM's own"]
+)
 def test_an_engine_that_cannot_do_it_says_so(layer, caching):
     scene = Scene(layer)
     scene.manager.enable_caching = caching

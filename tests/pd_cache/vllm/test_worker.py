@@ -119,7 +119,10 @@ def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv_and_its
     cache.gate.set()
     assert ended(side, "a") == EndedLoads({"a"}, set(), bad)
     assert wait_for(lambda: side.take_report(Step())) == StepReport(loads={"a": told}, took={"a": 2.0})
-    assert (side.take_loads(Step(), set()), side.take_report(Step())) == (EndedLoads(set(), set(), set()), None)
+    assert (side.take_loads(Step(), set()), side.take_report(Step())) == (
+        EndedLoads(set(), set(), set()),
+        None,
+    )
     assert cache.calls == [("a", 5.0)]
     if isinstance(loads, Exception):
         assert cache.metrics.totals()["troubles", "retrieve", "error_RuntimeError"] == 3
@@ -149,7 +152,9 @@ def test_a_load_of_an_aborted_request_is_given_up_before_it_began_and_else_repor
     side = make()
     begun(side, cache, "a", "b")
     side.start(Step(loads=[load("aborted")]))
-    assert side.take_loads(Step(), {"aborted", "a"}).finished == set(), "the cache may still write to blocks of a"
+    assert side.take_loads(Step(), {"aborted", "a"}).finished == set(), (
+        "the cache may still write to blocks of a"
+    )
     cache.gate.set()
     ended(side, "a", "b", "aborted")
     assert {session for session, _ in cache.calls} == {"a", "b"}
@@ -205,7 +210,9 @@ def test_of_the_parts_of_a_group_the_one_that_did_least_counts(make):
     ],
     ids=["after the step that computes it", "one that raises", "what another rank stores"],
 )
-def test_the_end_of_a_store_is_reported_so_that_its_blocks_are_given_back(make, cache, stores, loads, outcome, calls):
+def test_the_end_of_a_store_is_reported_so_that_its_blocks_are_given_back(
+    make, cache, stores, loads, outcome, calls
+):
     cache.loads = loads
     side = make(groups=[[(cache, stores)]])
     side.save(Step(stores=[StoreOp(7, CHUNKS)]))

@@ -13,8 +13,17 @@ TINY = RandomModel(vocab_size=300, hidden_size=64, intermediate_size=96, layers=
 
 
 def tiny_config(**changes):
-    settings = {"num_blocks": 64, "max_model_len": 256, "step_tokens": 16, "block_size": 8, "threads": 1, **changes}
-    return ReferenceEngineConfig(model=settings.pop("model", ModelConfig(name="tiny", random=TINY)), **settings)
+    settings = {
+        "num_blocks": 64,
+        "max_model_len": 256,
+        "step_tokens": 16,
+        "block_size": 8,
+        "threads": 1,
+        **changes,
+    }
+    return ReferenceEngineConfig(
+        model=settings.pop("model", ModelConfig(name="tiny", random=TINY)), **settings
+    )
 
 
 def prompt_of(length, seed=1):
@@ -31,7 +40,8 @@ def tokens_of(generation):
 
 
 class SlowModel:
-    """Computes as the model it wraps, but each step waits for `gate`, and a token in `poison` fails its step."""
+    """Computes as the model it wraps, but each step waits for `gate`, and a token in `poison` fails its
+    step."""
 
     def __init__(self, model):
         self._model = model
@@ -52,7 +62,8 @@ class SlowModel:
 
 @pytest.fixture
 def make_engine():
-    """Builds engines, with `slow=True` of a SlowModel; afterwards every block is free and every thread gone."""
+    """Builds engines, with `slow=True` of a SlowModel; afterwards every block is free and every thread
+    gone."""
     engines = []
 
     def make(cache=None, *, wait_ms=0, slow=False, request_timeout_s=300.0, load_timeout_s=120.0, **changes):

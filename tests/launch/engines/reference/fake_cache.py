@@ -65,7 +65,9 @@ class FakeCache:
     def wait_for_chunks(self, count):
         """Until `count` chunks have been stored."""
         with self.stored:
-            assert self.stored.wait_for(lambda: sum(self.store_sizes) >= count, PATIENCE_S), "nothing was stored"
+            assert self.stored.wait_for(lambda: sum(self.store_sizes) >= count, PATIENCE_S), (
+                "nothing was stored"
+            )
 
     def _found(self, names):
         there = [self.available and name in self.chunks for name in names]
@@ -77,7 +79,8 @@ class FakeCache:
 
 
 class ClaimingCache(FakeCache):
-    """Claims to have everything. Overwrites the blocks with what no model computes, and says that nothing was loaded."""
+    """Claims to have everything. Overwrites the blocks with what no model computes, and says that nothing was
+    loaded."""
 
     def find(self, names, *, at_hand=0, session=""):
         self.before("find")

@@ -46,7 +46,7 @@ def ends_as(kind, generation):
     assert caught.value.kind == kind
 
 
-# --- the prefix ------------------------------------------------------------------------------------------------------
+# --- the prefix ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [100, 96, 95, 17, 16, 15, 1])
@@ -55,7 +55,11 @@ def test_a_loaded_prefix_gives_the_tokens_of_a_computed_one(make_engine, expecte
     for cached in (0, min(whole, length - 1)):
         tokens, stats = answered(make_engine(cache), request)
         assert tokens == expected(request)
-        assert (stats.report.loaded, stats.report.computed, stats.report.asked) == (cached, length - cached, length)
+        assert (stats.report.loaded, stats.report.computed, stats.report.asked) == (
+            cached,
+            length - cached,
+            length,
+        )
         assert stats.prefix_tokens == whole
         if whole:
             cache.wait_for_chunks(whole // 16)
@@ -89,7 +93,9 @@ def test_only_the_computed_chunks_are_stored_and_computed_in_aligned_steps(make_
 def test_a_wrong_prefix_would_be_seen(expected):
     """The test model's tokens depend on its prefix, so that the other tests prove something."""
     heads = (prompt_of(64, seed=1), prompt_of(64, seed=2))
-    first, other = (expected(GenerationRequest(prompt=head + prompt_of(20, seed=9), max_tokens=6)) for head in heads)
+    first, other = (
+        expected(GenerationRequest(prompt=head + prompt_of(20, seed=9), max_tokens=6)) for head in heads
+    )
     assert first != other
 
 
@@ -102,7 +108,7 @@ def test_salts_keep_requests_apart(make_engine):
     assert answered(engine, request_of(40, cache_salt="a"))[1].report.loaded == 32
 
 
-# --- a cache that fails ----------------------------------------------------------------------------------------------
+# --- a cache that fails -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", ["find", "load", "store"])
@@ -172,7 +178,7 @@ def test_stores_that_hang_hold_up_no_answer_and_keep_at_most_half_of_all_blocks(
     wait_for(lambda: (engine.pool.free, engine.lent_blocks) == (64, 0))
 
 
-# --- the handoff -----------------------------------------------------------------------------------------------------
+# --- the handoff --------------------------------------------------------------------------------------------
 
 
 def test_a_decode_node_waits_for_the_announced_prefix(make_engine, expected):
@@ -189,7 +195,9 @@ def test_a_decode_node_waits_for_the_announced_prefix(make_engine, expected):
 
 def test_a_decode_node_waits_no_longer_than_configured_and_takes_what_is_there(make_engine, expected):
     cache = holding(make_engine, request_of(40))
-    longer = GenerationRequest(prompt=prompt_of(40) + prompt_of(40, seed=2), announced_prefix=80, max_tokens=4)
+    longer = GenerationRequest(
+        prompt=prompt_of(40) + prompt_of(40, seed=2), announced_prefix=80, max_tokens=4
+    )
     tokens, stats = answered(make_engine(cache, wait_ms=80), longer)
     assert tokens == expected(longer)
     assert stats.report.loaded == 32
@@ -215,7 +223,8 @@ def test_a_wait_for_a_prefix_ends_with_its_request(make_engine, way):
         waiting.cancel()
     elif way == "late":
         waiting.deadline = time.monotonic()
-        engine.submit(request_of(1)).cancel()  # wakes the engine, which sleeps until the next deadline that it knows of
+        # wakes the engine, which sleeps until the next deadline that it knows of
+        engine.submit(request_of(1)).cancel()
     else:
         engine.close(0.05)
     ends_as({"cancelled": "aborted", "late": "timeout", "closed": "closed"}[way], waiting)
@@ -253,7 +262,9 @@ def test_a_request_takes_over_what_a_stream_of_its_prompt_has_loaded(make_engine
     cancelled(stream)
 
 
-def test_a_request_that_nobody_announced_takes_over_what_was_prefetched_and_waits_for_no_more(make_engine, expected):
+def test_a_request_that_nobody_announced_takes_over_what_was_prefetched_and_waits_for_no_more(
+    make_engine, expected
+):
     cache = holding(make_engine, GenerationRequest(prompt=prompt_of(64)[:40], max_tokens=1))
     decode = make_engine(cache, wait_ms=FOR_EVER)
     stream = decode.submit(request_of(64, max_tokens=1, streams=True))
@@ -347,7 +358,7 @@ def test_what_a_stream_has_loaded_before_a_reset_is_not_used(make_engine, expect
     cancelled(stream)
 
 
-# --- queue, cancelling, closing --------------------------------------------------------------------------------------
+# --- queue, cancelling, closing -----------------------------------------------------------------------------
 
 
 def test_one_request_more_than_may_run_and_wait_is_refused(make_engine):
@@ -412,11 +423,13 @@ def test_a_bug_in_the_scheduler_ends_every_request_and_is_seen(make_engine, capl
         engine.submit(request_of(20))
 
 
-# --- everything at once ----------------------------------------------------------------------------------------------
+# --- everything at once -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_under_an_erratic_cache_and_cancels_every_answer_is_right_and_no_block_is_lost(make_engine, expected, seed):
+def test_under_an_erratic_cache_and_cancels_every_answer_is_right_and_no_block_is_lost(
+    make_engine, expected, seed
+):
     chance, lock, cache = random.Random(seed), threading.Lock(), FakeCache()
 
     def hiccup(call):
@@ -436,7 +449,8 @@ def test_under_an_erratic_cache_and_cancels_every_answer_is_right_and_no_block_i
     heads = [prompt_of(64, seed=head) for head in range(2)]
     requests = [
         GenerationRequest(
-            prompt=chance.choice(heads)[: chance.randint(1, 64)] + prompt_of(chance.randint(1, 40), seed=index),
+            prompt=chance.choice(heads)[: chance.randint(1, 64)]
+            + prompt_of(chance.randint(1, 40), seed=index),
             max_tokens=chance.randint(1, 12),
             announced_prefix=chance.choice([0, 0, 64]),
         )

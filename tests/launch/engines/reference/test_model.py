@@ -1,4 +1,5 @@
-"""A random model over pages: its own logits, whatever the steps, and one model for each seed; and the blocks of the pages."""
+"""A random model over pages: its own logits, whatever the steps, and one model for each seed; and the blocks
+of the pages."""
 
 import itertools
 from contextlib import closing
@@ -30,7 +31,9 @@ def test_contexts_beyond_a_padding_quantum_are_right():
         own = paged.llama.logits(torch.tensor(prompt), torch.arange(300), torch.tensor([299]), over_this_text)
     for cut in (299, 256, 100):
         paged.step([StepPart(prompt[:cut], 0, blocks, False)])
-        torch.testing.assert_close(paged.step([StepPart(prompt[cut:], cut, blocks, True)]), own, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            paged.step([StepPart(prompt[cut:], cut, blocks, True)]), own, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_neither_how_a_prompt_is_cut_nor_what_runs_beside_it_nor_what_blocks_held_changes_anything():

@@ -68,7 +68,9 @@ async def post_stream(client, **fields):
 
 
 @scenario
-async def test_an_answer_has_the_shape_of_openais_and_a_stream_is_the_same_token_by_token(make_engine, expected):
+async def test_an_answer_has_the_shape_of_openais_and_a_stream_is_the_same_token_by_token(
+    make_engine, expected
+):
     async with served(make_engine(FakeCache())) as client:
         answer, events = await post(client, cache_salt="a"), await post_stream(client, cache_salt="b")
     assert answer["id"].startswith("cmpl-")
@@ -130,7 +132,14 @@ async def test_a_node_reports_what_became_of_its_last_requests(make_engine, capl
         assert (await get(client, "/requests/other", 404))["error"]["code"] == "not_found"
     nothing = {"at_hand": 0, "memory": 0, "disk": 0, "pool": 0, "streamed": 0}
     computed, loaded = (one["pd_cache"]["report"] for one in (first, again))
-    assert computed == {**nothing, "asked": 20, "found": 0, "loaded": 0, "computed": 20, "reason": "never_stored"}
+    assert computed == {
+        **nothing,
+        "asked": 20,
+        "found": 0,
+        "loaded": 0,
+        "computed": 20,
+        "reason": "never_stored",
+    }
     assert loaded == {**nothing, "asked": 20, "found": 16, "loaded": 16, "computed": 4, "reason": "none"}
     (line,) = [line for line in caplog.messages if line.startswith("request mine: 200 in ")]
     assert "computed=4 reason=none" in line
@@ -159,7 +168,9 @@ async def test_bad_requests_bodies_and_paths_get_openais_error_object(make_engin
             async with client.post("/v1/completions", data=io.BytesIO(body)) as response:
                 assert response.status == (413 if len(body) > 1 << 20 else 400)
                 assert (await response.json())["error"]["type"] == "invalid_request_error"
-        async with client.post("/v1/completions", data=b"x", headers={"Content-Encoding": "gzip"}) as response:
+        async with client.post(
+            "/v1/completions", data=b"x", headers={"Content-Encoding": "gzip"}
+        ) as response:
             assert response.status == 415
         async with client.get("/v1/completions") as response:
             assert (response.status, "POST" in response.headers["Allow"]) == (405, True)
@@ -172,7 +183,9 @@ async def test_bad_requests_bodies_and_paths_get_openais_error_object(make_engin
         completion = json.dumps({"model": "tiny", "prompt": [1] * 20}).encode()
         async with client.post("/v1/completions", data=codecs.BOM_UTF8 + completion) as response:
             assert response.status == 200
-    invalid = engine.metrics.registry.get_sample_value("pd_cache_reference_requests_total", {"outcome": "invalid"})
+    invalid = engine.metrics.registry.get_sample_value(
+        "pd_cache_reference_requests_total", {"outcome": "invalid"}
+    )
     assert invalid == len(BAD) + 3
 
 
@@ -217,7 +230,9 @@ async def test_a_client_that_goes_away_ends_its_request(make_engine, tokens):
 
 
 @scenario
-async def test_a_failure_before_the_first_token_has_a_status_and_one_after_it_is_an_event(make_engine, expected):
+async def test_a_failure_before_the_first_token_has_a_status_and_one_after_it_is_an_event(
+    make_engine, expected
+):
     truth = expected(request_of(20))
     poison = next(token for token in truth if token not in prompt_of(20))
     engine = make_engine(slow=True)
@@ -281,7 +296,7 @@ async def test_what_takes_too_long_or_does_not_finish_in_the_grace_has_a_status(
         assert (await asked)["error"]["code"] == code
 
 
-# --- the process -----------------------------------------------------------------------------------------------------
+# --- the process --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", stop_signals())
@@ -303,4 +318,8 @@ def test_a_signal_before_the_server_is_up_ends_it_in_order(number):
 
 def test_an_address_in_use_is_an_error_and_leaves_nothing_behind(make_engine):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="address"):
-        serve(lambda: ReferenceServer(make_engine()), *taken.getsockname(), lambda address: pytest.fail("not ready"))
+        serve(
+            lambda: ReferenceServer(make_engine()),
+            *taken.getsockname(),
+            lambda address: pytest.fail("not ready"),
+        )

@@ -58,13 +58,16 @@ async def test_the_page_asks_for_a_key_follows_the_cluster_comes_back_and_takes_
         await browser.until(f"{text_of('state')} === 'serving, but 1 of 4 nodes down'")
         await browser.until("document.querySelectorAll('#picture path.edge.load').length === 2")
         await browser.until(f"{text_of('nodes')}.includes({EVIL[:40]!r})")
-        assert "this-proxy" not in await browser.evaluate(text_of("nodes")), "it would say only that it is not asked"
+        assert "this-proxy" not in await browser.evaluate(text_of("nodes")), (
+            "it would say only that it is not asked"
+        )
         assert "first token: needs streamed answers" in await browser.evaluate(text_of("figures"))
         titles = "[...document.querySelectorAll('#picture title')].map((one) => one.textContent)"
         assert await browser.evaluate(f"{titles}.some((text) => text.startsWith('<img src=x onerror'))")
         assert await browser.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
         assert await browser.evaluate("document.title") == f"{EVIL} · pd-cache"
-        c.proxy._ui._closing = True  # as for a proxy that is being restarted: streams end, and new ones are refused
+        # as for a proxy that is being restarted: streams end, and new ones are refused
+        c.proxy._ui._closing = True
         await browser.until(f"{STATE} === 'lost'")
         assert await browser.evaluate("document.body.classList.contains('stale')")
         c.proxy._ui._closing = False
@@ -73,7 +76,9 @@ async def test_the_page_asks_for_a_key_follows_the_cluster_comes_back_and_takes_
             await node.stop()
         await browser.until(f"{STATE} === 'down'")
         asked = [one["request"]["url"] for one in browser.said("Network.requestWillBeSent")]
-        assert [url for url in asked if not url.startswith((c.url + "/ui", "data:,"))] == [], "of no other host"
+        assert [url for url in asked if not url.startswith((c.url + "/ui", "data:,"))] == [], (
+            "of no other host"
+        )
         assert [one for one in browser.said("Audits.issueAdded") if "Policy" in one["issue"]["code"]] == []
         assert browser.said("Runtime.exceptionThrown") == []
         await browser.open("about:blank")

@@ -83,7 +83,9 @@ async def test_events_say_what_nodes_do_now_and_what_became_of_prompts():
         told = RequestReport(asked=300, loaded=200, pool=256, computed=100, reason="evicted")
         params = {**PARAMS, "pd_cache": {"report": msgspec.to_builtins(told)}}
         decoded = {
-            "pd_cache": {"report": msgspec.to_builtins(RequestReport(asked=300, loaded=299, pool=299, computed=1))}
+            "pd_cache": {
+                "report": msgspec.to_builtins(RequestReport(asked=300, loaded=299, pool=299, computed=1))
+            }
         }
         c.prefill[0].script = [answers(200, {"choices": [], "kv_transfer_params": params})]
         c.decode[0].script = [answers(200, {"choices": [], **decoded})]
@@ -98,10 +100,18 @@ async def test_events_say_what_nodes_do_now_and_what_became_of_prompts():
         (slow,) = event["slow"]
         assert (slow["id"], [hop["node"] for hop in slow["hops"]]) == ("mine", ["prefill-0", "decode-0"])
         assert (slow["status"], slow["hops"][0]["reason"]) == (200, "evicted")
-        assert slow["hops"][0]["sources"] == {"engine": 0, "memory": 0, "disk": 0, "pool": 200, "computed": 100}
+        assert slow["hops"][0]["sources"] == {
+            "engine": 0,
+            "memory": 0,
+            "disk": 0,
+            "pool": 200,
+            "computed": 100,
+        }
         async with c.get("/ui/requests/mine") as response:
             explained = await response.text()
-        assert explained.startswith("request mine\nprefill at prefill-0:\n  300 tokens: 0 in the engine's own cache,")
+        assert explained.startswith(
+            "request mine\nprefill at prefill-0:\n  300 tokens: 0 in the engine's own cache,"
+        )
         assert "evicted: the node that looked had stored this chunk" in explained
         async with c.get("/ui/requests/other") as response:
             assert response.status == 404
@@ -150,7 +160,9 @@ async def test_segments_are_shown_with_the_nodes_that_give_them():
 
         async def behaviour(request):
             segments = request.path == "/get_segments_detail"
-            return await (answers(200, {"segments": listed}) if segments else says(b"master_key_count 1\n"))(request)
+            return await (answers(200, {"segments": listed}) if segments else says(b"master_key_count 1\n"))(
+                request
+            )
 
         master.health = answers(200, {"role": "leader", "service_ready": True})
         master.default, node.default = behaviour, says(b'pd_cache_segment_bytes{segment="h:1"} 100\n')
@@ -160,7 +172,9 @@ async def test_segments_are_shown_with_the_nodes_that_give_them():
         )
         c.proxy._ui.update(View(records))
         async with follow(c) as response:
-            event = await Follower(response).until(lambda event: any(segment["owner"] for segment in event["segments"]))
+            event = await Follower(response).until(
+                lambda event: any(segment["owner"] for segment in event["segments"])
+            )
     assert event["segments"] == [
         {"name": "h:2\\n<b>", "owner": "", "size": 100, "used": 0},
         {"name": "h:1", "owner": "decode-0", "size": 100, "used": 40},
@@ -213,7 +227,11 @@ async def test_followers_are_told_to_go_when_the_proxy_ends():
 @scenario
 async def test_the_page_may_load_nothing_from_elsewhere():
     async with cluster() as c:
-        for path, kind in (("/ui", "text/html"), ("/ui/page.css", "text/css"), ("/ui/page.js", "text/javascript")):
+        for path, kind in (
+            ("/ui", "text/html"),
+            ("/ui/page.css", "text/css"),
+            ("/ui/page.js", "text/javascript"),
+        ):
             async with c.get(path) as response:
                 assert response.headers["Content-Type"] == f"{kind}; charset=utf-8"
                 policy = response.headers["Content-Security-Policy"]
@@ -231,7 +249,15 @@ async def test_with_keys_the_page_is_closed_to_others_and_a_browser_asks_for_one
     files = files_of(tmp_path, api_keys=f"alice {KEY}\n", monitor_keys=f"prometheus {WATCHING}\n")
     async with cluster(**files) as c:
         for path in ("/ui", "/ui/page.js", "/ui/page.css", "/ui/events", "/ui/requests/mine"):
-            for wrong in ("", "Bearer nothing", f"Bearer {KEY}", basic(KEY), "Basic !", "Basic", basic("") + "=="):
+            for wrong in (
+                "",
+                "Bearer nothing",
+                f"Bearer {KEY}",
+                basic(KEY),
+                "Basic !",
+                "Basic",
+                basic("") + "==",
+            ):
                 headers = {"Authorization": wrong} if wrong else {}
                 async with c.get(path, headers=headers) as response:
                     assert response.status == 401

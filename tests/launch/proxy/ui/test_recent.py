@@ -20,7 +20,9 @@ def recent(clock):
 
 
 def report(**fields):
-    return RequestReport(asked=sum(fields.get(name, 0) for name in ("at_hand", "loaded", "computed")), **fields)
+    return RequestReport(
+        asked=sum(fields.get(name, 0) for name in ("at_hand", "loaded", "computed")), **fields
+    )
 
 
 def trip(prefill, decode=None, client=""):
@@ -31,7 +33,8 @@ def trip(prefill, decode=None, client=""):
     "found, expected",
     [
         (report(at_hand=100, loaded=300, memory=100, pool=200, computed=50), (0, 100, 100, 0, 200, 50)),
-        (report(loaded=255, pool=256, computed=1), (0, 0, 0, 0, 255, 1)),  # a chunk was read for a token that is computed
+        # a chunk was read for a token that is computed
+        (report(loaded=255, pool=256, computed=1), (0, 0, 0, 0, 255, 1)),
         (None, (1, 0, 0, 0, 0, 0)),
     ],
 )  # fmt: skip
@@ -80,7 +83,9 @@ def test_the_rate_is_that_of_the_present_minute_and_the_last(recent, clock):
 
 def test_what_is_kept_has_a_bound(recent, clock):
     for number in range(20_000):
-        recent.note(EndedRequest(f"{number}", float(number), float(number), 200, trip(None, report(loaded=1))))
+        recent.note(
+            EndedRequest(f"{number}", float(number), float(number), 200, trip(None, report(loaded=1)))
+        )
         clock.now += 0.001 if number % 2000 else 60
     kept = [minute for minute in recent.minutes() if minute is not None]
     assert sum(len(minute.slow) for minute in kept) <= MINUTES * SLOWEST
