@@ -45,21 +45,21 @@ class Shortcut(asyncio.Protocol):
             self._end()
 
     def _pass_on(self) -> None:
-        content = self._answer.content
-        client = self._client
-        if (
-            content.exception() is not None
-            or client.is_closing()
-            or client.get_write_buffer_size() > _MOST_UNSENT
+        content, client = self._answer.content, self._client
+        while (
+            content.exception() is None
+            and not client.is_closing()
+            and client.get_write_buffer_size() <= _MOST_UNSENT
         ):
-            self._end()
-            return
-        data = content.read_nowait()
-        if content.is_eof():
-            self._end(data)
-        elif data:
+            data = content.read_nowait()  # meanwhile aiohttp may parse more, which it held back
+            if content.is_eof():
+                self._end(data)
+                return
+            if not data:
+                return
             self._exchange.note_sent(data)
             client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self._end()
 
     def _end(self, unsent: bytes = b"") -> None:
         if not self._over.done():

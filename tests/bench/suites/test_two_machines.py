@@ -103,20 +103,20 @@ def test_a_machine_that_ends_in_the_middle_or_never_came_is_an_error_that_names_
 
 
 class Adding(Site):
-    """Adds up what comes."""
+    """Adds up what comes. The types of its steps are those of the messages."""
 
     def __init__(self, location):
         super().__init__(location)
         self._sum = 0
 
-    def add(self, job):
+    def add(self, job: int) -> int:
         """Fails for numbers below 0."""
         if job < 0:
             raise ValueError("below 0")
         self._sum += job
         return self._sum
 
-    def sleep(self, job):
+    def sleep(self, job: None) -> None:
         """Longer than a test waits."""
         time.sleep(5.0)
 

@@ -245,6 +245,19 @@ async def test_a_prefill_node_that_takes_no_connections_costs_the_connect_timeou
             assert c.metric("hop_failures_total", hop="prefill", reason="unreachable") == 1
 
 
+@scenario
+async def test_tens_of_thousands_of_tiny_chunks_that_come_at_once_are_passed_on():
+    async def floods(request):
+        response = await begin(request, EVENTS[0])
+        request.transport.write(b"1\r\nx\r\n" * 100_000)
+        await response.write_eof()
+        return response
+
+    async with cluster() as c:
+        c.decode[0].default = floods
+        assert await c.ask({"prompt": "x", "stream": True}) == EVENTS[0] + b"x" * 100_000
+
+
 async def sends_no_chunk(request):
     request.transport.write(b"no chunk\r\n")
 
