@@ -25,6 +25,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import sys
 import time
 import traceback
@@ -420,8 +421,9 @@ def _did(what: Mapping[str, Any]) -> str:
 
 
 def _reason(error: str) -> str:
-    """Returns the first sentence of an error."""
-    return error.partition("\n")[0].replace("|", "/")[:160]
+    """Returns the first sentence of an error, or of a refusal by pd-cache."""
+    first = re.sub(r"^UnsupportedModelError: [^:]*: ", "refused: ", error.partition("\n")[0])
+    return first.replace("|", "/")[:160]
 
 
 def warm() -> None:
