@@ -1,4 +1,4 @@
-"""The wheel: what is in it, what it says of itself, and that what it imports is declared."""
+"""The wheel: what is in it, its metadata, and that what it imports is declared."""
 
 import ast
 import os

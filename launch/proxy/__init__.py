@@ -13,7 +13,7 @@ It guarantees:
 5. A client that goes away takes its upstream connections with it.
 6. Nodes come and go with discovery's view (`nodes`). The proxy waits for neither discovery nor the pool.
 
-A request's way: `app` (the socket, the outermost handler, and what the proxy says of itself) → `requests`
+A request's way: `app` (the socket, the outermost handler, and the proxy's own pages) → `requests`
 (from its key to its last byte; `exchange` is one request) → `keys`, `bodies` → `direct` (does it need a
 prefill node?) → `routing` (which node next, when to stop, whom a failure is attributed to; pure) → `hops`
 (the two hops and the stream) → `nodes` (what nodes answer, their health, discovery). `prefixes` (pure) and

@@ -1,5 +1,5 @@
 """The proxy as an aiohttp application: its parts, its socket, what runs beside its requests, the outermost
-handler, and what it says of itself.
+handler, and the proxy's own pages, such as `/health`.
 
 If clients need keys, a client without one learns from `/health` only whether the proxy can serve.
 """
@@ -163,7 +163,7 @@ class Proxy:
                 response.headers["Access-Control-Allow-Methods"] = "GET, POST"
                 response.headers["Access-Control-Max-Age"] = "600"
 
-    # --- what it says of itself -----------------------------------------------------------------------------
+    # --- the proxy's own pages ------------------------------------------------------------------------------
 
     async def _home(self, request: web.Request) -> web.Response:
         return web.Response(status=302, headers={"Location": "/ui"})

@@ -1,5 +1,5 @@
-"""A request's hops: what a decode node says of its prompt's tokens, the prefill node, the stream, and the
-decode node, whose answer is passed on."""
+"""A request's hops: to a decode node for its prompt's tokens, to the prefill node, the stream, and to the
+decode node, whose answer the client gets."""
 
 from __future__ import annotations
 

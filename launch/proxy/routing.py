@@ -1,9 +1,9 @@
 """Decides which node to try next, when to stop, and what is to blame for a failure. Pure: the time comes from
 the caller.
 
-A policy is a cost. The node that costs least is taken, and among equals, the one that has not been taken for
-longest. Nodes that were never taken are in random order, so that several proxies do not begin with the same
-ones:
+A policy is a cost. The pool takes the node that costs least. Of several that cost the same, it takes the one
+whose last turn was longest ago. Nodes that had no turn yet are in random order, so that several proxies do
+not begin with the same ones:
 
 - `round_robin`: all cost the same;
 - `least_loaded`: the work that this proxy has given it and that is not done;

@@ -173,8 +173,8 @@ DAMAGES = {
     lambda raw: bytes(len(raw)): "foreign",
     lambda raw: raw + raw: "other_size",
 }
-"""What becomes of an object, and what the pool then says of it. Files and memory have room for one object
-only."""
+"""How an object is changed, and the status that a read then has. Files and memory have room for one
+object."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

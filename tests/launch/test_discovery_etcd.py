@@ -190,7 +190,7 @@ def test_unreadable_records_concern_the_nodes_of_their_names_only(etcd, caplog):
         stack.enter_context(registered(etcd.settings(), "b"))  # beside them
         stack.enter_context(registered(etcd.settings(), "text"))  # in the place of one
         for watch in (follows, lists):
-            wait_for(sees(watch, "a", "b", "text"), "the others are followed, and the one that is repaired")
+            wait_for(sees(watch, "a", "b", "text"), "the other two, and the repaired one")
         for name in UNREADABLE:
             client.delete(prefix_of(CLUSTER) + name)
     assert "does not answer" not in caplog.text

@@ -1,4 +1,4 @@
-"""What `pd-cache status` says of masters that do not lead, or lead without the others. Of running clusters:
+"""`pd-cache status` where masters do not lead, or lead without the others. Of running clusters:
 test_cluster.py."""
 
 import time

@@ -373,7 +373,8 @@ A plain vLLM answers three prompts of 100, 200 and 330 tokens. A second engine, 
 prefix cache and answers again. A third one, without a prefix cache of its own (with one, if the model has states), answers from the pool alone.
 Blocks, chunks and steps have 64 tokens, and loads end with a block.
 
-- right: all three rounds had the plain vLLM's tokens and log probabilities.
+- right: all three rounds had the plain vLLM's tokens and log probabilities. Where latents are wrong, the connector is not to blame: without AMX,
+  vLLM's kernel ignores the KV of earlier steps, so pd-cache refuses such models there.
 - found: tokens that the third engine did not compute. The prompts have 576 in whole blocks.
 - stored, loaded: bytes for each of the 576 tokens, and for each token found. Of windows and states, only a prompt's end is needed.
 
