@@ -711,7 +711,6 @@ _BENCHES = {
     "replay": "a trace of conversations: hit rate on a real pool",
     "routing": "the proxy's policies on traces, simulated",
     "scale": "clusters of many nodes, simulated",
-    "serve": "requests to a running cluster: TTFT, tokens a second",
     "server": "the cache server against a cache in the engine",
     "tiers": "memory, disk and pool",
     "ttft": "time to first token with and without the cache",

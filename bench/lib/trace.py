@@ -95,15 +95,13 @@ def _checked(request: Request) -> Request:
     return request
 
 
-def read_trace(file: Path, limit: int | None = None) -> list[Request]:
-    """Returns the first `limit` requests of a trace, in the order of their times. TraceError names the line
+def read_trace(file: Path) -> list[Request]:
+    """Returns the requests of a trace, in the order of their times. TraceError names the line
     that does not fit."""
     requests: list[Request] = []
     sessions: dict[str, list[Request]] = {}
     fresh = count(1 << 61)
     for number, line in _lines(file):
-        if len(requests) == limit:
-            break
         try:
             requests.append(
                 _read_call(line, sessions, fresh) if b'"session_id"' in line else read_request(line)

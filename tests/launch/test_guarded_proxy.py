@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ssl
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from bench.lib.arrivals import Arrival, Part
-from bench.lib.load import generate
-from bench.suites.serve import clusters_proxy
-from launch.http import NOBODY, BadStatus, client_key, fetch, proxy_access, proxy_certificate, trusting
+from launch.http import NOBODY, BadStatus, client_key, fetch, proxy_access, trusting
 from launch.operate.watched import cluster_status
 from pd_cache.cluster import ClusterConfig, read_config
 from tests.support.etcd import make_certificates
@@ -73,14 +68,11 @@ def test_without_key_or_certificate_they_learn_that_the_proxy_is_up_and_no_more(
         fetch(f"{guarded.url}/health", access=NOBODY)
 
 
-def test_the_bench_asks_as_a_client_of_the_file(guarded):
-    server = clusters_proxy(guarded.config, 100)
-    assert (server.url, server.key) == (guarded.url, KEY)
-    assert server.certificate == proxy_certificate(guarded.config)
-    assert client_key(guarded.config) == KEY
-    arrival = Arrival(due=0.0, prompt=(Part(1, 4),), output=1)
-    outcomes = asyncio.run(generate(server, [arrival], time.monotonic()))
-    assert [outcome.error for outcome in outcomes] == ["http 503"], "the proxy has no node"
+def test_commands_that_send_requests_are_a_client_of_the_file(guarded):
+    access = proxy_access(guarded.config)._replace(key=client_key(guarded.config))
+    assert access.key == KEY
+    with pytest.raises(BadStatus, match="503"):  # a client of ours, but the proxy has no node
+        fetch(f"{guarded.url}/v1/models", access=access)
 
 
 @pytest.mark.parametrize("served, accepted", [("server", True), ("client", False)])

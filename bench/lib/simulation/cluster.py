@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from bench.lib.load import RequestOutcome
+import msgspec
+
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime, Station, first_of, wait_for_all
 from bench.lib.simulation.costs import PoolCosts, UnitCosts
 from bench.lib.simulation.engine import GRAIN, Generating, SimulatedEngine
@@ -37,6 +38,22 @@ class ClusterPlan(NamedTuple):
     pool_chunks: int = 1 << 40
     """Room of the whole pool."""
     proxy: ProxyConfig = ProxyConfig()
+
+
+class RequestOutcome(msgspec.Struct, kw_only=True):
+    """The outcome of a request. Times are in seconds after it was due."""
+
+    due: float
+    prompt_tokens: int
+    first: float | None = None
+    """When its first token came; None if none came."""
+    last: float = 0.0
+    tokens: int = 0
+    """Generated."""
+    cached: int | None = None
+    """Prompt tokens that no node had to compute."""
+    error: str = ""
+    """The kind of error; empty if it was answered to the end."""
 
 
 class SimulatedPool:

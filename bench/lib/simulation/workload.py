@@ -3,11 +3,11 @@ needs."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bench.lib.arrivals import Arrival, Part, poisson
 from bench.lib.trace import BLOCK_TOKENS, Request
 from launch.proxy.prefixes import RoutedPrompt
 
@@ -17,6 +17,37 @@ _ODD = 2654435761
 _TEXT_BLOCK_BYTES = 2048
 _JSON_BYTES_A_TOKEN = 6.8
 """A token id below 128k and a comma, at random."""
+
+
+class Part(NamedTuple):
+    """Tokens that follow from a seed: equal seeds, equal tokens."""
+
+    seed: int
+    tokens: int
+
+
+class Arrival(NamedTuple):
+    """A request of a trace, as it comes."""
+
+    due: float
+    """Seconds from the start of the load."""
+    prompt: tuple[Part, ...]
+    output: int
+    """Tokens to generate."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(part.tokens for part in self.prompt)
+
+
+def poisson(rate: float, count: int) -> list[float]:
+    """`count` times of arrival, in seconds, `rate` a second on the average, each independent of the others;
+    the same ones each time."""
+    rng, now, times = random.Random(0), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        times.append(now)
+    return times
 
 
 class SimulatedRequest(NamedTuple):
@@ -35,7 +66,7 @@ class SimulatedRequest(NamedTuple):
 
 
 def of_arrival(arrival: Arrival, chunk_tokens: int) -> SimulatedRequest:
-    """Returns what `bench/lib/load.py` sends, for the simulation."""
+    """Returns an arrival with the names that its chunks have in this run."""
     tokens, block_tokens = arrival.prompt_tokens, max(1, round(_TEXT_BLOCK_BYTES / _JSON_BYTES_A_TOKEN))
     routed = RoutedPrompt(tokens, names_of(arrival.prompt, block_tokens), block_tokens)
     return SimulatedRequest(

@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from bench.lib.arrivals import Arrival, Part
 from bench.lib.simulation.clock import SimulatedTime, Station
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster, SimulatedPool
 from bench.lib.simulation.costs import (  # fmt: skip
@@ -15,7 +14,7 @@ from bench.lib.simulation.costs import (  # fmt: skip
     UnitCosts,
     read_costs,
 )
-from bench.lib.simulation.workload import of_arrival
+from bench.lib.simulation.workload import Arrival, Part, of_arrival
 from bench.suites.scale import full_at
 from pd_cache.cluster import ProxyConfig
 from pd_cache.errors import ConfigError
