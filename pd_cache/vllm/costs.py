@@ -5,7 +5,8 @@
    counts by its tokens, and each further one takes a tenth of the weight of those before.
 2. A measurement of more than twice or less than half the expected time is left out: it may be a stall. If the
    next is as odd, both replace everything before them.
-3. Loads share the link: the tokens of a load include what is probably left of those under way.
+3. Loads share the link. A load is measured by what it would take alone (`LinkTime`), and ends after those that
+   are under way.
 4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
 5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is
    loaded, so that a wrong figure is corrected.
@@ -95,18 +96,39 @@ class _Line:
             self._sums = [_KEPT * total + weight * by for total, by in zip(self._sums, products, strict=True)]
 
 
+class LinkTime:
+    """The time of a link that loads share: each second is divided among those that run. So what a load gets
+    of it is what it takes alone, and all loads together get as long as the link was busy."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._changed = 0.0
+        self._total = 0.0
+
+    def begin(self, now: float) -> float:
+        """Notes that a load begins to run. Returns what `end` needs."""
+        return self._change(1, now)
+
+    def end(self, began: float, now: float) -> float:
+        """Notes that a load has ended. Returns its seconds."""
+        return self._change(-1, now) - began
+
+    def _change(self, by: int, now: float) -> float:
+        self._total += (now - self._changed) / max(1, self._running)
+        self._changed, self._running = now, self._running + by
+        return self._total
+
+
 class _Load(NamedTuple):
     began: float
-    tokens: Sequence[int]
-    """By tier."""
     line: _Line
-    shared: float
-    expected: float
-    """0 for unknown."""
+    tokens: int
+    """Those from the farthest tier."""
 
-    def left(self, now: float) -> float:
-        """Returns which share of it is probably still to come."""
-        return max(0.0, 1 - (now - self.began) / self.expected) if self.expected else 1.0
+    @property
+    def expected(self) -> float:
+        """How long it probably takes alone; 0 for unknown."""
+        return self.line.seconds(self.tokens, 1 / self.tokens) if self.line.known else 0.0
 
 
 class Costs:
@@ -115,6 +137,8 @@ class Costs:
 
     def __init__(self) -> None:
         self._loading: dict[str, _Load] = {}
+        self._loaded_until = 0.0
+        """Until when the link was busy with loads that have ended, and since when with those under way."""
         self._of_loads = [_Line() for _ in range(3)]
         self._of_steps = _Line()
         self._reported = 0.0
@@ -128,30 +152,36 @@ class Costs:
         `tokens` by tier would be loaded behind `position` others. `ahead`: how many tokens are computed
         before these can be, and their mean position, for each prompt.
         """
-        line, shared = self._shared(tokens, now)
-        if not line.known or not self._of_steps.known:
+        load = self._load(tokens, now)
+        if not load.line.known or not self._of_steps.known:
             return None
-        load_s, computed = line.seconds(shared, 1 / shared), sum(tokens)
+        others = sum(other.expected for other in self._loading.values())
+        load_s = load.expected + max(0.0, others - (now - self._busy_since(now)))
+        computed = sum(tokens)
         works = [(computed, position + computed / 2), *ahead]
         compute_s = sum(self._of_steps.seconds(some, mean) for some, mean in works)
-        probe = line.odd is not None or now >= line.tried + _PROBE_S
+        probe = load.line.odd is not None or now >= load.line.tried + _PROBE_S
         return Verdict(load_s, compute_s, probe) if load_s > _MARGIN * compute_s else None
 
     def load_began(self, request_id: str, tokens: Sequence[int], now: float) -> None:
         """Notes that a load of these tokens by tier has begun. `load_ended` has to follow."""
-        line, shared = self._shared(tokens, now)
-        line.tried = now
-        expected = line.seconds(shared, 1 / shared) if line.known else 0.0
-        self._loading[request_id] = _Load(now, tokens, line, shared, expected)
+        load = self._loading[request_id] = self._load(tokens, now)
+        load.line.tried = now
 
-    def load_ended(self, request_id: str, seconds: float | None) -> tuple[int, float] | None:
-        """Notes the end of a load, which took `seconds`; None if that says nothing. Returns its tokens and
-        seconds, if they count."""
+    def load_ended(
+        self, request_id: str, seconds: float | None, *, whole: bool = True
+    ) -> tuple[int, float] | None:
+        """Notes the end of a load, which took `seconds` of `LinkTime`; None if that is unknown. If it is not
+        `whole`, it would have taken longer. Returns its tokens and seconds, if they count."""
+        since = self._busy_since(0.0)
         load = self._loading.pop(request_id, None)
         if load is None or seconds is None:
             return None
-        load.line.add(load.shared, 1 / load.shared, seconds)
-        return sum(load.tokens), seconds
+        self._loaded_until = since + seconds
+        if not whole and seconds <= load.expected:
+            return None
+        load.line.add(load.tokens, 1 / load.tokens, seconds)
+        return load.tokens, seconds
 
     def step_ended(self, work: StepWork, now: float) -> tuple[int, float] | None:
         """Notes the end of a step. Returns its tokens and seconds; None if it is not measured."""
@@ -161,9 +191,10 @@ class Costs:
         self._of_steps.add(work.tokens, work.positions / work.tokens, seconds)
         return work.tokens, seconds
 
-    def _shared(self, tokens: Sequence[int], now: float) -> tuple[_Line, float]:
-        """Returns what is known of the farthest tier, and the tokens from there, with what is left of other
-        loads from there."""
+    def _load(self, tokens: Sequence[int], now: float) -> _Load:
         tier = max(tier for tier, some in enumerate(tokens) if some)
-        others = sum(load.tokens[tier] * load.left(now) for load in self._loading.values())
-        return self._of_loads[tier], tokens[tier] + others
+        return _Load(now, self._of_loads[tier], tokens[tier])
+
+    def _busy_since(self, now: float) -> float:
+        """Returns since when the link was busy with the loads under way; `now` if there are none."""
+        return max(self._loaded_until, next(iter(self._loading.values())).began) if self._loading else now

@@ -198,6 +198,7 @@ class SchedulerSide:
         self._refused = False
         tracked = self.track(request)
         if external <= 0 or not tracked.proposed:
+            tracked.computes()
             return
         ids, whole = blocks.get_block_ids(), external == tracked.proposed
         if tracked.streams and whole:
@@ -247,7 +248,6 @@ class SchedulerSide:
             tokens += end - begin
             squares += end**2 - begin**2
             self._holding.pop(tracked.id, None)
-            tracked.computes()
             if self._storable(tracked):
                 step.stores += self.stores.plan(tracked, end)
         step.work = StepWork(self._clock(), prompts, tokens, squares / 2) if computed else None
@@ -268,8 +268,9 @@ class SchedulerSide:
         if report.work is not None:
             self._count("compute", self._costs.step_ended(report.work, self._clock()))
         for request_id, loaded in report.loads.items():
-            took = report.took.get(request_id) if loaded.reason in ("none", "deadline") else None
-            self._count("load", self._costs.load_ended(request_id, took))
+            whole = loaded.reason == "none"
+            took = report.took.get(request_id) if whole or loaded.reason == "deadline" else None
+            self._count("load", self._costs.load_ended(request_id, took, whole=whole))
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.load_ended(loaded)
 

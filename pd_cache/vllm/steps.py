@@ -80,8 +80,7 @@ class StepReport:
     """Loads that have ended: the end of the layer group that failed, or else of the first group. A load that
     failed has another reason than `none`."""
     took: dict[str, float] = field(default_factory=dict)
-    """The seconds of each of these loads, from the step that began it. The scheduler hears of its end only
-    with the report of a step, which may take longer than the load."""
+    """The `LinkTime` of each of these loads, in seconds."""
     streams: dict[str, tuple[int, Loaded]] = field(default_factory=dict)
     """Parts of streams: how many ranks are done, and the worst of their ends."""
     work: StepWork | None = None

@@ -29,6 +29,7 @@ from pd_cache.cache import BlockCache
 from pd_cache.paged import own_stream
 from pd_cache.reasons import Loaded, StoreOutcome
 from pd_cache.versions import WeightsVersion
+from pd_cache.vllm.costs import LinkTime
 from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 
 _LOADERS = 2
@@ -79,6 +80,7 @@ class WorkerSide:
         self._under_way = 0
         self._wanted: set[str] = set()
         """Requests whose load is queued or running."""
+        self._link_time = LinkTime()
         self._ended = EndedLoads(set(), set(), set())
         self._report = StepReport()
         self._closing = False
@@ -162,9 +164,12 @@ class WorkerSide:
         while (item := self._load_queue.get()) is not None:
             op, deadline = item
             wanted, end = op.streams or op.request_id in self._wanted, Loaded(0, "error")
+            with self._changed:
+                began = self._link_time.begin(self._clock())
             if wanted and not self._closing:
                 end = self._load(op, deadline)
             with self._changed:
+                took = self._link_time.end(began, self._clock())
                 self._under_way -= 1
                 if op.streams:
                     self._report.streams[op.request_id] = (1, end)
@@ -172,7 +177,7 @@ class WorkerSide:
                     self._wanted.discard(op.request_id)
                     self._ended.finished.add(op.request_id)
                     if wanted:
-                        self._report.took[op.request_id] = self._clock() - deadline + self._load_timeout_s
+                        self._report.took[op.request_id] = took
                         self._note_end(op, end)
                 self._changed.notify_all()
 

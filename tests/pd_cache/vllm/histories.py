@@ -273,8 +273,7 @@ class Scene:
     def begin(self, request, *groups):
         """vLLM takes in a request for which nothing is loaded, and allocates these blocks, or those from 10
         on."""
-        self.side.track(request)
-        self.manager.allocate(request, *(groups or (blocks_of(request),)))
+        self.side.allocated(request, self.manager.allocate(request, *(groups or (blocks_of(request),))), 0)
 
     def step(self, states=None, **scheduled):
         """One step, in which each of these requests has so many tokens computed. vLLM hands over `states`

@@ -1,12 +1,14 @@
 """What loads and steps take, learned from histories of them; and which prefixes a request then loads."""
 
+import random
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cache.reasons import Loaded
-from pd_cache.vllm.costs import Costs, StepWork
+from pd_cache.vllm.costs import Costs, LinkTime, StepWork
 from pd_cache.vllm.steps import StepReport
 from tests.pd_cache.vllm.histories import CHUNK, FULL, PROMPT, WINDOW, Request, Scene, announced
 
@@ -124,6 +126,72 @@ def test_loads_under_way_and_prompts_in_front_count():
     assert engine.judged(4096) is None
 
 
+def over_one_link(engine, at_once, sizes, pause, rng, count=300):
+    """`count` loads over a link that at most two share, each second in equal parts. `at_once` clients begin
+    one load after the other, after random pauses. Returns how long each load was expected to take, and
+    took; and the names of those under way at the end."""
+    engine.loads(4096, 8192, 4096)
+    engine.steps(*[(2048, 0)] * 3)
+    link, running, queue, ended = LinkTime(), [], [], []
+    arrivals = [engine.now + rng.random() * pause for _ in range(at_once)]
+    while len(ended) < count:
+        share = max(1, len(running))
+        first = min(running, key=lambda load: load["left"], default=None)
+        now = min(arrivals, default=float("inf"))
+        if over := first is not None and engine.now + first["left"] * share <= now:
+            now = engine.now + first["left"] * share
+        for load in running:
+            load["left"] -= (now - engine.now) / share
+        engine.now = now
+        if over:
+            running.remove(first)
+            engine.costs.load_ended(first["name"], link.end(first["began"], now))
+            ended.append((first["expected"], now - first["arrived"]))
+            arrivals.append(now + rng.random() * pause)
+        else:
+            arrivals.remove(now)
+            tokens, name = rng.randint(*sizes), f"{len(ended)} {now}"
+            expected = engine.judged(tokens).load_s
+            queue.append(
+                {
+                    "name": name,
+                    "arrived": now,
+                    "expected": expected,
+                    "left": engine.fixed + engine.load * tokens,
+                }
+            )
+            engine.costs.load_began(name, (0, 0, tokens), now)
+        while queue and len(running) < 2:
+            running.append(queue.pop(0) | {"began": link.begin(now)})
+    return ended, [load["name"] for load in running + queue]
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 16])
+@given(
+    sizes=st.sampled_from(((4096, 4096), (512, 16384))),
+    pause=st.sampled_from((0.01, 0.2)),
+    seed=st.integers(0, 1000),
+)
+def test_loads_that_share_a_link_take_as_long_as_expected_and_so_does_the_next_alone(
+    at_once, sizes, pause, seed
+):
+    engine = Engine(load=2.5e-5, fixed=0.002, compute=1e-9)
+    ended, under_way = over_one_link(engine, at_once, sizes, pause, random.Random(seed))
+    expected, took = map(sum, zip(*ended, strict=True))
+    assert expected == pytest.approx(took, rel=0.2)
+    for name in under_way:
+        engine.costs.load_ended(name, None)
+    assert engine.judged(4096).load_s == pytest.approx(engine.fixed + 4096 * engine.load, rel=0.02)
+
+
+def test_a_load_that_was_cut_short_counts_only_if_it_took_longer_than_expected():
+    engine = Engine()
+    engine.loads(*[4096] * 3)
+    for seconds, counted in ((0.0, None), (0.1, None), (0.6, (4096, 0.6))):
+        engine.costs.load_began("a", (0, 0, 4096), engine.now)
+        assert engine.costs.load_ended("a", seconds, whole=False) == counted
+
+
 def test_each_tier_has_costs_of_its_own():
     engine = Engine()
     engine.loads(*[4096] * 3)
@@ -216,6 +284,15 @@ def test_prompts_that_compute_are_waited_for_so_a_load_meanwhile_is_worth_more()
     scene.begin(running, [0] * 201)
     scene.step(r=200)
     running.num_computed_tokens = running.num_in_flight_tokens = 200
+    assert scene.ask(request) == (3 * CHUNK, True)
+
+
+def test_prompts_that_are_computed_from_this_step_on_are_waited_for_too():
+    scene, declined, request = known(1.9, 0.4), Request("c", LONG), Request("d", PROMPT)
+    scene.has(declined, 100)
+    assert scene.ask(declined) == (0, False)
+    scene.begin(declined, [0] * 201)
+    scene.has(request)
     assert scene.ask(request) == (3 * CHUNK, True)
 
 

@@ -144,6 +144,8 @@ def test_a_load_that_waited_for_longer_than_its_deadline_is_not_begun(make, cach
     assert ended(side, "a", "b", "late").bad_blocks == set(BLOCKS)
     assert cache.metrics.totals()["troubles", "retrieve", "deadline"] == 3
     assert len(cache.calls) == 2
+    took = side.take_report(Step()).took
+    assert took == {"a": 2.5, "b": 2.5, "late": 0.0}, "two at once share the link"
 
 
 def test_a_load_of_an_aborted_request_is_given_up_before_it_began_and_else_reported_when_its_blocks_are_free(
