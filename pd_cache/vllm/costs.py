@@ -5,8 +5,8 @@
    counts by its tokens, and each further one takes a tenth of the weight of those before.
 2. A measurement of more than twice or less than half the expected time is left out: it may be a stall. If the
    next is as odd, both replace everything before them.
-3. Loads share the link. A load is measured by what it would take alone (`LinkTime`), and ends after those that
-   are under way.
+3. Loads share the link. A load is measured by what it would have taken alone (`LinkTime`), and is expected to
+   end after those that are under way.
 4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
 5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is
    loaded, so that a wrong figure is corrected.
