@@ -87,9 +87,6 @@ class TierMatch(Struct, frozen=True):
         )
 
 
-_ANY_TIER = (TierMatch(),)
-
-
 class _Params(Struct, frozen=True):
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
@@ -125,15 +122,13 @@ class Handoff(Struct, frozen=True):
     """The most tokens to load beyond those at hand, as in vLLM's own connectors; None for any number."""
     max_offload_tokens: int | None = None
     """The most tokens to store, from the start of the prompt."""
-    load_tiers: tuple[TierMatch, ...] = _ANY_TIER
-    """The tiers from which to load."""
+    load_tiers: tuple[TierMatch, ...] | None = None
+    """The tiers from which to load; None for all."""
 
     def allows(self, tiers: TierChunks) -> bool:
         """Returns whether everything lies in tiers from which the request loads."""
-        if self.load_tiers == _ANY_TIER:
-            return True
         named = (("CPU", "LOCAL"), ("STORAGE", "LOCAL"), (None, "REMOTE"))
-        return all(
+        return self.load_tiers is None or all(
             not count or any(match.matches(*tier) for match in self.load_tiers)
             for tier, count in zip(named, tiers, strict=True)
         )
@@ -162,7 +157,7 @@ def read_params(params: object) -> Handoff:
         bool(known.media_hashed),
         known.max_load_tokens,
         known.max_offload_tokens,
-        (TierMatch(),) if known.kv_load_tiers is None else known.kv_load_tiers,
+        known.kv_load_tiers,
     )
 
 

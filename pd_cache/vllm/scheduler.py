@@ -161,15 +161,19 @@ class SchedulerSide:
             return 0
         if not tracked.judged:
             tokens = self._judge(tracked, tokens, now)
-        return tokens if not tokens or self._fits(tracked) else tracked.wait_for_room(now)
+        fits = not tokens or self._plan.plain or self._fits(tracked)
+        return tokens if fits else tracked.wait_for_room(now)
 
     def _judge(self, tracked: TrackedRequest, tokens: int, now: float) -> int:
         """Returns how many of the proposed tokens are worth loading, in the time that computing them
         takes."""
         tracked.judged = True
-        running = [other.request for other in self._requests.values() if other.outcome.over]
-        spans = [(it.num_computed_tokens - it.num_in_flight_tokens, it.num_prompt_tokens) for it in running]
-        ahead = [(end - begin, (begin + end) / 2) for begin, end in spans if begin < end]
+        ahead = []
+        for other in self._requests.values():
+            begin = other.request.num_computed_tokens - other.request.num_in_flight_tokens
+            end = other.request.num_prompt_tokens
+            if other.outcome.over and begin < end:
+                ahead.append((end - begin, (begin + end) / 2))
         verdict = self._costs.judge(tracked.by_tier(tokens), tracked.at_hand, ahead, now)
         # a part of a window or a state is of no use
         if verdict is None or (verdict.probe and not self._plan.plain):
@@ -361,8 +365,6 @@ class SchedulerSide:
         counts too few blocks: `_request_remaining_blocks` compares `max_admission_blocks_per_request` with a
         list that also has an entry for each block before the window.
         """
-        if self._plan.plain:
-            return True
         others = sum(self._holding.values())
         usable = self._manager.block_pool.num_gpu_blocks - 1  # without the null block
         return not others or others + tracked.needed_blocks <= usable

@@ -145,7 +145,7 @@ class TrackedRequest:
         self._found = found
         self.outcome.streamed += streamed * self._chunk
         self.outcome.looked_up(found.chunks * self._chunk, self._reason(found))
-        if self.lacks(awaited):
+        if found.chunks < awaited:
             self._poll_s = next_pause(self._poll_s)
             self._next_poll = now + self._poll_s
         else:
@@ -438,11 +438,21 @@ class PromptNames:
         """Returns the names of the first `count` chunks, or of fewer if the request has fewer whole
         chunks."""
         if len(self._names) < count:
+            request = self._request
             if self._by_tokens:
-                self._names = self._hashed()
+                isolation: list[ExtraKey] = ["salt", request.cache_salt] if request.cache_salt else []
+                if self._digest:
+                    isolation += ["lora", self._digest]
+                media = [
+                    MediaItem(
+                        item.mm_hash or item.identifier, item.mm_position.offset, item.mm_position.length
+                    )
+                    for item in request.mm_features  # ordered by their places
+                ]
+                self._names = self._database.name_media_chunks(request.all_token_ids, isolation, media)
             else:
                 stride = self._plan.chunk // self._plan.hash_block_size
-                hashes = self._request.block_hashes[len(self._names) * stride : count * stride]
+                hashes = request.block_hashes[len(self._names) * stride : count * stride]
                 further = stride_hashes(hashes, stride)
                 # vLLM's hashes depend on the adapter's name and path, but not on its weights
                 self._names += fold_names(further, self._digest) if self._digest else further
@@ -451,15 +461,3 @@ class PromptNames:
     def of(self, group: KeptLayers, first: int, last: int) -> list[bytes]:
         """Returns the names under which the pool has a group's chunks from `first` to before `last`."""
         return self.first(last + group.ahead)[first + group.ahead :]
-
-    def _hashed(self) -> list[bytes]:
-        """Returns the names of all whole chunks, by tokens."""
-        request = self._request
-        isolation: list[ExtraKey] = ["salt", request.cache_salt] if request.cache_salt else []
-        if self._digest:
-            isolation += ["lora", self._digest]
-        media = [
-            MediaItem(item.mm_hash or item.identifier, item.mm_position.offset, item.mm_position.length)
-            for item in request.mm_features  # ordered by their places
-        ]
-        return self._database.name_media_chunks(request.all_token_ids, isolation, media)
