@@ -7,7 +7,6 @@ import ctypes
 import functools
 import os
 import re
-import threading
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,7 +237,6 @@ def prepare(settings: TransferSettings, election: str | None = None) -> None:
 
 
 _ERROR, _FATAL = 2, 3
-_hush, _hushing = threading.Lock(), 0
 
 
 @contextlib.contextmanager
@@ -246,22 +244,17 @@ def hushed(when: bool = True) -> Iterator[None]:
     """Keeps Mooncake's log silent while the block runs: an engine looks for its segment before it has
     registered one, and logs that as an error. Does nothing if the user chose a log level, or if this wheel's
     glog is no library of its own."""
-    global _hushing
-    level = None
+    level = ctypes.c_int32()
     if when:
         with contextlib.suppress(OSError, StopIteration, ValueError):
             maps = Path("/proc/self/maps").read_text("utf-8", "replace").splitlines()
             glog = ctypes.CDLL(next(line.split(maxsplit=5)[-1] for line in maps if "/libglog" in line))
             level = ctypes.c_int32.in_dll(glog, "_ZN3fLI17FLAGS_minloglevelE")
-    with _hush:
-        hush = level is not None and (_hushing > 0 or level.value == _ERROR)
-        _hushing += hush
-        if level is not None and hush:
-            level.value = _FATAL
+    hushes = level.value == _ERROR
+    if hushes:  # if two threads do this at once, a line may be logged
+        level.value = _FATAL
     try:
         yield
     finally:
-        with _hush:
-            _hushing -= hush
-            if level is not None and hush and not _hushing:
-                level.value = _ERROR
+        if hushes:
+            level.value = _ERROR
