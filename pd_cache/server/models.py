@@ -19,8 +19,6 @@ from pd_cache.paged import host_pin
 from pd_cache.server.protocol import EngineIdentity, FurtherLayers, RefusalError
 from pd_cache.tiers import StorageBackend, open_backend
 
-OpenBackend = Callable[[NodeSettings, int], StorageBackend]
-
 log = logging.getLogger(__name__)
 
 _MAX_BACKENDS = 8
@@ -93,13 +91,10 @@ class ServedModels:
         settings: NodeSettings,
         metrics: CacheMetrics,
         released: Callable[[StorageBackend], None],
-        opens: OpenBackend | None = None,
     ) -> None:
-        """`released` is called with each backend before it is closed. `opens` replaces the configured tiers,
-        for tests."""
+        """`released` is called with each backend before it is closed."""
         self._settings = settings
         self._metrics = metrics
-        self._opens = opens or (lambda node, size: open_backend(node, size, pin=host_pin(), metrics=metrics))
         self._released = released
         self._opening = threading.Lock()
         self.by_group: dict[EngineGroup, Model] = {}
@@ -210,7 +205,7 @@ class ServedModels:
         if self._segment_of is not None:
             settings = replace(settings, segment_size=0)
         try:
-            opened = self._opens(settings, payload_bytes)
+            opened = open_backend(settings, payload_bytes, pin=host_pin(), metrics=self._metrics)
         except (ValueError, PdCacheError) as error:
             raise RefusalError("mismatch", f"no room for chunks of {payload_bytes} bytes: {error}") from None
         self._backends[payload_bytes] = opened

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
+from pd_cache.server import models
 from pd_cache.server.models import ServedModels, memory_size
 from pd_cache.server.protocol import EngineIdentity, RefusalError
 from tests.support.engines import BLOCK, CHUNK
@@ -30,7 +31,7 @@ class Served:
     def __init__(self, segment_size=16 << 20):
         settings = NodeSettings(master="", segment_size=segment_size, cache=CacheConfig(chunk_size=CHUNK))
         self.released = []
-        self.models = ServedModels(settings, CacheMetrics(), self.released.append, FakeBackend)
+        self.models = ServedModels(settings, CacheMetrics(), self.released.append)
 
     def come(self, heads, client="a"):
         """An engine registers whose chunks are as large as it has heads."""
@@ -46,6 +47,11 @@ class Served:
         assert closed == [one.mover.closed for one in models]
         assert closed == [self.models.by_group.get(one.group) is not one for one in models]
         return closed
+
+
+@pytest.fixture(autouse=True)
+def fake_backends(monkeypatch):
+    monkeypatch.setattr(models, "open_backend", lambda settings, size, **_: FakeBackend(settings, size))
 
 
 @pytest.fixture
