@@ -16,6 +16,7 @@ The form of `/query` is that of Mooncake Conductor's indexer API. A request is `
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any
@@ -300,6 +301,7 @@ class CacheQuery:
         self._keys = keys
         self._bodies = bodies
         self._under_way = 0
+        self._reading = asyncio.Lock()
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/query", self._answer)
@@ -314,7 +316,8 @@ class CacheQuery:
                 raise overloaded("Too many queries at once")
             self._under_way += 1
             try:
-                query = read_query(body)
+                async with self._reading:  # one at a time: a thread that reads lets no other run
+                    query = await asyncio.to_thread(read_query, body)
                 salt = query.cache_salt if client is None else tenant_salt(query.cache_salt, client.tenant)
                 return web.json_response(await self._look(query, salt))
             finally:

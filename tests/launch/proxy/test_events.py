@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from contextlib import ExitStack, asynccontextmanager, closing
 from typing import NamedTuple
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from launch.discovery import View
 from launch.proxy.direct import DirectRule
-from launch.proxy.events import KnownCache
+from launch.proxy.events import KnownCache, read_query
 from launch.proxy.prefixes import NamedPrompt, PromptNamer, RoutedPrompt
 from launch.proxy.routing import NodePool, Target
 from pd_cache.chunks import BlockHasher, describe_hashes
@@ -252,6 +254,25 @@ async def test_query_says_in_the_conductors_words_which_node_has_how_much(tmp_pa
         assert await p.query(tenant_id="another") == {}
         assert (await p.query(status=400, block_size=7))["error"]["param"] == "block_size"
         assert (await p.hits(token_ids=[]))["prefill-0"]["longest_matched"] == 0
+
+
+@scenario
+async def test_queries_are_read_one_at_a_time_and_not_on_the_event_loop(tmp_path):
+    reading, most, loop = 0, 0, threading.current_thread()
+
+    def read(body):
+        nonlocal reading, most
+        assert threading.current_thread() is not loop
+        reading += 1
+        most = max(most, reading)
+        query = read_query(body)
+        reading -= 1
+        return query
+
+    async with publishing(tmp_path) as p:
+        with patch("launch.proxy.events.read_query", read):
+            await asyncio.gather(*(p.hits() for _ in range(4)))
+    assert most == 1
 
 
 @scenario
