@@ -103,7 +103,7 @@ def allotted_bytes(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-class Tally(msgspec.Struct):
+class Replayed(msgspec.Struct):
     """The outcomes of all requests, added up."""
 
     prompt_tokens: int = 0
@@ -123,13 +123,13 @@ class Tally(msgspec.Struct):
         return self.loaded * BLOCK_TOKENS / max(1, self.prompt_tokens)
 
 
-def replay(what: str, requests: Sequence[Request], settings: NodeSettings, chunk_bytes: int) -> Tally:
+def replay(what: str, requests: Sequence[Request], settings: NodeSettings, chunk_bytes: int) -> Replayed:
     """Lives through the requests, one after the other, on the pool of these settings. `what` is for the
     progress bar."""
     cache = ShrunkenCache(max(1, *(len(request.whole_blocks) for request in requests)), chunk_bytes)
     model = f"replay-{uuid.uuid4().hex}"
     metadata = CacheMetadata.of(model, cache.layout)
-    tally, start = Tally(), time.monotonic()
+    tally, start = Replayed(), time.monotonic()
     with (
         closing(CacheEngineBuilder.get_or_create(model, settings, metadata, cache.layout)) as engine,
         progress() as bar,
@@ -142,7 +142,7 @@ def replay(what: str, requests: Sequence[Request], settings: NodeSettings, chunk
     return tally
 
 
-def _live(engine: CacheEngine, cache: ShrunkenCache, blocks: Sequence[int], tally: Tally) -> None:
+def _live(engine: CacheEngine, cache: ShrunkenCache, blocks: Sequence[int], tally: Replayed) -> None:
     names = [block.to_bytes(16, "big") for block in blocks]
     found = engine.find(names).chunks
     loaded = 0

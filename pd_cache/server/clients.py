@@ -198,7 +198,7 @@ class Worker(NamedTuple):
         return ChunkRun(request.names, keys, chunks, len(shards), request.label), pages
 
 
-class Client:
+class EngineClient:
     """A client that has said hello."""
 
     def __init__(self, hello: Hello, groups: Sequence[EngineGroup]) -> None:
@@ -280,7 +280,9 @@ class Client:
         return worker.tensors.unmap(timeout)
 
 
-def turns(client: Client, request: BlockRequest, sessions: Sessions, end: float) -> Iterator[Answer | None]:
+def turns(
+    client: EngineClient, request: BlockRequest, sessions: Sessions, end: float
+) -> Iterator[Answer | None]:
     """Stores or retrieves in turns, one for each `next`. Yields None after each turn but the last, and then
     the answer.
 

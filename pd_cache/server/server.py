@@ -28,7 +28,7 @@ from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found
 from pd_cache.runtime import RuntimeFolderError, lock_file, own_folder, runtime_folder
-from pd_cache.server.clients import Client, turns
+from pd_cache.server.clients import EngineClient, turns
 from pd_cache.server.fence import AbandonedError
 from pd_cache.server.link import Incoming, ServerLink
 from pd_cache.server.lookups import LookupJob, Sessions, answer_lookups
@@ -88,7 +88,7 @@ class Item(NamedTuple, Generic[T]):
     """A request that waits or runs."""
 
     incoming: Incoming
-    client: Client
+    client: EngineClient
     work: T
 
 
@@ -102,7 +102,7 @@ class WorkQueue(Generic[T]):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._waiting: deque[Item[T]] = deque()
-        self._held: Counter[Client] = Counter()
+        self._held: Counter[EngineClient] = Counter()
         """How many items of each client wait or run."""
         self._something = threading.Condition()
         self._closed = False
@@ -152,7 +152,7 @@ class WorkQueue(Generic[T]):
             if not self._held[item.client]:
                 del self._held[item.client]
 
-    def discard(self, client: Client) -> None:
+    def discard(self, client: EngineClient) -> None:
         """Removes a client's waiting items."""
         with self._something:
             for item in [item for item in self._waiting if item.client is client]:
@@ -190,7 +190,7 @@ class CacheServer:
         self.sessions = Sessions()
         self.models = ServedModels(settings, self.metrics, self.sessions.end_backend)
         self._renew_s = max(0.1, lease_s / 3)
-        self._clients: dict[bytes, Client] = {}
+        self._clients: dict[bytes, EngineClient] = {}
         self._lock = threading.Lock()
         self._lookups: WorkQueue[LookupJob] = WorkQueue(MAX_IN_FLIGHT)
         self._copies: WorkQueue[Iterator[Answer | None]] = WorkQueue(MAX_IN_FLIGHT)
@@ -309,7 +309,7 @@ class CacheServer:
                     f"{layers.block_size}",
                 )
         with self._lock:
-            self._clients.setdefault(identity, Client(hello, groups))
+            self._clients.setdefault(identity, EngineClient(hello, groups))
         return Welcome(
             chunk_size=group.chunk_size,
             hash_mode=group.hash_mode,
@@ -367,7 +367,7 @@ class CacheServer:
             log.info("a %s of %s is gone", client.hello.kind, client.hello.engine.model or "no model")
             self._forget(client)
 
-    def _forget(self, client: Client) -> None:
+    def _forget(self, client: EngineClient) -> None:
         client.gone = True
         self._lookups.discard(client)
         self._copies.discard(client)

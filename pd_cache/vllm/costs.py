@@ -42,7 +42,7 @@ class StepWork(NamedTuple):
     """The sum of their positions."""
 
 
-class Verdict(NamedTuple):
+class NotWorth(NamedTuple):
     """Why a prefix is not worth loading, in seconds."""
 
     load_s: float
@@ -146,7 +146,7 @@ class Costs:
 
     def judge(
         self, tokens: Sequence[int], position: int, ahead: Iterable[tuple[int, float]], now: float
-    ) -> Verdict | None:
+    ) -> NotWorth | None:
         """Returns why a prefix is not worth loading; None if it is, or if that is unknown.
 
         `tokens` by tier would be loaded behind `position` others. `ahead`: how many tokens are computed
@@ -161,7 +161,7 @@ class Costs:
         works = [(computed, position + computed / 2), *ahead]
         compute_s = sum(self._of_steps.seconds(some, mean) for some, mean in works)
         probe = load.line.odd is not None or now >= load.line.tried + _PROBE_S
-        return Verdict(load_s, compute_s, probe) if load_s > _MARGIN * compute_s else None
+        return NotWorth(load_s, compute_s, probe) if load_s > _MARGIN * compute_s else None
 
     def load_began(self, request_id: str, tokens: Sequence[int], now: float) -> None:
         """Notes that a load of these tokens by tier has begun. `load_ended` has to follow."""

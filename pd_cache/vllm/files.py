@@ -150,7 +150,7 @@ def serving_weights(file: Path, version: WeightsVersion) -> Iterator[None]:
     """Answers `name_weights` until the `with` block ends. Raises OSError if no socket can be made beside
     `file`."""
 
-    class Handler(socketserver.StreamRequestHandler):
+    class NamingHandler(socketserver.StreamRequestHandler):
         timeout = _ANSWER_S
 
         def handle(self) -> None:
@@ -160,7 +160,7 @@ def serving_weights(file: Path, version: WeightsVersion) -> Iterator[None]:
 
     path = file.with_name(f"{file.name}.{os.getpid()}.sock")
     path.unlink(missing_ok=True)
-    with socketserver.ThreadingUnixStreamServer(str(path), Handler) as server:
+    with socketserver.ThreadingUnixStreamServer(str(path), NamingHandler) as server:
         server.daemon_threads, server.block_on_close = True, False
         threading.Thread(target=server.serve_forever, name="pd-cache-weights", daemon=True).start()
         try:
