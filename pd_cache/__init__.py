@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pd_cache.lookup import BypassLookupClient, LookupClient, MooncakeLookupClient
     from pd_cache.metrics import CacheMetrics
     from pd_cache.objects.async_cache import AsyncObjectCache
-    from pd_cache.objects.cache import ObjectCache, ObjectOutcome
+    from pd_cache.objects.object_cache import ObjectCache, ObjectOutcome
     from pd_cache.paged.base import Slots
     from pd_cache.reasons import StoreOutcome
     from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
@@ -80,7 +80,7 @@ _MODULES = {
     "pd_cache.lookup": ("BypassLookupClient", "LookupClient", "MooncakeLookupClient"),
     "pd_cache.metrics": ("CacheMetrics",),
     "pd_cache.objects.async_cache": ("AsyncObjectCache",),
-    "pd_cache.objects.cache": ("ObjectCache", "ObjectOutcome"),
+    "pd_cache.objects.object_cache": ("ObjectCache", "ObjectOutcome"),
     "pd_cache.paged.base": ("Slots",),
     "pd_cache.reasons": ("StoreOutcome",),
     "pd_cache.server.adapters": ("LoadStoreOp", "SchedulerAdapter", "WorkerAdapter"),

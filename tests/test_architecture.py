@@ -184,7 +184,7 @@ LIGHT = {
     "launch.operate.explain": ("torch", "mooncake", "aiohttp", "grpc"),
     "launch.proxy.app": ("torch", "mooncake", "grpc", "rich", "opentelemetry"),
     "pd_cache.reasons": ("pd_cache.versions",),
-    "pd_cache.objects.cache": ("torch", "mooncake", "zmq", "yaml", "aiohttp", "pd_cache.cluster"),
+    "pd_cache.objects.object_cache": ("torch", "mooncake", "zmq", "yaml", "aiohttp", "pd_cache.cluster"),
     "bench.suites.bandwidth": ("torch",),
     "bench.suites.lookup": ("torch",),
 }

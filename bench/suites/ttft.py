@@ -33,9 +33,9 @@ from rich.progress import Progress
 
 from bench.lib.kv import RawPool
 from bench.lib.links import Place, limit, linked
-from bench.lib.model import VOCABULARY, ModelKind, write_model
 from bench.lib.pool import cluster_here, raw_client
 from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
+from bench.lib.small_models import VOCABULARY, ModelKind, write_model
 from bench.lib.stats import timed
 from bench.lib.vllm_server import BLOCK, CHUNK, ENV, OpenAIServer, Peer, connector_flag, vllm_server
 from bench.suites.ttft_pd import measure_handoffs

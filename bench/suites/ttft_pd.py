@@ -25,8 +25,8 @@ from typing import Any, Literal
 import msgspec
 
 from bench.lib.links import Place, linked
-from bench.lib.model import VOCABULARY
 from bench.lib.report import Check, at_most
+from bench.lib.small_models import VOCABULARY
 from bench.lib.vllm_server import BLOCK, CHUNK, READY_S, OpenAIServer, Peer, connector_flag, vllm_server
 from launch.run.supervise import Program, Supervisor
 from launch.run.up import choose_ports, program_of, quiet

@@ -25,7 +25,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from pd_cache.adapters.options import LMCacheOptions, read_options, settings_of
 from pd_cache.adapters.tasks import TaskLane
-from pd_cache.objects.cache import PART_BYTES, Deadline, ObjectCache
+from pd_cache.objects.object_cache import PART_BYTES, Deadline, ObjectCache
 from pd_cache.objects.values import TensorForm
 from transfer.errors import Status
 

@@ -31,7 +31,7 @@ from pd_cache.adapters.sglang_pages import (
 )
 from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.errors import ConfigError, LayoutError
-from pd_cache.objects.cache import MOST_BYTES, PART_BYTES, ObjectCache
+from pd_cache.objects.object_cache import MOST_BYTES, PART_BYTES, ObjectCache
 from pd_cache.objects.values import MOST_PARTS
 from pd_cache.sparse_log import SparseLog
 from transfer.deadlines import left

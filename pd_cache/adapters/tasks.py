@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from pd_cache.adapters.versioned_names import VersionedNames
-from pd_cache.objects.cache import Deadline
+from pd_cache.objects.object_cache import Deadline
 from pd_cache.sparse_log import SparseLog
 from transfer.calls import CallThreads
 from transfer.deadlines import left

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from pd_cache.objects.cache import Deadline, ObjectCache
+from pd_cache.objects.object_cache import Deadline, ObjectCache
 from pd_cache.versions import FIRST
 from transfer.errors import Status
 

@@ -32,7 +32,7 @@ from pd_cache.adapters.options import AdapterOptions, read_options, settings_of,
 from pd_cache.adapters.tasks import RowJobs
 from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.config import LineOrEmpty
-from pd_cache.objects.cache import ObjectCache
+from pd_cache.objects.object_cache import ObjectCache
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from pd_cache.objects.cache import Deadline, ObjectCache, ObjectOutcome
+from pd_cache.objects.object_cache import Deadline, ObjectCache, ObjectOutcome
 from pd_cache.objects.values import Name
 from transfer.calls import CallThreads
 from transfer.deadlines import Timeout

@@ -49,7 +49,6 @@ from pd_cache.reasons import ChunkHistory
 from pd_cache.server.client import ServerLookupClient
 from pd_cache.tracing import open_tracing
 from pd_cache.versions import WeightsVersion
-from pd_cache.vllm.cache import WorkerGroup, engine_name, on_all_cores, open_caches
 from pd_cache.vllm.files import ReportWriter, report_file, serving_weights, write_about
 from pd_cache.vllm.layers import (
     KeptLayers,
@@ -77,6 +76,7 @@ from pd_cache.vllm.settings import read_settings
 from pd_cache.vllm.stats import CacheStats, PromCacheMetrics
 from pd_cache.vllm.steps import Step, StepReport
 from pd_cache.vllm.worker import WorkerSide
+from pd_cache.vllm.worker_caches import WorkerGroup, engine_name, on_all_cores, open_caches
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats

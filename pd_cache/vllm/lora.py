@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from pd_cache.vllm.cache import on_all_cores
+from pd_cache.vllm.worker_caches import on_all_cores
 from pd_cache.weights import FileStamp, WeightsError, adapter_digest, adapter_stamps
 from transfer.calls import CallThreads
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.lib.model import VOCABULARY, write_model
+from bench.lib.small_models import VOCABULARY, write_model
 from launch.run.supervise import end, spawn_child
 from tests.support.pool import Pool, free_port
 from tests.support.waiting import wait_for

@@ -12,7 +12,7 @@ import lmcache.v1.distributed.l2_adapters.mock_l2_adapter as mock
 
 from pd_cache.adapters.lmcache import PdCacheL2Adapter
 from pd_cache.metrics import CacheMetrics
-from pd_cache.objects.cache import ObjectCache
+from pd_cache.objects.object_cache import ObjectCache
 from pd_cache.objects.values import OVERHEAD
 from tests.support.backends import SharedPoolBackend
 

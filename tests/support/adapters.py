@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pd_cache.objects.async_cache import AsyncObjectCache
-from pd_cache.objects.cache import ObjectCache
+from pd_cache.objects.object_cache import ObjectCache
 from tests.support.needs import NO_LMCACHE
 from tests.support.waiting import wait_for
 from transfer.errors import Status

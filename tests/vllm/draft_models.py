@@ -1,4 +1,4 @@
-"""Draft models for the small models of `bench.lib.model`, made of their own layers, so that their drafts are
+"""Draft models for those of `bench.lib.small_models`, made of their own layers, so that their drafts are
 often accepted."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from bench.lib.model import VOCABULARY, write_model
+from bench.lib.small_models import VOCABULARY, write_model
 from tests.support.collector import Collector, collecting
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port

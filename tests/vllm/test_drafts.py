@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.lib.model import write_model
+from bench.lib.small_models import write_model
 from tests.support.pool import Pool
 from tests.vllm.draft_models import add_mtp, write_eagle
 from tests.vllm.servers import CHUNK, SHARDS, Answer, NewPrompt, PdCacheServer, cluster_file, running

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.lib.model import ModelKind, write_model
+from bench.lib.small_models import ModelKind, write_model
 from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (

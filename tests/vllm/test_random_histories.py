@@ -23,7 +23,7 @@ import pytest
 import torch
 import yaml
 
-from bench.lib.model import write_model
+from bench.lib.small_models import write_model
 from bench.lib.store_connector import planning, vllm_config
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup, stride_hashes
 from pd_cache.groups import LayerGroups, judge

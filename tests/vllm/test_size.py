@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.lib.model import ModelKind, write_model
+from bench.lib.small_models import ModelKind, write_model
 from launch.operate.size import size_of
 from tests.vllm.servers import DTYPE, cluster_file, running
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.lib.model import write_model
+from bench.lib.small_models import write_model
 from bench.lib.vllm_server import vllm_server
 from tests.support.pool import ROOT, Pool
 from tests.support.waiting import wait_for

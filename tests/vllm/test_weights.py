@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.lib.model import write_model
+from bench.lib.small_models import write_model
 from tests.vllm.fixtures import Pair
 from tests.vllm.servers import CHUNK, PdCacheServer, Server
 

@@ -4,15 +4,15 @@ It serves a Llama with random weights on the CPU. It is neither fast nor made fo
 right. A prompt gives the same tokens whether its prefix was computed here or loaded from the pool, and
 requests are answered whatever the cache does.
 
-A request's path: `server` reads it (`protocol`) and submits it (`requests`) to the `engine`, whose thread
-schedules it: it has the `cache` reserve blocks and load the prefix, computes the rest with the `model`
+A request's path: `api` reads it (`protocol`) and submits it (`requests`) to the `engine`, whose thread
+schedules it: it has the `prefix_cache` reserve blocks and load the prefix, computes the rest with the `model`
 through the pages, has the chunks stored, and puts tokens into the `Generation` from which the server reads.
 """
 
+from launch.engines.reference.api import ReferenceServer, serve
 from launch.engines.reference.engine import ReferenceEngine
 from launch.engines.reference.model import PagedModel
 from launch.engines.reference.requests import GenerationError, GenerationRequest
-from launch.engines.reference.server import ReferenceServer, serve
 
 __all__ = [
     "GenerationError",

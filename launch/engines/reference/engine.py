@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from launch.engines.reference.cache import BlockPool, LoadAttempt, LoadResult, Prefix, PrefixCache
 from launch.engines.reference.model import PagedModel, StepPart
+from launch.engines.reference.prefix_cache import BlockPool, LoadAttempt, LoadResult, Prefix, PrefixCache
 from launch.engines.reference.requests import (
     Generation,
     GenerationError,

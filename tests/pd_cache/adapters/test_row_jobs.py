@@ -9,7 +9,7 @@ import pytest
 from pd_cache.adapters.tasks import RowJobs
 from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.config import CacheConfig, LocalTier, NodeSettings
-from pd_cache.objects.cache import ObjectCache
+from pd_cache.objects.object_cache import ObjectCache
 from tests.support.waiting import wait_for
 from transfer.settings import ByteSize
 

@@ -9,7 +9,7 @@ from tests.support.cli import printed
 
 PROGRAM = """
 import os, threading
-from pd_cache.vllm.cache import on_all_cores
+from pd_cache.vllm.worker_caches import on_all_cores
 
 all_of_them, own, found = os.sched_getaffinity(0), {min(os.sched_getaffinity(0))}, []
 os.sched_setaffinity(0, own)

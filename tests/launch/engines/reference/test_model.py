@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from launch.engines.reference import PagedModel, ReferenceEngine
-from launch.engines.reference.cache import BlockPool
 from launch.engines.reference.model import StepPart
+from launch.engines.reference.prefix_cache import BlockPool
 from pd_cache.cluster import ModelConfig, RandomModel
 from pd_cache.layout import PageKind
 

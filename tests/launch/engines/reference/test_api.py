@@ -120,7 +120,7 @@ async def test_a_prompt_goes_from_a_prefill_to_a_decode_node(make_engine, expect
 
 @scenario
 async def test_a_node_reports_what_became_of_its_last_requests(make_engine, caplog):
-    caplog.set_level("INFO", "launch.engines.reference.server")
+    caplog.set_level("INFO", "launch.engines.reference.api")
     cache = FakeCache()
     async with served(make_engine(cache)) as client:
         first = await post(client)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pd_cache import AsyncObjectCache, CacheConfig, DiskTier, MooncakeTier, ObjectCache
-from pd_cache.objects.cache import Deadline, ObjectOutcome
+from pd_cache.objects.object_cache import Deadline, ObjectOutcome
 from pd_cache.objects.values import OVERHEAD, PartHeader, Scattered, TensorForm, ValueKeys
 from pd_cache.tiers.memory import TRAILER_BYTES, seal
 from tests.support.made import made
