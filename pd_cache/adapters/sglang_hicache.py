@@ -22,12 +22,12 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 from pd_cache.adapters.options import read_options, settings_of
 from pd_cache.adapters.sglang_pages import (
+    SGLANGS_OWN,
     PoolPages,
     StorageOptions,
     names_of,
     namespace_of,
     prefix_of,
-    split_options,
 )
 from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.errors import ConfigError, LayoutError
@@ -59,7 +59,8 @@ class PdCacheStorage(HiCacheStorage):
         Raises ConfigError for options that are wrong, without `interface_v1`, and for an SGLang whose page
         hashes do not cover what separates requests.
         """
-        own, given = split_options(storage_config.extra_config)
+        given = dict(storage_config.extra_config or {})
+        own = {key: given.pop(key) for key in SGLANGS_OWN & given.keys()}
         options = read_options(given, StorageOptions, "--hicache-storage-backend-extra-config")
         _check_hashes()
         if not own.get("interface_v1"):

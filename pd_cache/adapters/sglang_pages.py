@@ -202,13 +202,6 @@ def names_of(prefix: bytes, keys: Sequence[str]) -> list[bytes]:
     return [prefix + str(key).encode() for key in keys]
 
 
-def split_options(extra: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the options that are SGLang's own, and ours."""
-    given = dict(extra or {})
-    own = {key: given.pop(key) for key in SGLANGS_OWN & given.keys()}
-    return own, given
-
-
 def _weights(model: str, revision: str, of_the_server: object) -> str | list[str]:
     if revision:
         return [model, str(of_the_server), revision]

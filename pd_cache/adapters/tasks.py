@@ -45,14 +45,10 @@ class TaskLane(Generic[T]):
         self._changed = threading.Condition()
         self._results: OrderedDict[int, T] = OrderedDict()
         self._under_way: dict[int, Deadline] = {}
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """The descriptor that becomes readable when tasks have ended."""
         self._closing = False
         self._closed = False
-
-    @property
-    def event(self) -> int:
-        """The descriptor that becomes readable when tasks have ended."""
-        return self._event
 
     def submit(self, task: Callable[[Deadline], T], failed: T, timeout: float) -> int:
         """Begins a task, which gets its deadline. Returns its number. `failed` is the result if it raises or
@@ -104,7 +100,7 @@ class TaskLane(Generic[T]):
         with self._changed:
             if not self._closed:
                 self._closed = True
-                os.close(self._event)
+                os.close(self.event)
         return ended
 
     def _cut(self) -> None:
@@ -120,7 +116,7 @@ class TaskLane(Generic[T]):
                 self._results.popitem(last=False)
             if not self._closed:
                 try:
-                    os.eventfd_write(self._event, 1)
+                    os.eventfd_write(self.event, 1)
                 except BlockingIOError:  # it is readable already
                     return
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -184,7 +183,6 @@ class ObjectCache:
         self.metrics = metrics or CacheMetrics()
         self._keys = ValueKeys(namespace, part_bytes)
         self._closed = False
-        self._closing = threading.Lock()
         self._process = os.getpid()
 
     @classmethod
@@ -399,13 +397,10 @@ class ObjectCache:
 
     def close(self) -> None:
         """Ends the calls under way, at their deadlines at the latest, and closes the tiers. Idempotent."""
-        # in a forked child, a thread that does not exist here may hold the lock
         if os.getpid() != self._process:
             return
-        with self._closing:
-            if not self._closed:
-                self._closed = True
-                self.backend.close()
+        self._closed = True
+        self.backend.close()
 
     # --- inside ---------------------------------------------------------------------------------------------
 

@@ -28,7 +28,34 @@ _REMEMBERED = 65_536
 """How many finished requests a worker remembers, so that it does not report them again."""
 
 
-class SchedulerAdapter:
+class _Adapter:
+    """What both adapters have."""
+
+    def __init__(self, cache: RemoteCache) -> None:
+        self._cache = cache
+        self.metrics = cache.metrics
+        self.chunk_size = cache.chunk_size
+
+    @property
+    def available(self) -> bool:
+        """Whether the server is there, and has the KV tensors if any were registered."""
+        return self._cache.available
+
+    def num_blocks_per_chunk(self) -> int:
+        """Returns the number of the engine's blocks in a chunk."""
+        return self._cache.blocks_per_chunk
+
+    def reset(self, version: str | None = None) -> None:
+        """Notes that the engine has other weights now; see `LookupClient.reset`. Call it for the scheduler
+        and for each worker, before their next op. An op with another label moves nothing."""
+        self._cache.reset(version)
+
+    def shutdown(self) -> None:
+        """Takes the KV cache back from the server and disconnects. Idempotent."""
+        self._cache.close()
+
+
+class SchedulerAdapter(_Adapter):
     """Lookups for an engine. Any failure is a miss, with a counter for each reason."""
 
     def __init__(
@@ -43,34 +70,24 @@ class SchedulerAdapter:
     ) -> None:
         """Arguments and errors are those of `RemoteCache`. A lookup without an answer after
         `lookup_timeout_s` is a miss."""
-        self._cache = RemoteCache(
-            server_url,
-            identity,
-            kind="scheduler",
-            context=context,
-            connect_timeout_s=connect_timeout_s,
-            lookup_timeout_s=lookup_timeout_s,
-            metrics=metrics,
+        super().__init__(
+            RemoteCache(
+                server_url,
+                identity,
+                kind="scheduler",
+                context=context,
+                connect_timeout_s=connect_timeout_s,
+                lookup_timeout_s=lookup_timeout_s,
+                metrics=metrics,
+            )
         )
-        self.metrics = self._cache.metrics
-        self.chunk_size = self._cache.chunk_size
         self._lookups: dict[str, UnderWay[Found]] = {}
         """By request."""
-
-    @property
-    def available(self) -> bool:
-        """Whether the server is there."""
-        return self._cache.available
 
     @property
     def label(self) -> str | None:
         """The label of the engine's weights, for `LoadStoreOp.label`; None while the engine is out."""
         return self._cache.label
-
-    def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`. Call `WorkerAdapter.reset`
-        of each worker before its next op."""
-        self._cache.reset(version)
 
     def maybe_submit_lookup_request(
         self,
@@ -102,10 +119,6 @@ class SchedulerAdapter:
             raise ValueError(f"no lookup was submitted for request {request_id!r}")
         return lookup.wait().chunks * self.chunk_size if lookup.query() else None
 
-    def num_blocks_per_chunk(self) -> int:
-        """Returns the number of the engine's blocks in a chunk."""
-        return self._cache.blocks_per_chunk
-
     def cleanup_lookup_result(self, request_id: str) -> None:
         """Forgets a request's lookup. Does nothing if there is none. A later lookup with that id is a new
         one."""
@@ -115,10 +128,6 @@ class SchedulerAdapter:
         """Informs the server that a request has ended, so that it need not protect the found chunks any
         longer."""
         self._cache.end(request_id)
-
-    def shutdown(self) -> None:
-        """Disconnects. Idempotent."""
-        self._cache.close()
 
 
 @dataclass
@@ -155,7 +164,7 @@ class _Submitted(NamedTuple):
     blocks: Sequence[int]
 
 
-class WorkerAdapter:
+class WorkerAdapter(_Adapter):
     """Stores and retrieves for a rank of an engine. For use by one thread."""
 
     def __init__(
@@ -170,17 +179,16 @@ class WorkerAdapter:
     ) -> None:
         """Arguments and errors are those of `RemoteCache`. A store or retrieve is given up after
         `move_timeout_s`."""
-        self._cache = RemoteCache(
-            server_url,
-            identity,
-            context=context,
-            connect_timeout_s=connect_timeout_s,
-            move_timeout_s=move_timeout_s,
-            metrics=metrics,
+        super().__init__(
+            RemoteCache(
+                server_url,
+                identity,
+                context=context,
+                connect_timeout_s=connect_timeout_s,
+                move_timeout_s=move_timeout_s,
+                metrics=metrics,
+            )
         )
-        self.metrics = self._cache.metrics
-        self.chunk_size = self._cache.chunk_size
-        self._blocks_per_chunk = self._cache.blocks_per_chunk
         self._stores: list[_Submitted] = []
         self._retrieves: list[_Submitted] = []
         self._waiting: set[str] = set()
@@ -188,11 +196,6 @@ class WorkerAdapter:
         self._reported: OrderedDict[str, None] = OrderedDict()
         """Requests whose stores were reported as finished, the latest last."""
         self._bad_blocks: set[int] = set()
-
-    @property
-    def available(self) -> bool:
-        """Whether the server is there and has this worker's tensors."""
-        return self._cache.available
 
     def register_kv_caches(
         self, kv_caches: Mapping[str, torch.Tensor], layout_kind: PageKind | None = None
@@ -204,11 +207,6 @@ class WorkerAdapter:
         SharingError if they cannot be shared.
         """
         self._cache.register_kv_caches(kv_caches, layout_kind)
-
-    def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`. An op with another label
-        moves nothing."""
-        self._cache.reset(version)
 
     def submit_store_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
         """Begins to store. The blocks must stay as they are until `get_finished` reports the request.
@@ -261,7 +259,7 @@ class WorkerAdapter:
         ended = [op for op in self._retrieves if op.pending.query()]
         self._retrieves = [op for op in self._retrieves if op not in ended]
         for op in ended:
-            self._bad_blocks.update(op.blocks[op.pending.wait().chunks * self._blocks_per_chunk :])
+            self._bad_blocks.update(op.blocks[op.pending.wait().chunks * self._cache.blocks_per_chunk :])
         retrieved = {op.request_id for op in ended} - {op.request_id for op in self._retrieves}
         self._waiting |= {
             request_id for request_id in finished_req_ids_from_engine if request_id not in self._reported
@@ -279,14 +277,6 @@ class WorkerAdapter:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def num_blocks_per_chunk(self) -> int:
-        """Returns the number of the engine's blocks in a chunk."""
-        return self._blocks_per_chunk
-
-    def shutdown(self) -> None:
-        """Takes the KV cache back from the server and disconnects. Idempotent."""
-        self._cache.close()
-
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _check_batch(self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp]) -> None:
@@ -298,7 +288,7 @@ class WorkerAdapter:
     def _chunks(self, op: LoadStoreOp) -> tuple[list[bytes], list[int]]:
         """Returns the names of an op's chunks, and their blocks."""
         names = self._names(op)
-        return names, op.block_ids[: len(names) * self._blocks_per_chunk]
+        return names, op.block_ids[: len(names) * self._cache.blocks_per_chunk]
 
     def _names(self, op: LoadStoreOp) -> list[bytes]:
         if op.block_hashes is not None and op.token_ids is None:
@@ -316,9 +306,9 @@ class WorkerAdapter:
                 f"multiple of {self.chunk_size}"
             )
         names = self._cache.name_chunks(op.token_ids[:end], None, op.extra_keys)[start // self.chunk_size :]
-        if len(op.block_ids) < len(names) * self._blocks_per_chunk:
+        if len(op.block_ids) < len(names) * self._cache.blocks_per_chunk:
             raise ValueError(
-                f"the {len(names)} chunks from token {start} to {end} lie in {len(names) * self._blocks_per_chunk} blocks, "
+                f"the {len(names)} chunks from token {start} to {end} lie in {len(names) * self._cache.blocks_per_chunk} blocks, "
                 f"got {len(op.block_ids)}"
             )
         return names
