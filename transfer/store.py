@@ -142,37 +142,30 @@ def _check(batch: Batch) -> None:
         raise ValueError("expected one size for each key, between 1 and the size of its slot")
 
 
-class Pending(Generic[R]):
+class Pending(NamedTuple, Generic[R]):
     """A batch under way. Each key has one result, an `R`, made from Mooncake's code or from a status of our
     own."""
 
-    def __init__(
-        self,
-        store: MooncakeStore,
-        call: Call[list[int]] | None,
-        keys: int,
-        result: Callable[[Status, int], R],
-    ) -> None:
-        """`result` makes the result of a key from its status and the bytes that were read."""
-        self._store = store
-        self._call = call
-        self._keys = keys
-        self._result = result
+    store: MooncakeStore
+    call: Call[list[int]] | None
+    keys: int
+    result: Callable[[Status, int], R]
+    """Makes the result of a key from its status and the bytes that were read."""
 
     def results(self) -> list[R]:
         """Returns one result for each key, in order. Waits at most until the call's deadline."""
-        if self._call is None:
-            return [self._result(self._store._refusal(), 0)] * self._keys
-        codes = self._call.outcome([])
+        if self.call is None:
+            return [self.result(self.store._refusal(), 0)] * self.keys
+        codes = self.call.outcome([])
         if not codes:
-            self._store._suspect()
-            return [self._result(Status.TIMEOUT, 0)] * self._keys
-        return [self._result(status_of(code), max(code, 0)) for code in codes]
+            self.store._suspect()
+            return [self.result(Status.TIMEOUT, 0)] * self.keys
+        return [self.result(status_of(code), max(code, 0)) for code in codes]
 
     def abandon(self) -> None:
         """Gives up the results. A batch that has not begun lets go of its slots at once."""
-        if self._call is not None:
-            self._call.abandon()
+        if self.call is not None:
+            self.call.abandon()
 
 
 class MooncakeStore:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pd_cache.chunks import Keys
 from pd_cache.layout import checksum
@@ -33,14 +33,13 @@ class PutOutcome(Protocol):
         """Waits for the write, at most until its deadline. Returns one status for each key."""
 
 
-class Settled:
+class Settled(NamedTuple):
     """A write whose outcome is known."""
 
-    def __init__(self, statuses: list[Status]) -> None:
-        self._statuses = statuses
+    statuses: list[Status]
 
     def results(self) -> list[Status]:
-        return self._statuses
+        return self.statuses
 
 
 class StorageBackend(ABC):

@@ -61,7 +61,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAGE = 4096
-_BATCH_BYTES = 64 << 20
 _FOLDERS = 64
 """The most processes that may share one path."""
 _NAME = re.compile(r"(?P<digest>[0-9a-f]{32})-(?P<serial>[0-9a-f]{1,16})")
@@ -342,7 +341,7 @@ class LocalDiskBackend(StorageBackend):
         transfers (by default all); this tier may hold a share of them."""
         self.memory = memory
         self.payload_bytes = memory.payload_bytes
-        self.batch_size = max(1, min(memory.pool.slots // 4, _BATCH_BYTES // max(1, self.payload_bytes)))
+        self.batch_size = memory.batch_size
         file_bytes = -(-memory.object_bytes // PAGE) * PAGE
         self.index: EvictingIndex[str] = EvictingIndex(tier.capacity // file_bytes, tier.policy)
         self.folder = ObjectFolder(Path(tier.path), file_bytes, direct=tier.direct)

@@ -23,7 +23,6 @@ from transfer.settings import Timeouts
 
 log = logging.getLogger(__name__)
 
-_BATCH_BYTES = 64 << 20
 _TOGETHER_BYTES = 256 << 20
 """The most bytes that a reader gets at once: enough for the end of a GPU's copies not to hold up the next
 copies."""
@@ -41,7 +40,7 @@ class LocalBackend(StorageBackend):
         self.memory = memory
         self._timeouts = timeouts
         self.payload_bytes = memory.payload_bytes
-        self.batch_size = max(1, min(memory.pool.slots // 4, _BATCH_BYTES // max(1, self.payload_bytes)))
+        self.batch_size = memory.batch_size
         self.together = max(1, _TOGETHER_BYTES // max(1, self.payload_bytes))
         self.index: EvictingIndex[Staged] = EvictingIndex(
             slots_of(tier.capacity, memory.payload_bytes), tier.policy

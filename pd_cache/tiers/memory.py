@@ -39,6 +39,9 @@ _MAGIC = b"PDC1"
 VERSION = 1
 TRAILER_BYTES = _TRAILER.size
 _SIZE = struct.Struct("<Q")
+BATCH_BYTES = 64 << 20
+"""The most bytes of payloads that a tier takes together: enough for full speed, and moved in well under a
+second. A lease of the pool must last for three such transfers."""
 SELF_SIZED = -1
 """Stands for a payload's size, for a reader: the payload's first 8 bytes have it."""
 
@@ -225,6 +228,8 @@ class ObjectMemory:
                 f"slots of {pool.slot_bytes} bytes cannot hold an object of {self.object_bytes} bytes"
             )
         self.pool = pool
+        self.batch_size = max(1, min(pool.slots // 4, BATCH_BYTES // max(1, payload_bytes)))
+        """How many payloads a tier of this host takes together."""
 
     def stage(
         self, end: float, quota: Quota | None = None, *, payload_bytes: int | None = None

@@ -17,6 +17,7 @@ from pd_cache.layout import checksum
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.memory import (
+    BATCH_BYTES,
     TRAILER_BYTES,
     Damage,
     Fetched,
@@ -31,9 +32,6 @@ from transfer.errors import Status
 from transfer.staging import Pin, Quota, Slot, StagingPool
 from transfer.store import GetResult, MooncakeStore, Pending
 
-_BATCH_BYTES = 64 << 20
-"""The most bytes of a transfer call: enough for full speed, and moved in well under a second. A lease must
-last for three batches."""
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
 """The most batches of a reader that are in flight or being scattered."""
@@ -113,7 +111,7 @@ class MooncakeBackend(StorageBackend):
         share, reads = (_SHARE, _READS) if self._owns_memory else (2 * _SHARE, _SECOND_READS)
         self._reads = Quota(min(slots - 1, -(-reads * slots // _SHARE)), headroom=slots // share)
         self._puts = Quota(_PUTS * slots // _SHARE, headroom=slots // _SHARE)
-        per_call = min(_BATCH_KEYS, (batch_bytes or _BATCH_BYTES) // max(1, payload_bytes))
+        per_call = min(_BATCH_KEYS, (batch_bytes or BATCH_BYTES) // max(1, payload_bytes))
         self.batch_size = max(1, min(per_call, slots // (share * transfer.threads)))
 
     @property
