@@ -4,14 +4,12 @@ often accepted."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 
-def write_eagle(folder: Path, target: Path) -> Path:
+def write_eagle(folder, target):
     """Returns the folder, in which there is now an EAGLE head for the Llama in the folder `target`: one whose
     drafts are often accepted.
 
@@ -32,7 +30,7 @@ def write_eagle(folder: Path, target: Path) -> Path:
     return _write(folder, head, config)
 
 
-def add_mtp(folder: Path) -> Path:
+def add_mtp(folder):
     """Returns the folder, in which the `ernie` of one layer now has an MTP layer: a copy of that layer, as
     `write_eagle` makes one."""
     weights, config = _read(folder)
@@ -51,17 +49,17 @@ def add_mtp(folder: Path) -> Path:
     return _write(folder, weights, {**config, "num_nextn_predict_layers": 1})
 
 
-def _only_embeddings(hidden: int) -> torch.Tensor:
+def _only_embeddings(hidden):
     """Returns the weights of a layer that keeps the first half of its input, embeddings, and ignores the
     second, hidden states."""
     return torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1).to(torch.bfloat16)
 
 
-def _read(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _read(folder):
     return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
 
 
-def _write(folder: Path, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
+def _write(folder, weights, config):
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from bench.lib.small_models import VOCABULARY, write_model
-from tests.support.collector import Collector, collecting
+from tests.support.collector import collecting
 from tests.support.leaks import no_leaks
 from tests.support.pool import Pool, free_port
 from tests.vllm.servers import ENV, PROGRAM, PdCacheServer, Reference, begun, by_hand, cluster_file, running
@@ -22,7 +20,7 @@ ROOM = "512MiB"
 """Of the pool. Its memory is taken when it is written to."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """What needs no server comes first: it computes on one core while the servers that most tests share start
     on the other."""
     items.sort(
@@ -38,7 +36,7 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def warm_vllm(tmp_path_factory):
     """Servers are forks of a process that has imported vLLM."""
     with warm_program(tmp_path_factory.mktemp("warm"), ENV) as program:
         PROGRAM[0] = str(program)
@@ -47,7 +45,7 @@ def warm_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def vllm_pool(tmp_path_factory):
     """A pool that a test may break, if it mends it before it ends. It has room for what all tests store: a
     full one refuses what is put into it while leases of 30 s protect the rest."""
     pool = Pool(tmp_path_factory.mktemp("pool"), segment=ROOM, client_ttl_s=5, lease_ttl_ms=30_000)
@@ -59,7 +57,7 @@ def vllm_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest, vllm_pool: Pool) -> Iterator[None]:
+def nothing_left_behind(request, vllm_pool):
     """As everywhere, but tests may start the shared pool's nodes anew."""
     if "plain" in request.fixturenames:
         request.getfixturevalue("plain").server()
@@ -68,19 +66,19 @@ def nothing_left_behind(request: pytest.FixtureRequest, vllm_pool: Pool) -> Iter
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture(scope="session")
-def plain(model: Path) -> Iterator[Reference]:
+def plain(model):
     """What a vLLM without a cache answers. It gets ready beside the first pair."""
     with begun(by_hand(model)) as server:
         yield Reference(server)
 
 
 @pytest.fixture(scope="session")
-def collector() -> Iterator[Collector]:
+def collector():
     with collecting() as collector:
         yield collector
 
@@ -105,14 +103,14 @@ def begun_pair(model, vllm_pool, plain, collector, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def pair(begun_pair: Pair) -> Pair:
+def pair(begun_pair):
     for server in begun_pair:
         server.wait_ready()
     return begun_pair
 
 
 @pytest.fixture(scope="session", autouse=True)
-def early_servers(request: pytest.FixtureRequest) -> None:
+def early_servers(request):
     """Has the servers that most tests share get ready while tests run that need none."""
     if any("pair" in item.fixturenames for item in request.session.items):
         request.getfixturevalue("begun_pair")
@@ -122,11 +120,11 @@ _numbers = itertools.count()
 
 
 @pytest.fixture
-def new_prompt() -> Callable[[int], list[int]]:
+def new_prompt():
     """Prompts that no other test has used."""
     rng = random.Random(f"prompt {next(_numbers)}")
 
-    def make(length: int) -> list[int]:
+    def make(length):
         return [rng.randrange(10, VOCABULARY) for _ in range(length)]
 
     return make

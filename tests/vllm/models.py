@@ -29,12 +29,9 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import click
 import yaml
@@ -52,12 +49,12 @@ ENGINE_S = 300.0
 """An engine that takes longer is ended: its model does not run here."""
 ROUNDED = 1e-4
 """How far logprobs of the same token may be apart."""
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
+VARIANTS = {
     "fp8": {"kv_cache_dtype": "fp8"},
     "lora": {"enable_lora": True, "max_lora_rank": 8},
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}},
 }  # fmt: skip
-ARGS: Mapping[str, Any] = {
+ARGS = {
     "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 4,
     "block_size": BLOCK, "max_num_batched_tokens": BLOCK, "num_gpu_blocks_override": 128, "enable_prefix_caching": True,
 }  # fmt: skip
@@ -65,7 +62,7 @@ Answer = tuple[list[int], list[float], int]
 """Tokens, their logprobs, and how many tokens of the prompt were not computed."""
 
 
-def examine(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+def examine(folder, options):
     """Returns what each of vLLM's layer groups keeps, and whether pd-cache takes them. The model is built,
     and computes nothing."""
     from vllm.config import set_current_vllm_config
@@ -100,7 +97,7 @@ def examine(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"kept": described(kept), "taken": "taken"}
 
 
-def described(config: Any) -> list[list[Any]]:
+def described(config):
     """Returns of each layer group: its kind, the number of its layers, its block size, and the bytes of a
     layer's page."""
     groups = [(group.kv_cache_spec, len(group.layer_names)) for group in config.kv_cache_groups]
@@ -110,9 +107,7 @@ def described(config: Any) -> list[list[Any]]:
     ]
 
 
-def run_engine(
-    folder: Path, options: Mapping[str, Any], prompts: Sequence[Sequence[int]], rounds: int
-) -> dict[str, Any]:
+def run_engine(folder, options, prompts, rounds):
     """Returns the answers of each round, before which the engine's own prefix cache is emptied; what each
     layer group keeps; and the bytes that the connector has stored and loaded. Never returns to a process that
     is to go on: vLLM leaves threads and memory behind."""
@@ -128,7 +123,7 @@ def run_engine(
     adapter = LoRARequest("adapter", 1, str(folder / "adapter")) if "enable_lora" in options else None
     greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, detokenize=False, logprobs=1)
 
-    def ask(prompt: Sequence[int]) -> Answer:
+    def ask(prompt):
         output = engine.generate(
             {"prompt_token_ids": list(prompt)}, greedy, use_tqdm=False, lora_request=adapter
         )[0]
@@ -152,11 +147,11 @@ def run_engine(
     return {"answers": answers, "kept": kept, "bytes": moved}
 
 
-def forked(run: Callable[..., dict[str, Any]], model: Path, *arguments: Any) -> dict[str, Any]:
+def forked(run, model, *arguments):
     """Returns what `run` returns in a fork of this process, or `{"error": TEXT}`. What it prints is in the
     file `log` of its last engine."""
 
-    def work(answer: Connection) -> None:
+    def work(answer):
         with (model / "log").open("w") as file:
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
@@ -182,7 +177,7 @@ def forked(run: Callable[..., dict[str, Any]], model: Path, *arguments: Any) -> 
         process.join()
 
 
-def run_model(name: str, folder: Path, pool: Pool | None, *, beside: bool) -> dict[str, Any]:
+def run_model(name, folder, pool, *, beside):
     """Returns a line of the results. `name` is an architecture, or one and a variant: `LlamaForCausalLM fp8`.
     Without a `pool`, the model is only examined. `beside`: also with MooncakeStoreConnector."""
     from tests.vllm.small_models import configuration
@@ -195,7 +190,7 @@ def run_model(name: str, folder: Path, pool: Pool | None, *, beside: bool) -> di
     except KeyError:
         return {"name": name, "error": "no small configuration yet"}
     (model / "config.json").write_text(json.dumps(config, default=str))
-    options: dict[str, Any] = dict(VARIANTS.get(variant, {}))
+    options = dict(VARIANTS.get(variant, {}))
     if "enable_lora" in options:
         write_adapter(model / "adapter", model, seed=1)
     if "kv_lora_rank" in config:  # without AMX, latents are computed in one step
@@ -213,7 +208,7 @@ def run_model(name: str, folder: Path, pool: Pool | None, *, beside: bool) -> di
     else:
         return {"name": name, "error": plain["error"]}
     *expected, other = plain["answers"][0]
-    line: dict[str, Any] = {"name": name, "dtype": dtype, "kept": plain["kept"]}
+    line = {"name": name, "dtype": dtype, "kept": plain["kept"]}
     if agree([other], expected[-1:]):
         return {**line, "error": "the first tokens of a prompt do not change its answer"}
     # vLLM keeps states at the ends of blocks only for its own prefix cache
@@ -228,9 +223,7 @@ def run_model(name: str, folder: Path, pool: Pool | None, *, beside: bool) -> di
     return line
 
 
-def outcome(
-    stored: Mapping[str, Any], loaded: Mapping[str, Any], expected: Sequence[Answer]
-) -> dict[str, Any]:
+def outcome(stored, loaded, expected):
     """Returns what a connector did: `right`, `wrong` or an error; of each prompt the tokens that it loaded;
     and the bytes that it stored and that it loaded in the end."""
     if "error" in loaded:
@@ -243,14 +236,14 @@ def outcome(
     }
 
 
-def agree(answers: Sequence[Answer], expected: Sequence[Answer]) -> bool:
+def agree(answers, expected):
     return all(
         tokens == others and all(abs(a - b) <= ROUNDED for a, b in zip(logprobs, other_logprobs, strict=True))
         for (tokens, logprobs, _), (others, other_logprobs, _) in zip(answers, expected, strict=True)
     )
 
 
-def connectors(model: Path, pool: Pool) -> dict[str, dict[str, Any]]:
+def connectors(model, pool):
     """Returns vLLM's settings of each connector. Writes their files."""
     file, theirs = model / "cluster.yaml", model / "mooncake.json"
     node = {"name": "prefill-0", "role": "prefill", "port": 0, "segment_size": 0}
@@ -287,9 +280,7 @@ def connectors(model: Path, pool: Pool) -> dict[str, dict[str, Any]]:
     "--examine", "only", is_flag=True, help="Build models and take their layer groups; compute nothing."
 )
 @click.option("--minutes", default=240.0, show_default=True, help="Begin no model after this time.")
-def main(
-    folder: Path, names: Sequence[str], page: Path | None, minutes: float, *, beside: bool, only: bool
-) -> None:
+def main(folder, names, page, minutes, *, beside, only):
     """Runs the models NAMES, by default all, of which FOLDER/results.jsonl has nothing yet."""
     warm()
     folder.mkdir(parents=True, exist_ok=True)
@@ -318,7 +309,7 @@ def main(
         page.write_text(in_words(list(last.values())))
 
 
-def every_model() -> list[str]:
+def every_model():
     """Returns vLLM's architectures for text, without those that are another name for one of them; and the
     variants."""
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
@@ -342,7 +333,7 @@ def every_model() -> list[str]:
     ]
 
 
-def in_words(results: Sequence[Mapping[str, Any]]) -> str:
+def in_words(results):
     """Returns docs/models.md."""
     ran, examined, rest = [], [], []
     for line in sorted(results, key=itemgetter("name")):
@@ -403,9 +394,9 @@ vLLM does not build these on this machine, or there is no small configuration fo
 _KINDS = {"FullAttention": "full", "SlidingWindow": "windows", "Mamba": "states", "MLAAttention": "latents"}
 
 
-def _kept(groups: Sequence[Sequence[Any]]) -> str:
+def _kept(groups):
     """Returns the layers of each kind, and the bytes that they keep of a token, or as a state."""
-    kinds: dict[str, list[int]] = {}
+    kinds = {}
     for kind, layers, block, page in groups:
         total = kinds.setdefault(_KINDS.get(kind, kind), [0, 0])
         total[0] += layers
@@ -413,7 +404,7 @@ def _kept(groups: Sequence[Sequence[Any]]) -> str:
     return "; ".join(f"{layers} {kind}: {size:,}" for kind, (layers, size) in kinds.items())
 
 
-def _did(what: Mapping[str, Any]) -> str:
+def _did(what):
     if "loaded" not in what:
         return f"{_reason(what.get('outcome', ''))} | | | "
     found = sum(what["loaded"][1])
@@ -421,13 +412,13 @@ def _did(what: Mapping[str, Any]) -> str:
     return f"{what['outcome']} | {found} | {stored / _WHOLE:,.0f} | {loaded / found if found else 0:,.0f}"
 
 
-def _reason(error: str) -> str:
+def _reason(error):
     """Returns the first sentence of an error, or of a refusal by pd-cache."""
     first = re.sub(r"^UnsupportedModelError: [^:]*: ", "refused: ", error.partition("\n")[0])
     return first.replace("|", "/")[:160]
 
 
-def warm() -> None:
+def warm():
     """Imports what each engine needs, and has nothing compiled or imported in other processes."""
     os.environ.update(
         {**ENV, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}

@@ -7,9 +7,8 @@ import contextlib
 import http.client
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -18,7 +17,7 @@ from bench.lib.vllm_server import vllm_server
 from pd_cache.cluster import load_config
 from pd_cache.paged import has_gpu
 from tests.support.cluster import fetched, metric_at
-from tests.support.pool import Node, Pool, free_port
+from tests.support.pool import Node, free_port
 from tests.support.waiting import wait_for
 
 CHUNK, BLOCK = 64, 32
@@ -43,7 +42,7 @@ ENV = {
 GPU = has_gpu()
 DTYPE = "bfloat16" if GPU else "float32"
 """Attention's kernels of GPUs take no float32; not each CPU has bfloat16's."""
-ARGS: dict[str, Any] = {
+ARGS = {
     "max-model-len": 4096,
     "block-size": BLOCK,
     "max-num-batched-tokens": 256,
@@ -66,11 +65,11 @@ WHOLE = LENGTH // CHUNK * CHUNK
 """A prompt's tokens, and those of its whole chunks."""
 
 
-def whole_chunks(tokens: int) -> int:
+def whole_chunks(tokens):
     return tokens // CHUNK * CHUNK
 
 
-TRANSFER: dict[str, Any] = {"staging_size": "32MiB", "prefault": False}
+TRANSFER = {"staging_size": "32MiB", "prefault": False}
 HANDOFF_MS = 8000
 _READY_S = 900.0
 
@@ -88,12 +87,12 @@ class Answer(NamedTuple):
     """The logprob of the token that came second; empty unless two were asked for."""
 
     @property
-    def outcome(self) -> tuple[int, list[int]]:
+    def outcome(self):
         """What was not computed, and what was answered."""
         return self.cached, self.tokens
 
 
-def close(one: Any, other: Any) -> bool:
+def close(one, other):
     """Whether two answers are equal, except that log probabilities differ by rounding: after a hit, a prompt
     is computed in other pieces."""
     if isinstance(one, dict) and isinstance(other, dict):
@@ -108,18 +107,12 @@ def close(one: Any, other: Any) -> bool:
 class Server:
     """An OpenAI-compatible server."""
 
-    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, url, headers=None):
         """`headers` are sent with each request."""
         self.url = url
         self.headers = headers or {}
 
-    def complete(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int = 6,
-        headers: dict[str, str] | None = None,
-        **options: Any,
-    ) -> Answer:
+    def complete(self, prompt, max_tokens=6, headers=None, **options):
         """Greedy, and always `max_tokens` long."""
         answer = self.ask("/v1/completions", {**_body(prompt, max_tokens), **options}, headers)
         details = answer["usage"]["prompt_tokens_details"] or {}
@@ -132,29 +125,27 @@ class Server:
             [sorted(best.values())[-2] for best in logprobs.get("top_logprobs") or [] if len(best) > 1],
         )
 
-    def store(self, prompt: Sequence[int], max_tokens: int = 6, **options: Any) -> Answer:
+    def store(self, prompt, max_tokens=6, **options):
         """The same, and waits until everything is stored and every block given back."""
         answer = self.complete(prompt, max_tokens, **options)
         self.settle()
         return answer
 
-    def settle(self) -> None:
+    def settle(self):
         """Waits until nobody holds a block of the KV cache."""
         wait_for(lambda: not self.blocks_in_use, "all blocks given back")
 
-    def complete_all(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 6, **options: Any
-    ) -> list[Answer]:
+    def complete_all(self, prompts, max_tokens=6, **options):
         """All at once."""
         with ThreadPoolExecutor(len(prompts)) as threads:
             return list(threads.map(lambda prompt: self.complete(prompt, max_tokens, **options), prompts))
 
-    def stream(self, prompt: Sequence[int], max_tokens: int = 6) -> list[list[int]]:
+    def stream(self, prompt, max_tokens=6):
         """The token ids of each event."""
         choices = self._choices("/v1/completions", {**_body(prompt, max_tokens), "stream": True})
         return [choice.get("token_ids") or [] for choice in choices]
 
-    def chat(self, text: str, max_tokens: int = 6) -> str:
+    def chat(self, text, max_tokens=6):
         """The content of a streamed chat completion."""
         body = {**_body([], max_tokens), "messages": [{"role": "user", "content": text}], "stream": True}
         del body["prompt"], body["return_token_ids"]
@@ -163,7 +154,7 @@ class Server:
         )
 
     @contextlib.contextmanager
-    def abandoned(self, prompt: Sequence[int], max_tokens: int = 400, **options: Any) -> Iterator[None]:
+    def abandoned(self, prompt, max_tokens=400, **options):
         """A request whose client goes away at the end of the block."""
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=600)
         try:
@@ -175,49 +166,47 @@ class Server:
         finally:
             connection.close()
 
-    def forget_prefixes(self) -> None:
+    def forget_prefixes(self):
         """Empties vLLM's own prefix cache."""
         self.ask("/reset_prefix_cache", {})
 
-    def reset_external(self) -> None:
+    def reset_external(self):
         """Does the same, and says that the server has other weights now."""
         self.ask("/reset_prefix_cache?reset_external=true", {})
 
-    def reload_weights(self, folder: Path) -> None:
+    def reload_weights(self, folder):
         """Replaces the model's weights while it runs."""
         self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name, **labels):
         """The sum of a metric over all label sets that have `labels`."""
         return metric_at(self.url, name, self.headers, **labels)
 
     @property
-    def loaded(self) -> float:
+    def loaded(self):
         """How many tokens it has loaded so far."""
         return self.metric("vllm:pd_cache_tokens_total", op="retrieve", outcome="loaded")
 
     @property
-    def blocks_in_use(self) -> float:
+    def blocks_in_use(self):
         """Share of the KV cache's blocks that somebody holds."""
         return self.metric("vllm:kv_cache_usage_perc")
 
-    def ask(
-        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
-    ) -> Any:
+    def ask(self, path, body=None, headers=None):
         """What it answers to a GET; to a POST if there is a body. AssertionError, with what the server says,
         if it is an error."""
         answer = fetched(self.url + path, body, headers={**self.headers, **(headers or {})}, timeout=600)
         assert answer.status == 200, answer
         return answer.body
 
-    def _choices(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _choices(self, path, body):
         """Those of each event of a stream."""
         for line in self.ask(path, body).splitlines():
             if line.startswith("data: {"):
                 yield from json.loads(line[6:])["choices"]
 
 
-def _body(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+def _body(prompt, max_tokens):
     return {
         "model": MODEL_NAME,
         "prompt": list(prompt),
@@ -231,7 +220,7 @@ def _body(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
 class PdCacheServer(Server):
     """A prefill or decode node, as `pd-cache launch ROLE` runs it."""
 
-    def __init__(self, name: str, file: Path, cache_url: str | None = None) -> None:
+    def __init__(self, name, file, cache_url=None):
         """Started, but not ready yet. `cache_url` is where the metrics of its cache server are, if it has
         one."""
         self.node = Node(role_of(name), name, file, wait=False)
@@ -239,26 +228,26 @@ class PdCacheServer(Server):
         self._cache_url = cache_url
         super().__init__("")
 
-    def troubles(self, op: str, reason: str) -> float:
+    def troubles(self, op, reason):
         """Chunks that ended so, in vLLM's connector or in the cache server behind it."""
         own = self.metric("vllm:pd_cache_troubles_total", op=op, reason=reason)
         if self._cache_url is None:
             return own
         return own + metric_at(self._cache_url, "pd_cache_troubles_total", op=op, reason=reason)
 
-    def wait_ready(self) -> None:
+    def wait_ready(self):
         self.node.wait_ready(_READY_S)
         self.url = self.node.address
 
 
-def connector(name: str, role: str, options: dict[str, Any], **more: str) -> str:
+def connector(name, role, options, **more):
     """The flag by which anybody's `vllm serve` gets a connector."""
     config = {"kv_connector": name, "kv_role": role, "kv_connector_extra_config": options, **more}
     return f"--kv-transfer-config={json.dumps(config)}"
 
 
 @contextlib.contextmanager
-def by_hand(model: Path, *more: str) -> Iterator[Server]:
+def by_hand(model, *more):
     """`vllm serve`, not started by pd-cache; without `more` flags it has no connector."""
     with vllm_server(
         model, MODEL_NAME, ARGS, ENV, *more, ready_timeout_s=_READY_S, program=PROGRAM[0]
@@ -269,29 +258,19 @@ def by_hand(model: Path, *more: str) -> Iterator[Server]:
 class Reference:
     """A plain vLLM's outputs, each computed once."""
 
-    def __init__(self, server: Callable[[], Server]) -> None:
+    def __init__(self, server):
         """`server` waits until the plain vLLM is ready."""
         self.server = server
-        self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._known = {}
 
-    def tokens(self, prompt: Sequence[int], max_tokens: int = 6) -> list[int]:
+    def tokens(self, prompt, max_tokens=6):
         key = (tuple(prompt), max_tokens)
         if key not in self._known:
             self._known[key] = self.server().complete(prompt, max_tokens).tokens
         return self._known[key]
 
 
-def cluster_file(
-    folder: Path,
-    pool: Pool,
-    model: Path,
-    nodes: dict[str, dict[str, Any]],
-    *,
-    args: dict[str, Any] | None = None,
-    connector: dict[str, Any] | None = None,
-    mode: str = "in-process",
-    **sections: Any,
-) -> Path:
+def cluster_file(folder, pool, model, nodes, *, args=None, connector=None, mode="in-process", **sections):
     """A file that describes prefill and decode nodes (`prefill-0`, …) over a pool that runs already.
 
     In the mode `server` the cache of all of them is in one cache server, in the mode `mixed` that of decode
@@ -299,7 +278,7 @@ def cluster_file(
     servers computes on all of them, and threads that had work to do, the pool's too, were seen to wait for a
     core for seconds.
     """
-    described: list[dict[str, Any]] = [
+    described = [
         {"name": name, "role": role_of(name), "port": 0, "segment_size": 0, **options}
         for name, options in nodes.items()
     ]
@@ -347,11 +326,11 @@ def cluster_file(
 
 
 @contextlib.contextmanager
-def running(*files: Path, wait: bool = True) -> Iterator[list[PdCacheServer]]:
+def running(*files, wait=True):
     """The prefill and decode nodes of these files, started at the same time, and their cache servers: most of
     a start keeps one core busy. They are ready unless `wait` is false."""
     with contextlib.ExitStack() as stack:
-        servers: list[PdCacheServer] = []
+        servers = []
         try:
             for file in files:
                 config = load_config(file)
@@ -370,7 +349,7 @@ def running(*files: Path, wait: bool = True) -> Iterator[list[PdCacheServer]]:
 
 
 @contextlib.contextmanager
-def begun(server: contextlib.AbstractContextManager[Server]) -> Iterator[Callable[[], Server]]:
+def begun(server):
     """Starts `server` meanwhile; what is yielded waits until it is ready, and raises what its start
     raised."""
     # the thread stays until the end: the kernel ends a child together with the thread that started it
@@ -384,7 +363,7 @@ def begun(server: contextlib.AbstractContextManager[Server]) -> Iterator[Callabl
 
 
 @contextlib.contextmanager
-def cache_server(file: Path) -> Iterator[Node]:
+def cache_server(file):
     """The cache server of the file; a test may kill it, and start another."""
     node = Node(role_of(CACHE), CACHE, file)
     try:
@@ -393,6 +372,6 @@ def cache_server(file: Path) -> Iterator[Node]:
         node.stop()
 
 
-def role_of(name: str) -> str:
+def role_of(name):
     """The role of a node of `cluster_file`."""
     return "cache-server" if name == CACHE else name.split("-")[0]

@@ -4,9 +4,7 @@ memory."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -14,18 +12,18 @@ import yaml
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-_FILE: Mapping[str, Mapping[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-VOCABULARY: int = _FILE["every"]["vocab_size"]
+_FILE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+VOCABULARY = _FILE["every"]["vocab_size"]
 _KINDS = {name: kind for kind, name in reversed(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())}
 _PARTIAL = {"sliding_attention", "linear_attention", "mamba", "conv"}
 """Kinds of layers beside which vLLM needs one with full attention."""
 
 
-def has_configuration(architecture: str) -> bool:
+def has_configuration(architecture):
     return architecture in _FILE["own"] or architecture in _KINDS
 
 
-def configuration(architecture: str) -> dict[str, Any]:
+def configuration(architecture):
     """Returns the config.json of a small model. KeyError if no type of configuration is known for the
     architecture."""
     own = dict(_FILE["own"].get(architecture, {}))
@@ -42,7 +40,7 @@ def configuration(architecture: str) -> dict[str, Any]:
     return {**config, "architectures": [architecture], "model_type": kind}
 
 
-def fill(module: torch.nn.Module) -> None:
+def fill(module):
     """Gives each parameter random values, of which its name is the seed: all engines of a model have the same
     weights.
 

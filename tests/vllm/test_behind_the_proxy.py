@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -18,7 +17,7 @@ from launch.run.up import running as running_cluster
 from pd_cache.cluster import dump_config, read_config
 from tests.support.adapter import write_adapter
 from tests.support.cli import cli, cli_json
-from tests.support.cluster import Answer, fetched, with_ports
+from tests.support.cluster import fetched, with_ports
 from tests.support.pool import ROOT
 from tests.support.proxy import bearer, files_of
 from tests.support.waiting import wait_for
@@ -28,8 +27,6 @@ from tests.vllm.servers import (
     ENV,
     MODEL_NAME,
     PROGRAM,
-    NewPrompt,
-    Reference,
     Server,
     close,
     whole_chunks,
@@ -54,22 +51,22 @@ class Served(NamedTuple):
     prefill: Server
     decode: Server
 
-    def went(self, result: str) -> float:
+    def went(self, result):
         """How many prompts the decode node was given so."""
         return self.proxy.metric("pd_cache_proxy_handoffs_total", result=result)
 
-    def hops(self, request_id: str) -> dict[str, dict[str, Any]]:
+    def hops(self, request_id):
         """What nodes reported of a request of PLAIN."""
         return {hop["hop"]: hop["report"] for hop in self.proxy.ask(f"/requests/{request_id}")["hops"]}
 
-    def asked(self, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> Answer:
+    def asked(self, body, path="/v1/completions", **headers):
         """The proxy's answer, whatever its status."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return fetched(
             self.proxy.url + path, {**BODY, **body}, headers={**bearer(PLAIN), **named}, timeout=600
         )
 
-    def cached(self, prompt: list[int], key: str = PLAIN, salt: str | None = None, **headers: str) -> int:
+    def cached(self, prompt, key=PLAIN, salt=None, **headers):
         """How many of a prompt's tokens any of the nodes had. It is stored afterwards."""
         name = f"request-{next(_numbers)}"
         body = {"prompt": prompt, **({"cache_salt": salt} if salt is not None else {})}
@@ -79,11 +76,11 @@ class Served(NamedTuple):
         hop = fetched(f"{self.proxy.url}/requests/{name}", headers=bearer(key)).body["hops"][0]
         return int(hop["report"]["at_hand"] + hop["report"]["loaded"])
 
-    def settle(self) -> None:
+    def settle(self):
         self.prefill.settle()
         self.decode.settle()
 
-    def agrees(self, body: dict[str, Any], path: str = "/v1/completions") -> Any:
+    def agrees(self, body, path="/v1/completions"):
         """The proxy's answer, which is that of the decode node to the same request with a salt that nobody
         else has."""
         answer = self.asked(body, path)
@@ -94,11 +91,11 @@ class Served(NamedTuple):
         return answer.body
 
 
-BODY: dict[str, Any] = {"model": MODEL_NAME, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+BODY = {"model": MODEL_NAME, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("proxy")
     (folder / "template").write_text(TEMPLATE)
     tree = yaml.safe_load((ROOT / "configs" / "vllm-local.yaml").read_text())
@@ -135,19 +132,19 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield Served(file, proxy, prefill, decode)
 
 
-def words(tokens: list[int]) -> str:
+def words(tokens):
     """As a text. Its words do not begin with a special token, t0 to t2, which the tokenizer would cut off."""
     return " ".join(f"t{3000 + token % 1000}" for token in tokens)
 
 
-def chat(text: str, **fields: Any) -> dict[str, Any]:
+def chat(text, **fields):
     return {"messages": [{"role": "user", "content": text}], **fields}
 
 
 # --- whose request it is ------------------------------------------------------------------------------------
 
 
-def test_clients_need_a_key_which_nodes_do_not_get(served: Served, new_prompt: NewPrompt) -> None:
+def test_clients_need_a_key_which_nodes_do_not_get(served, new_prompt):
     body = {"prompt": new_prompt(5)}
     for given, status in ((bearer("wrong"), 401), (bearer(NODES), 401), (bearer(PLAIN), 200)):
         assert served.asked(body, **given).status == status
@@ -170,7 +167,7 @@ def test_nobody_finds_a_tenants_prompts_but_the_tenant_by_its_key_or_its_gateway
 
 
 @pytest.mark.parametrize("salt", ["own", "é" * 500, "/@\\\0"], ids=["short", "long", "odd"])
-def test_a_tenants_own_salts_may_be_any_text(served: Served, new_prompt: NewPrompt, salt: str) -> None:
+def test_a_tenants_own_salts_may_be_any_text(served, new_prompt, salt):
     prompt = new_prompt(LENGTH)
     assert served.cached(prompt, OF_A, salt) == 0
     assert served.cached(prompt, OF_A) == 0
@@ -178,9 +175,7 @@ def test_a_tenants_own_salts_may_be_any_text(served: Served, new_prompt: NewProm
     assert served.cached(prompt, OF_A, salt) >= WHOLE
 
 
-def test_without_a_tenant_salts_are_vllms_and_none_is_a_tenants(
-    served: Served, new_prompt: NewPrompt
-) -> None:
+def test_without_a_tenant_salts_are_vllms_and_none_is_a_tenants(served, new_prompt):
     prompt = new_prompt(LENGTH)
     for salt, cached in (("x" * 128, False), ("x" * 127, False), ("x" * 128, True)):
         assert (served.cached(prompt, PLAIN, salt) >= WHOLE) == cached
@@ -213,8 +208,8 @@ def test_without_a_tenant_salts_are_vllms_and_none_is_a_tenants(
     ids=lambda value: value if isinstance(value, str) else json.dumps(value),
 )
 def test_a_completion_is_that_of_the_decode_node_alone_and_its_prefill_computes_one_token(
-    served: Served, new_prompt: NewPrompt, fields: dict[str, Any], went: str
-) -> None:
+    served, new_prompt, fields, went
+):
     prompt = new_prompt(LENGTH)
     before = served.went(went), served.prefill.metric("vllm:generation_tokens_total")
     served.agrees({"prompt": prompt, **fields})
@@ -225,9 +220,7 @@ def test_a_completion_is_that_of_the_decode_node_alone_and_its_prefill_computes_
     served.settle()
 
 
-def test_a_list_of_prompts_is_answered_as_by_the_decode_node_alone(
-    served: Served, new_prompt: NewPrompt
-) -> None:
+def test_a_list_of_prompts_is_answered_as_by_the_decode_node_alone(served, new_prompt):
     ids = [new_prompt(LENGTH), new_prompt(LENGTH + 200), new_prompt(9)]
     late = served.decode.metric("vllm:pd_cache_troubles_total", op="lookup", reason="deadline")
     for prompts in (ids, [words(one) for one in ids]):
@@ -237,9 +230,7 @@ def test_a_list_of_prompts_is_answered_as_by_the_decode_node_alone(
     assert served.decode.metric("vllm:pd_cache_troubles_total", op="lookup", reason="deadline") == late
 
 
-def test_a_text_and_a_chat_are_known_to_the_pool_by_their_tokens(
-    served: Served, new_prompt: NewPrompt
-) -> None:
+def test_a_text_and_a_chat_are_known_to_the_pool_by_their_tokens(served, new_prompt):
     tool = {"type": "function", "function": {"name": "f", "description": words(new_prompt(LENGTH))}}
     template = "{% for message in messages %}t3000 {{ message['content'] }} {% endfor %}"
     hello = words(new_prompt(20))
@@ -261,9 +252,7 @@ def test_a_text_and_a_chat_are_known_to_the_pool_by_their_tokens(
             served.settle()
 
 
-def test_a_stream_has_the_tokens_as_they_are_made(
-    served: Served, plain: Reference, new_prompt: NewPrompt
-) -> None:
+def test_a_stream_has_the_tokens_as_they_are_made(served, plain, new_prompt):
     for prompt in (new_prompt(900), new_prompt(50)):
         events = served.proxy.stream(prompt, 12)
         assert len(events) > 6
@@ -272,7 +261,7 @@ def test_a_stream_has_the_tokens_as_they_are_made(
     assert served.proxy.chat(text) == served.decode.chat(text) != ""
 
 
-def test_the_list_of_models_is_the_decode_nodes(served: Served) -> None:
+def test_the_list_of_models_is_the_decode_nodes(served):
     (ours,), (theirs,) = (one.ask("/v1/models")["data"] for one in (served.proxy, served.decode))
     assert (
         (ours["id"], ours["max_model_len"]) == (theirs["id"], theirs["max_model_len"]) == (MODEL_NAME, 4096)
@@ -324,14 +313,14 @@ def test_a_client_that_leaves_ends_its_request_at_both_nodes(served, plain, new_
 # --- hints --------------------------------------------------------------------------------------------------
 
 
-def hint(served: Served, kind: str, **payload: Any) -> dict[str, Any]:
+def hint(served, kind, **payload):
     """The answer to one action."""
     action = {"action_id": "a", "action_type": f"kv.{kind}", "action_version": "1.0", "payload": payload}
     hints = {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
     return dict(served.proxy.ask("/hints", hints)["actions"][0])
 
 
-def targets(name: str, tokens: list[int]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def targets(name, tokens):
     """A path and a body of a request, and by what hints name its prompt."""
     text = words(tokens)
     return {
@@ -343,7 +332,7 @@ def targets(name: str, tokens: list[int]) -> tuple[str, dict[str, Any], dict[str
 
 
 @pytest.mark.parametrize("by", ["tokens", "prompt", "messages", "request_id"])
-def test_a_prompt_is_retained_released_and_prefetched(served: Served, new_prompt: NewPrompt, by: str) -> None:
+def test_a_prompt_is_retained_released_and_prefetched(served, new_prompt, by):
     path, body, target = targets(by, new_prompt(LENGTH))
     first = served.asked(body, path, X_Request_Id="hinted")
     served.settle()
@@ -367,9 +356,7 @@ def test_a_prompt_is_retained_released_and_prefetched(served: Served, new_prompt
     served.settle()
 
 
-def test_a_hint_in_a_body_is_about_its_prompt_and_vllm_does_not_get_it(
-    served: Served, new_prompt: NewPrompt
-) -> None:
+def test_a_hint_in_a_body_is_about_its_prompt_and_vllm_does_not_get_it(served, new_prompt):
     action = {
         "action_id": "b",
         "action_type": "kv.retain",
@@ -388,7 +375,7 @@ def test_a_hint_in_a_body_is_about_its_prompt_and_vllm_does_not_get_it(
 # --- what operators see and do ------------------------------------------------------------------------------
 
 
-def test_explain_says_of_each_node_what_it_had(served: Served, new_prompt: NewPrompt, tmp_path: Path) -> None:
+def test_explain_says_of_each_node_what_it_had(served, new_prompt, tmp_path):
     prompt = new_prompt(LENGTH)
     for name, hops in (("ex-1", {"prefill", "decode"}), ("ex-2", {"decode"})):
         served.asked({"prompt": prompt}, X_Request_Id=name)

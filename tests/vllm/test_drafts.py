@@ -3,15 +3,13 @@ would have computed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from bench.lib.small_models import write_model
-from tests.support.pool import Pool
 from tests.vllm.draft_models import add_mtp, write_eagle
-from tests.vllm.servers import CHUNK, SHARDS, Answer, NewPrompt, PdCacheServer, cluster_file, running
+from tests.vllm.servers import CHUNK, SHARDS, Answer, cluster_file, running
 from tests.vllm.test_groups import by_group, same
 
 KINDS = ("eagle", "mtp")
@@ -20,7 +18,7 @@ GENERATED = 24
 
 
 @pytest.fixture(scope="module")
-def drafting(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, PdCacheServer]]:
+def drafting(vllm_pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafts")
     llama, ernie = (
         write_model(folder / "llama", layers=2),
@@ -43,7 +41,7 @@ class Drafted(NamedTuple):
     """How many drafts were right."""
 
 
-def drafted(server: PdCacheServer, prompt: list[int], **options: Any) -> Drafted:
+def drafted(server, prompt, **options):
     before = server.metric("vllm:spec_decode_num_accepted_tokens_total")
     answer = server.store(prompt, GENERATED, logprobs=1, **options)
     return Drafted(answer, server.metric("vllm:spec_decode_num_accepted_tokens_total") - before)
@@ -51,8 +49,8 @@ def drafted(server: PdCacheServer, prompt: list[int], **options: Any) -> Drafted
 
 @each
 def test_a_load_leaves_a_chunk_and_its_drafts_are_accepted_as_often_as_without_it(
-    drafting: dict[str, PdCacheServer], kind: str, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+    drafting, kind, new_prompt, vllm_pool
+):
     server, total = drafting[kind], 0.0
     # a prompt that ends where a chunk ends; one in which vLLM's steps end within the prompt
     for length in (128, 600):

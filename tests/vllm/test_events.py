@@ -4,9 +4,7 @@ say what its cache holds."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -19,13 +17,12 @@ from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig, load_config, read_about
 from pd_cache.events import EventEndpoints, EventSubscriber
 from tests.support.waiting import wait_for
-from tests.vllm.fixtures import Pair
 from tests.vllm.servers import PdCacheServer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
 
 
-def test_a_subscriber_of_vllms_publisher_that_comes_later_catches_up_by_its_replay(tmp_path: Path) -> None:
+def test_a_subscriber_of_vllms_publisher_that_comes_later_catches_up_by_its_replay(tmp_path):
     """More batches than a socket holds: vLLM's replays lose what does not fit, and the rest is asked for
     again."""
     from vllm.distributed.kv_events import (
@@ -66,7 +63,7 @@ class Observed(NamedTuple):
 
 
 @pytest.fixture
-def observed(pair: Pair) -> Iterator[Observed]:
+def observed(pair):
     config = load_config(pair.a.file)
     addresses = config.event_addresses(config.node("prefill-0"))
     with closing(EventSubscriber(check_s=0.5)) as subscriber:
@@ -77,7 +74,7 @@ def observed(pair: Pair) -> Iterator[Observed]:
         yield Observed(pair.a, cache, PromptNamer(space), config)
 
 
-def spaces(server: PdCacheServer) -> list[Namespace]:
+def spaces(server):
     return [
         msgspec.convert(
             {k: v for k, v in server.ask("/health")["namespace"].items() if k != "token_hash"}, Namespace
@@ -85,7 +82,7 @@ def spaces(server: PdCacheServer) -> list[Namespace]:
     ]
 
 
-def test_a_real_node_says_how_large_its_own_cache_and_a_request_may_be(observed: Observed) -> None:
+def test_a_real_node_says_how_large_its_own_cache_and_a_request_may_be(observed):
     (block,) = {space.block_size for space in spaces(observed.node)}
     told = read_about(json.dumps(observed.node.ask("/health")))
     record = next(one for one in file_records(observed.config) if one.name == "prefill-0")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import yaml
 
 from tests.support.cli import printed
-from tests.support.pool import ROOT, Pool
+from tests.support.pool import ROOT
 from tests.vllm.servers import ENV, PROGRAM
 
 PATIENT = {
@@ -20,15 +18,13 @@ PATIENT = {
 """Deadlines that no machine is too busy for."""
 
 
-def run(model: Path, file: Path) -> list[str]:
+def run(model, file):
     """The lines that the example prints itself."""
     lines = printed(PROGRAM[0], ROOT / "examples" / "vllm_offline.py", model, file, **ENV).splitlines()
     return [line for line in lines if line.startswith(("tokens: ", "cached: "))]
 
 
-def test_the_second_process_takes_the_prompt_from_the_pool(
-    model: Path, vllm_pool: Pool, tmp_path: Path
-) -> None:
+def test_the_second_process_takes_the_prompt_from_the_pool(model, vllm_pool, tmp_path):
     file = tmp_path / "pool.yaml"
     file.write_text(yaml.safe_dump({**PATIENT, "nodes": [vllm_pool.master]}))
     tokens, cached = run(model, file)

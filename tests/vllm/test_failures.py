@@ -3,32 +3,25 @@ back."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.support.pool import Pool
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (
     CHUNK,
     LENGTH,
     SHARDS,
     WHOLE,
-    NewPrompt,
-    PdCacheServer,
-    Reference,
-    Server,
     cluster_file,
     running,
 )
 
 
-def store(pool: Pool, server: Server, prompt: list[int], held: int = 0) -> None:
+def store(pool, server, prompt, held=0):
     """Until the pool holds all of it beyond its first `held` tokens: a put may fail on a machine that is busy
     for a second."""
     before = pool.keys()
 
-    def stored() -> bool:
+    def stored():
         server.store(prompt, 1)
         if len(pool.keys() - before) >= (len(prompt) - held) // CHUNK * SHARDS:
             return True
@@ -123,7 +116,7 @@ def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_b
     finally:
         vllm_pool.start("master")
 
-    def hit() -> bool:
+    def hit():
         pair.a.forget_prefixes()
         pair.a.complete(prompt, 1)
         return pair.b.complete(prompt).cached == WHOLE
@@ -135,7 +128,7 @@ def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_b
 @pytest.fixture(scope="module")
 def cramped(model, vllm_pool, plain, tmp_path_factory):
     """Of the pair's namespace. It stores what it generates, and has 28 blocks of 32 tokens."""
-    options: dict[str, Any] = {
+    options = {
         "connector": {"store_generated": True},
         "args": {"num-gpu-blocks-override": 28, "max-model-len": 800},
         "mode": "server",
@@ -169,9 +162,7 @@ def test_damaged_chunks_in_an_engine_with_few_blocks_are_neither_answered_nor_st
         assert pair.b.complete(one).outcome == (len(one) // CHUNK * CHUNK, plain.tokens(one))
 
 
-def test_preemption_under_a_tiny_kv_cache(
-    cramped: PdCacheServer, plain: Reference, new_prompt: NewPrompt
-) -> None:
+def test_preemption_under_a_tiny_kv_cache(cramped, plain, new_prompt):
     """28 blocks of 32 tokens for eight requests of 280 and 48 more, which complete a chunk: three fit until
     they have grown by eight tokens."""
     prompts = [new_prompt(280) for _ in range(8)]

@@ -3,26 +3,19 @@ layer group. Some tests run several ranks, each of which has some of the heads, 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from bench.lib.small_models import ModelKind, write_model
-from tests.support.pool import Pool
+from bench.lib.small_models import write_model
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (
     CHUNK,
     LENGTH,
     SHARDS,
     TRANSFER,
-    Answer,
-    NewPrompt,
-    PdCacheServer,
     cluster_file,
     running,
 )
@@ -50,7 +43,7 @@ class Kind(NamedTuple):
 
 STATES = {"dtype": "bfloat16", "mamba-cache-mode": "align", "max-num-seqs": 16}
 """`max-num-seqs`: vLLM needs a block for the state of each request."""
-KINDS: dict[ModelKind, Kind] = {
+KINDS = {
     "gemma3": Kind(6, 100, {}, (4, 4), "in-process"),
     "gptoss": Kind(4, 80, {}, (2,), "server", recompute="block"),
     # On CPUs with AVX-512 BF16, vLLM 0.32 keeps gated delta nets' states in float32 and takes blocks of 96
@@ -63,21 +56,21 @@ _ROUNDED = 2e-3
 """How far two logprobs of the same token may be apart."""
 
 
-def chunking(kind: ModelKind) -> dict[str, Any]:
+def chunking(kind):
     """Returns what a file says of chunks: those of states must be as large as vLLM's blocks, which `auto`
     sees to."""
     return {"chunk_size": CHUNK, "shards": SHARDS} if KINDS[kind].divisible else {}
 
 
 @pytest.fixture(scope="module")
-def nodes(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, PdCacheServer]]:
+def nodes(vllm_pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("groups")
     files = []
     for kind, one in KINDS.items():
         served = write_model(folder / kind, kind=kind, layers=one.layers)
         args = {"max-model-len": 2048, "num-gpu-blocks-override": one.blocks, **one.args}
         cache = chunking(kind)
-        options: dict[str, Any] = {"args": args, "cache": cache, "connector": {"recompute": one.recompute}}
+        options = {"args": args, "cache": cache, "connector": {"recompute": one.recompute}}
         files.append(cluster_file(folder, vllm_pool, served, {"prefill-0": {}}, mode=one.mode, **options))
     with running(*files) as servers:
         yield dict(zip(KINDS, servers, strict=True))
@@ -86,7 +79,7 @@ def nodes(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 _tenants = itertools.count()
 
 
-def computed(server: PdCacheServer, prompt: list[int], max_tokens: int = 6) -> Answer:
+def computed(server, prompt, max_tokens=6):
     """Returns the answer to a prompt that the server computes from its beginning: nothing is stored under the
     salt."""
     salt = f"a tenant for whom nothing is stored, {next(_tenants)}"
@@ -95,13 +88,13 @@ def computed(server: PdCacheServer, prompt: list[int], max_tokens: int = 6) -> A
     return answer
 
 
-def afresh(server: PdCacheServer, prompt: list[int]) -> Answer:
+def afresh(server, prompt):
     """Returns the answer to a prompt when the server's own prefix cache is empty."""
     server.forget_prefixes()
     return server.store(prompt, logprobs=2)
 
 
-def same(answer: Answer, expected: Answer) -> bool:
+def same(answer, expected):
     """Whether tokens and logprobs are the same, up to a tie: states are in bfloat16, and a prompt that is cut
     elsewhere is rounded elsewhere.
 
@@ -116,23 +109,23 @@ def same(answer: Answer, expected: Answer) -> bool:
     return True
 
 
-def by_group(pool: Pool, before: set[str]) -> list[list[str]]:
+def by_group(pool, before):
     """Returns the keys that are in the pool now and not in `before`: a list for each namespace, in no
     order."""
-    groups: dict[str, list[str]] = defaultdict(list)
+    groups = defaultdict(list)
     for key in sorted(pool.keys() - before):
         groups[key.split("/")[1]].append(key)
     return list(groups.values())
 
 
-def stored(server: PdCacheServer, pool: Pool, prompt: list[int]) -> list[list[str]]:
+def stored(server, pool, prompt):
     """Returns the keys under which the server stores a prompt: a list for each layer group."""
     before = pool.keys()
     server.store(prompt)
     return by_group(pool, before)
 
 
-def wholes(kind: ModelKind, length: int) -> int:
+def wholes(kind, length):
     """Returns how many tokens of a stored prompt a load restores: its whole chunks, but at most all tokens
     but one. With states, or if vLLM's last block is left to compute, no part of a chunk."""
     chunk = KINDS[kind].chunk
@@ -264,16 +257,14 @@ def test_preempted_requests_have_the_tokens_of_those_that_were_alone(nodes, kind
         assert server.metric("vllm:num_preemptions_total") > before, "there is not room for all of them"
 
 
-PATIENT: dict[str, Any] = {
+PATIENT = {
     "transfer": {**TRANSFER, "timeouts": {"exist_ms": 30_000, "get_ms": 30_000, "put_ms": 30_000}},
     "connector": {"load_timeout_ms": 300_000},
 }
 
 
 @pytest.fixture
-def two_ranks(
-    vllm_pool: Pool, tmp_path: Path
-) -> Callable[..., contextlib.AbstractContextManager[list[PdCacheServer]]]:
+def two_ranks(vllm_pool, tmp_path):
     """Returns a function that runs a node of two ranks.
 
     The ranks wait for each other in a loop of `sched_yield`. If they take up all cores, Linux 6.18 runs
@@ -281,9 +272,7 @@ def two_ranks(
     the prompt is computed.
     """
 
-    def run(
-        kind: ModelKind, mode: str, **args: Any
-    ) -> contextlib.AbstractContextManager[list[PdCacheServer]]:
+    def run(kind, mode, **args):
         served = write_model(tmp_path / kind, kind=kind, layers=KINDS[kind].layers)
         args = {"max-model-len": 2048, "num-gpu-blocks-override": 200, **KINDS[kind].args, **args}
         cache = chunking(kind)
@@ -294,10 +283,10 @@ def two_ranks(
     return run
 
 
-def loads_whole(server: PdCacheServer, kind: ModelKind, prompt: list[int], expected: Answer) -> None:
+def loads_whole(server, kind, prompt, expected):
     """Asks until all of the prompt is loaded. Each answer on the way must be the expected one, too."""
 
-    def loaded() -> bool:
+    def loaded():
         answer = afresh(server, prompt)
         assert same(answer, expected), "whether it was loaded or not"
         return answer.cached == wholes(kind, len(prompt))
@@ -318,8 +307,8 @@ def test_nodes_of_one_rank_and_of_two_share_windows(nodes, two_ranks, new_prompt
 
 
 def test_pipeline_stages_store_their_layers_and_a_chunk_is_found_if_all_are_there(
-    nodes: dict[str, PdCacheServer], two_ranks: Any, new_prompt: NewPrompt, vllm_pool: Pool
-) -> None:
+    nodes, two_ranks, new_prompt, vllm_pool
+):
     prompt, one = new_prompt(LENGTH), nodes["gptoss"]
     expected = computed(one, prompt)
     stored(one, vllm_pool, prompt)

@@ -8,7 +8,7 @@ import json
 from tests.support.cli import printed, program
 
 
-def test_lookups_in_deepseeks_layer_groups_are_measured_beside_mooncake_store_connectors() -> None:
+def test_lookups_in_deepseeks_layer_groups_are_measured_beside_mooncake_store_connectors():
     told = printed(*program("bench", "lookup", "--groups", "--clients", 1, "--json"))
     groups = json.loads(told.splitlines()[-1])["groups"]
     # ours: a chunk of 256 tokens in each of the eight parts of five groups; theirs: in each group, the blocks

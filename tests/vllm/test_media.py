@@ -8,9 +8,7 @@ import io
 import itertools
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ import yaml
 from PIL import Image
 
 from launch.proxy.bodies import Completion
-from tests.support.pool import Node, Pool
+from tests.support.pool import Node
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (
     CHUNK,
@@ -43,7 +41,7 @@ NUMBERING = {**HASHING, "mm-processor-cache-gb": 0}
 RENDERING = {"model-impl": "transformers", "enable-scale-out": True}
 
 
-def write_llava(folder: Path) -> Path:
+def write_llava(folder):
     """Returns the folder of a small Llava with random weights, in which an image decides which tokens come
     after it."""
     import torch
@@ -105,7 +103,7 @@ class Servers(NamedTuple):
 
 
 @contextlib.contextmanager
-def before(*nodes: PdCacheServer) -> Iterator[Server]:
+def before(*nodes):
     """A proxy before these nodes of one file."""
     tree = yaml.safe_load(nodes[0].file.read_text())
     ports = {node.node.name: int(node.url.rpartition(":")[2]) for node in nodes}
@@ -125,7 +123,7 @@ def before(*nodes: PdCacheServer) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def servers(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(vllm_pool, tmp_path_factory):
     model, folder = write_llava(tmp_path_factory.mktemp("models") / "llava"), tmp_path_factory.mktemp("media")
     by_blocks = cluster_file(
         folder, vllm_pool, model, {"prefill-0": {"args": HASHING}, "decode-0": {"args": RENDERING}},
@@ -142,7 +140,7 @@ def servers(vllm_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 _numbers = itertools.count()
 
 
-def picture() -> str:
+def picture():
     """Returns the URL of an image that no other test has used: each of its patches has one colour."""
     patches = np.random.default_rng(next(_numbers)).integers(
         0, 256, (SIDE // PATCH, SIDE // PATCH, 3), np.uint8
@@ -154,24 +152,24 @@ def picture() -> str:
 class Chat:
     """A text with images, some of which have a client's name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._rng = random.Random(f"chat {next(_numbers)}")
-        self._texts: list[str] = []
-        self._parts: list[dict[str, Any]] = []
+        self._texts = []
+        self._parts = []
         self.tokens = 0
 
-    def text(self, words: int) -> Chat:
+    def text(self, words):
         self._texts += [f"t{self._rng.randrange(10, WORDS)}" for _ in range(words)]
         self.tokens += words
         return self
 
-    def image(self, url: str, **name: str) -> Chat:
+    def image(self, url, **name):
         self._texts.append("<image>")
         self._parts.append({"type": "image_url", "image_url": {"url": url}, **name})
         self.tokens += TOKENS
         return self
 
-    def but(self, place: int, url: str, **name: str) -> Chat:
+    def but(self, place, url, **name):
         """The same with another image at this place."""
         other = Chat()
         other._texts, other.tokens = self._texts, self.tokens
@@ -179,7 +177,7 @@ class Chat:
         other._parts[place] = {"type": "image_url", "image_url": {"url": url}, **name}
         return other
 
-    def later(self) -> Chat:
+    def later(self):
         """The same with a word more, right before the first image."""
         other = Chat()
         place = self._texts.index("<image>")
@@ -188,11 +186,11 @@ class Chat:
         return other
 
     @property
-    def whole(self) -> int:
+    def whole(self):
         """The tokens of its whole chunks."""
         return self.tokens // CHUNK * CHUNK
 
-    def body(self, **fields: Any) -> dict[str, Any]:
+    def body(self, **fields):
         content = [{"type": "text", "text": " ".join(self._texts)}, *self._parts]
         return {
             "model": MODEL_NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 12, "temperature": 0,
@@ -206,7 +204,7 @@ class Said(NamedTuple):
     reason: str = ""
 
 
-def ask(server: Server, chat: Chat, *, proxied: bool = False, **fields: Any) -> Said:
+def ask(server, chat, *, proxied=False, **fields):
     """`proxied`: with the body that the proxy makes of it."""
     body = chat.body(**fields)
     if proxied:
@@ -219,7 +217,7 @@ def ask(server: Server, chat: Chat, *, proxied: bool = False, **fields: Any) -> 
     return Said(cached, answer["choices"][0]["message"]["content"], report.get("reason", ""))
 
 
-def written(server: Server) -> float:
+def written(server):
     return server.metric("vllm:pd_cache_tokens_total", op="store", outcome="stored")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from pathlib import Path
 
 from tests.support.pool import ROOT
 from tests.vllm.servers import PROGRAM
@@ -12,9 +11,7 @@ from tests.vllm.servers import PROGRAM
 FIVE = ("GPT2LMHeadModel", "OPTForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM")
 
 
-def test_five_small_models_answer_the_same_whether_their_kv_is_computed_or_comes_out_of_the_pool(
-    tmp_path: Path,
-) -> None:
+def test_five_small_models_answer_the_same_whether_their_kv_is_computed_or_comes_out_of_the_pool(tmp_path):
     subprocess.run(
         [PROGRAM[0], ROOT / "tests/vllm/models.py", tmp_path, "--alone", *FIVE], check=True, cwd=ROOT
     )

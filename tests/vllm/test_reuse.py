@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from tests.support.waiting import wait_for
-from tests.vllm.fixtures import Pair
 from tests.vllm.servers import (
     CHUNK,
     GPU,
@@ -14,20 +12,16 @@ from tests.vllm.servers import (
     LENGTH,
     SHARDS,
     WHOLE,
-    Answer,
-    NewPrompt,
-    PdCacheServer,
-    Reference,
     whole_chunks,
 )
 
 
-def reason_of(answer: Answer) -> str:
+def reason_of(answer):
     """Why the cache did not have more of the prompt."""
     return str(answer.kv_transfer_params["pd_cache"]["report"]["reason"])
 
 
-def stored(pair: Pair, prompt: list[int]) -> None:
+def stored(pair, prompt):
     """Have A compute a prompt, and wait until its chunks are in the pool."""
     before = pair.a.metric("vllm:pd_cache_tokens_total", op="store", outcome="stored")
     pair.a.store(prompt, 1)
@@ -35,7 +29,7 @@ def stored(pair: Pair, prompt: list[int]) -> None:
     assert after - before == whole_chunks(len(prompt))
 
 
-def test_what_a_stores_b_takes_from_the_pool(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
+def test_what_a_stores_b_takes_from_the_pool(pair, plain, new_prompt):
     prompt = new_prompt(LENGTH)
     assert pair.a.store(prompt).outcome == (0, plain.tokens(prompt))
     pair.b.complete(new_prompt(200), 1)  # so that it knows of resets in earlier tests
@@ -46,7 +40,7 @@ def test_what_a_stores_b_takes_from_the_pool(pair: Pair, plain: Reference, new_p
     )
 
 
-def report(server: PdCacheServer, prompt: list[int], request_id: str) -> dict[str, Any]:
+def report(server, prompt, request_id):
     """The report on a request, in its answer and on the page of the node."""
     told = (server.complete(prompt, 2, {"X-Request-Id": request_id}).kv_transfer_params or {})["pd_cache"][
         "report"
@@ -99,7 +93,7 @@ def test_chunks_of_a_long_prompt_are_stored_while_it_is_computed(pair, plain, ne
     assert pair.b.complete(prompt).outcome == (whole_chunks(2000), plain.tokens(prompt))
 
 
-def test_tenants_of_different_salt_share_nothing(pair: Pair, plain: Reference, new_prompt: NewPrompt) -> None:
+def test_tenants_of_different_salt_share_nothing(pair, plain, new_prompt):
     prompt = new_prompt(400)
     pair.a.store(prompt, cache_salt="one")
     for salt, cached in (("two", 0), ("one", whole_chunks(400))):
@@ -134,7 +128,7 @@ def test_the_prefill_node_tells_what_it_stores_and_the_decode_node_waits_for_it(
     assert pair.b.troubles("lookup", "other_namespace") >= 1
 
 
-def test_statistics_reach_vllms_prometheus(pair: Pair, new_prompt: NewPrompt) -> None:
+def test_statistics_reach_vllms_prometheus(pair, new_prompt):
     prompt = new_prompt(6 * CHUNK + 5)
     stored(pair, prompt)
     before = pair.b.metric("vllm:pd_cache_bytes_total", op="retrieve")

@@ -17,7 +17,6 @@ from tests.vllm.servers import (
     CHUNK,
     LENGTH,
     WHOLE,
-    NewPrompt,
     PdCacheServer,
     Server,
     begun,
@@ -33,7 +32,7 @@ ANNOUNCED = {"kv_transfer_params": {"do_remote_prefill": True, "pd_cache": {"pre
 TIERS = {"chunk_size": CHUNK, "tiers": [{"kind": "local", "capacity": "64MiB"}, {"kind": "mooncake"}]}
 
 
-def server_of(file: Path) -> tuple[str, str]:
+def server_of(file):
     """Where the cache server of a file listens, and where its metrics are."""
     config = load_config(file)
     node = config.node(CACHE)
@@ -74,7 +73,7 @@ def test_an_engines_hit_on_what_another_has_computed_comes_from_the_servers_memo
     _, metrics = server_of(sharing.file)
     prompt = new_prompt(LENGTH)
 
-    def stored() -> bool:
+    def stored():
         """The server's own client of the pool may have to open first."""
         sharing.by_hand.forget_prefixes()
         sharing.by_hand.store(prompt, 1)
@@ -114,11 +113,11 @@ def test_a_producer_loads_under_asynchronous_scheduling(sharing, plain, new_prom
     assert [answer.outcome for answer in answers] == [(WHOLE, plain.tokens(prompt)) for prompt in prompts]
 
 
-def serve_adapter(server: Server, adapter: str, folder: Path, new_prompt: NewPrompt) -> None:
+def serve_adapter(server, adapter, folder, new_prompt):
     """Waits until the connector knows the adapter's digest. Until then each request with it is counted."""
     server.ask("/v1/load_lora_adapter", {"lora_name": adapter, "lora_path": str(folder)})
 
-    def uncounted() -> bool:
+    def uncounted():
         before = server.metric("vllm:pd_cache_troubles_total", op="lookup")
         server.store(new_prompt(CHUNK), 1, model=adapter)
         return server.metric("vllm:pd_cache_troubles_total", op="lookup") == before
@@ -153,7 +152,7 @@ def test_adapters_of_one_name_and_path_share_if_their_weights_are_the_same(
     first.forget_prefixes()
     known = first.metric("vllm:pd_cache_troubles_total", op="lookup", reason="adapter_changed")
 
-    def changed() -> bool:
+    def changed():
         """The files are looked at while the first request after the change computes."""
         first.complete(new_prompt(CHUNK), 1, model="same")
         return first.metric("vllm:pd_cache_troubles_total", op="lookup", reason="adapter_changed") > known
@@ -177,7 +176,7 @@ def test_the_server_is_killed_and_comes_back_and_no_engine_is_restarted(sharing,
 
     with cache_server(sharing.file):
 
-        def hit() -> bool:
+        def hit():
             server.forget_prefixes()
             return server.complete(prompt, **ANNOUNCED).cached == WHOLE
 

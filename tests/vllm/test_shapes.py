@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.vllm.servers import (
@@ -11,9 +9,6 @@ from tests.vllm.servers import (
     CHUNK,
     LENGTH,
     WHOLE,
-    NewPrompt,
-    PdCacheServer,
-    Reference,
     cluster_file,
     running,
 )
@@ -24,7 +19,7 @@ def by_tokens(model, vllm_pool, plain, tmp_path_factory):
     """Names its chunks by tokens, has memory of its own above the pool, and leaves to compute what vLLM's own
     prefix cache leaves."""
     tiers = [{"kind": "local", "capacity": "64MiB"}, {"kind": "mooncake"}]
-    options: dict[str, Any] = {
+    options = {
         "cache": {"chunk_size": CHUNK, "hash_mode": "tokens", "tiers": tiers},
         "connector": {"recompute": "block"},
     }
@@ -33,7 +28,7 @@ def by_tokens(model, vllm_pool, plain, tmp_path_factory):
         yield server
 
 
-def test_token_mode(by_tokens: PdCacheServer, plain: Reference, new_prompt: NewPrompt) -> None:
+def test_token_mode(by_tokens, plain, new_prompt):
     server, prompt = by_tokens, new_prompt(LENGTH)
     assert server.store(prompt).cached == 0
     for salt, cached in ((None, WHOLE), ("tenant", 0), ("tenant", WHOLE)):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from bench.lib.small_models import ModelKind, write_model
+from bench.lib.small_models import write_model
 from launch.operate.size import size_of
 from tests.vllm.servers import DTYPE, cluster_file, running
 
 _TOKENS = 1100
-_KINDS: tuple[ModelKind, ...] = ("llama", "gemma3")
+_KINDS = ("llama", "gemma3")
 _CHUNK = {"chunk_size": 256, "shards": 1}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     return [write_model(folder / kind, kind=kind, layers=6) for kind in _KINDS]
 

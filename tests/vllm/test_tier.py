@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from pd_cache.errors import ConfigError
 from tests.support.adapters import options_of
 from tests.support.made import made
-from tests.support.pool import Pool
 from tests.support.vllm_tier import offloading_config
 from tests.support.waiting import wait_for
 
@@ -25,7 +23,7 @@ class Tiered:
     """vLLM's tiering manager over its shared memory, with our tier below, made by vLLM's own spec and
     factory."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options):
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
         tier = {
@@ -44,7 +42,7 @@ class Tiered:
         self.tier = self.manager.secondary_tiers[0]
         self._requests = 0
 
-    def request(self) -> Any:
+    def request(self):
         from vllm.v1.kv_offload.base import ReqContext
 
         self._requests += 1
@@ -52,31 +50,31 @@ class Tiered:
         self.manager.on_new_request(context)
         return context
 
-    def step(self, *new: Any) -> None:
+    def step(self, *new):
         """The end of a step of vLLM's scheduler."""
         from vllm.v1.kv_offload.base import ScheduleEndContext
 
         self.manager.on_schedule_end(ScheduleEndContext([one.req_id for one in new], []))
 
-    def settle(self) -> None:
+    def settle(self):
         """Steps until nothing is under way."""
 
-        def settled() -> bool:
+        def settled():
             self.step()
             return not self.manager.has_pending_work()
 
         wait_for(settled, "the end of all transfers")
 
-    def reset(self) -> None:
+    def reset(self):
         """As the scheduler does when it resets its caches; no worker has anything under way."""
         self.manager.reset_cache()
         if hasattr(self.manager, "on_reset_flushed"):  # vLLM 0.33
             self.manager.on_reset_flushed()
 
-    def row(self, chunk: int) -> memoryview:
+    def row(self, chunk):
         return self.manager.primary_tier.get_kv_memoryview().cast("B")[chunk * ROW : (chunk + 1) * ROW]
 
-    def store(self, values: dict[bytes, bytes], context: Any = None) -> None:
+    def store(self, values, context=None):
         """As if a GPU had computed these chunks and copied them to the primary tier."""
         context = context or self.request()
         prepared = self.manager.prepare_store(list(values), context)
@@ -86,21 +84,21 @@ class Tiered:
         self.settle()
         self.manager.on_request_finished(context)
 
-    def load(self, keys: list[bytes]) -> list[bytes | None]:
+    def load(self, keys):
         """Looks chunks up as the scheduler does for a waiting request, step by step, and reads those that are
         hits."""
         from vllm.v1.kv_offload.base import LookupResult
 
         context, found = self.request(), [LookupResult.RETRY] * len(keys)
 
-        def answered() -> bool:
+        def answered():
             found[:] = [self.manager.lookup(key, context) for key in keys]
             self.step(context)
             return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found)
 
         wait_for(answered, "an answer to each lookup")
         hits = [key for key, one in zip(keys, found, strict=True) if one is LookupResult.HIT]
-        values: dict[bytes, bytes] = {}
+        values = {}
         if hits:
             chunks = self.manager.prepare_load(hits, context).chunk_ids
             values = {key: bytes(self.row(int(chunk))) for key, chunk in zip(hits, chunks, strict=True)}
@@ -108,7 +106,7 @@ class Tiered:
         self.manager.on_request_finished(context)
         return [values.get(key) for key in keys]
 
-    def close(self) -> None:
+    def close(self):
         self.manager.shutdown()
 
 
@@ -116,15 +114,15 @@ Open = Callable[..., Tiered]
 
 
 @pytest.fixture
-def salt() -> str:
+def salt():
     return uuid.uuid4().hex
 
 
 @pytest.fixture
-def opened(vllm_pool: Pool, salt: str) -> Iterator[Open]:
+def opened(vllm_pool, salt):
     """Opens managers with our tier, in one namespace; all are shut down after the test."""
 
-    def open_one(**options: Any) -> Tiered:
+    def open_one(**options):
         one = Tiered({**options_of(vllm_pool.settings(), salt), **options})
         one.tier.cache.wait_available(60)
         return one
@@ -132,16 +130,16 @@ def opened(vllm_pool: Pool, salt: str) -> Iterator[Open]:
     yield from made(open_one, Tiered.close)
 
 
-def chunk(number: int) -> bytes:
+def chunk(number):
     """The key of a chunk: a block hash and the index of its group."""
     return number.to_bytes(32, "big") + (0).to_bytes(4, "big")
 
 
-def values(*numbers: int) -> dict[bytes, bytes]:
+def values(*numbers):
     return {chunk(number): bytes([number]) * ROW for number in numbers}
 
 
-def test_chunks_cascade_to_the_pool_and_another_engine_promotes_them(opened: Open) -> None:
+def test_chunks_cascade_to_the_pool_and_another_engine_promotes_them(opened):
     one, other = opened(), opened()
     stored = values(1, 2, 3)
     one.store(stored)
@@ -151,7 +149,7 @@ def test_chunks_cascade_to_the_pool_and_another_engine_promotes_them(opened: Ope
     assert other.load([chunk(1)]) == [stored[chunk(1)]], "it is in its own primary tier now"
 
 
-def test_a_damaged_chunk_is_missing_and_those_beside_it_are_loaded(opened: Open, vllm_pool: Pool) -> None:
+def test_a_damaged_chunk_is_missing_and_those_beside_it_are_loaded(opened, vllm_pool):
     """The job fails in part: vLLM keeps what was loaded, and does not ask for ever for what was not
     (vllm#49176)."""
     one, other = opened(), opened()
@@ -164,7 +162,7 @@ def test_a_damaged_chunk_is_missing_and_those_beside_it_are_loaded(opened: Open,
     assert other.load([chunk(1), chunk(2), chunk(3)]) == [values(1)[chunk(1)], None, values(3)[chunk(3)]]
 
 
-def test_a_prompt_longer_than_the_primary_tier_is_loaded_as_far_as_there_is_room(opened: Open) -> None:
+def test_a_prompt_longer_than_the_primary_tier_is_loaded_as_far_as_there_is_room(opened):
     """vLLM itself would load its last chunks over its first ones, and those again, without end."""
     one, other = opened(), opened()
     for number in range(CHUNKS + 4):
@@ -173,7 +171,7 @@ def test_a_prompt_longer_than_the_primary_tier_is_loaded_as_far_as_there_is_room
     assert loaded == [*(values(n)[chunk(n)] for n in range(CHUNKS)), *[None] * 4]
 
 
-def test_a_reset_of_vllms_caches_hides_from_the_engine_what_was_stored_before(opened: Open) -> None:
+def test_a_reset_of_vllms_caches_hides_from_the_engine_what_was_stored_before(opened):
     """vLLM keeps what is in secondary tiers through a reset, also if the weights have changed. This tier
     begins a version of its own."""
     one, other = opened(), opened()
@@ -186,7 +184,7 @@ def test_a_reset_of_vllms_caches_hides_from_the_engine_what_was_stored_before(op
     assert other.load([chunk(2)]) == [None]
 
 
-def test_a_request_that_began_before_a_reset_stores_nothing_after_it(opened: Open, vllm_pool: Pool) -> None:
+def test_a_request_that_began_before_a_reset_stores_nothing_after_it(opened, vllm_pool):
     one = opened()
     before = one.request()
     one.reset()
@@ -210,7 +208,7 @@ def test_options_that_are_wrong_say_so_when_vllm_starts(options, message, vllm_p
         Tiered({**options_of(vllm_pool.settings(), salt), **options})
 
 
-def test_weights_ranks_and_layout_are_part_of_the_namespace() -> None:
+def test_weights_ranks_and_layout_are_part_of_the_namespace():
     import dataclasses
 
     from pd_cache.adapters.vllm_tier import namespace_of
@@ -218,7 +216,7 @@ def test_weights_ranks_and_layout_are_part_of_the_namespace() -> None:
     config = offloading_config(ROW)
     parallel = config.parallel
 
-    def named(config: Any = config, **changes: Any) -> str:
+    def named(config=config, **changes):
         given = {"row_bytes": ROW, "blocks_per_chunk": 1, "revision": "r", "salt": "", **changes}
         return namespace_of(config, **given)
 

@@ -4,15 +4,13 @@ with its copies made on the CPU."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from bench.lib.small_models import write_model
 from bench.lib.vllm_server import vllm_server
-from tests.support.pool import ROOT, Pool
+from tests.support.pool import ROOT
 from tests.support.waiting import wait_for
 from tests.vllm.servers import ARGS, BLOCK, ENV, MODEL_NAME, PROGRAM, Server, begun, connector
 
@@ -21,7 +19,7 @@ TIMEOUTS = {"exist_ms": 10_000, "get_ms": 20_000, "put_ms": 20_000, "close_ms": 
 
 
 @contextmanager
-def tiered(model: Path, pool: Pool, salt: str) -> Iterator[Server]:
+def tiered(model, pool, salt):
     """With the flag as its users write it, apart from the spec, which vLLM's own worker has no CPU for."""
     tier = {
         "type": "PdCacheTierManager",
@@ -38,7 +36,7 @@ def tiered(model: Path, pool: Pool, salt: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A model most of whose layers have a sliding window: vLLM keeps their KV in groups."""
     return write_model(tmp_path_factory.mktemp("tiering") / "gemma3", kind="gemma3", layers=6)
 

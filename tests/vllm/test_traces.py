@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
-from tests.support.collector import Collector, ReceivedSpan
 from tests.support.waiting import wait_for
-from tests.vllm.servers import CHUNK, PdCacheServer
+from tests.vllm.servers import CHUNK
 
 
-def ask(server: PdCacheServer, prompt: Sequence[int]) -> tuple[str, str]:
+def ask(server, prompt):
     """Sends a prompt under a new trace context. Returns its trace and the client's span."""
     trace, span = os.urandom(16).hex(), os.urandom(8).hex()
     server.complete(prompt, 4, {"traceparent": f"00-{trace}-{span}-01"})
     return trace, span
 
 
-def received(collector: Collector, trace: str, *names: str) -> dict[str, list[ReceivedSpan]]:
+def received(collector, trace, *names):
     wait_for(lambda: collector.of(trace).keys() >= set(names), f"{names} of {trace}")
     return collector.of(trace)
 

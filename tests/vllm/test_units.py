@@ -8,9 +8,7 @@ import json
 import math
 import random
 from contextlib import ExitStack, closing
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -69,22 +67,20 @@ nodes:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text(CONFIG)
     return path
 
 
-def layout(kind: PageKind = PageKind.HEADS_FIRST, heads: int = 8) -> KVLayout:
+def layout(kind=PageKind.HEADS_FIRST, heads=8):
     return KVLayout(
         kind=kind, layers=2, blocks=4, block_size=32, pieces=heads, piece_bytes=64, dtype="bfloat16"
     )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])  # sockets; ports of all addresses
-def test_each_data_parallel_rank_of_vllm_publishes_where_the_nodes_record_says(
-    host: str, tmp_path: Path
-) -> None:
+def test_each_data_parallel_rank_of_vllm_publishes_where_the_nodes_record_says(host, tmp_path):
     from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch, ZmqEventPublisher
 
     port, *_ = free_port(), free_port(), free_port(), free_port()
@@ -104,17 +100,17 @@ def test_each_data_parallel_rank_of_vllm_publishes_where_the_nodes_record_says(
     assert [one.ts for (one, *_) in came] == [0.0, 1.0]
 
 
-def test_the_groups_that_vllm_makes_of_deepseek_v4s_layers_are_found_in_either_version() -> None:
+def test_the_groups_that_vllm_makes_of_deepseek_v4s_layers_are_found_in_either_version():
     assert len(layer_groups(vllm_config())) == 5
 
 
-def test_vllm_is_refused_to_sleep_beside_the_connector() -> None:
+def test_vllm_is_refused_to_sleep_beside_the_connector():
     from pd_cache.vllm.connector import PdCacheConnector
 
     assert PdCacheConnector.supports_sleep_mode(SimpleNamespace()) is False, "vLLM 0.33 asks the class"
 
 
-def test_every_method_takes_what_vllms_own_of_that_name_takes() -> None:
+def test_every_method_takes_what_vllms_own_of_that_name_takes():
     from pd_cache.adapters.vllm_tier import PdCacheTierManager
     from pd_cache.vllm.connector import PdCacheConnector
 
@@ -129,7 +125,7 @@ def test_every_method_takes_what_vllms_own_of_that_name_takes() -> None:
                 assert taken[1][: len(taken[0])] == taken[0], name
 
 
-def test_hits_are_counted_by_the_tier_that_has_them() -> None:
+def test_hits_are_counted_by_the_tier_that_has_them():
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from pd_cache.adapters.vllm_tier import PdCacheTierManager
@@ -145,7 +141,7 @@ def test_hits_are_counted_by_the_tier_that_has_them() -> None:
     assert PdCacheTierManager.cache_hit_source is CacheHitSource.EXTERNAL_UNSPECIFIED, "the pool is no disk"
 
 
-def test_the_node_is_named_or_the_only_one_of_its_role(file: Path) -> None:
+def test_the_node_is_named_or_the_only_one_of_its_role(file):
     named = read_settings({"config_file": str(file), "node": "prefill-0"}, "kv_both")
     assert named.node.segment_size == 64 << 20
     assert named.node.cache.hash_mode == "blocks"
@@ -153,7 +149,7 @@ def test_the_node_is_named_or_the_only_one_of_its_role(file: Path) -> None:
     assert read_settings({"config_file": str(file)}, "kv_consumer").node.segment_size == 0
 
 
-def test_the_cache_server_is_the_nodes_own_or_the_one_that_is_named(tmp_path: Path) -> None:
+def test_the_cache_server_is_the_nodes_own_or_the_one_that_is_named(tmp_path):
     file = tmp_path / "cluster.yaml"
     changed = CONFIG.replace("port: 1, segment_size: 64MiB", "port: 1, cache_server: c").replace(
         "{tensor-p", "{x-p"
@@ -179,7 +175,7 @@ def test_the_cache_server_is_the_nodes_own_or_the_one_that_is_named(tmp_path: Pa
         ({"config_file": "/nowhere.yaml"}, "/nowhere.yaml: cannot be read"),
     ],
 )
-def test_a_bad_extra_config_is_refused_in_words(extra: dict[str, Any], message: str, file: Path) -> None:
+def test_a_bad_extra_config_is_refused_in_words(extra, message, file):
     given = {key: value.replace("FILE", str(file)) for key, value in extra.items()}
     with pytest.raises(ConfigError, match=message):
         read_settings(given, "kv_producer")
@@ -217,9 +213,9 @@ def test_each_rank_holds_its_shards_and_of_replicas_the_first_stores(kept, ranks
     from pd_cache.vllm.model import place_of
 
     latent, state = kept.pieces == 1 and kept is not STATE, LayerGroup(layers="0-2", keeps="a state", tail=1)
-    options: dict[str, Any] = {"latent": latent, "group": state if kept is STATE else None}
+    options = {"latent": latent, "group": state if kept is STATE else None}
 
-    def place(rank: int, ranks: int, replicas: int) -> Any:
+    def place(rank, ranks, replicas):
         return place_of(
             "m", kept, "llama", rank=rank, ranks=ranks, replicas=replicas, shards=shards, **options
         )
@@ -234,7 +230,7 @@ def test_each_rank_holds_its_shards_and_of_replicas_the_first_stores(kept, ranks
         assert {metadata for metadata, _ in places} == {place(0, 1, 1)[0]}, "nodes of any size share"
 
 
-def further_spec(kind: str, block_size: int = 16, window: int = 64) -> Any:
+def further_spec(kind, block_size=16, window=64):
     """What vLLM keeps of a group of layers."""
     from vllm.v1 import kv_cache_interface as vllm
 
@@ -316,12 +312,12 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, 
         dtype=torch.float32,
         non_causal=changed.get("non_causal", False),
     )
-    ordinary: dict[str, Any] = {
+    ordinary = {
         "method": changed.get("draft"), "parallel_drafting": False, "use_multi_module_mtp": lambda: False,
         "use_gemma4_mtp": lambda: False, "use_step3p5_mtp": lambda: False,
     }  # fmt: skip
     speculative = SimpleNamespace(**{name: changed.get(name, value) for name, value in ordinary.items()})
-    config: Any = SimpleNamespace(
+    config = SimpleNamespace(
         model_config=SimpleNamespace(
             model="/models/m",
             use_mla=latent,
@@ -338,14 +334,14 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, 
     )
     specs = [spec, *(further_spec(kind) for kind in changed.get("others", ()))]
     shared = not changed.get("scratch", False)
-    names: Any = changed.get("names")
+    names = changed.get("names")
     groups = [
         KVCacheGroupSpec(
             names or list(getattr(one, "kv_cache_specs", [str(at)])), one, enable_kv_transfer=shared
         )
         for at, one in enumerate(specs)
     ]
-    cache: Any = SimpleNamespace(kv_cache_groups=groups)
+    cache = SimpleNamespace(kv_cache_groups=groups)
     if message is None:
         check_supported(config, cache)
         return
@@ -354,10 +350,10 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, 
     assert "/models/m" in str(refusal.value)
 
 
-def test_the_layer_groups_of_an_engine_are_those_of_all_stages_and_the_ranks_of_a_stage_must_agree() -> None:
+def test_the_layer_groups_of_an_engine_are_those_of_all_stages_and_the_ranks_of_a_stage_must_agree():
     from pd_cache.vllm.connector import Handshake, of_all_stages
 
-    def told(layers: str, rank: int) -> Handshake:
+    def told(layers, rank):
         kept = LayerGroup(layers=layers, keeps="every token", tail=0)
         return Handshake([CacheMetadata.of("m", layout(), world_size=2, rank=rank, group=kept)], rank, "vllm")
 
@@ -370,7 +366,7 @@ def test_the_layer_groups_of_an_engine_are_those_of_all_stages_and_the_ranks_of_
         of_all_stages({(stage, 0): told("0-1", 0) for stage in (0, 1)}, cache, "llama")
 
 
-def test_a_scheduler_that_hears_nothing_of_its_workers_says_why() -> None:
+def test_a_scheduler_that_hears_nothing_of_its_workers_says_why():
     """As behind a MultiConnector whose first connector is another one."""
     from pd_cache.vllm.connector import PdCacheConnector
 
@@ -382,7 +378,7 @@ def test_a_scheduler_that_hears_nothing_of_its_workers_says_why() -> None:
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace()})
 
 
-def test_reports_of_ranks_add_up() -> None:
+def test_reports_of_ranks_add_up():
     new, before, lost = StoreOutcome.NEW, StoreOutcome.BEFORE, StoreOutcome.NOT
     one = StepReport(
         {1: (1, [new, new]), 2: (1, [new])},
@@ -401,7 +397,7 @@ def test_reports_of_ranks_add_up() -> None:
         assert both.took == {"a": 2.0, "c": 1.0}
 
 
-def test_statistics_of_several_steps_add_up_for_vllms_log() -> None:
+def test_statistics_of_several_steps_add_up_for_vllms_log():
     from pd_cache.vllm.stats import CacheStats
 
     first = CacheStats(
@@ -416,7 +412,7 @@ def test_statistics_of_several_steps_add_up_for_vllms_log() -> None:
     assert (line["store queue_full"], line["hit tokens"], line["store GB/s"]) == (3, 512, 3.0)
 
 
-def test_another_vllm_is_a_warning_and_another_interface_an_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_vllm_is_a_warning_and_another_interface_an_error(caplog):
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     from pd_cache.vllm.connector import TESTED, IncompatibleVllmError, check_version
@@ -432,9 +428,7 @@ def test_another_vllm_is_a_warning_and_another_interface_an_error(caplog: pytest
 
 
 @pytest.mark.parametrize("seed", [None, "7"])
-def test_block_hashes_without_vllm_are_those_of_vllm(
-    seed: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_hashes_without_vllm_are_those_of_vllm(seed, monkeypatch):
     from vllm.utils.hashing import sha256
     from vllm.v1.core import kv_cache_utils
 
@@ -453,7 +447,7 @@ def test_block_hashes_without_vllm_are_those_of_vllm(
         for name, (offset, length) in zip(map(list, names), places, strict=True)
     ]
     for salt, items in ((None, []), ("tenant", []), (None, features), ("tenant", features)):
-        request: Any = SimpleNamespace(
+        request = SimpleNamespace(
             block_hashes=[], num_tokens=100, all_token_ids=list(range(100)), mm_features=items, cache_salt=salt,
             lora_request=None, prompt_embeds=None,
         )  # fmt: skip
@@ -462,13 +456,13 @@ def test_block_hashes_without_vllm_are_those_of_vllm(
         assert len(theirs) == 6
 
 
-def test_block_hashes_with_a_random_seed_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_hashes_with_a_random_seed_are_refused(file, monkeypatch):
     from vllm.config import VllmConfig
 
     from pd_cache.vllm.model import fitted
 
     settings = read_settings({"config_file": str(file), "node": "decode-0"}, "kv_consumer")
-    vllm_config: Any = VllmConfig()
+    vllm_config = VllmConfig()
     vllm_config.cache_config.prefix_caching_hash_algo = "xxhash"
     layers = [KeptLayers(0, 16)]
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
@@ -481,7 +475,7 @@ def test_block_hashes_with_a_random_seed_are_refused(file: Path, monkeypatch: py
     assert len({seeded, plain, fitted(settings, vllm_config, layers, 8).node.cache.hash_seed}) == 3
 
 
-def test_loads_end_with_a_block_beside_routed_experts_which_vllm_keeps_for_blocks(file: Path) -> None:
+def test_loads_end_with_a_block_beside_routed_experts_which_vllm_keeps_for_blocks(file):
     from vllm.config import VllmConfig
 
     from pd_cache.vllm.model import fitted
@@ -509,7 +503,7 @@ HITS = (
 """Of each group of a model: what it keeps, its blocks' size, and its window."""
 
 
-def kept_of(shape: list[tuple[str, int, int]]) -> Any:
+def kept_of(shape):
     return [
         KeptLayers(at, size, "full", drafts="next") if kind == "draft" else KeptLayers(at, size, kind, window)
         for at, (kind, size, window) in enumerate(shape)
@@ -518,9 +512,7 @@ def kept_of(shape: list[tuple[str, int, int]]) -> Any:
 
 @pytest.mark.parametrize("shape", HITS)
 @pytest.mark.parametrize("chunk", [64, 192])
-def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(
-    shape: list[tuple[str, int, int]], chunk: int
-) -> None:
+def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape, chunk):
     """400 random sets of objects for each, that is 8800 in all. Of a draft model's layers vLLM finds one
     block more than it takes, and we find each chunk by the name of the next."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.coordinator import (
@@ -545,7 +537,7 @@ def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(
     rng = random.Random(f"{shape} {chunk}")
     for _ in range(400):
         chunks = rng.randrange(12)
-        hashes: Any = [rng.randbytes(32) for _ in range(chunks * chunk // 16)]
+        hashes = [rng.randbytes(32) for _ in range(chunks * chunk // 16)]
         likely = rng.choice((0.5, 0.8, 0.95, 1.0))
         there = [
             [rng.random() < likely or (kind == "draft" and not number) for number in range(chunks)]
@@ -566,7 +558,7 @@ def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(
 
 
 @pytest.mark.parametrize("shape", [*HITS, [("draft", 16, 0)]])
-def test_what_vllms_own_cache_leaves_of_a_prompt_is_known(shape: list[tuple[str, int, int]]) -> None:
+def test_what_vllms_own_cache_leaves_of_a_prompt_is_known(shape):
     """`connector.recompute: block` leaves as much. A coordinator of vLLM that has every block is asked."""
     from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -592,11 +584,11 @@ def test_what_vllms_own_cache_leaves_of_a_prompt_is_known(shape: list[tuple[str,
         hash_block_size=hashed,
         allow_partial_hash_hits=False,
     )
-    every: Any = lambda value, groups: [theirs.block_pool.null_block] * len(groups)  # noqa: E731
+    every = lambda value, groups: [theirs.block_pool.null_block] * len(groups)  # noqa: E731
     theirs.block_pool.get_cached_block = every
     kept = kept_of(shape)
     for tokens in range(1, 4 * math.lcm(*sizes) + 2):
-        hashes: Any = [bytes(32)] * (tokens // hashed)
+        hashes = [bytes(32)] * (tokens // hashed)
         _, length, _ = theirs.find_longest_cache_hit(hashes, tokens - 1)
         assert own_hit(tokens, kept) == length, tokens
 
@@ -624,7 +616,7 @@ def test_the_size_of_a_chunk_fits_all_groups_or_is_refused_with_one_that_does(wa
         fitting_chunk(wanted, groups)
 
 
-def test_what_a_namespace_says_of_a_group_tells_layers_windows_and_states_apart() -> None:
+def test_what_a_namespace_says_of_a_group_tells_layers_windows_and_states_apart():
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
     specs = [further_spec("window"), further_spec("full"), further_spec("state", 64)]
@@ -640,7 +632,7 @@ def test_what_a_namespace_says_of_a_group_tells_layers_windows_and_states_apart(
     told = []
     for one in kept:
         names = groups[one.number].layer_names
-        caches: Any = dict(zip(names, [pages, pages] if one.kind == "state" else attention, strict=True))
+        caches = dict(zip(names, [pages, pages] if one.kind == "state" else attention, strict=True))
         tensors = group_tensors(one, caches, names, 8, "m", 64)
         told.append(described(one, names, tensors, 64))
     assert [(one.layers, one.tail) for one in told] == [("1,4", 0), ("0,3", 1), ("2,5", 1)]
@@ -651,11 +643,11 @@ def test_what_a_namespace_says_of_a_group_tells_layers_windows_and_states_apart(
     ]
 
 
-def test_the_layers_of_a_draft_model_are_a_group_of_their_own_that_names_it() -> None:
+def test_the_layers_of_a_draft_model_are_a_group_of_their_own_that_names_it():
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
     own, drafting = ["model.layers.0.attn", "model.layers.1.attn"], ["model.layers.2.attn"]
-    config: Any = SimpleNamespace(
+    config = SimpleNamespace(
         kv_cache_groups=[
             KVCacheGroupSpec([*own, *drafting], further_spec("full")),
             KVCacheGroupSpec(["model.layers.3.attn"], further_spec("window")),
@@ -684,10 +676,10 @@ def test_the_layers_of_a_draft_model_are_a_group_of_their_own_that_names_it() ->
     assert (same.drafts, same.ahead) == ("same", 0)
 
 
-def test_a_draft_model_is_its_weights_and_method_but_not_how_many_tokens_it_drafts(tmp_path: Path) -> None:
+def test_a_draft_model_is_its_weights_and_method_but_not_how_many_tokens_it_drafts(tmp_path):
     from pd_cache.vllm.model import drafted_up_to, drafter_identity
 
-    def drafting(weights: bytes = b"w", method: str = "eagle", tokens: int = 3, positions: int = 2048) -> Any:
+    def drafting(weights=b"w", method="eagle", tokens=3, positions=2048):
         folder = tmp_path / f"{weights.hex()}"
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text("{}")
@@ -718,7 +710,7 @@ def test_a_draft_model_is_its_weights_and_method_but_not_how_many_tokens_it_draf
     assert drafted_up_to(drafting()) == 2045, "the draft model's own limit, less what it drafts"
 
 
-def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_bytes() -> None:
+def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_bytes():
     memory = torch.arange(4096, dtype=torch.int16)
     conv, ssm = memory.as_strided((8, 10), (64, 1)), memory.as_strided((8, 4, 4), (64, 4, 1), 12)
     state = group_tensors(KeptLayers(0, 64, "state"), {"0": [conv, ssm]}, ["0"], 8, "m", 64)
@@ -742,17 +734,17 @@ def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_byt
         )
 
 
-def specs_of_model(model: str) -> tuple[dict[str, Any], str]:
+def specs_of_model(model):
     """Returns the specs of a few layers of a model, by name, as vLLM's code for the model gives them, and the
     layout of its KV tensors."""
     from vllm.v1 import kv_cache_interface as vllm
 
-    def latent(size: int, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
+    def latent(size, dtype=torch.bfloat16, **more):
         return vllm.MLAAttentionSpec(
             block_size=64, num_kv_heads=1, max_tp_shards=1, head_size=size, dtype=dtype, **more
         )
 
-    def heads(count: int, size: int = 64, **more: Any) -> Any:
+    def heads(count, size=64, **more):
         attention = {
             "block_size": 16,
             "num_kv_heads": count,
@@ -793,14 +785,14 @@ class Copied:
 
     chunk_size = 256
 
-    def __init__(self, kv: GroupTensors, payloads: dict[Any, torch.Tensor]) -> None:
+    def __init__(self, kv, payloads):
         self.metrics, self.block_size = CacheMetrics(), kv.layout.block_size
         self._layout, self._copier, self._payloads = kv.layout, open_copier(kv.tensors, kv.layout), payloads
 
-    def mark(self) -> None:
+    def mark(self):
         return None
 
-    def store(self, names: Any, blocks: Any, **_: Any) -> list[StoreOutcome]:
+    def store(self, names, blocks, **_):
         for name, chunk in zip(
             names, plan_named(names, blocks, self._layout, 256, may_leave_out="nothing"), strict=True
         ):
@@ -808,7 +800,7 @@ class Copied:
             self._copier.gather(chunk, self._payloads[name]).wait()
         return [StoreOutcome.NEW] * len(names)
 
-    def load(self, names: Any, blocks: Any, **_: Any) -> Loaded:
+    def load(self, names, blocks, **_):
         for name, chunk in zip(
             names, plan_named(names, blocks, self._layout, 256, may_leave_out="nothing"), strict=True
         ):
@@ -843,9 +835,7 @@ class Copied:
         ("windows", {"0,2": 16, "1": 16, "3": 16}),
     ],
 )
-def test_layers_with_pages_of_different_size_in_a_group_move_in_parts_byte_by_byte(
-    model: str, expected: Any
-) -> None:
+def test_layers_with_pages_of_different_size_in_a_group_move_in_parts_byte_by_byte(model, expected):
     """The groups, their tensors and what the scheduler knows are made by vLLM. Expected: for each part, how
     many blocks of a chunk of 256 tokens are kept, the last ones."""
     from vllm.v1 import kv_cache_interface as vllm
@@ -862,8 +852,8 @@ def test_layers_with_pages_of_different_size_in_a_group_move_in_parts_byte_by_by
     worker = planning().get_kv_cache_config_from_groups(vllm_settings, groups, 1 << 40)
     memory = [torch.zeros(worker.kv_cache_tensors[0].size, dtype=torch.int8) for _ in range(2)]
     memory[0].random_(-128, 128)
-    caches: list[dict[str, torch.Tensor]] = [{}, {}]
-    pages: list[dict[str, torch.Tensor]] = [{}, {}]
+    caches = [{}, {}]
+    pages = [{}, {}]
     for tensor in worker.kv_cache_tensors:
         spec = specs[tensor.layers[0]]
         content = spec.unpadded_page_size_bytes
@@ -875,9 +865,9 @@ def test_layers_with_pages_of_different_size_in_a_group_move_in_parts_byte_by_by
                 bare[layer] = raw.as_strided((blocks, content), (tensor.block_stride, 1), start)
     kept, known = kept_layers(worker), kept_layers(generate_scheduler_kv_cache_config([worker]))
     assert [one._replace(latent=False) for one in kept] == [one._replace(latent=False) for one in known]
-    told: dict[str, int] = {}
-    of_layer: dict[str, int] = {}
-    sides: list[list[Any]] = [[], []]
+    told = {}
+    of_layer = {}
+    sides = [[], []]
     for kind in kept:
         parts = parts_of(kind, worker, NO_DRAFT)
         source, target = (
@@ -887,7 +877,7 @@ def test_layers_with_pages_of_different_size_in_a_group_move_in_parts_byte_by_by
             others = [layer for layer in specs if layer not in names]
             told[described(one, names, kv, 256, others=others).layers] = 256 // kv.layout.block_size
             of_layer |= dict.fromkeys(names, 256 // kv.layout.block_size)
-        payloads: list[dict[Any, torch.Tensor]] = [{} for _ in parts]
+        payloads = [{} for _ in parts]
         for side, some in zip(sides, (source, target), strict=True):
             side.append([(Copied(*one), True) for one in zip(some, payloads, strict=True)])
     assert told == expected
@@ -904,7 +894,7 @@ def test_layers_with_pages_of_different_size_in_a_group_move_in_parts_byte_by_by
         for side in (from_, to):
             stack.callback(side.close, 60)
         from_.save(Move(stores=[StoreOp(at, chunks) for at, chunks in enumerate(here)]))
-        stored: set[int] = set()
+        stored = set()
         wait_for(
             lambda: (
                 ((report := from_.take_report(Move())) and stored.update(report.jobs))
@@ -929,7 +919,7 @@ def test_layers_with_pages_of_different_size_in_a_group_move_in_parts_byte_by_by
 def test_vllms_own_parser_takes_the_flags_of_a_recipe(name, monkeypatch, capsys):
     """In this process, which has imported vLLM: another one would take a dozen seconds for it."""
 
-    def parse(command: list[str], **_: Any) -> SimpleNamespace:
+    def parse(command, **_):
         _, _, _, code, *given = command
         monkeypatch.setattr("sys.argv", ["-c", *given])
         exec(code, {})  # noqa: S102 - our own
@@ -945,7 +935,7 @@ def test_vllms_own_parser_takes_the_flags_of_a_recipe(name, monkeypatch, capsys)
     assert refused == {node.name: "it refuses its flags: unrecognized arguments: --max-model-lne=5"}
 
 
-def test_the_proxys_hops_leave_out_every_field_that_says_how_to_sample() -> None:
+def test_the_proxys_hops_leave_out_every_field_that_says_how_to_sample():
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.sampling_params import SamplingParams
@@ -954,7 +944,7 @@ def test_the_proxys_hops_leave_out_every_field_that_says_how_to_sample() -> None
     assert fields.intersection(SamplingParams.__struct_fields__) - {"max_tokens"} <= SAMPLING
 
 
-def test_vllm_takes_a_tenants_salt() -> None:
+def test_vllm_takes_a_tenants_salt():
     from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 
     validate_cache_salt(tenant_salt("@/\\\0" * 1000, 63 * "x"))

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from bench.lib.small_models import write_model
-from tests.vllm.fixtures import Pair
-from tests.vllm.servers import CHUNK, PdCacheServer, Server
+from tests.vllm.servers import CHUNK
 
 
-def weights(server: Server) -> dict[str, Any]:
+def weights(server):
     """The state of its engine's weights, as its `/health` says it."""
     (state,) = server.ask("/health")["weights"]
     return dict(state)
 
 
-def name(label: str, *servers: PdCacheServer) -> None:
+def name(label, *servers):
     """Names their weights, as `pd-cache reset` does."""
     for server in servers:
         (state,) = server.ask("/weights", {"label": label, "ids": [weights(server)["id"]]})
@@ -28,11 +23,11 @@ def name(label: str, *servers: PdCacheServer) -> None:
 
 
 @pytest.fixture
-def reloads(pair: Pair, model: Path) -> Iterator[Callable[[Path], None]]:
+def reloads(pair, model):
     """Replaces the weights of both nodes, which hear of it one after the other. In the end all have those
     with which nodes start."""
 
-    def reload(folder: Path) -> None:
+    def reload(folder):
         for server in pair:
             server.reload_weights(folder)
             server.settle()
@@ -43,7 +38,7 @@ def reloads(pair: Pair, model: Path) -> Iterator[Callable[[Path], None]]:
     name("", *pair)
 
 
-def computed(server: Server, weights: Path, prompts: list[list[int]]) -> list[list[int]]:
+def computed(server, weights, prompts):
     """What the plain vLLM answers with these weights, which it keeps."""
     server.reload_weights(weights)
     server.forget_prefixes()

@@ -24,9 +24,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 from launch.run._tethered import set_death_signal
 from launch.run.supervise import end, spawn_child
@@ -57,7 +54,7 @@ os._exit(status)
 
 
 @contextlib.contextmanager
-def warm_program(folder: Path, env: Mapping[str, str]) -> Iterator[Path]:
+def warm_program(folder, env):
     """Yields the program. vLLM is being imported meanwhile, in an environment with `env`; the first servers
     wait for it."""
     path = folder / "warm.sock"
@@ -83,7 +80,7 @@ def warm_program(folder: Path, env: Mapping[str, str]) -> Iterator[Path]:
 # --- in the process that has imported vLLM ------------------------------------------------------------------
 
 
-def _next_job(listener: socket.socket) -> dict[str, Any]:
+def _next_job(listener):
     """Returns only in a server's process: what it is to run."""
     while True:
         asker, _ = listener.accept()
@@ -97,11 +94,11 @@ def _next_job(listener: socket.socket) -> dict[str, Any]:
             return job
 
 
-def _keep(asker: socket.socket) -> dict[str, Any] | None:
+def _keep(asker):
     """Forks a server. Returns its job in the server, and never in the keeper."""
     length, streams, _, _ = socket.recv_fds(asker, 4, 3)
     with asker.makefile("rb") as lines:
-        job: dict[str, Any] = json.loads(lines.read(int.from_bytes(length, "big")))
+        job = json.loads(lines.read(int.from_bytes(length, "big")))
     keeper = os.getpid()
     if (server := os.fork()) == 0:
         asker.close()
@@ -145,7 +142,7 @@ _IMPORTED_LATER = (
 """What a server and its engine import only when they come to it."""
 
 
-def _serve(number: int) -> None:
+def _serve(number):
     import vllm.v1.engine.utils
     import vllm.v1.executor.multiproc_executor
     from vllm.entrypoints.cli.main import main
