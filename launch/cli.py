@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -24,18 +25,21 @@ import pd_cache
 from pd_cache.cluster import ROLES, ClusterConfig, Problem, load_config, read_config
 from pd_cache.cluster.machine import shown_bytes
 from pd_cache.errors import ConfigError, PdCacheError
+from transfer.settings import ByteSize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console
 
     from launch.operate.pool import PoolReport
+    from launch.run.supervise import StopFlag
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
 _FILE = click.Path(path_type=Path)
 _INTERRUPTED = 128 + signal.SIGINT
+_SLOWEST, _FASTEST = ByteSize("1MiB"), ByteSize("1TiB")
 _UNCUT = 10_000
 """Columns of a table that nothing limits."""
 _EXAMPLES = Path(__file__).with_name("configs")
@@ -87,8 +91,10 @@ def _running(file: Path) -> ClusterConfig:
     return running_config(file) or load_config(file)
 
 
-def _count(context: click.Context, parameter: click.Parameter, value: str) -> int:
+def _count(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
     """A click callback for numbers above 0: `20M` is 20 million."""
+    if value is None:
+        return None
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmg]?)", value.lower())
     found = round(float(match[1]) * 1000 ** " kmg".index(match[2] or " ")) if match else 0
     if found < 1:
@@ -96,6 +102,40 @@ def _count(context: click.Context, parameter: click.Parameter, value: str) -> in
             f"expected a number such as 8192, 128k or 20M, got {value!r}", context, parameter
         )
     return found
+
+
+@contextlib.contextmanager
+def _under_way(name: str) -> Iterator[tuple[StopFlag, Callable[[str, int, int], None]]]:
+    """Yields a flag that Ctrl-C sets, and a function that shows on stderr how something stands: in words, and
+    how much of how much is done. A terminal shows a bar; elsewhere, there is a line every 5 s."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from launch.run.supervise import stop_on_signals
+
+    screen = Console(stderr=True)
+    with (
+        Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar,
+        stop_on_signals() as stop,
+    ):
+        task, next_line = bar.add_task(name, total=None), 0.0
+
+        def show(line: str, done: int, whole: int) -> None:
+            nonlocal next_line
+            bar.update(task, completed=done, total=whole or None, description=line)
+            if not next_line or (not screen.is_terminal and time.monotonic() >= next_line):
+                screen.print(line, soft_wrap=True, highlight=False)
+                next_line = time.monotonic() + 5.0
+
+        yield stop, show
+
+
+def _rate(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    """A click callback for bytes a second."""
+    with contextlib.suppress(ValueError):
+        if _SLOWEST <= (rate := ByteSize(value)) <= _FASTEST:
+            return rate
+    raise click.BadParameter(f"expected {_SLOWEST} to {_FASTEST}, got {value!r}", context, parameter)
 
 
 class _Commands(click.Group):
@@ -359,6 +399,41 @@ def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
     click.echo(f"{removed} objects removed{stay}")
 
 
+@pool.command("verify")
+@_file_option()
+@click.argument("pattern", default="*")
+@click.option(
+    "--rate", callback=_rate, default="100MiB", show_default=True, help="The most bytes to read in a second."
+)
+@click.option("--sample", metavar="COUNT", callback=_count, help="Read only so many objects, at random.")
+@click.option("--repair", is_flag=True, help="Remove what is damaged: it is then computed and stored again.")
+@_json_option
+def pool_verify(file: Path, pattern: str, rate: int, sample: int | None, repair: bool, as_json: bool) -> None:
+    """Read the objects of the namespaces whose name, or whose model, is PATTERN, by default of all, and check
+    them as a load does.
+
+    Ctrl-C ends it, and prints what it has found so far. Exits with 1 if something is damaged, or could not be
+    read.
+    """
+    from launch.operate import scan
+    from launch.operate.pool import choose
+
+    chosen, found = choose(_survey(file), pattern, old=False), None
+    try:
+        with _under_way("verify") as (stop, show):
+            for found in scan.scan(
+                _running(file), chosen, rate=rate, sample=sample, repair=repair, stop=stop
+            ):
+                show(found.text, found.done, found.objects)
+    finally:
+        if found is not None:
+            _answer(as_json, found, found.text)
+    if stop.is_set():
+        raise SystemExit(_INTERRUPTED)
+    if found is not None and not found.well:
+        raise SystemExit(1)
+
+
 def _survey(file: Path) -> PoolReport:
     from rich.console import Console
 
@@ -386,30 +461,16 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
 
     Hits go on meanwhile, and NODE takes no new objects. Ctrl-C cancels. Exits with 1 unless NODE is drained.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     from launch.operate import drain as drained
-    from launch.run.supervise import stop_on_signals
 
     config = _running(file)
-    screen = Console(stderr=True)
-    with (
-        Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar,
-        stop_on_signals() as stop,
-    ):
-        task = bar.add_task(node, total=None)
-        shown = 0.0
+    with _under_way(node) as (stop, show):
 
         def report(state: drained.Drain) -> None:
-            nonlocal shown
             whole = f" of {shown_bytes(state.bytes)}" if state.bytes else ""
             sizes = f"{shown_bytes(state.moved_bytes)}{whole}"
             line = f"{node}: {state.moved} objects moved ({sizes}), {state.in_use} in use"
-            bar.update(task, completed=state.moved_bytes, total=state.bytes or None, description=line)
-            if not shown or (not screen.is_terminal and state.seconds >= shown):
-                screen.print(line, soft_wrap=True, highlight=False)
-                shown = state.seconds + 5.0
+            show(line, state.moved_bytes, state.bytes)
 
         found = drained.drain(config, node, timeout_s=timeout_s, report=report, stop=stop)
     _answer(as_json, found, drained.text_of(found, str(file)))

@@ -150,7 +150,7 @@ def survey(config: ClusterConfig) -> PoolReport:
     """Returns what the pool holds. Takes seconds for a million keys. Raises PdCacheError if no master lists
     its keys."""
     status = cluster_status(config)
-    metrics, records = _leading(status), [row.record for row in status.nodes]
+    metrics, records = leading_metrics(status), [row.record for row in status.nodes]
     tally = Tally(_keys(metrics))
     sizes = _sizes(metrics, [counted.sample for counted in tally.spaces.values()])
     known = {space.fingerprint(): space for record in records for space in record.cache_namespaces}
@@ -185,7 +185,8 @@ def survey(config: ClusterConfig) -> PoolReport:
     return PoolReport(namespaces=spaces, segments=list(status.segments or ()))
 
 
-def _leading(status: ClusterStatus) -> str:
+def leading_metrics(status: ClusterStatus) -> str:
+    """Returns the URL at which the leading master answers. Raises PdCacheError if none does."""
     for row in status.leading:
         if row.record.metrics is not None:
             return row.record.metrics
@@ -199,6 +200,14 @@ def _keys(metrics: str) -> Iterator[bytes]:
         raise PdCacheError(f"the master does not list its keys: {error}") from error
 
 
+def keys_of(metrics: str, names: Collection[str], manifests: Collection[bytes] = ()) -> Iterator[str]:
+    """Yields the keys of these namespaces, and those of `manifests` that are there. Raises PdCacheError if
+    the master does not list its keys."""
+    for key in _keys(metrics):
+        if _namespace(key[: key.rfind(b"/")]) in names or key in manifests:
+            yield key.decode(errors="replace")  # another program's may be any bytes
+
+
 def open_store(config: ClusterConfig, status: ClusterStatus) -> MooncakeStore:
     """Returns a client of the pool whose master leads. Does not wait for the pool."""
     return MooncakeStore(
@@ -207,7 +216,7 @@ def open_store(config: ClusterConfig, status: ClusterStatus) -> MooncakeStore:
 
 
 @contextlib.contextmanager
-def _opened(config: ClusterConfig, status: ClusterStatus) -> Iterator[MooncakeStore]:
+def opened(config: ClusterConfig, status: ClusterStatus) -> Iterator[MooncakeStore]:
     """Opens a client of the pool. Raises PoolUnavailableError."""
     with open_store(config, status) as store:
         store.wait_open(_OPEN_S)
@@ -222,17 +231,17 @@ def _manifests(
     found: dict[str, Namespace] = {}
     if not fingerprints:
         return found
-    with contextlib.suppress(PoolUnavailableError), _opened(config, status) as store:
+    with contextlib.suppress(PoolUnavailableError), opened(config, status) as store:
         end = time.monotonic() + _MANIFESTS_S
         for fingerprint in sorted(fingerprints):
             left = end - time.monotonic()
-            manifest = store.get_small(_manifest_key(fingerprint), timeout=left) if left > 0 else None
+            manifest = store.get_small(manifest_key(fingerprint), timeout=left) if left > 0 else None
             with contextlib.suppress(ValueError):
                 found[fingerprint] = Namespace.read(manifest or b"")
     return found
 
 
-def _manifest_key(fingerprint: str) -> str:
+def manifest_key(fingerprint: str) -> str:
     return f"{KEY_FORMAT}/{fingerprint}/manifest"
 
 
@@ -256,9 +265,7 @@ def choose(report: PoolReport, pattern: str, *, old: bool) -> list[Space]:
     ]
     if not chosen:
         what = "namespace of an old version" if old else "namespace"
-        raise PdCacheError(
-            f"no {what} in the pool matches {pattern}: see `pd-cache pool ls`; nothing was removed"
-        )
+        raise PdCacheError(f"no {what} in the pool matches {pattern}: see `pd-cache pool ls`")
     return chosen
 
 
@@ -272,17 +279,13 @@ def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -
     names = {space.name for space in chosen}
     stay = {space.fingerprint for space in report.namespaces if space.nodes or space.name not in names}
     manifests = {
-        _manifest_key(space.fingerprint).encode() for space in chosen if space.fingerprint not in stay
+        manifest_key(space.fingerprint).encode() for space in chosen if space.fingerprint not in stay
     }
     status, removed, busy = cluster_status(config), 0, 0
-    metrics = _leading(status)
+    metrics = leading_metrics(status)
     try:
-        with _opened(config, status) as store:
-            keys = (
-                key.decode(errors="replace")  # another program's may be any bytes
-                for key in _keys(metrics)
-                if _namespace(key[: key.rfind(b"/")]) in names or key in manifests
-            )
+        with opened(config, status) as store:
+            keys = keys_of(metrics, names, manifests)
             while batch := list(itertools.islice(keys, _REMOVALS)):
                 outcomes = Counter(store.remove(batch, timeout=_REMOVAL_S, force=True))
                 removed, busy = removed + outcomes[Status.OK], busy + outcomes[Status.BUSY]

@@ -1,11 +1,13 @@
 """`pd-cache pool`: what is held of a million keys, what is asked of a serving master, and the commands on a
-real pool. `rm --old`: test_recipes.py."""
+real pool. `rm --old`: test_recipes.py; `copy` under requests: test_change_of_master.py."""
 
 import http.server
 import itertools
 import json
+import os
 import re
 import secrets
+import signal
 import urllib.parse
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,10 +16,15 @@ import pytest
 
 from launch.masters import Segment, copies_at, keys_at
 from launch.operate import pool as pooled
+from launch.operate import scan as scanned
 from launch.operate.pool import OTHERS, SAMPLES, PoolReport, Space, Tally, choose
+from launch.run.supervise import StopFlag
 from pd_cache.chunks import ChunkedTokenDatabase, Namespace
+from pd_cache.cluster import load_config
 from pd_cache.errors import PdCacheError
+from pd_cache.tiers.memory import TRAILER_BYTES, Damage, inspect, seal
 from tests.support.cli import cli, drawn
+from tests.support.pool import Pool
 from tests.support.waiting import beside
 
 SPACE = Namespace(
@@ -173,7 +180,7 @@ def test_a_pattern_chooses_by_name_or_model_and_never_what_others_keep_or_what_m
     assert chosen("*") == ["aa", "aa.v1", "bb"], "the manifest of a node's namespace stays"
     assert chosen("*", old=True) == ["aa"]
     for pattern, old in ((OTHERS, False), ("a", False), ("bb", True)):
-        with pytest.raises(PdCacheError, match=f"matches {re.escape(pattern)}: .*nothing was removed"):
+        with pytest.raises(PdCacheError, match=f"matches {re.escape(pattern)}: "):
             chosen(pattern, old=old)
 
 
@@ -248,14 +255,117 @@ def test_a_key_of_another_program_that_is_no_text_is_passed_over(filled):
         assert client.is_exist(strange) == 1
 
 
-def test_rm_of_nothing_and_a_pool_without_a_master_are_errors(filled):
+def test_rm_of_nothing_and_a_pool_without_a_master_are_errors(filled, monkeypatch):
     for arguments in ((), ("",), ("", "--old")):
         assert "give a PATTERN or --old" in run(filled, "rm", *arguments, code=2).stderr
     assert (
         "no namespace of an old version in the pool matches *"
         in run(filled, "rm", "--old", "--yes", code=1).stderr
     )
-    filled.kill("master")
-    for command in (("ls",), ("ls", "--json"), ("rm", "*", "--yes")):
+
+    def killed(metrics, keys):
+        filled.kill("master")
+        return copies_at(metrics, keys)
+
+    monkeypatch.setattr(scanned, "copies_at", killed)
+    assert "pd-cache: the master does not answer: " in run(filled, "verify", code=1).stderr
+    for command in (("ls",), ("ls", "--json"), ("rm", "*", "--yes"), ("verify",)):
         result = run(filled, *command, code=1)
         assert result.output == "pd-cache: no master leads, or none can be asked: see `pd-cache status`\n"
+
+
+# --- what is read -------------------------------------------------------------------------------------------
+
+CHUNKS, VALUE = chunk_keys(100), f"pdo1/{VALUES}/{NAME}"
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory):
+    pool = Pool(tmp_path_factory.mktemp("pool"), client_ttl_s=60)
+    try:
+        yield pool.start()
+    finally:
+        pool.end()
+
+
+@pytest.fixture
+def sound(serving):
+    """A pool with 200 shards of chunks, a value by name that is 200 times as large, a manifest, and an object
+    of another program, which is no object of ours."""
+    with serving.bare_client() as client:
+        client.remove_all(True)
+        for key, size in [*((key, 1000) for key in CHUNKS), (VALUE, 200_000)]:
+            raw = bytearray(secrets.token_bytes(size) + bytes(TRAILER_BYTES))
+            seal(key, memoryview(raw), size)
+            assert client.put(key, bytes(raw)) == 0
+        assert client.put(f"pdc1/{OF_SPACE}/manifest", SPACE.manifest()) == 0
+        assert client.put("someone-elses", b"z" * 100) == 0
+    return serving
+
+
+def verified(pool, *arguments, code=0):
+    return json.loads(run(pool, "verify", "--json", *arguments, code=code).stdout)
+
+
+def test_verify_finds_and_removes_what_a_load_would_not_use_and_nothing_else(sound):
+    sound.damage(CHUNKS[3], VALUE)
+    with sound.bare_client() as client:  # the object of another key, and one that was cut short
+        for key, raw in ((CHUNKS[5], client.get(CHUNKS[6])), (CHUNKS[7], client.get(CHUNKS[7])[:-1])):
+            assert (client.remove(key, True), client.put(key, raw)) == (0, 0)
+    keys, damaged = sound.keys(), {CHUNKS[3], VALUE, CHUNKS[5], CHUNKS[7]}
+    found = run(sound, "verify", code=1)
+    assert "201 of 201 objects" in found.stdout
+    assert f", 4 damaged in {sound.segment(0)}\n" in found.stdout
+    assert sound.keys() == keys, "nothing is removed unasked"
+    found = verified(sound, "--repair", code=1)
+    assert (found["damaged"], found["removed"]) == ({sound.segment(0): 4}, 4)
+    assert keys - sound.keys() == damaged
+    found = verified(sound)
+    assert (found["objects"], found["done"], found["bytes"]) == (197, 197, 197 * (1000 + TRAILER_BYTES))
+    assert (found["damaged"], found["failed"], found["gone"]) == ({}, {}, 0)
+
+
+def test_verify_reads_a_sample_and_what_is_gone_by_then_is_no_damage(sound, monkeypatch):
+    found = verified(sound, "--sample", "1", OF_SPACE)
+    assert (found["objects"], found["bytes"]) == (1, 1000 + TRAILER_BYTES)
+
+    def and_then_remove(metrics, keys):
+        copies = copies_at(metrics, keys)
+        sound.remove(*keys[:10])
+        return copies
+
+    monkeypatch.setattr(scanned, "copies_at", and_then_remove)
+    found = verified(sound)
+    assert (found["done"], found["gone"], found["damaged"]) == (201, 39, {})
+
+
+def test_ctrl_c_ends_verify_with_what_it_has_found(sound, monkeypatch):
+    sound.damage(*CHUNKS)
+
+    def interrupted(metrics, keys):
+        os.kill(os.getpid(), signal.SIGINT)
+        return copies_at(metrics, keys)
+
+    asked = iter([copies_at, interrupted])
+    monkeypatch.setattr(scanned, "copies_at", lambda metrics, keys: next(asked)(metrics, keys))
+    found = verified(sound, OF_SPACE, code=130)
+    assert (found["objects"], found["done"], found["damaged"]) == (200, 64, {sound.segment(0): 64})
+
+
+def test_verify_reads_no_faster_than_it_may_and_again_what_seems_damaged(sound, monkeypatch):
+    config, stop, waits, seeming = load_config(sound.file), StopFlag(), [], iter([Damage.FOREIGN])
+    monkeypatch.setattr(scanned, "inspect", lambda *given: next(seeming, None) or inspect(*given))
+    monkeypatch.setattr(stop, "wait", waits.append)
+    monkeypatch.setattr(scanned, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    chosen = choose(pooled.survey(config), "*", old=False)
+    *_, found = scanned.scan(config, chosen, rate=10_000, sample=None, repair=False, stop=stop)
+    assert found.well
+    assert sum(waits) == pytest.approx(found.bytes / 10_000)
+    assert max(waits) <= (200_000 + TRAILER_BYTES) / 10_000, "a second's bytes, or one object"
+
+
+def test_a_rate_or_a_sample_that_makes_no_sense_is_an_error(sound):
+    for rate in ("0", "-1", "nan", "2TiB", "fast"):
+        assert f"expected 1MiB to 1TiB, got '{rate}'" in run(sound, "verify", "--rate", rate, code=2).stderr
+    for sample in ("0", "-1", "many"):
+        assert "expected a number such as" in run(sound, "verify", "--sample", sample, code=2).stderr
