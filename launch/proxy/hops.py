@@ -229,6 +229,8 @@ class Hops:
             else:
                 attempts.answered(node, time.monotonic(), well=True)
                 exchange.reports["prefill"] = report
+                if report is not None and report.found:
+                    pool.found(node, loads=report.reason != "not_worth")
                 return "handed_over" if handoff else "nothing_stored", handoff
         return "prefill_refused" if refused else "prefill_failed", None
 

@@ -83,6 +83,8 @@ class _RoutedNode:
         self.suspicions = 0
         """How many requests it has failed since it last answered one well, for any cause."""
         self.prefixes = PrefixIndex(0)
+        self.loads = True
+        """Whether it loaded what it last found in the pool. It computes what it has sooner that way."""
         self.cache: KnownCache | None = None
         """What its KV events say, if it has any."""
 
@@ -241,6 +243,10 @@ class NodePool:
         if breaker.unreachable:
             breaker.succeeded()
 
+    def found(self, url: str, *, loads: bool) -> None:
+        """Notes whether the node loaded what it found in the pool."""
+        self._node(url).loads = loads
+
     def checked(self, url: str, alive: bool) -> bool:
         """Notes the result of a health check. If the node was skipped because no connection could be made, a
         good check ends that.
@@ -262,7 +268,7 @@ class NodePool:
             own: float = node.cache.tokens(named)
         else:  # the guess counts in another unit if it does not know the tokens
             own = node.prefixes.match(prompt) * named.tokens / prompt.tokens
-        loaded = max(0.0, (named.pool_tokens or 0) - own)
+        loaded = max(0.0, (named.pool_tokens or 0) - own) if node.loads else 0.0
         return named.tokens - own - loaded * (1 - self.load_cost)
 
 

@@ -6,7 +6,8 @@
 2. A measurement of more than twice or less than half the expected time is left out: it may be a stall. If the
    next is as odd, both replace everything before them.
 3. Loads share the link. A load is measured by what it would have taken alone (`LinkTime`), and is expected to
-   end after those that are under way.
+   end after those that are under way. vLLM computes a prompt before it goes on with requests that were loaded
+   meanwhile, so what they would wait for it counts against computing.
 4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
 5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is
    loaded, so that a wrong figure is corrected.
@@ -155,13 +156,16 @@ class Costs:
         load = self._load(tokens, now)
         if not load.line.known or not self._of_steps.known:
             return None
-        others = sum(other.expected for other in self._loading.values())
-        load_s = load.expected + max(0.0, others - (now - self._busy_since(now)))
         computed = sum(tokens)
-        works = [(computed, position + computed / 2), *ahead]
-        compute_s = sum(self._of_steps.seconds(some, mean) for some, mean in works)
+        own_s = self._of_steps.seconds(computed, position + computed / 2)
+        compute_s = own_s + sum(self._of_steps.seconds(some, mean) for some, mean in ahead)
+        end_s, delays_s = self._busy_since(now) - now, 0.0
+        for other in self._loading.values():
+            end_s += other.expected
+            delays_s += min(own_s, max(0.0, compute_s - max(0.0, end_s)))
+        load_s = load.expected + max(0.0, end_s)
         probe = load.line.odd is not None or now >= load.line.tried + _PROBE_S
-        return NotWorth(load_s, compute_s, probe) if load_s > _MARGIN * compute_s else None
+        return NotWorth(load_s, compute_s, probe) if load_s > _MARGIN * compute_s + delays_s else None
 
     def load_began(self, request_id: str, tokens: Sequence[int], now: float) -> None:
         """Notes that a load of these tokens by tier has begun. `load_ended` has to follow."""

@@ -160,6 +160,16 @@ def test_the_node_with_the_fewest_tokens_to_compute_is_taken(a, b, load_cost, as
     assert {nodes.pick(0.0, asked) for _ in range(4)} == taken
 
 
+def test_what_the_pool_holds_is_no_reason_to_take_a_node_that_would_compute_it():
+    nodes, asked = pool(a=cache(StoredEvent([1])), b=cache()), routed(1, 2, 3, 4, pool_tokens=48)
+    nodes.found("a", loads=False)
+    assert {nodes.pick(0.0, asked) for _ in range(4)} == {"b"}
+    nodes.found("b", loads=False)
+    assert {nodes.pick(0.0, asked) for _ in range(4)} == {"a"}, "its own cache has some"
+    nodes.found("b", loads=True)
+    assert {nodes.pick(0.0, asked) for _ in range(4)} == {"b"}
+
+
 def test_a_queue_that_is_longer_than_the_difference_sends_the_prompt_elsewhere():
     nodes = pool(a=cache(StoredEvent([1, 2, 3])), b=cache())
     with nodes.working("a", routed(*range(100, 110))):

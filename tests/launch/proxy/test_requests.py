@@ -589,6 +589,18 @@ async def test_a_streamed_request_is_remembered_with_its_nodes_and_their_reports
         }
 
 
+@scenario
+async def test_a_prefill_node_that_computes_what_it_finds_is_known_until_it_loads_again():
+    reports = [
+        RequestReport.of(600, 256, found=512, **more) for more in ({"reason": "not_worth"}, {"loaded": 512})
+    ]
+    async with cluster() as c:
+        for report, loads in zip(reports, (False, True), strict=True):
+            c.prefill[0].script = [answers(200, {"choices": [], **told(report)})]
+            await c.ask()
+            assert c.proxy.hops.pools["prefill"]._node(c.prefill[0].url).loads == loads
+
+
 @pytest.mark.parametrize("monitors", [False, True])
 @scenario
 async def test_clients_that_use_the_same_id_each_see_their_own_request_and_a_monitor_the_last(

@@ -120,9 +120,17 @@ def test_loads_under_way_and_prompts_in_front_count():
     assert engine.judged(4096, 0, (4096, 2048)) is None, "and so is the engine"
     engine.now += 0.9 * 4096 * 4e-5
     assert engine.judged(4096) is None, "the other load is almost over"
-    engine.costs.load_began("c", (0, 0, 4096), engine.now)
+
+
+def test_loaded_requests_would_wait_for_a_computed_prompt_so_it_is_loaded_behind_many_short_ones():
+    engine = Engine(load=4e-5, fixed=0.0)
+    engine.loads(*[4096] * 4)
+    engine.steps(*[(2048, 0)] * 4)
+    engine.costs.load_began("long", (0, 0, 3400), engine.now)
     assert engine.judged(4096) is not None
-    engine.costs.load_ended("c", None)
+    engine.costs.load_ended("long", None)
+    for name in "abcde":
+        engine.costs.load_began(name, (0, 0, 680), engine.now)
     assert engine.judged(4096) is None
 
 
