@@ -57,6 +57,10 @@ from transfer.staging import StagingPool
 SHAPE = {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 8, "positions": 32768}
 _KV_BYTES = 12 * 2 * 8 * 64 * 2
 """Bytes of a token: layers, K and V, KV heads, head dimension and bytes of a bfloat16, multiplied."""
+_LINK_SHAPE = {**SHAPE, "hidden": 512, "layers": 4, "heads": 8, "kv_heads": 2}
+_LINK_KV_BYTES = 4 * 2 * 2 * 64 * 2
+"""Those of the small model of `--link`. As of a large model on a GPU, a core computes its tokens at a rate at
+which their KV hardly uses the core."""
 TOKEN_BYTES: dict[ModelKind, int] = {
     "llama": _KV_BYTES,
     "gemma3": _KV_BYTES // 3,
@@ -327,7 +331,7 @@ def measure_links(
     found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     with linked(rates[0], gpu=has_gpu()) as (here, there), ExitStack() as stack:
         store = StoreNode(
-            name="store", host=here.host, segment_size=5 * sum(map(len, stored)) * _KV_BYTES // 2
+            name="store", host=here.host, segment_size=5 * sum(map(len, stored)) * _LINK_KV_BYTES // 2
         )
         whole = (MasterNode(name="master", host=here.host, port=0, metrics_port=0), store)
         config = stack.enter_context(cluster_here(ClusterConfig(name="bench", nodes=whole))).config
@@ -353,15 +357,14 @@ def measure_links(
                 for rate in rates:
                     bar.update(steps, advance=1, description=rate)
                     limit((here, there), rate)
-                    for server in servers.values():
+                    for way, server in servers.items():
+                        # vLLM's workers spin for a while after a request, so no two servers take turns
                         for prompt in (*new(lengths[0], 3), *warming):
                             server.first_token(prompt)
                         server.forget()
-                    for tokens in lengths:
-                        for prompt, (way, server) in itertools.product(prompts[tokens], servers.items()):
-                            found[rate, str(tokens), way].append(1000 * server.first_token(prompt))
+                        for prompt in itertools.chain(*prompts.values()):
+                            found[rate, str(len(prompt)), way].append(1000 * server.first_token(prompt))
                             server.forget()
-                    for way, server in servers.items():
                         mean = statistics.mean(threads.map(server.first_token, together))
                         found[rate, f"{at_once} at once", way].append(1000 * mean)
                         server.forget()
@@ -409,7 +412,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name, progress() as bar:
         folder, gpu = Path(name), has_gpu()
         model, flags = (
-            write_model(folder / "model", kind=kind, **SHAPE),
+            write_model(folder / "model", kind=kind, **(_LINK_SHAPE if links and not pd else SHAPE)),
             arguments(2 * max(lengths), kind, gpu=gpu),
         )
         if pd:

@@ -4,8 +4,9 @@ that fails at random.
 After each step, every block of vLLM's prefix cache must hold the KV of its tokens, and so must each chunk
 that is stored. Every token of every answer must follow from those before it. Requests share beginnings, and
 are aborted (even within a step), preempted and drafted for. Loads fail in any layer, come late or bring
-chunks of weights that have changed. A reset changes the weights: from then on only KV of the new ones is
-right, and requests that had begun before may answer what they like.
+chunks of weights that have changed; some are declined, or all but a chunk of them. A reset changes the
+weights: from then on only KV of the new ones is right, and requests that had begun before may answer what
+they like.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pd_cache.groups import LayerGroups, judge
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.versions import Naming, WeightsVersion
+from pd_cache.vllm.costs import Verdict
 from pd_cache.vllm.layers import NO_DRAFT, KeptLayers, kept_layers, parts_of
 from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
@@ -81,6 +83,8 @@ class Setting(NamedTuple):
     """How many run at the same time."""
     prefix_cache: bool = True
     drafts: bool = False
+    declines: float = 0.0
+    """The share of loads that are not worth their time."""
     resets: float = 0.0
     """The share of steps with a reset before them."""
     streams: float = 0.0
@@ -246,7 +250,7 @@ class History:
             "cache": {"chunk_size": chunk},
             "engine": {"kind": "vllm", "model": str(model)},
             "handoff": {"wait_ms": 20},
-            "connector": {"load": "always", "recompute": setting.recompute, "store_generated": True},
+            "connector": {"load": "auto", "recompute": setting.recompute, "store_generated": True},
             "nodes": [
                 {"name": "master", "role": "master", "port": 1},
                 {"name": "a", "role": "prefill", "port": 2},
@@ -296,6 +300,8 @@ class History:
         self.vllm = Scheduler(config, theirs, manager, block_size=BLOCK, hash_block_size=self.hashed)
         side = self.vllm.connector._scheduler
         side.streams.longest_s = setting.stream_s
+        side._costs.judge = self._judge
+        self.metrics = side.metrics
         self.chunk, self.cache = chunk, self.vllm.connector._settings.node.cache
         by_group = [
             [FailingCache(self, *part) for part in parts_of(kept, ours, NO_DRAFT)]
@@ -310,6 +316,10 @@ class History:
             device=torch.device("cpu"),
             version=WeightsVersion(),
         )
+
+    def _judge(self, *_: object) -> Verdict | None:
+        probe = self.rng.random() < 0.3
+        return Verdict(2.0, 1.0, probe) if self.rng.random() < self.setting.declines else None
 
     def metadata_of(self, part: KeptLayers, names: Sequence[str]) -> CacheMetadata:
         """Returns what a worker says about a part of a layer group."""
@@ -609,16 +619,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Setting(policy="fail", blocks=80, fail=0.2),
         Setting(drafts=True, blocks=80, requests=2),
         Setting(prefix_cache=False, fail=0.2),
-        Setting(per_chunk=3, blocks=300, recompute="block"),
+        Setting(per_chunk=3, blocks=300, recompute="block", declines=0.5),
         Setting(fail=0.2, blocks=80, drafts=True, resets=0.05),
         Setting(fail=0.1, blocks=200, requests=3, resets=0.04),
-        Setting(fail=0.1, blocks=200, streams=0.6),
+        Setting(fail=0.1, blocks=200, streams=0.6, declines=0.3),
         Setting(fail=0.1, blocks=32, per_chunk=1, streams=0.8, patient=True),
         Setting(fail=0.3, blocks=100, per_chunk=1, streams=0.7, resets=0.03, stream_s=0.05),
         # DeepSeek V3.2, or unequal heads: a group in parts
         Setting(fail=0.3, blocks=100, streams=0.3, resets=0.02, layers=(Layer(heads=2), Layer(), Layer())),
         # Gemma 3, gpt-oss: windows longer and shorter than a chunk
-        Setting(fail=0.2, blocks=150, resets=0.02, layers=(Layer(), Layer(40), Layer(40)), retention=0),
+        Setting(
+            fail=0.2,
+            blocks=150,
+            declines=0.4,
+            resets=0.02,
+            layers=(Layer(), Layer(40), Layer(40)),
+            retention=0,
+        ),
         Setting(fail=0.2, blocks=150, per_chunk=4, layers=(Layer(20), Layer(), Layer(20)), recompute="block"),
         # DeepSeek V4: windows of compressors, with blocks of their own
         Setting(
@@ -639,9 +656,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ),
 )
 def test_whatever_becomes_of_loads_every_block_chunk_and_token_is_right(setting, tiny, tmp_path):
-    loaded = streamed = seed = 0
+    loaded = streamed = declined = seed = 0
     while (
-        seed < 2 or not loaded or (setting.streams and not streamed)
+        seed < 2 or not loaded or (setting.streams and not streamed) or (setting.declines and not declined)
     ):  # what becomes of a load depends on threads, too
         assert seed < 30, "no load brought all of its chunks"
         history = History(setting, seed, tiny, tmp_path)
@@ -651,4 +668,5 @@ def test_whatever_becomes_of_loads_every_block_chunk_and_token_is_right(setting,
             assert history.worker.close(60)
         loaded += history.loaded
         streamed += history.streamed
+        declined += history.metrics.totals().get(("loads_declined_tokens",), 0)
         seed += 1
