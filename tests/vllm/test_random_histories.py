@@ -31,7 +31,7 @@ from pd_cache.groups import LayerGroups, judge
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.versions import Naming, WeightsVersion
-from pd_cache.vllm.costs import Verdict
+from pd_cache.vllm.costs import NotWorth
 from pd_cache.vllm.layers import NO_DRAFT, KeptLayers, kept_layers, parts_of
 from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
@@ -317,9 +317,9 @@ class History:
             version=WeightsVersion(),
         )
 
-    def _judge(self, *_: object) -> Verdict | None:
+    def _judge(self, *_: object) -> NotWorth | None:
         probe = self.rng.random() < 0.3
-        return Verdict(2.0, 1.0, probe) if self.rng.random() < self.setting.declines else None
+        return NotWorth(2.0, 1.0, probe) if self.rng.random() < self.setting.declines else None
 
     def metadata_of(self, part: KeptLayers, names: Sequence[str]) -> CacheMetadata:
         """Returns what a worker says about a part of a layer group."""
