@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 it went wrong, 2 the command line or the file cannot be us
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import io
 import logging
@@ -139,7 +140,7 @@ def _rate(context: click.Context, parameter: click.Parameter, value: str) -> int
 
 
 class _Commands(click.Group):
-    """Turns the project's exceptions into one line and an exit code."""
+    """Turns the project's exceptions, and a full disk as output, into one line and an exit code."""
 
     group_class = type
 
@@ -149,7 +150,18 @@ class _Commands(click.Group):
             if isinstance(stream, io.TextIOWrapper):
                 with contextlib.suppress(OSError):  # a pipe in the place of a file cannot seek
                     stream.reconfigure(errors="backslashreplace")
-        return super().main(*args, **extra)
+        try:
+            try:
+                return super().main(*args, **extra)
+            finally:
+                sys.stdout.flush()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            # what is left in the buffer is lost
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            click.echo(f"pd-cache: {error.filename or 'standard output'}: {error.strerror}", err=True)
+            sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> object:
         try:

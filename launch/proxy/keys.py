@@ -25,6 +25,7 @@ from aiohttp import web
 from launch.openai import ApiError, overloaded
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig, TenantConfig, read_tenants
 from pd_cache.errors import ConfigError
+from pd_cache.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
@@ -318,12 +319,20 @@ class WatchedFiles:
             watched.look()
 
     def follow(self) -> threading.Event:
-        """Looks every two seconds, on a thread of its own, until the returned event is set."""
-        stop = threading.Event()
+        """Looks every two seconds until the returned event is set. Each look has a thread of its own, because
+        one may hang: at a file of a server that is gone."""
+        stop, sparse = threading.Event(), SparseLog(every_s=60.0)
 
         def follow() -> None:
+            looks: dict[str, threading.Thread] = {}
             while not stop.wait(_LOOK_S):
-                self.look()
+                for watched in self._watched:
+                    what = watched.what
+                    if what not in looks or not looks[what].is_alive():
+                        looks[what] = threading.Thread(target=watched.look, name="proxy-files", daemon=True)
+                        looks[what].start()
+                    elif sparse.admit(what) is not None:
+                        log.error("reading %s hangs; the previous contents stay in force", what)
 
         threading.Thread(target=follow, name="proxy-files", daemon=True).start()
         return stop

@@ -29,6 +29,8 @@ _NUMBERS = {
     f"{_TAG}int": re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)\Z"),
     f"{_TAG}float": re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?\Z"),
 }
+_MOST_VALUES = 1 << 16
+"""The most values of a file: aliases of aliases can make millions."""
 _SHOWN = 120
 """The most characters of a value in a message."""
 _MOST = 20
@@ -153,6 +155,10 @@ def _add_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: 
     line."""
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
+    if len(lines) > _MOST_VALUES:
+        raise ConfigError(
+            f"{file}:{line}: has more than {_MOST_VALUES} values, with those that aliases repeat"
+        )
     if isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             _add_lines(value, (*path, index), lines, file)

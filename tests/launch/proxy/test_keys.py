@@ -1,9 +1,11 @@
 """Keys of clients and of those who watch, the proxy's certificate, and files of them that change."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
+import threading
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
@@ -12,6 +14,7 @@ import aiohttp
 import pytest
 
 from launch.openai import ApiError
+from launch.proxy import keys as keys_module
 from launch.proxy.app import Proxy
 from launch.proxy.keys import Keys, ServerTls, WatchedFiles, read_keys, read_node_key
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig
@@ -134,6 +137,31 @@ def test_a_file_that_is_looked_at_while_it_is_written_is_loaded_only_when_it_is_
         assert keys.client(KEY) == "alice"
     keys.files.look()
     assert keys.client(f"{KEY}-of-bob") == "bob"
+
+
+def test_a_file_whose_reading_hangs_is_logged_and_the_others_are_read_again(
+    keys, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(keys_module, "_LOOK_S", 0.01)
+    os.mkfifo(hung := tmp_path / "hung")
+    with patch.object(keys_module, "_digests", return_value=[b"before"]):
+        keys.files.add("proxy.hung", [str(hung)], lambda: None)
+    keys.path.write_text(f"bob {KEY}-of-bob")
+    stop = keys.files.follow()
+    try:
+        wait_for(lambda: "reading proxy.hung hangs; the previous contents" in caplog.text, "it is logged")
+        wait_for(lambda: keys.keys.may_watch(f"Bearer {KEY}-of-bob"), "the other is read")
+    finally:
+        stop.set()
+
+        def ended():
+            with contextlib.suppress(
+                OSError
+            ):  # nobody reads it now; a look may have begun just before the stop
+                os.close(os.open(hung, os.O_WRONLY | os.O_NONBLOCK))
+            return not any(thread.name == "proxy-files" for thread in threading.enumerate())
+
+        wait_for(ended, "all looks have ended")
 
 
 @pytest.mark.parametrize("content", ["alice", "", None])

@@ -186,6 +186,10 @@ def test_all_mistakes_are_in_one_message_a_line_for_each_and_those_of_values_com
         ("name: !!python/name:os.system x", "c.yaml:1: is not valid YAML: could not determine a constructor for the tag"),
         ("name: !!bool x", "c.yaml: is not valid YAML"),
         ("name: a\0", "c.yaml: is not valid YAML: unacceptable character"),
+        (
+            "a0: &a0 []\n" + "\n".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(7)),
+            "c.yaml:1: has more than 65536 values, with those that aliases repeat",
+        ),
         ("1: x", "c.yaml:1: a key must be text; quote it"),
         ("", "c.yaml: is empty"),
         ("[1]", "c.yaml:1: file: expected `object`, got `array`"),
