@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import overload
 
 Timeout = float | None
 """How many seconds a call may take; None for the configured ones, or for any number."""
@@ -12,13 +11,9 @@ End = float | None
 configured."""
 
 
-@overload
-def left(end: float) -> float: ...
-@overload
-def left(end: None) -> None: ...
-def left(end: float | None) -> float | None:
+def left(end: float) -> float:
     """Returns the seconds until `end`, at least 0."""
-    return None if end is None else max(0.0, end - time.monotonic())
+    return max(0.0, end - time.monotonic())
 
 
 def end_or(end: End, ms: int) -> float:
