@@ -2,9 +2,9 @@
 
 1. A cost is seconds a token, as a line over one other figure: for loads 1 / tokens, because each load takes
    some time of its own; for steps the position of the tokens. Least squares fit the line. Each measurement
-   counts by its tokens, and each further one takes a tenth of the weight of those before.
-2. A measurement of more than twice or less than half the expected time is left out: it may be a stall. If the
-   next is as odd, both replace everything before them.
+   counts by its tokens, and each further one takes a fifth of the weight of those before.
+2. A measurement of more than 1.5 times the expected time, or of less than 1 / 1.5 of it, is left out: it may
+   be a stall. If the next is as odd, both replace everything before them.
 3. Loads share the link. A load is measured by what it would have taken alone (`LinkTime`), and is expected to
    end after those that are under way. vLLM computes a prompt before it goes on with requests that were loaded
    meanwhile, so what they would wait for it counts against computing.
@@ -22,8 +22,8 @@ from typing import NamedTuple
 _PROBE_S = 60.0
 _MARGIN = 1.05
 """How much longer than computing a load may take, so that equals do not alternate."""
-_KEPT = 0.9
-_FAR, _SLACK_S = 2.0, 0.05
+_KEPT = 0.8
+_FAR, _SLACK_S = 1.5, 0.05
 """How many times as long is odd; and what a slow measurement takes beyond that, because less hurts nobody."""
 _RIDGE = 0.01
 _ENOUGH = 3
