@@ -122,8 +122,8 @@ class Xxh3:
         value = self.nbytes * _PRIME64_1
         keys = struct.unpack_from("<8Q", _SECRET, _MERGE)
         keyed = [lane & _MASK ^ key for lane, key in zip(lanes.tolist(), keys, strict=True)]
-        for one, other in zip(keyed[::2], keyed[1::2], strict=True):
-            product = one * other
+        for even, odd in zip(keyed[::2], keyed[1::2], strict=True):
+            product = even * odd
             value += product & _MASK ^ product >> 64
         value &= _MASK
         value = (value ^ value >> 37) * _AVALANCHE & _MASK

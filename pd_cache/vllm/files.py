@@ -236,10 +236,10 @@ class TellCache:
             await send(message)
 
     def _about(self, renders: bool) -> bytes:
-        told: dict[str, Any] = {"renders": renders}
+        facts: dict[str, Any] = {"renders": renders}
         with contextlib.suppress(OSError, UndecodableError):
-            told["weights"] = name_weights(self._file)
-        return self._written.removesuffix(b"}") + b"," + msgspec.json.encode(told).removeprefix(b"{")
+            facts["weights"] = name_weights(self._file)
+        return self._written.removesuffix(b"}") + b"," + msgspec.json.encode(facts).removeprefix(b"{")
 
     async def _name(self, receive: _Receive, send: _Send) -> None:
         body, more = b"", True
