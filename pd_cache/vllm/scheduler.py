@@ -125,12 +125,16 @@ class SchedulerSide:
         tracked.asked(computed)
         self._holding.pop(tracked.id, None)  # vLLM asks only for requests without blocks
         self._outdated.forget(tracked.id)
-        self._follow()
+        changed = self._follow()
         now, waits = (
             self._clock(),
             tracked.handoff.announced is not None and self._outdated.weights.label is not None,
         )
-        if tracked.streams:
+        if changed and computed:
+            # vLLM's own cache has just been emptied. It no longer sees that a state that it found there is
+            # computed only in this step
+            tokens = None
+        elif tracked.streams:
             tokens = self._match_stream(tracked, now)
         elif self.streams.take_over(tracked):
             tokens = None  # a part of its prompt is being loaded
@@ -335,19 +339,21 @@ class SchedulerSide:
         self._version.reset()
         self._follow()
 
-    def _follow(self) -> None:
-        """If the weights or their label have changed, drops what was found or computed before.
+    def _follow(self) -> bool:
+        """If the weights or their label have changed, drops what was found or computed before. Returns
+        whether they have.
 
         A new label counts as a change: some engines hear of other weights before they have them, and get the
         label afterwards.
         """
         state = self._version.state
         if state is self._outdated.weights:
-            return
+            return False
         self._outdated.begin(state, self._requests.values())
         self.streams.stop()
         for tracked in self._requests.values():
             tracked.forget_pool()
+        return True
 
     def _labelled(self) -> list[str]:
         """Returns the namespaces of all layer groups as in keys: with the label of the weights."""

@@ -3,19 +3,68 @@ blocks.
 
 As in a transformer, a layer's KV at a place depends on all tokens up to it, and the next token on all KV
 before it. So a block with other contents than it should have changes every token behind it, and the tokens
-alone determine what it should have.
+alone determine what it should have. A layer with a state keeps the sum of what other layers keep.
 """
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Words = npt.NDArray[np.uint64]
 
-LAYERS = 3
+BLOCK = 16
 VOCABULARY = 997
 _STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Layer(NamedTuple):
+    """What a layer keeps."""
+
+    window: int = 0
+    """The tokens that a token attends to; 0 for all."""
+    block: int = BLOCK
+    heads: int = 1
+    latent: bool = False
+    local: int = 0
+    """A token attends only to those of its own part of the prompt. Each part has so many tokens."""
+    state: Literal["", "at steps' ends", "anywhere"] = ""
+    """Where the layer can hand over its state; empty for a layer of attention."""
+    source: int | None = None
+    """The layer whose KV this one reads, instead of KV of its own."""
+
+    @property
+    def words(self):
+        """What a block has to hold."""
+        return 1 if self.state else self.block
+
+    def spec(self, page=0, drafts=0):
+        """Returns vLLM's spec of it. `page`: the bytes of a page with a state. `drafts`: the most tokens that
+        are drafted in a step."""
+        from vllm.v1 import kv_cache_interface as vllm
+
+        if self.state:
+            exported = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+            return vllm.MambaSpec(
+                block_size=self.block,
+                shapes=((3, 5), (9,)),
+                dtypes=(torch.float32, torch.bfloat16),
+                page_size_padded=page,
+                mamba_cache_mode="align",
+                num_speculative_blocks=drafts,
+                **(exported if self.state == "anywhere" else {}),
+            )
+        kept = {"block_size": self.block, "num_kv_heads": self.heads, "head_size": 8}
+        kept["dtype"] = torch.float32
+        if self.window:
+            kind = vllm.SlidingWindowMLASpec if self.latent else vllm.SlidingWindowSpec
+            return kind(**kept, sliding_window=self.window)
+        if self.local:
+            return vllm.ChunkedLocalAttentionSpec(**kept, attention_chunk_size=self.local)
+        return (vllm.MLAAttentionSpec if self.latent else vllm.FullAttentionSpec)(**kept)
 
 
 def embedded(tokens, start, weights=0):
@@ -32,15 +81,23 @@ def kv(hidden, layer):
         return _mixed(hidden + np.uint64(layer + 7))
 
 
-def attended(hidden, all_kv, window=0):
-    """Returns a layer's output for its last `len(hidden)` tokens. `all_kv`: that of these and of all tokens
-    before them. Each token attends to the last `window` tokens, itself included; to all with 0."""
-    places = np.arange(len(all_kv), dtype=np.uint64)
+def attended(hidden, all_kv, layer):
+    """Returns the output of a layer of attention for its last `len(hidden)` tokens. `all_kv`: that of these
+    and of all tokens before them."""
+    places = np.arange(len(all_kv))
+    sums = np.concatenate([[np.uint64(0)], _sums(all_kv, 0)])
+    first = np.maximum(0, places + 1 - layer.window) if layer.window else 0 * places
+    if layer.local:
+        first = places // layer.local * layer.local
+    return _mixed(hidden ^ (sums[1:] - sums[first])[len(all_kv) - len(hidden) :])
+
+
+def advanced(hidden, own_kv, start, state):
+    """Returns the output of a layer with a state for its tokens, the first of which has the place `start`,
+    and the state behind each of them. `state` is the one before them."""
     with np.errstate(over="ignore"):
-        sums = np.cumsum(_mixed(all_kv + places * _STEP))
-        if window:
-            sums[window:] -= sums[:-window].copy()
-    return _mixed(hidden ^ sums[len(all_kv) - len(hidden) :])
+        states = _sums(own_kv, start) + state
+    return _mixed(hidden ^ states), states
 
 
 def token(hidden):
@@ -48,14 +105,23 @@ def token(hidden):
     return int(hidden % np.uint64(VOCABULARY))
 
 
-def computed(tokens, weights=0, windows=(0,) * LAYERS):
-    """Returns the KV of a whole sequence, `[layers, tokens]`, and the outputs of the last layer. `windows`
-    are those of the layers."""
-    hidden, layers = embedded(tokens, 0, weights), []
-    for layer in range(LAYERS):
-        layers.append(kv(hidden, layer))
-        hidden = attended(hidden, layers[-1], windows[layer])
-    return np.stack(layers), hidden
+def computed(tokens, weights, layers):
+    """Returns what the layers keep of each token of a sequence, `[layers, tokens]`, and the outputs of the
+    last layer."""
+    hidden, kept = embedded(tokens, 0, weights), []
+    for number, layer in enumerate(layers):
+        kept.append(kv(hidden, number) if layer.source is None else kept[layer.source])
+        if layer.state:
+            hidden, kept[-1] = advanced(hidden, kept[-1], 0, np.uint64(0))
+        else:
+            hidden = attended(hidden, kept[-1], layer)
+    return np.stack(kept), hidden
+
+
+def _sums(some_kv, start):
+    places = np.arange(start, start + len(some_kv), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        return np.cumsum(_mixed(some_kv + places * _STEP), dtype=np.uint64)
 
 
 def _mixed(words):

@@ -36,36 +36,24 @@ from pd_cache.vllm.layers import NO_DRAFT, KeptLayers, kept_layers, parts_of
 from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
 from tests.pd_cache.vllm.histories import Lookups
-from tests.vllm.hashing_model import LAYERS, VOCABULARY, Words, attended, computed, embedded, kv, token
+from tests.vllm.hashing_model import (
+    BLOCK,
+    VOCABULARY,
+    Layer,
+    Words,
+    advanced,
+    attended,
+    computed,
+    embedded,
+    kv,
+    token,
+)
 from transfer.errors import Status
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
 
-BLOCK = 16
-NAMES = [f"model.layers.{layer}" for layer in range(LAYERS)]
 REQUESTS = 40
 _MOST_STEPS = 20_000
-
-
-class Layer(NamedTuple):
-    """What a layer keeps."""
-
-    window: int = 0
-    """The tokens that a token attends to; 0 for all."""
-    block: int = BLOCK
-    heads: int = 1
-    latent: bool = False
-
-    def spec(self) -> Any:
-        """Returns vLLM's spec of it."""
-        from vllm.v1 import kv_cache_interface as vllm
-
-        kept: dict[str, Any] = {"block_size": self.block, "num_kv_heads": self.heads, "head_size": 8}
-        kept["dtype"] = torch.float32
-        if self.window:
-            kind = vllm.SlidingWindowMLASpec if self.latent else vllm.SlidingWindowSpec
-            return kind(**kept, sliding_window=self.window)
-        return (vllm.MLAAttentionSpec if self.latent else vllm.FullAttentionSpec)(**kept)
 
 
 class Setting(NamedTuple):
@@ -91,9 +79,13 @@ class Setting(NamedTuple):
     """The share of prompts that another node computes, and that are streamed meanwhile."""
     stream_s: float = 600.0
     """How long a stream may last."""
-    layers: tuple[Layer, ...] = (Layer(),) * LAYERS
+    layers: tuple[Layer, ...] = (Layer(),) * 3
     retention: int | None = None
     """vLLM's `prefix_cache_retention_interval`."""
+    hybrid: bool = True
+    """False for `--disable-hybrid-kv-cache-manager`."""
+    match_unit: int | None = None
+    """vLLM's `prefix_match_unit`."""
     patient: bool = False
     """Whether streams are cancelled only when the request that is to be answered has its first token, prompts
     may need nearly all blocks, and nothing is aborted: whoever waits for another for ever is seen."""
@@ -105,10 +97,10 @@ class FailingCache:
 
     def __init__(self, history: History, part: KeptLayers, names: Sequence[str]) -> None:
         self._history = history
-        self.layers = [NAMES.index(name) for name in names]
+        self.layers = [history.names.index(name) for name in names]
         self.kept = part.kept_blocks(history.chunk)
         self.chunk_size, self.block_size = history.chunk, history.chunk // self.kept
-        self._tokens = part.block_size
+        self._words = 1 if part.kind == "state" else part.block_size
         self.space = history.metadata_of(part, names)
         self._rng = random.Random(history.rng.random())
         self.metrics = CacheMetrics()
@@ -118,7 +110,7 @@ class FailingCache:
 
     def right(self, name: bytes) -> list[Words]:
         """Returns what a chunk has to hold of each layer. Call it with the lock held."""
-        return [self._history.right_chunks[name][layer][-self.kept * self._tokens :] for layer in self.layers]
+        return [self._history.right_chunks[name][layer][-self.kept * self._words :] for layer in self.layers]
 
     def store(
         self, names: Sequence[bytes], blocks: Sequence[int], *, after: object = None, label: str = ""
@@ -135,7 +127,7 @@ class FailingCache:
                     stored = [right.copy() for right in self.right(name)]
                     for layer, data in zip(self.layers, stored, strict=True):
                         for place, block in enumerate(places):
-                            here = slice(place * self._tokens, (place + 1) * self._tokens)
+                            here = slice(place * self._words, (place + 1) * self._words)
                             if block >= 0 and not np.array_equal(history.pages[layer][block], data[here]):
                                 history.wrong.append(f"stored a chunk with wrong bytes, from blocks {places}")
                             if block < 0:  # vLLM has no such block any more
@@ -170,7 +162,7 @@ class FailingCache:
                     if block >= 0 and (chunk is None or (at >= good and number >= damaged)):
                         history.pages[layer][block] = rng.getrandbits(63)
                     elif block >= 0 and chunk is not None:
-                        own = chunk[number][place * self._tokens : (place + 1) * self._tokens]
+                        own = chunk[number][place * self._words : (place + 1) * self._words]
                         history.pages[layer][block] = own
         with history.lock:
             if label != history.label:
@@ -217,6 +209,7 @@ class History:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.kv_cache_interface import KVCacheConfig
         from vllm.v1.structured_output import StructuredOutputManager
+        from vllm.v1.worker.utils import add_kv_sharing_layers_to_kv_cache_groups
 
         self.setting = setting
         self.rng = random.Random(seed)
@@ -227,13 +220,21 @@ class History:
         self.loaded = 0
         """Loads that brought all of their chunks."""
         self.wrong: list[str] = []
-        self.windows = [layer.window for layer in setting.layers]
-        self.pages = [np.zeros((setting.blocks, layer.block), dtype=np.uint64) for layer in setting.layers]
+        self.names = [f"model.layers.{number}" for number in range(len(setting.layers))]
+        self.pages: list[Words] = []
+        for layer in setting.layers:
+            own = np.zeros((setting.blocks, layer.words), dtype=np.uint64)
+            self.pages.append(own if layer.source is None else self.pages[layer.source])
         self.right_blocks: dict[bytes, Words] = {}
         """By the hash of a block of vLLM's prefix cache, what all layers have to hold of the last `BLOCK`
         tokens up to the block's end."""
         self.right_chunks: dict[bytes, Words] = {}
         """What each chunk has to hold, by its name."""
+        self.tables: dict[str, list[list[int]]] = {}
+        """The blocks of each request in each of vLLM's groups, as a worker knows them."""
+        self.columns: dict[str, tuple[int, int]] = {}
+        """Of each request: where in its tables the block of its state is, and how many tokens of its last
+        step count."""
         self._known: dict[str, int] = {}
         self.weights = 0
         self._begun: dict[str, int] = {}
@@ -282,9 +283,14 @@ class History:
             ),
         ).create_engine_config()
         config.cache_config.block_size, config.cache_config.num_gpu_blocks = BLOCK, setting.blocks
-        specs = {name: layer.spec() for name, layer in zip(NAMES, setting.layers, strict=True)}
-        groups = planning().get_kv_cache_groups(vllm_config(), specs)
-        self.hashed = math.gcd(*(layer.block for layer in setting.layers))
+        config.cache_config.mamba_cache_mode = "align"
+        named = list(zip(self.names, setting.layers, strict=True))
+        page = max(layer.spec().page_size_bytes for layer in setting.layers if not layer.state)
+        specs = {name: layer.spec(page, 3 * setting.drafts) for name, layer in named if layer.source is None}
+        plan = vllm_config()
+        plan.scheduler_config.disable_hybrid_kv_cache_manager = not setting.hybrid
+        groups = planning().get_kv_cache_groups(plan, specs)
+        self.hashed = setting.match_unit or math.gcd(*(layer.block for layer in setting.layers))
         ours = KVCacheConfig(
             setting.blocks,
             [],
@@ -292,10 +298,12 @@ class History:
             prefix_cache_retention_interval=setting.retention,
             hash_block_size=self.hashed,
         )
-        self.groups = [[NAMES.index(name) for name in group.layer_names] for group in groups]
+        theirs = generate_scheduler_kv_cache_config([ours])
+        sources = {name: self.names[layer.source] for name, layer in named if layer.source is not None}
+        add_kv_sharing_layers_to_kv_cache_groups(sources, groups)
+        self.groups = [[self.names.index(name) for name in group.layer_names] for group in groups]
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(self.hashed, sha256)
-        theirs = generate_scheduler_kv_cache_config([ours])
         manager = StructuredOutputManager(config)
         self.vllm = Scheduler(config, theirs, manager, block_size=BLOCK, hash_block_size=self.hashed)
         side = self.vllm.connector._scheduler
@@ -470,7 +478,7 @@ class History:
         if count == self._known.get(request.request_id):
             return
         self._known[request.request_id] = count
-        right, _ = computed(list(request.all_token_ids)[: count * size], self.weights, self.windows)
+        right, _ = computed(list(request.all_token_ids)[: count * size], self.weights, self.setting.layers)
         names = stride_hashes(request.block_hashes, self.chunk // size)
         with self.lock:
             for at, one in enumerate(request.block_hashes):
@@ -514,6 +522,22 @@ class History:
         starts = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self.tables |= {one.req_id: [list(ids) for ids in one.block_ids] for one in output.scheduled_new_reqs}
+        for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self.tables[request_id] = [[] for _ in self.groups]
+            for table, ids in zip(self.tables[request_id], more or (), strict=bool(more)):
+                table += ids
+        for request_id in {
+            *output.finished_req_ids,
+            *cached.resumed_req_ids,
+            *(output.preempted_req_ids or ()),
+        }:
+            self.columns.pop(request_id, None)
+        for page in self.pages:
+            page[output.new_block_ids_to_zero or []] = 0
+            for source, target in output.kv_cache_block_copies or ():
+                page[target] = page[source]
         self.worker.start(step)
         parts = [
             _Part(
@@ -525,7 +549,7 @@ class History:
             )
             for request_id, count in output.num_scheduled_tokens.items()
         ]
-        for layer in range(LAYERS):
+        for layer in range(len(self.pages)):
             for part in parts:
                 part.write(layer)
             for part in parts:
@@ -536,7 +560,7 @@ class History:
     def _draft(self, request_id: str) -> list[int]:
         tokens, drafted = list(self._requests[request_id].all_token_ids), []
         for _ in range(self.rng.randrange(4)):
-            right = token(computed(tokens + drafted, self.weights, self.windows)[1][-1])
+            right = token(computed(tokens + drafted, self.weights, self.setting.layers)[1][-1])
             drafted.append(right if self.rng.random() < 0.7 else self.rng.randrange(VOCABULARY))
         return drafted
 
@@ -549,7 +573,7 @@ class History:
         if self._begun[request.request_id] != self.weights:
             return
         tokens, start = list(request.all_token_ids), request.num_prompt_tokens
-        _, hidden = computed(tokens, self.weights, self.windows)
+        _, hidden = computed(tokens, self.weights, self.setting.layers)
         assert tokens[start:] == [token(one) for one in hidden[start - 1 : -1]], request.request_id
 
     def _check_prefix_cache(self) -> None:
@@ -560,6 +584,8 @@ class History:
                 right = self.right_blocks[bytes(get_block_hash(block.block_hash))]
                 for layer in self.groups[get_group_id(block.block_hash)]:
                     page = self.pages[layer][block.block_id]
+                    # with a `prefix_match_unit`, vLLM also shares blocks that are not full
+                    page = page[: (block.block_hash_num_tokens - 1) % len(page) + 1]
                     assert np.array_equal(right[layer][-len(page) :], page), (
                         f"block {block.block_id} is shared"
                     )
@@ -570,44 +596,111 @@ class _Part:
 
     def __init__(self, history: History, request_id: str, start: int, count: int, drafted: list[int]) -> None:
         self.request = history._requests[request_id]
-        self._pages = history.pages
+        self._history = history
+        self._layers, self._pages = history.setting.layers, history.pages
         self._drafted = drafted
-        self._end = start + count
+        self._start, self._end = start, start + count
         # vLLM fills places of drafts that it does not have with -1
         tokens = [*self.request.all_token_ids, *(max(one, 0) for one in drafted)][start : self._end]
         self._hidden = embedded(tokens, start, history.weights)
         self._rest = self.request.num_tokens + len(drafted) - self._end
-        ids = history.vllm.kv_cache_manager.get_block_ids(request_id)
-        of_layer = {layer: ids[number] for number, layers in enumerate(history.groups) for layer in layers}
+        tables = history.tables[request_id]
+        self._table = {
+            layer: np.array(tables[number])
+            for number, layers in enumerate(history.groups)
+            for layer in layers
+        }
         places = np.arange(self._end)
-        self._windows = history.windows
         self._where = [
-            (np.array(of_layer[layer])[places // kept.block], places % kept.block)
-            for layer, kept in enumerate(history.setting.layers)
+            (places, places)
+            if kept.state
+            else (self._table[layer][places // kept.block], places % kept.block)
+            for layer, kept in enumerate(self._layers)
         ]
+        self._begin_states()
 
     def write(self, layer: int) -> None:
         blocks, offsets = (one[-len(self._hidden) :] for one in self._where[layer])
-        self._pages[layer][blocks, offsets] = kv(self._hidden, layer)
+        if self._layers[layer].source is None and not self._layers[layer].state:
+            self._pages[layer][blocks, offsets] = kv(self._hidden, layer)
 
     def attend(self, layer: int) -> None:
         blocks, offsets = self._where[layer]
-        self._hidden = attended(self._hidden, self._pages[layer][blocks, offsets], self._windows[layer])
+        if self._layers[layer].state:
+            self._advance(layer)
+        else:
+            self._hidden = attended(self._hidden, self._pages[layer][blocks, offsets], self._layers[layer])
 
     def sampled(self) -> list[int]:
-        if self._rest:
-            return []
         accepted: list[int] = []
-        for at, hidden in enumerate(self._hidden[len(self._hidden) - len(self._drafted) - 1 :]):
-            accepted.append(token(hidden))
-            if at < len(self._drafted) and self._drafted[at] != accepted[-1]:
-                break
+        if not self._rest:
+            for at, hidden in enumerate(self._hidden[len(self._hidden) - len(self._drafted) - 1 :]):
+                accepted.append(token(hidden))
+                if at < len(self._drafted) and self._drafted[at] != accepted[-1]:
+                    break
+        self._keep_states(max(1, len(accepted)))
         return accepted
+
+    # --- states, as in vLLM's `v1/worker/mamba_utils.py` ----------------------------------------------------
+
+    def _begin_states(self) -> None:
+        """Copies the states of the last step to the blocks of this one (`preprocess_mamba`)."""
+        before, accepted = self._history.columns.get(self.request.request_id, ((self._start - 1) // BLOCK, 1))
+        self._column = -(-self._end // BLOCK) - 1
+        if before not in (-1, self._column):
+            self._copy(before + accepted - 1, self._column)
+            accepted = 1
+        self._first = self._column + accepted - 1
+        """Where the states are that this step goes on with."""
+
+    def _advance(self, layer: int) -> None:
+        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+        table, page, history = self._table[layer], self._pages[layer], self._history
+        before = page[table[self._first], 0] if self._start else np.uint64(0)
+        own = kv(self._hidden, layer)
+        self._hidden, states = advanced(self._hidden, own, self._start, before)
+        for at in range(len(self._drafted) + 1):
+            page[table[self._column + at], 0] = states[len(states) - len(self._drafted) - 1 + at]
+        if self._layers[layer].state == "anywhere":
+            (offset,), (column,) = compute_mamba_prefill_checkpoints(
+                [self._end],
+                [self._end - self._start],
+                hash_block_size=history.hashed,
+                mamba_block_size=BLOCK,
+                checkpoint_alignment=1,
+                drop_eagle_block=False,
+                cache_hit_alignment_tokens=history.setting.match_unit or BLOCK,
+            )
+            if offset:
+                page[table[column], 0] = states[offset - 1]
+
+    def _keep_states(self, accepted: int) -> None:
+        """Keeps the states at a block's end behind which drafts were accepted
+        (`postprocess_mamba_fused_kernel`)."""
+        running = self._end - len(self._drafted)
+        aligned = (running + accepted - 1) // BLOCK * BLOCK
+        if aligned >= running:
+            target = aligned // BLOCK - 1
+            self._copy(self._column + aligned - running, target)
+            if target == self._column:
+                accepted = 1
+        self._history.columns[self.request.request_id] = (self._column, accepted)
+
+    def _copy(self, source: int, target: int) -> None:
+        for layer, kept in enumerate(self._layers):
+            if kept.state:
+                table = self._table[layer]
+                self._pages[layer][table[target]] = self._pages[layer][table[source]]
+
+
+STATE, MAMBA = Layer(state="at steps' ends"), Layer(state="anywhere")
+STATES: dict[str, Any] = {"fail": 0.2, "blocks": 150, "per_chunk": 1, "resets": 0.02}
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("tiny"), hidden=64, layers=LAYERS, heads=1, kv_heads=1)
+    return write_model(tmp_path_factory.mktemp("tiny"), hidden=64, layers=3, heads=1, kv_heads=1)
 
 
 @pytest.mark.parametrize(
@@ -649,6 +742,29 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
             blocks=400,
             per_chunk=1,
             layers=(Layer(latent=True), Layer(8, 4, 2, True), Layer(8, 4, 1, True)),
+        ),
+        pytest.param(Setting(**STATES, layers=(STATE, STATE, Layer())), id="Qwen3-Next, MiniMax"),
+        pytest.param(
+            Setting(**STATES, layers=(STATE, STATE, Layer()), drafts=True), id="Qwen3-Next with drafts"
+        ),
+        pytest.param(Setting(**STATES, layers=(MAMBA, MAMBA, Layer())), id="Nemotron-H, Jamba"),
+        pytest.param(Setting(**STATES, layers=(MAMBA, Layer(), MAMBA, Layer()), retention=0), id="Falcon-H1"),
+        pytest.param(Setting(**STATES, layers=(STATE, STATE, STATE, Layer(latent=True))), id="Kimi Linear"),
+        pytest.param(
+            Setting(**STATES, layers=(STATE, STATE, Layer()), match_unit=4), id="Qwen3-Next with a match unit"
+        ),
+        # vLLM disables the hybrid manager for Llama 4
+        pytest.param(
+            Setting(fail=0.2, blocks=100, hybrid=False, layers=(Layer(local=48), Layer(local=48), Layer())),
+            id="Llama 4",
+        ),
+        pytest.param(
+            Setting(fail=0.2, blocks=150, layers=(Layer(), Layer(24, heads=2), Layer(24, heads=2))),
+            id="Step 3.5",
+        ),
+        pytest.param(
+            Setting(fail=0.2, blocks=150, layers=(Layer(24), Layer(), Layer(24, source=0), Layer(source=1))),
+            id="Gemma 3n",
         ),
     ],
     ids=lambda setting: ",".join(

@@ -19,13 +19,15 @@ def other_weights(scene, label="w1"):
     scene.version.reset(label)
 
 
-def test_a_request_that_learns_of_a_label_with_tokens_at_hand_is_not_stored():
+def test_a_request_that_learns_of_a_label_with_tokens_at_hand_waits_until_vllm_has_looked_for_them_again():
     scene, request = Scene(), Request()
     scene.side.reset()
     scene.step()
     scene.version.reset("w1")
-    running(scene, request, at_hand=CHUNK)
-    assert scene.step(a=CHUNK).stores == []
+    assert scene.ask(request, CHUNK) == (None, False)
+    scene.step()
+    running(scene, request)
+    assert scene.step(a=CHUNK).stores
 
 
 @pytest.mark.parametrize("at_hand", [0, CHUNK])
