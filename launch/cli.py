@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from launch.operate.pool import PoolReport
+    from launch.operate.scan import Scan
     from launch.run.supervise import StopFlag
 
 F = TypeVar("F", bound="Callable[..., Any]")
@@ -137,6 +138,11 @@ def _rate(context: click.Context, parameter: click.Parameter, value: str) -> int
         if _SLOWEST <= (rate := ByteSize(value)) <= _FASTEST:
             return rate
     raise click.BadParameter(f"expected {_SLOWEST} to {_FASTEST}, got {value!r}", context, parameter)
+
+
+_rate_option = click.option(
+    "--rate", callback=_rate, default="100MiB", show_default=True, help="The most bytes to read in a second."
+)
 
 
 class _Commands(click.Group):
@@ -414,9 +420,7 @@ def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
 @pool.command("verify")
 @_file_option()
 @click.argument("pattern", default="*")
-@click.option(
-    "--rate", callback=_rate, default="100MiB", show_default=True, help="The most bytes to read in a second."
-)
+@_rate_option
 @click.option("--sample", metavar="COUNT", callback=_count, help="Read only so many objects, at random.")
 @click.option("--repair", is_flag=True, help="Remove what is damaged: it is then computed and stored again.")
 @_json_option
@@ -427,15 +431,44 @@ def pool_verify(file: Path, pattern: str, rate: int, sample: int | None, repair:
     Ctrl-C ends it, and prints what it has found so far. Exits with 1 if something is damaged, or could not be
     read.
     """
-    from launch.operate import scan
+    from launch.operate.scan import scan
+
+    _follow(scan, file, pattern, as_json, rate=rate, sample=sample, repair=repair)
+
+
+@pool.command("copy")
+@_file_option()
+@click.argument("pattern", default="*")
+@click.option(
+    "--to",
+    "target",
+    type=_FILE,
+    required=True,
+    help="The file of another cluster, whose pool gets the copies.",
+)
+@_rate_option
+@_json_option
+def pool_copy(file: Path, pattern: str, target: Path, rate: int, as_json: bool) -> None:
+    """Copy the namespaces whose name, or whose model, is PATTERN, by default all, to another cluster's pool.
+
+    What is there already is left out, so after Ctrl-C the same command goes on. Nothing is removed, and
+    damaged objects are not copied. Exits with 1 if an object could not be copied.
+    """
+    from launch.operate.scan import copy
+
+    _follow(copy, file, pattern, as_json, target=_running(target), rate=rate)
+
+
+def _follow(
+    begin: Callable[..., Iterator[Scan]], file: Path, pattern: str, as_json: bool, **how: Any
+) -> None:
+    """Shows how a scan of the namespaces goes on, and exits as its command does."""
     from launch.operate.pool import choose
 
-    chosen, found = choose(_survey(file), pattern, old=False), None
+    config, chosen, found = _running(file), choose(_survey(file), pattern, old=False), None
     try:
-        with _under_way("verify") as (stop, show):
-            for found in scan.scan(
-                _running(file), chosen, rate=rate, sample=sample, repair=repair, stop=stop
-            ):
+        with _under_way(begin.__name__) as (stop, show):
+            for found in begin(config, chosen=chosen, stop=stop, **how):
                 show(found.text, found.done, found.objects)
     finally:
         if found is not None:

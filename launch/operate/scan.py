@@ -1,4 +1,5 @@
-"""`pd-cache pool verify`: reads the pool's objects at a bounded rate, and checks each as a load does.
+"""`pd-cache pool verify` and `copy`: they read the pool's objects at a bounded rate, and check each as a load
+does.
 
 An object is damaged if two reads in a row say so. An object that is gone before it is read is not. The
 master leases what is read for some seconds, and takes it for just used: after a scan of a whole pool, its
@@ -17,9 +18,10 @@ from typing import NamedTuple
 import msgspec
 
 from launch.masters import KEYS_IN_A_URL, copies_at
-from launch.operate.pool import Space, keys_of, leading_metrics, opened
+from launch.operate.pool import Space, keys_of, leading_metrics, manifest_key, opened, survey
 from launch.operate.watched import cluster_status
 from launch.run.supervise import StopFlag
+from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes
 from pd_cache.errors import PdCacheError
@@ -49,7 +51,10 @@ class Scan(msgspec.Struct, kw_only=True):
     removed: int = 0
     """Damaged, and removed."""
     failed: dict[str, int] = msgspec.field(default_factory=Counter)
-    """Not read, by reason."""
+    """Not read or not written, by reason."""
+    copied: int = 0
+    there: int = 0
+    """In the other pool before."""
     bytes: int = 0
     """That were read."""
     seconds: float = 0.0
@@ -62,10 +67,12 @@ class Scan(msgspec.Struct, kw_only=True):
     def text(self) -> str:
         """Returns this as a line for people."""
         counts = [
+            (self.copied, "copied"),
+            (self.there, "there already"),
             (self.gone, "gone"),
             *((count, f"damaged in {segment}") for segment, count in self.damaged.items()),
             (self.removed, "removed"),
-            *((count, f"not read ({reason})") for reason, count in self.failed.items()),
+            *((count, f"failed ({reason})") for reason, count in self.failed.items()),
         ]
         found = "".join(f", {count:,} {what}" for count, what in counts if count)
         read = f"{self.done:,} of {self.objects:,} objects, {shown_bytes(self.bytes)} in {self.seconds:.0f} s"
@@ -77,25 +84,27 @@ def scan(
     chosen: Sequence[Space],
     *,
     rate: int,
-    sample: int | None,
-    repair: bool,
     stop: StopFlag,
+    sample: int | None = None,
+    repair: bool = False,
+    to: MooncakeStore | None = None,
 ) -> Iterator[Scan]:
     """Checks the objects of these namespaces: all, or `sample` of them at random. Yields how that stands,
     again and again, until the end or until `stop` is set. Logs the keys of damaged objects.
 
-    `rate`: the most bytes that are read in a second. With `repair`, damaged objects are removed. Raises
+    `rate`: the most bytes that are read in a second. With `repair`, damaged objects are removed. `to`: a
+    client of another pool, which gets a copy of each object that it lacks and that is intact. Raises
     PdCacheError if the pool's master does not answer.
     """
     status = cluster_status(config)
-    metrics = leading_metrics(status)
+    metrics, patience = leading_metrics(status), config.transfer.timeouts.put_ms / 1000
     names = {segment.te_endpoint: segment.segment_name for segment in status.segments or ()}
     keys = list(keys_of(metrics, {space.name for space in chosen}))
     if sample is not None:
         keys = random.sample(keys, min(sample, len(keys)))
     begin, state = time.monotonic(), Scan(objects=len(keys))
     with opened(config, status) as store:
-        reader = _Reader(store, config.transfer, rate, stop)
+        reader = _Reader([store] if to is None else [store, to], config.transfer, rate, stop)
         for start in range(0, len(keys), KEYS_IN_A_URL):
             if stop.is_set():
                 break
@@ -106,7 +115,13 @@ def scan(
                 raise PdCacheError(f"the master does not answer: {error}") from error
             state.gone += len(batch) - len(copies)
             state.done += len(batch) - len(copies)
-            for objects in reader.read({key: found[0].size_ for key, found in copies.items()}):
+            lacking = list(copies)
+            if to is not None:
+                known = to.batch_exist(lacking, timeout=_CALL_S)
+                lacking = [key for key, there in zip(lacking, known, strict=True) if there is not Status.OK]
+                state.there += len(copies) - len(lacking)
+                state.done += len(copies) - len(lacking)
+            for objects in reader.read({key: copies[key][0].size_ for key in lacking}):
                 for key, _, size, reason in objects:
                     state.bytes += size
                     if reason in _DAMAGE:
@@ -120,10 +135,45 @@ def scan(
                         state.gone += 1
                     elif reason:
                         state.failed[reason] += 1
+                if to is not None and (intact := [found for found in objects if not found.reason]):
+                    put = to.start_put(
+                        [found.key for found in intact],
+                        [found.slot for found in intact],
+                        [found.size for found in intact],
+                        timeout=patience,
+                    )
+                    outcomes = Counter(put.results())
+                    state.copied += outcomes.pop(Status.OK, 0)
+                    state.failed.update({outcome.value: count for outcome, count in outcomes.items()})
                 state.done += len(objects)
             state.seconds = time.monotonic() - begin
             yield state
     yield state
+
+
+def copy(
+    config: ClusterConfig, target: ClusterConfig, chosen: Sequence[Space], *, rate: int, stop: StopFlag
+) -> Iterator[Scan]:
+    """Copies the objects of these namespaces that the pool of `target` lacks. Yields as `scan` does.
+
+    Raises PdCacheError if that pool has no room for them, or is the same, or if a master does not answer.
+    """
+    status, report = cluster_status(target), survey(target)
+    if leading_metrics(status) == leading_metrics(cluster_status(config)):
+        raise PdCacheError("both files have the same pool: nothing to copy")
+    there = {space.name: space.bytes or 0 for space in report.namespaces}
+    lacking = sum(max(0, (space.bytes or 0) - there.get(space.name, 0)) for space in chosen)
+    if lacking > (room := sum(segment.room for segment in report.segments)):
+        raise PdCacheError(
+            f"{shown_bytes(lacking)} are to be copied, but the other pool has room for {shown_bytes(room)}: give it more "
+            "memory, or name what to copy"
+        )
+    with opened(target, status) as to:
+        for space in chosen:
+            if space.namespace is not None:
+                manifest = msgspec.convert(space.namespace, Namespace).manifest()
+                to.put_small(manifest_key(space.fingerprint), manifest, timeout=_CALL_S)
+        yield from scan(config, chosen, rate=rate, stop=stop, to=to)
 
 
 class _Object(NamedTuple):
@@ -138,8 +188,11 @@ class _Object(NamedTuple):
 class _Reader:
     """Reads objects at a bounded rate."""
 
-    def __init__(self, store: MooncakeStore, transfer: TransferSettings, rate: int, stop: StopFlag) -> None:
-        self._store = store
+    def __init__(
+        self, stores: Sequence[MooncakeStore], transfer: TransferSettings, rate: int, stop: StopFlag
+    ) -> None:
+        """`stores`: the first is read; all can transfer from and to the memory."""
+        self._stores = stores
         self._transfer = transfer
         self._rate = rate
         self._stop = stop
@@ -152,7 +205,8 @@ class _Reader:
         if self._memory is None or largest > self._memory.slot_bytes:
             size = 1 << (largest - 1).bit_length()  # so that there are few such memories
             self._memory = StagingPool(max(size, self._transfer.staging_size), size, prefaulted=False)
-            self._store.attach(self._memory)
+            for store in self._stores:
+                store.attach(self._memory)
         while keys and not self._stop.is_set():
             begin, patience = time.monotonic(), self._transfer.timeouts.get_ms / 1000
             count = max(1, min(self._memory.slots, self._rate // largest))
@@ -173,7 +227,7 @@ class _Reader:
 
     def _get(self, keys: list[str], slots: list[Slot], timeout: float) -> list[_Object]:
         objects = []
-        results = self._store.start_get(keys, slots, timeout=timeout).results()
+        results = self._stores[0].start_get(keys, slots, timeout=timeout).results()
         for key, slot, result in zip(keys, slots, results, strict=True):
             reason = "" if result.status is Status.OK else result.status.value
             if not reason:

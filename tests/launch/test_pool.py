@@ -339,13 +339,14 @@ def test_verify_reads_a_sample_and_what_is_gone_by_then_is_no_damage(sound, monk
     assert (found["done"], found["gone"], found["damaged"]) == (201, 39, {})
 
 
+def interrupted(metrics, keys):
+    """A question to the master during which Ctrl-C comes."""
+    os.kill(os.getpid(), signal.SIGINT)
+    return copies_at(metrics, keys)
+
+
 def test_ctrl_c_ends_verify_with_what_it_has_found(sound, monkeypatch):
     sound.damage(*CHUNKS)
-
-    def interrupted(metrics, keys):
-        os.kill(os.getpid(), signal.SIGINT)
-        return copies_at(metrics, keys)
-
     asked = iter([copies_at, interrupted])
     monkeypatch.setattr(scanned, "copies_at", lambda metrics, keys: next(asked)(metrics, keys))
     found = verified(sound, OF_SPACE, code=130)
@@ -369,3 +370,45 @@ def test_a_rate_or_a_sample_that_makes_no_sense_is_an_error(sound):
         assert f"expected 1MiB to 1TiB, got '{rate}'" in run(sound, "verify", "--rate", rate, code=2).stderr
     for sample in ("0", "-1", "many"):
         assert "expected a number such as" in run(sound, "verify", "--sample", sample, code=2).stderr
+
+
+# --- what is copied -----------------------------------------------------------------------------------------
+
+
+def raw(pool, keys):
+    with pool.bare_client() as client:
+        return {key: client.get(key) for key in keys}
+
+
+def copied(pool, target, *arguments, code=0):
+    return json.loads(run(pool, "copy", "--to", target.file, "--json", *arguments, code=code).stdout)
+
+
+def test_copy_goes_on_where_ctrl_c_ended_it_and_brings_all_that_is_intact(sound, make_pool, monkeypatch):
+    target = make_pool(client_ttl_s=60).start()
+    sound.damage(CHUNKS[0])
+    keys = {*CHUNKS[1:], VALUE}
+    before = raw(sound, keys)
+    with monkeypatch.context() as patched:
+        asked = iter([copies_at, interrupted])
+        patched.setattr(scanned, "copies_at", lambda metrics, keys: next(asked)(metrics, keys))
+        first = copied(sound, target, code=130)
+    assert first["copied"] in (63, 64)
+    assert len(target.keys()) == first["copied"]
+    then = copied(sound, target, code=1)
+    assert (then["there"], then["there"] + then["copied"]) == (first["copied"], 200)
+    assert then["damaged"] == {sound.segment(0): 1}
+    assert target.keys() == keys, "and nothing of another program"
+    assert raw(target, keys) == raw(sound, keys) == before
+    manifest = f"pdc1/{OF_SPACE}/manifest"
+    assert raw(target, [manifest]) == raw(sound, [manifest])
+    assert ", 200 there already, 1 damaged in" in run(sound, "copy", "--to", target.file, code=1).stdout
+
+
+def test_copy_into_the_same_pool_or_one_without_room_is_an_error_and_changes_nothing(sound, make_pool):
+    same = run(sound, "copy", "--to", sound.file, code=1)
+    assert same.stderr.endswith("pd-cache: both files have the same pool: nothing to copy\n")
+    target = make_pool().start("master")
+    small = run(sound, "copy", "--to", target.file, code=1)
+    assert "396.9 KiB are to be copied, but the other pool has room for 0 B: give it" in small.stderr
+    assert target.keys() == set()
