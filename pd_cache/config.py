@@ -71,15 +71,10 @@ class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk")
 
 
 class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
-    """The shared pool, and where in it this node's chunks go. With a `master`, a second pool, in which
-    nothing is stored."""
+    """The shared pool, and where in it this node's chunks go."""
 
     blocking: bool = True
     """Whether a store waits for the pool."""
-    master: MasterAddress | None = None
-    """The master of a second pool, `host:port` or `etcd://host:port;host:port/NAME`. Lookups ask it for what
-    the first pool lacks, and what is loaded from it is put into the first pool. None for the first pool,
-    whose master is the node's."""
 
 
 StorageTier = LocalTier | DiskTier | MooncakeTier
@@ -109,6 +104,11 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         return replace(self, chunk_size=-(-USUAL_CHUNK // unit) * unit)
 
     @property
+    def pool(self) -> MooncakeTier:
+        """The pool's tier; one with the defaults if there is none."""
+        return next((tier for tier in self.tiers if isinstance(tier, MooncakeTier)), MooncakeTier())
+
+    @property
     def chunk_tokens(self) -> int:
         """`chunk_size`, with `auto` resolved to 256."""
         return USUAL_CHUNK if self.chunk_size == "auto" else self.chunk_size
@@ -131,21 +131,6 @@ class NodeSettings(Section, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     transfer: TransferSettings = TransferSettings()
     segment_size: Bytes = 0
-
-    @property
-    def second_pool(self) -> NodeSettings | None:
-        """The settings of a client of the second pool; None if there is none. A lookup there has the time
-        that the first pool leaves, so a lookup that fails after half of `exist_ms` counts against the second
-        pool."""
-        tier = next(
-            (tier for tier in self.cache.tiers if isinstance(tier, MooncakeTier) and tier.master), None
-        )
-        if tier is None or tier.master is None:
-            return None
-        timeouts = self.transfer.timeouts
-        timeouts = replace(timeouts, exist_ms=max(1, timeouts.exist_ms // 2))
-        transfer = replace(self.transfer, timeouts=timeouts)
-        return replace(self, master=tier.master, transfer=transfer, segment_size=0)
 
 
 class TracingConfig(Section, frozen=True, kw_only=True):

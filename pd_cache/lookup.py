@@ -263,14 +263,13 @@ def count_found(
     return Found(at_hand + found.chunks, at_hand + found.leading, reason, near)
 
 
-class _Pools:
-    """A pool, and perhaps a second one for what the first lacks."""
+class _Pool:
+    """The pool, as `PrefixLookup` asks it."""
 
     near = None
 
-    def __init__(self, store: MooncakeStore, second: MooncakeStore | None) -> None:
+    def __init__(self, store: MooncakeStore) -> None:
         self.store = store
-        self.second = second
 
     @property
     def available(self) -> bool:
@@ -278,19 +277,11 @@ class _Pools:
 
     def batched_contains(self, keys: Keys, end: End = None) -> list[Status]:
         assert end is not None
-        statuses = self.store.batch_exist(list(keys), timeout=left(end))
-        lacking = [index for index, status in enumerate(statuses) if status is not Status.OK]
-        if self.second is not None and lacking:
-            answers = self.second.batch_exist([keys[index] for index in lacking], timeout=left(end))
-            for index, status in zip(lacking, answers, strict=True):
-                if status is Status.OK:  # any other answer says nothing about the first pool
-                    statuses[index] = status
-        return statuses
+        return self.store.batch_exist(list(keys), timeout=left(end))
 
 
 class MooncakeLookupClient(LookupClient):
-    """Looks up all chunks and shards, in all layer groups, with one `batch_is_exist`. If `cache.tiers` has a
-    second pool, another request asks it for what is not there."""
+    """Looks up all chunks and shards, in all layer groups, with one `batch_is_exist`."""
 
     def __init__(
         self,
@@ -317,14 +308,8 @@ class MooncakeLookupClient(LookupClient):
         )
         groups = LayerGroups([ChunkedTokenDatabase(space) for space in spaces])
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
-        self.second: MooncakeStore | None = None
-        """The client of the second pool, if there is one."""
-        if (second := config.second_pool) is not None:
-            self.second = MooncakeStore(
-                second.transfer, master=second.master, host=config.host, segment_size=0
-            )
         self._exist_s = config.transfer.timeouts.exist_ms / 1000
-        self._prefix = PrefixLookup(groups, _Pools(self.store, self.second), version, metrics, history)
+        self._prefix = PrefixLookup(groups, _Pool(self.store), version, metrics, history)
         self.version = self._prefix.version
         super().__init__(groups.first, self._prefix.metrics, cache=self._prefix, timeout=self._exist_s)
 
@@ -347,8 +332,6 @@ class MooncakeLookupClient(LookupClient):
 
     def close(self) -> None:
         self.store.close()
-        if self.second is not None:
-            self.second.close()
 
 
 class BypassLookupClient(LookupClient):

@@ -273,10 +273,6 @@ class TierMetrics:
         """Notes that the tier is in use."""
         self._off.set(0)
 
-    def off_unless(self, up: Callable[[], bool]) -> None:
-        """Makes the tier count as switched off whenever `up` returns False."""
-        self._off.set_function(lambda: float(not up()))
-
 
 class CacheMetrics:
     """The cache's counters in one registry. `op` is `lookup`, `retrieve` or `store`."""

@@ -22,7 +22,6 @@ from launch.operate.state import ClusterStatus
 from launch.operate.watched import cluster_status, leading_master
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import local_nodes
-from pd_cache.config import NodeSettings
 from transfer.settings import rdma_devices
 
 __all__ = ["DoctorReport", "Finding", "Verdict", "examine", "report_table"]
@@ -74,9 +73,6 @@ def _findings(config: ClusterConfig | None) -> Iterator[Finding]:
     if "://" in config.transfer.metadata:
         yield probe.metadata_finding(config.transfer.metadata)
     yield from _transfers(config, status)
-    own = NodeSettings(master="", host=_own_host(config), cache=config.cache, transfer=config.transfer)
-    if own.second_pool is not None:
-        yield probe.second_pool_finding(own.second_pool)
 
 
 def _transfers(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding]:

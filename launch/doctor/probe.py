@@ -23,7 +23,6 @@ from launch.masters import Segment, copies_at
 from launch.operate.state import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
 from pd_cache.cluster import ClusterConfig, MasterNode
 from pd_cache.cluster.machine import host_of, port_of, shown_bytes
-from pd_cache.config import NodeSettings
 from transfer import MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.errors import TransferError
 from transfer.settings import BreakerSettings, Placement, Timeouts
@@ -207,28 +206,6 @@ def probe_findings(
     finally:
         if store is not None:
             store.close()
-
-
-def second_pool_finding(settings: NodeSettings) -> Finding:
-    """Returns whether the pool that `cache.tiers` names behind the first answers a client. `settings`: of
-    such a client."""
-    check = "transfer.second_pool"
-    store = MooncakeStore(settings.transfer, master=settings.master, host=settings.host, segment_size=0)
-    try:
-        store.wait_open(_OPEN_S)
-        (status,) = store.batch_exist([f"{PREFIX}/second"], timeout=_CONTROL_S)
-    except (TransferError, PoolUnavailableError) as error:
-        failure = str(error)
-    else:
-        if status is Status.MISSING:
-            return ok(check, "answers a lookup", settings.master)
-        failure = f"a lookup failed: {status.value}"
-    finally:
-        store.close()
-    return warning(
-        check, failure, settings.master, why="what only that pool has is computed again",
-        repair="start that master; if it has served its time, take its tier out of cache.tiers",
-    )  # fmt: skip
 
 
 def _open_store(config: ClusterConfig, master: str, host: str) -> tuple[MooncakeStore, StagingPool]:

@@ -211,7 +211,11 @@ def keys_of(metrics: str, names: Collection[str], manifests: Collection[bytes] =
 def open_store(config: ClusterConfig, status: ClusterStatus) -> MooncakeStore:
     """Returns a client of the pool whose master leads. Does not wait for the pool."""
     return MooncakeStore(
-        config.transfer, master=leading_master(config, status), host="127.0.0.1", segment_size=0
+        config.transfer,
+        master=leading_master(config, status),
+        host="127.0.0.1",
+        segment_size=0,
+        placement=config.cache.pool,
     )
 
 

@@ -8,7 +8,7 @@ from launch.discovery import View, known_master
 from launch.masters import segments_at
 from pd_cache.chunks import SEED_VARIABLE, Namespace
 from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig
-from pd_cache.config import MooncakeTier, NodeSettings
+from pd_cache.config import NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
 
 
@@ -29,8 +29,6 @@ def hash_seeds(config: ClusterConfig) -> set[str]:
 def pool_bytes(config: ClusterConfig, view: View) -> int:
     """Returns how many bytes the pool can hold, with as many copies of each object as the file says. Segments
     that are drained do not count. Raises OSError or ValueError if no master answers."""
-    tiers = (tier for tier in config.cache.tiers if isinstance(tier, MooncakeTier) and tier.master is None)
-    copies = next((tier.replicas for tier in tiers), 1)
     failure: OSError | ValueError = ValueError("no master of the pool is known")
     sizes = []
     for record in view.by_role("master"):
@@ -46,7 +44,7 @@ def pool_bytes(config: ClusterConfig, view: View) -> int:
             failure = error
     if not sizes:
         raise failure
-    return max(sizes) // copies  # of elected masters, only the leader knows the segments
+    return max(sizes) // config.cache.pool.replicas  # of elected masters, only the leader knows the segments
 
 
 def open_lookup(

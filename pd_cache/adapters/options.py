@@ -54,8 +54,7 @@ def read_options(given: Mapping[str, Any], kind: type[Options], where: str) -> O
     except (msgspec.ValidationError, ValueError, TypeError) as error:
         names = ", ".join(kind.__struct_fields__)
         raise ConfigError(f"{where}: {error} (allowed: {names})") from None
-    elected = options.master.startswith("etcd://")
-    for path, message in tier_problems(options.tiers, [options.master], elected=elected):
+    for path, message in tier_problems(options.tiers):
         key = f".{path[3]}" if len(path) > 3 else ""
         raise ConfigError(f"{where}.tiers[{path[2]}]{key}: {message}")
     return options

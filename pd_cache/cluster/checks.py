@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from pd_cache.cluster.schema import (
     COUNTS,
     SECRET_VARIABLES,
@@ -72,8 +70,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
         yield Problem(("engine",), f"missing, but nodes[{engines[0][0]}] is a {engines[0][1].role} node")
     yield from _proxy_problems(config)
     yield from _engine_problems(config)
-    masters = [f"{node.host}:{node.port}" for node in config.nodes if isinstance(node, MasterNode)]
-    yield from tier_problems(config.cache.tiers, masters, elected=config.masters.ha)
+    yield from tier_problems(config.cache.tiers)
     if engines and not any(isinstance(tier, MooncakeTier) for tier in config.cache.tiers):
         yield Problem(
             ("cache", "tiers"), "prefill and decode nodes share chunks through the pool; add {kind: mooncake}"
@@ -272,24 +269,17 @@ def _placement_problems(config: ClusterConfig) -> Iterator[Problem]:
             )
 
 
-def tier_problems(
-    tiers: Sequence[StorageTier], masters: Sequence[str], *, elected: bool
-) -> Iterator[Problem]:
-    """Checks the order and the kinds of tiers. `masters`: the addresses of the first pool's masters;
-    `elected`: whether they are elected in etcd."""
+def tier_problems(tiers: Sequence[StorageTier]) -> Iterator[Problem]:
+    """Checks the order and the kinds of tiers."""
     for index, tier in enumerate(tiers):
         before = tiers[:index]
         if isinstance(tier, LocalTier | DiskTier) and not tier.capacity:
             yield Problem(
                 ("cache", "tiers", index, "capacity"), "holds nothing; leave the tier out, or give it room"
             )
-        pools = sum(isinstance(other, MooncakeTier) for other in before)
-        if isinstance(tier, MooncakeTier):
-            for key, message in _pool_problems(tier, pools, masters, elected=elected):
-                yield Problem(("cache", "tiers", index, *([key] if key else [])), message)
-        elif pools:
+        if any(isinstance(other, MooncakeTier) for other in before):
             yield Problem(
-                ("cache", "tiers", index), "stands after the pool; {kind: mooncake} must be the last tier"
+                ("cache", "tiers", index), "stands after {kind: mooncake}, which must be the last tier"
             )
         if isinstance(tier, LocalTier):
             if any(isinstance(other, DiskTier) for other in before):
@@ -302,34 +292,3 @@ def tier_problems(
             isinstance(o, DiskTier) and o.path == tier.path for o in before
         ):
             yield Problem(("cache", "tiers", index, "path"), "is already the path of another tier")
-
-
-def _pool_problems(
-    tier: MooncakeTier, pools: int, masters: Sequence[str], *, elected: bool
-) -> Iterator[tuple[str, str]]:
-    """Yields the problems of a pool among the tiers, each with its key. `pools`: how many pools stand before
-    it."""
-    if not pools:
-        if tier.master is not None:
-            yield (
-                "master",
-                "is for a second pool; the first one is that of the nodes' own master, so leave it out",
-            )
-        return
-    if pools > 1:
-        yield "", "is the third pool; there can be two"
-    elif tier.master is None:
-        yield (
-            "",
-            "is the second pool; say whose it is: `master: HOST:PORT`, which is not the master of this file's nodes",
-        )
-    elif tier.master in masters:
-        yield "master", "is the master of the first pool; a second pool has another one"
-    elif elected and tier.master.startswith("etcd://"):
-        yield (
-            "master",
-            "is elected, as the first pool's is: a process can follow only one election; give the address of one master",
-        )
-    for field in msgspec.structs.fields(MooncakeTier):
-        if field.name != "master" and getattr(tier, field.name) != field.default:
-            yield field.name, "is for what is stored, and nothing is stored in a second pool; leave it out"

@@ -18,7 +18,6 @@ from pd_cache.tiers.memory import TRAILER_BYTES, ObjectMemory, Staged, slots_of
 from transfer.staging import Pin, StagingPool
 
 if TYPE_CHECKING:
-    from pd_cache.tiers.mooncake import MooncakeBackend
     from transfer.store import MooncakeStore
 
 __all__ = ["PutOutcome", "Staged", "StorageBackend", "open_backend"]
@@ -80,17 +79,9 @@ def open_backend(
             elif isinstance(tier, DiskTier):
                 disk = LocalDiskBackend(memory, tier, transfer.timeouts, count, slots=staging)
                 part = Tier(disk, count, tier.blocking, tier.promote)
-            elif count is counts[kinds.index("mooncake")]:
+            else:
                 assert pool is not None
                 part = Tier(pool, count, tier.blocking)
-            else:
-                second = settings.second_pool
-                assert second is not None
-                behind = MooncakeBackend(
-                    second, payload_bytes, batch_bytes=batch_bytes, metrics=count, shared=memory
-                )
-                count.off_unless(_up(behind))
-                part = Tier(behind, count, blocking=False, stores=False)
             opened.callback(part.backend.close)
             parts.append(part)
         shelves = [part.backend for part in parts if isinstance(part.backend, LocalBackend)]
@@ -124,15 +115,3 @@ def _levels(
         return BackendLevels(slots * slot_bytes, used, forfeited, store.available, segment, size)
 
     return levels
-
-
-def _up(second: MooncakeBackend) -> Callable[[], bool]:
-    """Returns a function that returns False while a second pool is known to be unusable. The function keeps
-    nothing alive."""
-    reached = weakref.ref(second)
-
-    def up() -> bool:
-        pool = reached()
-        return pool is None or pool.memory.pool.closed or pool.available
-
-    return up

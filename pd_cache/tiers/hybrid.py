@@ -10,8 +10,6 @@ promotes.
 4. A put waits for the blocking tiers. Its outcome is the outcome of the last tier, which is the pool if there
    is one. Objects that another tier did not take are counted, and do not change the outcome. Tiers that do
    not block write behind, within half of the staging memory. Objects that do not fit are dropped and counted.
-5. Behind the pool there may be a second pool, in which nothing is stored. What it cannot answer or deliver
-   counts as missing there.
 """
 
 from __future__ import annotations
@@ -50,9 +48,6 @@ class Tier(NamedTuple):
     """Whether a put waits for this tier."""
     promote: PromotionName = "always"
     """When to put a chunk that was read from a later tier into this one."""
-    stores: bool = True
-    """False for a second pool, which stands last and is only read. Its troubles are not those of the
-    cache."""
 
 
 class HybridBackend(StorageBackend):
@@ -65,9 +60,7 @@ class HybridBackend(StorageBackend):
         self.tiers = tuple(tiers)
         self.memory = first.memory
         self.payload_bytes = first.payload_bytes
-        self._stored = [tier for tier in tiers if tier.stores]
-        """The tiers in which chunks are stored. The last one decides the outcome of a put."""
-        self.batch_size = min(tier.backend.batch_size for tier in self._stored)
+        self.batch_size = min(tier.backend.batch_size for tier in tiers)
         self._seen = [_SecondHit() if tier.promote == "second_hit" else None for tier in tiers]
         self._behind = _WriteBehind(
             max(1, self.memory.pool.slots // 2 if backlog is None else backlog), close_s
@@ -79,16 +72,16 @@ class HybridBackend(StorageBackend):
         return any(tier.backend.available for tier in self.tiers)
 
     def wait_available(self, timeout: float) -> None:
-        """Waits until every tier that stores chunks is open. Raises PoolUnavailableError if the last one is
+        """Waits until every tier is open. Raises PoolUnavailableError if the last one is
         not after `timeout` seconds.
 
         Other tiers may fail; the cache works without them.
         """
         end = time.monotonic() + timeout
-        for tier in self._stored[:-1]:
+        for tier in self.tiers[:-1]:
             with contextlib.suppress(PoolUnavailableError):
                 tier.backend.wait_available(left(end))
-        self._stored[-1].backend.wait_available(left(end))
+        self.tiers[-1].backend.wait_available(left(end))
 
     def batched_contains(self, keys: Keys, end: End = None) -> list[Status]:
         statuses = [Status.MISSING] * len(keys)
@@ -99,7 +92,7 @@ class HybridBackend(StorageBackend):
             answers = tier.backend.batched_contains([keys[index] for index in lacking], end)
             for index, answer in zip(lacking, answers, strict=True):
                 # a tier that could not answer might have the key, so this is not a plain miss
-                if answer is Status.OK or (tier.stores and answer is not Status.MISSING):
+                if answer is not Status.MISSING:
                     statuses[index] = answer
         return statuses
 
@@ -113,9 +106,9 @@ class HybridBackend(StorageBackend):
         return TierChunks(counts["memory"], counts["disk"])
 
     def batched_wants(self, keys: Keys, end: End = None) -> list[Status]:
-        """Returns MISSING for a key that the last storing tier lacks. If that tier cannot find out, returns
+        """Returns MISSING for a key that the last tier lacks. If that tier cannot find out, returns
         MISSING if no other one has the key."""
-        *before, last = self._stored
+        *before, last = self.tiers
         statuses = last.backend.batched_wants(keys, end)
         unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
         others = [tier.backend for tier in before if tier.backend.available]
@@ -136,10 +129,10 @@ class HybridBackend(StorageBackend):
         """Stages as the last tier does, after waiting until no blocking tier has too much to write."""
         if not self.wait_room(end) and end == 0.0:
             return None  # the caller already holds memory; it puts that first
-        return self._stored[-1].backend.stage(payload_bytes=payload_bytes, end=end)
+        return self.tiers[-1].backend.stage(payload_bytes=payload_bytes, end=end)
 
     def wait_room(self, end: End = None) -> bool:
-        return all(tier.backend.wait_room(end) for tier in self._stored if tier.blocking)
+        return all(tier.backend.wait_room(end) for tier in self.tiers if tier.blocking)
 
     def batched_put(self, keys: Keys, staged: Sequence[Staged], end: End = None) -> PutOutcome:
         items = self.memory.own(staged, keys)
@@ -149,7 +142,7 @@ class HybridBackend(StorageBackend):
             for key, item in zip(keys, items, strict=True):
                 item.seal(key)  # before any tier reads the bytes
             begun: list[_TierWrite] = []
-            for tier in self._stored:
+            for tier in self.tiers:
                 if tier.blocking:
                     begun.append(_begin(tier, keys, items, end))
                 else:
@@ -176,7 +169,7 @@ class HybridBackend(StorageBackend):
         self.tiers[0].backend.unpin(keys)
 
     def annotate(self, key: str, value: bytes, end: End = None) -> Status:
-        answers = [tier.backend.annotate(key, value, end) for tier in self._stored]
+        answers = [tier.backend.annotate(key, value, end) for tier in self.tiers]
         return answers[-1]
 
     def close(self) -> None:
@@ -230,12 +223,6 @@ class HybridBackend(StorageBackend):
         """Returns a tier's answer as this backend's."""
         if fetched.payload is not None:
             fetched.level = level, key
-        elif not self.tiers[level].stores:
-            if fetched.reason != Status.MISSING.value:
-                self.tiers[level].metrics.missed(fetched.reason)
-            # the pool before it may be away, too
-            lost = Status.MISSING if self._stored[-1].backend.available else Status.POOL_DOWN
-            return Fetched(None, lost.value)
         return fetched
 
     def _levels(self, keys: Keys, floor: int, end: End) -> list[int]:
@@ -249,8 +236,7 @@ class HybridBackend(StorageBackend):
                 continue
             answers = tier.backend.batched_contains([keys[index] for index in unknown], end)
             for index, answer in zip(unknown, answers, strict=True):
-                # if the pool cannot find out, a read does; the second pool is read after it
-                if answer is Status.OK or (answer is not Status.MISSING and tier is self._stored[-1]):
+                if answer is Status.OK:
                     levels[index] = level
             unknown = [index for index in unknown if levels[index] == last]
         return levels

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from pd_cache.chunks import Keys
-from pd_cache.config import MooncakeTier, NodeSettings
+from pd_cache.config import NodeSettings
 from pd_cache.layout import checksum
 from pd_cache.metrics import CacheMetrics, TierMetrics
 from pd_cache.tiers.base import PutOutcome, StorageBackend
@@ -29,7 +29,7 @@ from pd_cache.tiers.memory import (
 )
 from transfer.deadlines import End, end_or, left
 from transfer.errors import Status
-from transfer.staging import Pin, Quota, Slot, StagingPool
+from transfer.staging import Pin, Quota, Slot
 from transfer.store import GetResult, MooncakeStore, Pending
 
 _BATCH_KEYS = 256
@@ -39,11 +39,10 @@ _SHARE = 8
 """The batches of all transfer threads together take at most one in this many slots. If a peer hangs, each
 thread and its spare hold a batch: a quarter of the slots in each direction. Quotas bound how much queued
 calls and waiting readers hold."""
-_READS, _PUTS, _SECOND_READS = 5, 4, 2
+_READS, _PUTS = 5, 4
 """How many eighths of the slots reads and puts may hold while they wait for a peer. If one direction hangs,
 the other still has an eighth besides the two eighths of its own late calls. A reader reads a damaged object
-again into a slot that no longer counts. For a second pool, reads have two eighths, and batches are half as
-large, so that late calls leave room for others."""
+again into a slot that no longer counts."""
 
 _DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status.CHECKSUM.value})
 """Reasons to remove an object. `checksum` is Mooncake's own, for an object that another client wrote."""
@@ -58,8 +57,7 @@ class _ReadBatch(NamedTuple):
 
 
 class MooncakeBackend(StorageBackend):
-    """Chunk objects in the pool of a Mooncake master, through a store client and a staging pool, which a
-    second pool shares."""
+    """Chunk objects in the pool of a Mooncake master, through a store client and a staging pool."""
 
     def __init__(
         self,
@@ -70,49 +68,38 @@ class MooncakeBackend(StorageBackend):
         reserve: int = 0,
         batch_bytes: int | None = None,
         metrics: TierMetrics | None = None,
-        shared: ObjectMemory | None = None,
     ) -> None:
         """Maps the staging memory and begins to open the store. Does not wait for the pool.
 
         `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides
         `transfer.staging_size`, for local tiers that keep objects in the same memory. A batch has about
-        `batch_bytes`, by default 64 MiB. `shared`: for a second pool, the memory of the first; the second
-        maps none. Raises ValueError if `transfer.staging_size` is too small for a chunk.
+        `batch_bytes`, by default 64 MiB. Raises ValueError if `transfer.staging_size` is too small for a
+        chunk.
         """
         transfer = settings.transfer
         self.payload_bytes = payload_bytes
         self._timeouts = transfer.timeouts
         self._metrics = metrics or CacheMetrics().tier("mooncake")
         self._closed = False
-        placement = next(
-            (tier for tier in settings.cache.tiers if isinstance(tier, MooncakeTier)), MooncakeTier()
-        )
         self.store = MooncakeStore(
             transfer,
             master=settings.master,
             host=settings.host,
             segment_size=settings.segment_size,
-            placement=placement,
+            placement=settings.cache.pool,
         )
-        self._owns_memory = shared is None
         try:
-            if shared is None:
-                staging = self.store.staging(payload_bytes + TRAILER_BYTES, reserve=reserve, pin=pin)
-                shared = ObjectMemory(staging, payload_bytes)
-            else:
-                self.store.attach(shared.pool)
+            self.staging = self.store.staging(payload_bytes + TRAILER_BYTES, reserve=reserve, pin=pin)
+            self.memory = ObjectMemory(self.staging, payload_bytes)
         except BaseException:
             self.store.close()
             raise
-        self.memory = shared
-        self.staging: StagingPool = shared.pool
         # without the slots in which a local tier keeps objects
         slots = slots_of(transfer.staging_size, payload_bytes)
-        share, reads = (_SHARE, _READS) if self._owns_memory else (2 * _SHARE, _SECOND_READS)
-        self._reads = Quota(min(slots - 1, -(-reads * slots // _SHARE)), headroom=slots // share)
+        self._reads = Quota(min(slots - 1, -(-_READS * slots // _SHARE)), headroom=slots // _SHARE)
         self._puts = Quota(_PUTS * slots // _SHARE, headroom=slots // _SHARE)
         per_call = min(_BATCH_KEYS, (batch_bytes or BATCH_BYTES) // max(1, payload_bytes))
-        self.batch_size = max(1, min(per_call, slots // (share * transfer.threads)))
+        self.batch_size = max(1, min(per_call, slots // (_SHARE * transfer.threads)))
 
     @property
     def available(self) -> bool:
@@ -200,8 +187,7 @@ class MooncakeBackend(StorageBackend):
     def close(self) -> None:
         self._closed = True
         self.store.close()
-        if self._owns_memory:
-            self.staging.close()
+        self.staging.close()
 
     def _lease(self, count: int, deadline: float) -> deque[Slot]:
         """Returns up to `count` slots. Waits for the first until `deadline`, and takes the others only if

@@ -13,8 +13,6 @@ from launch.masters import Segment, segments_at
 from pd_cache.cluster import load_config
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import broken, examined, nodes_of_every_role, started
-from tests.support.pool import free_port
-from tests.support.waiting import PATIENCE_S
 from transfer import MooncakeStore
 from transfer.store import Pending, load_mooncake
 
@@ -105,16 +103,6 @@ def test_rdma_without_a_device_is_broken_and_nothing_runs_over_tcp_instead(file,
     report = doctor("-c", changed(file, tmp_path, "transfer", protocol="rdma"))
     assert ("rdma.devices", "") in broken(report)
     assert of(report, "transfer.segment")[""].verdict is Verdict.SKIPPED
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_second_pool_that_does_not_answer_is_a_warning(file, pool, tmp_path, monkeypatch):
-    absent = f"127.0.0.1:{free_port()}"
-    for master, verdict, patience in ((pool.address, Verdict.OK, PATIENCE_S), (absent, Verdict.WARNING, 1.0)):
-        monkeypatch.setattr("launch.doctor.probe._OPEN_S", patience)
-        tiers = [{"kind": "mooncake"}, {"kind": "mooncake", "master": master}]
-        report = doctor("-c", changed(file, tmp_path, "cache", tiers=tiers), code=None)
-        assert of(report, "transfer.second_pool")[master].verdict is verdict
 
 
 @pytest.mark.usefixtures("patient")

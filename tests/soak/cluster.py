@@ -38,16 +38,13 @@ HOSTS = {
     "etcd": ("etcd",),
     "store-0": ("store-0",),
     "store-1": ("store-1",),
-    "second": ("master-2", "store-2"),
     "cache": ("cache", "engine-b"),
     "engine-a": ("engine-a",),
     "prefill": ("prefill",),
     "decode": ("decode",),
 }
 """Which nodes run on which host."""
-SECOND = HOSTS["second"]
-"""The second pool, of which only nodes' tiers know. A fault fills it."""
-NODES = ("etcd", "master", *STORES, *SECOND, "cache", *ENGINES, "prefill", "decode", "proxy")
+NODES = ("etcd", "master", *STORES, "cache", *ENGINES, "prefill", "decode", "proxy")
 """In the order in which they are ended, from the last to the first."""
 SEGMENT, SMALL_SEGMENT = "192MiB", "24MiB"
 DISK_CAPACITY, DISK_BYTES = 24 << 20, 32 << 20
@@ -58,7 +55,7 @@ LONGEST_MS = 20_000
 """The file's limit for a transfer, and the length of a lease. Operations have deadlines of their own, most of
 them shorter."""
 _READY_S, _BACKOFF_S, _KILLED_S = 90.0, 1.0, 15.0
-_PORTS = {name: 21_001 + index for index, name in enumerate(("master", *STORES, "prefill", "decode", "proxy", "etcd", "metrics", "scraped", "members", *SECOND))}  # fmt: skip
+_PORTS = {name: 21_001 + index for index, name in enumerate(("master", *STORES, "prefill", "decode", "proxy", "etcd", "metrics", "scraped", "members"))}  # fmt: skip
 _RUNTIME = Path("/run")
 _SHARED_MEMORY = Path("/dev/shm")
 _UNSHARE = ("unshare", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child=SIGKILL", "--mount-proc")
@@ -252,10 +249,6 @@ class Cluster:
         return f"{self._address['master']}:{_PORTS['master']}"
 
     @property
-    def second(self) -> str:
-        return f"{self._address['master-2']}:{_PORTS['master-2']}"
-
-    @property
     def metrics(self) -> str:
         return f"http://{self._address['master']}:{_PORTS['metrics']}"
 
@@ -328,15 +321,15 @@ class Cluster:
         return (sys.executable, "-m", "launch", "launch", role, "-c", file, "--node", name)
 
     def _tree(self, node: str, segment: str) -> dict[str, Any]:
-        address, pools = self._address, [{"kind": "mooncake"}, {"kind": "mooncake", "master": self.second}]
+        address, pool = self._address, {"kind": "mooncake"}
         tiers: dict[str, list[dict[str, Any]]] = {
             "engine-a": [
                 {"kind": "local", "capacity": "32MiB"},
                 {"kind": "disk", "path": str(self.disk), "capacity": DISK_CAPACITY, "retry_s": 3},
-                *pools,
+                pool,
             ],
-            "cache": [{"kind": "local", "capacity": "32MiB"}, *pools],
-            "prefill": [{"kind": "local", "capacity": "8MiB"}, *pools],
+            "cache": [{"kind": "local", "capacity": "32MiB"}, pool],
+            "prefill": [{"kind": "local", "capacity": "8MiB"}, pool],
         }
         model = {"seed": 3, "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "kv_heads": 2}  # fmt: skip
 
@@ -344,16 +337,6 @@ class Cluster:
             port = {"port": _PORTS[name]} if name in _PORTS else {}
             return {"name": name, "role": role, "host": address[name], **port, **fields}
 
-        if node in SECOND:
-            nodes = [
-                at("master-2", "master", lease_ttl_ms=LONGEST_MS),
-                at("store-2", "store", segment_size="64MiB"),
-            ]
-            return {
-                "name": "second",
-                "transfer": {"timeouts": {"get_ms": LONGEST_MS, "put_ms": LONGEST_MS}},
-                "nodes": nodes,
-            }
         return {
             "name": "soak",
             "discovery": {"kind": "etcd", "endpoints": [f"{address['etcd']}:{_PORTS['etcd']}"]},
@@ -362,7 +345,7 @@ class Cluster:
                 # generous: calls have their own deadlines, and the pool gets time to do harm
                 "timeouts": {"get_ms": LONGEST_MS, "put_ms": LONGEST_MS},
             },
-            "cache": {"chunk_size": CHUNK, "tiers": tiers.get(node, pools)},
+            "cache": {"chunk_size": CHUNK, "tiers": tiers.get(node, [pool])},
             "engine": {
                 "kind": "reference", "model": {"name": "tiny", "random": model}, "block_size": CHUNK, "num_blocks": 512,
                 "max_model_len": 1024, "step_tokens": 16, "threads": 1,

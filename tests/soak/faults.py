@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tests.soak.books import Books, Span
-from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, NODES, SECOND, SMALL_SEGMENT, STORES, Cluster
+from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, NODES, SMALL_SEGMENT, STORES, Cluster
 from tests.soak.oracle import VOCABULARY
 from tests.soak.vandal import damaged
 
@@ -81,7 +81,6 @@ KINDS = (
     Kind("disk_refuses", ("engine-a",), 2.0, 20.0, 1.0),
     Kind("disk_damage", ("engine-a",), 0.2, 1.0, 2.0),
     Kind("pool_damage", ("master",), 4.0, 12.0, 2.0),
-    Kind("second_pool", ("master-2",), 4.0, 12.0, 2.0),
     Kind("drain", STORES, 10.0, 30.0, 1.0, quick=False),
     Kind("pins", ("proxy",), 3.0, 20.0, 1.0),
     Kind("small_pool", ("store-0",), 15.0, 40.0, 0.5, quick=False),
@@ -91,9 +90,7 @@ KINDS = (
 )
 """Faults that follow one another."""
 LONG_KINDS = (
-    Kind(
-        "stop", (*STORES, *STORES, *SECOND, "master", "cache", "engine-a", "decode", "proxy"), 69.0, 90.0, 3.0
-    ),
+    Kind("stop", (*STORES, *STORES, "master", "cache", "engine-a", "decode", "proxy"), 69.0, 90.0, 3.0),
     Kind("cut", STORES, 66.0, 90.0, 1.0),
 )
 """Faults that outlast a minute, beside the others: Mooncake gives a transfer up after 60 s."""
@@ -330,9 +327,6 @@ def _disk_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
 def _pool_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
     cluster, host = stage.cluster, stage.cluster.hosts["control"]
     command = [sys.executable, "-m", "tests.soak.vandal", cluster.master, cluster.metrics, host.address, str(fault.seed)]  # fmt: skip
-    if fault.kind == "second_pool":
-        command.append(cluster.second)
-        stage.press(fault.seconds + 2.0, loads=True)
     out = cluster.logs / f"damage-{fault.seed}.log"
     with out.open("wb") as lines:
         vandal = subprocess.Popen(host.inside(*command), stdout=lines, stderr=lines, start_new_session=True)
@@ -467,7 +461,6 @@ ACTIONS: Mapping[str, Callable[[Stage, Fault, random.Random], Undo]] = {
     "disk_refuses": _disk_refuses,
     "disk_damage": _disk_damage,
     "pool_damage": _pool_damage,
-    "second_pool": _pool_damage,
     "drain": _drain,
     "pins": _pins,
     "reset": _reset,

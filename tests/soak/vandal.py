@@ -1,8 +1,7 @@
-"""Damages objects in the pool until it is killed: `python -m tests.soak.vandal MASTER METRICS HOST SEED
-[SECOND]`.
+"""Damages objects in the pool until it is killed: `python -m tests.soak.vandal MASTER METRICS HOST SEED`.
 
-A bare Mooncake client takes objects out and puts others back under their keys; or, if there is a second pool,
-there, and most of them whole. It imports little, so that it begins at once.
+A bare Mooncake client takes objects out and puts others back under their keys. It imports little, so that it
+begins at once.
 """
 
 from __future__ import annotations
@@ -29,15 +28,12 @@ def damaged(value: bytes, other: bytes, rng: random.Random) -> tuple[str, bytes]
     return "flipped", value[:place] + bytes([value[place] ^ (1 << rng.randrange(8))]) + value[place + 1 :]
 
 
-def main(master: str, metrics: str, host: str, seed: str, *second: str) -> None:
+def main(master: str, metrics: str, host: str, seed: str) -> None:
     """Prints a line for each object."""
     prepare(TransferSettings())
-    clients = []
-    for address in (master, *second):
-        clients.append(load_mooncake().MooncakeDistributedStore())
-        if code := clients[-1].setup(host, "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", address):
-            sys.exit(f"setup answered {code}")
-    client, pool = clients[0], "second pool" if second else "pool"
+    client = load_mooncake().MooncakeDistributedStore()
+    if code := client.setup(host, "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master):
+        sys.exit(f"setup answered {code}")
     rng, keys, read_at = random.Random(int(seed)), [""], float("-inf")
     while True:
         if time.monotonic() - read_at > 2.0:
@@ -47,11 +43,9 @@ def main(master: str, metrics: str, host: str, seed: str, *second: str) -> None:
         key = rng.choice(keys or [""])
         if value := client.get(key) if key else b"":
             how, bad = damaged(value, client.get(rng.choice(keys)) or value, rng)
-            if second and rng.random() < 0.8:
-                how, bad = "whole", value
             client.batch_remove([key], True)
-            code = clients[-1].put(key, bad)
-            print(f"put into the {pool}, {how if code == 0 else 'in vain'}", flush=True)
+            code = client.put(key, bad)
+            print(f"put into the pool, {how if code == 0 else 'in vain'}", flush=True)
         time.sleep(0.05)
 
 

@@ -206,14 +206,13 @@ def test_a_mistaken_section_is_refused_in_one_message(section, message):
 
 
 LOCAL, DISK = "{kind: local, capacity: 1GiB}", "{kind: disk, path: /a, capacity: 1GiB}"
-SECOND = "{kind: mooncake, master: '10.0.0.9:50051'}"
 
 
 @pytest.mark.parametrize(
     "tiers, message",
     [
         ("", "cache.tiers: expected `array` of length >= 1"),
-        (f"{{kind: mooncake}}, {LOCAL}", "cache.tiers[1]: stands after the pool; {kind: mooncake} must be the last tier"),
+        (f"{{kind: mooncake}}, {LOCAL}", "cache.tiers[1]: stands after {kind: mooncake}, which must be the last tier"),
         (f"{DISK}, {LOCAL}, {{kind: mooncake}}", "cache.tiers[1]: memory stands after a disk; the fastest tier comes first"),
         (f"{LOCAL}, {LOCAL}, {{kind: mooncake}}", "cache.tiers[1]: is the second local tier; make it one"),
         (f"{DISK}, {DISK}", "cache.tiers[1].path: '/a': is already the path of another tier"),
@@ -223,35 +222,12 @@ SECOND = "{kind: mooncake, master: '10.0.0.9:50051'}"
         ("{kind: local, capacity: 1GiB, polcy: lfu}", "cache.tiers[0].polcy: 'lfu': unknown key; did you mean policy?"),
         ("{kind: mooncake, replicas: 4}", "tiers[0].replicas: 4: each replica needs its own segment, and only 2 nodes"),
         ("{kind: mooncake, preferred_segment: 'h:5'}", "must be own, any or the host:port of a store node; there are: none"),
-        ("{kind: mooncake, master: 'h:5'}", "cache.tiers[0].master: 'h:5': is for a second pool; the first one is that of the nodes' own"),
-        ("{kind: mooncake}, {kind: mooncake}", "cache.tiers[1]: is the second pool; say whose it is: `master: HOST:PORT`"),
-        (f"{{kind: mooncake}}, {SECOND}, {SECOND}", "cache.tiers[2]: is the third pool; there can be two"),
-        (f"{{kind: mooncake}}, {SECOND}, {LOCAL}", "cache.tiers[2]: stands after the pool; {kind: mooncake} must be the last tier"),
-        ("{kind: mooncake}, {kind: mooncake, master: 'h:0'}", "cache.tiers[1].master: 'h:0': must be an address such as 10.0.0.1:50051"),
-        ("{kind: mooncake}, {kind: mooncake, master: 'http://h:5'}", "cache.tiers[1].master: 'http://h:5': must be an address"),
-        ("{kind: mooncake}, {kind: mooncake, master: 'h:5', replicas: 2}", "tiers[1].replicas: 2: is for what is stored, and nothing is stored in a"),
-        ("{kind: mooncake}, {kind: mooncake, master: 'h:5', blocking: false}", "tiers[1].blocking: False: is for what is stored"),
+        ("{kind: mooncake, master: 'h:5'}", "tiers[0].master: 'h:5': unknown key; `pd-cache pool copy` brings chunks from another pool"),
+        ("{kind: mooncake}, {kind: mooncake}", "cache.tiers[1]: stands after {kind: mooncake}, which must be the last tier"),
     ],
 )  # fmt: skip
 def test_a_mistake_among_the_tiers_is_refused_in_one_message(tiers, message):
     refused(GOOD.replace("chunk_size: 256", f"tiers: [{tiers}]"), message)
-
-
-def test_a_second_pool_has_another_master_than_the_first_and_only_one_of_them_is_elected():
-    text = GOOD.replace("chunk_size: 256", f"tiers: [{LOCAL}, {{kind: mooncake}}, {SECOND}]")
-    node = load(text).node("d0")
-    second = load(text).settings_of(node).second_pool
-    assert (second.master, second.segment_size) == ("10.0.0.9:50051", 0)
-    assert load(GOOD).settings_of(node).second_pool is None
-    same = text.replace("port: 0,", "port: 50051,").replace("10.0.0.9", "127.0.0.1")
-    refused(
-        same,
-        "cache.tiers[2].master: '127.0.0.1:50051': is the master of the first pool; a second pool has another one",
-    )
-    etcd = "discovery: {kind: etcd, endpoints: ['10.0.0.1:2379']}\nmaster: {ha: true}\n" + text
-    etcd = etcd.replace("role: master,", "role: master, client_ttl_s: 20,")
-    assert load(etcd)
-    refused(etcd.replace("10.0.0.9:50051", "etcd://10.0.0.1:2379/blue"), "is elected, as the first pool's is")
 
 
 @pytest.mark.parametrize(
