@@ -99,24 +99,17 @@ class _Line:
 
 class LinkTime:
     """The time of a link that loads share: each second is divided among those that run. So what a load gets
-    of it is what it takes alone, and all loads together get as long as the link was busy."""
+    of it is what it would take alone, and all loads together get as long as the link was busy."""
 
     def __init__(self) -> None:
         self._running = 0
-        self._changed = 0.0
-        self._total = 0.0
+        self._now = self._total = 0.0
 
-    def begin(self, now: float) -> float:
-        """Notes that a load begins to run. Returns what `end` needs."""
-        return self._change(1, now)
-
-    def end(self, began: float, now: float) -> float:
-        """Notes that a load has ended. Returns its seconds."""
-        return self._change(-1, now) - began
-
-    def _change(self, by: int, now: float) -> float:
-        self._total += (now - self._changed) / max(1, self._running)
-        self._changed, self._running = now, self._running + by
+    def passed(self, now: float, more: int) -> float:
+        """Returns the time so far, in seconds. A load gets what passes while it runs. From now on, `more`
+        loads run: 1, or -1 for one less."""
+        self._total += (now - self._now) / max(1, self._running)
+        self._now, self._running = now, self._running + more
         return self._total
 
 

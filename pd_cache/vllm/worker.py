@@ -165,11 +165,11 @@ class WorkerSide:
             op, deadline = item
             wanted, end = op.streams or op.request_id in self._wanted, Loaded(0, "error")
             with self._changed:
-                began = self._link_time.begin(self._clock())
+                began = self._link_time.passed(self._clock(), 1)
             if wanted and not self._closing:
                 end = self._load(op, deadline)
             with self._changed:
-                took = self._link_time.end(began, self._clock())
+                took = self._link_time.passed(self._clock(), -1) - began
                 self._under_way -= 1
                 if op.streams:
                     self._report.streams[op.request_id] = (1, end)

@@ -154,7 +154,7 @@ def over_one_link(engine, at_once, sizes, pause, rng, count=300):
         engine.now = now
         if over:
             running.remove(first)
-            engine.costs.load_ended(first["name"], link.end(first["began"], now))
+            engine.costs.load_ended(first["name"], link.passed(now, -1) - first["began"])
             ended.append((first["expected"], now - first["arrived"]))
             arrivals.append(now + rng.random() * pause)
         else:
@@ -171,7 +171,7 @@ def over_one_link(engine, at_once, sizes, pause, rng, count=300):
             )
             engine.costs.load_began(name, (0, 0, tokens), now)
         while queue and len(running) < 2:
-            running.append(queue.pop(0) | {"began": link.begin(now)})
+            running.append(queue.pop(0) | {"began": link.passed(now, 1)})
     return ended, [load["name"] for load in running + queue]
 
 
