@@ -1,6 +1,6 @@
-"""The `pd-cache` command. It parses, reports and exits; the work is done elsewhere.
+"""The `pd-cache` command: parses the command line, calls what does the work, prints the result and exits.
 
-Exit codes: 0 done, 1 it went wrong, 2 the command line or the file cannot be used, 130 Ctrl-C.
+Exit codes: 0 success, 1 failure, 2 the command line or the file cannot be used, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _json_option = click.option(
 
 
 def _output() -> Console:
-    """Returns the terminal. Of another output, such as a pipe, no line is cut, unless COLUMNS gives a
-    width."""
+    """Returns the console. If the output is not a terminal (a pipe, say), no line is cut, unless COLUMNS sets
+    a width."""
     from rich.console import Console
 
     console = Console()
@@ -71,7 +71,7 @@ def _output() -> Console:
 
 
 def _answer(as_json: bool, value: object, *shown: object) -> None:
-    """Prints a value as one JSON object, or what is shown of it: text as it is, and tables as wide as the
+    """Prints `value` as one JSON object; or else `shown`: text as it is, and tables as wide as the
     output."""
     if as_json:
         click.echo(msgspec.json.encode(value).decode())
@@ -87,7 +87,7 @@ def _answer(as_json: bool, value: object, *shown: object) -> None:
 
 
 def _running(file: Path) -> ClusterConfig:
-    """Returns the cluster of a file; with the ports that `up` chose, if `up` runs the file here."""
+    """Returns the cluster of a file. If `up` runs the file here, it has the ports that `up` chose."""
     from launch.run.up import running_config
 
     return running_config(file) or load_config(file)
@@ -152,7 +152,7 @@ class _Commands(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
-            # a terminal may not show each character, such as an ellipsis
+            # a terminal may not have every character, such as an ellipsis
             if isinstance(stream, io.TextIOWrapper):
                 with contextlib.suppress(OSError):  # a pipe in the place of a file cannot seek
                     stream.reconfigure(errors="backslashreplace")
@@ -203,8 +203,8 @@ class _Commands(click.Group):
 def main(verbose: bool) -> None:
     """A shared KV cache over Mooncake for disaggregated prefill/decode LLM serving.
 
-    PD_CACHE_CONFIG names the cluster's file in place of -c. Exit codes: 0 done; 1 it went wrong; 2 the
-    command line or the file cannot be used; 130 Ctrl-C.
+    PD_CACHE_CONFIG replaces -c. Exit codes: 0 success; 1 failure; 2 the command line or the file cannot be
+    used; 130 Ctrl-C.
     """
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING,
@@ -224,11 +224,9 @@ def _log_what_happens() -> None:
 @main.command()
 @click.argument("role", type=click.Choice(ROLES))
 @_file_option()
-@click.option(
-    "--node", "name", help="Which node of the file; needed where several of the role belong on this machine."
-)
+@click.option("--node", "name", help="The node's name; needed if this machine has several nodes of the role.")
 def launch(role: str, file: Path, name: str | None) -> None:
-    """Run one node in the foreground until SIGTERM; prints `ready NODE ADDRESS` once it can be used."""
+    """Run one node in the foreground until SIGTERM. Prints `ready NODE ADDRESS` when it can be used."""
     from launch.run.roles import run_role
     from launch.run.up import choose_ports, pick_node, unresolved_port
     from pd_cache.cluster.machine import check_machine
@@ -248,8 +246,8 @@ def launch(role: str, file: Path, name: str | None) -> None:
 @main.command()
 @_file_option()
 def up(file: Path) -> None:
-    """Run every node of the file that belongs on this machine, supervised, until SIGTERM or Ctrl-C. Prints
-    `ready NODE ADDRESS` for each."""
+    """Run all nodes of this machine until SIGTERM or Ctrl-C, and restart those that die. Prints
+    `ready NODE ADDRESS` for each node."""
     from launch.run.supervise import stop_on_signals
     from launch.run.up import running, welcome
 
@@ -268,10 +266,13 @@ def up(file: Path) -> None:
 
 
 @main.command()
-@_file_option(required=False, says="Another file than `config example local`.", variable=None)
+@_file_option(
+    required=False, says="The cluster's YAML file; by default that of `config example local`.", variable=None
+)
 @_json_option
 def demo(file: Path | None, as_json: bool) -> None:
-    """Store on prefill, look up, retrieve on decode, hand over requests; compared with a lone engine."""
+    """Run a whole cluster on this machine, send five prompts, and compare the answers with those of an engine
+    without a cache."""
     from launch.demo import run_demo
 
     if not run_demo(file or example_file("local"), as_json=as_json):
@@ -282,10 +283,10 @@ def demo(file: Path | None, as_json: bool) -> None:
 @_file_option()
 @_json_option
 def status(file: Path, as_json: bool) -> None:
-    """Show the nodes of the cluster, and what each is doing: roles, up for how long, hit rate, bytes by tier,
-    in flight, errors by reason.
+    """Show each node of the cluster: role, state, time since its start, hit rate, bytes by tier, requests,
+    errors by reason.
 
-    Exits with 1 unless discovery and every node answer, and all nodes name chunks alike.
+    Exits with 1 if discovery or a node does not answer, or if namespaces differ.
     """
     from launch.operate.status import as_dict, status_table
     from launch.operate.watched import cluster_status
@@ -299,7 +300,7 @@ def status(file: Path, as_json: bool) -> None:
 @main.command()
 @_file_option()
 @click.option(
-    "--once", is_flag=True, help="Print one table and end; the default where the output is no terminal."
+    "--once", is_flag=True, help="Print one table and exit; the default if the output is not a terminal."
 )
 @click.option(
     "--interval",
@@ -310,8 +311,8 @@ def status(file: Path, as_json: bool) -> None:
 )
 @_json_option
 def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
-    """Show live what the nodes do: hit rate by tier, bytes and lookups a second, latencies, queues, staging
-    memory, evictions, misses.
+    """Show the nodes live: hit rate by tier, bytes and lookups a second, latencies, queues, staging memory,
+    evictions, misses.
 
     Ctrl-C ends it.
     """
@@ -333,23 +334,23 @@ def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
 @click.option(
     "--version",
     metavar="LABEL",
-    help="A label of the new weights: up to 64 letters, digits, dots, dashes and underscores. Empty for the weights of the engines' files, as "
-    "after a sleep that changed nothing. By default a label is made.",
+    help="The label of the new weights: up to 64 letters, digits, dots, dashes and underscores. An empty label stands for the weights of the "
+    "engines' files, e.g. after a sleep that changed nothing. By default a label is made.",
 )
 @click.option(
     "--all",
     "everywhere",
     is_flag=True,
-    help="Name the weights of all engines, not only of those that are out.",
+    help="Give the label to all engines, not only to those that are out.",
 )
 @_json_option
 def reset(file: Path, version: str | None, everywhere: bool, as_json: bool) -> None:
-    """Name the new weights of engines, so that these share KV again.
+    """Give the new weights of engines a label, so that the engines share KV again.
 
-    An engine whose weights change is out: it loads and stores nothing. Run this when the last engine has the
-    new weights. Nodes share KV exactly if their versions are equal. Engines that are not out keep theirs,
-    unless you give --all. The exit code is 1 if an engine was not reached, or is still out. Chunks of the
-    version before are left to eviction; `pd-cache pool rm --old` removes them at once.
+    An engine whose weights change is out: it loads and stores nothing. Run this command when the last engine
+    has the new weights. Engines share KV if they have the same label. Engines that are not out keep their
+    label, unless you give --all. The exit code is 1 if an engine was not reached, or is still out. The old
+    chunks are evicted in time; `pd-cache pool rm --old` removes them at once.
     """
     from launch.operate.reset import reset_engines
     from pd_cache.versions import LABEL
@@ -366,18 +367,18 @@ def reset(file: Path, version: str | None, everywhere: bool, as_json: bool) -> N
 
 @main.group()
 def pool() -> None:
-    """See what the pool holds, and remove parts of it."""
+    """Show what the pool holds, and remove parts of it."""
 
 
 @pool.command("ls")
 @_file_option()
 @_json_option
 def pool_ls(file: Path, as_json: bool) -> None:
-    """List the namespaces in the pool, with their chunks and bytes, and the segments, with how full each is.
+    """List the namespaces in the pool, with their chunks and bytes, and the segments, with their use.
 
-    A namespace is what keys of one model, layout and weights version begin with. `used by`: how many running
-    nodes have it, or `old`: all of them have other weights. Nobody knows when a key was last read, or which
-    tenant or `cache_salt` a chunk is of.
+    The keys of one model, layout and weights version begin with the same namespace. `used by` is the number
+    of running nodes with this namespace, or `old` if all of them have other weights. The pool does not know
+    when a key was last read, or the tenant or `cache_salt` of a chunk.
     """
     from launch.operate.pool import space_table
 
@@ -389,14 +390,14 @@ def pool_ls(file: Path, as_json: bool) -> None:
 @_file_option()
 @click.argument("pattern", required=False)
 @click.option(
-    "--old", is_flag=True, help="Only versions that are not current any more; without PATTERN, of all models."
+    "--old", is_flag=True, help="Only versions that no engine has any more; without PATTERN, of all models."
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
-    """Remove the namespaces whose name, or whose model, is PATTERN. It may have the wildcards of a shell.
+    """Remove the namespaces whose name or model is PATTERN. PATTERN may have a shell's wildcards.
 
-    Shows what would go, and asks for PATTERN again. Nodes find these chunks no more, compute them again, and
-    store them again: only what no node uses stays away.
+    Shows what it would remove, and asks for PATTERN again. Nodes that use these namespaces compute and store
+    the chunks again.
     """
     from rich.console import Console
 
@@ -413,7 +414,7 @@ def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
             raise PdCacheError("nothing was removed")
     with Console(stderr=True).status("removing …"):
         removed, busy = pooled.remove(_running(file), report, chosen)
-    stay = f"; {busy} are being written, and stay" if busy else ""
+    stay = f"; {busy} are being written and were kept" if busy else ""
     click.echo(f"{removed} objects removed{stay}")
 
 
@@ -498,13 +499,14 @@ def _survey(file: Path) -> PoolReport:
     type=click.FloatRange(1.0, 604_800.0),
     default=3600.0,
     show_default=True,
-    help="After how many seconds to cancel. At most 16 objects move in a second.",
+    help="Seconds after which to cancel. At most 16 objects move in a second.",
 )
 @_json_option
 def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
-    """Move the objects of NODE to the memory of the others, so that it can be stopped and nothing is lost.
+    """Move the objects of NODE to the memory of other nodes. After that you can stop NODE without losing
+    them.
 
-    Hits go on meanwhile, and NODE takes no new objects. Ctrl-C cancels. Exits with 1 unless NODE is drained.
+    Meanwhile hits go on, and NODE takes no new objects. Ctrl-C cancels. Exits with 1 unless NODE is drained.
     """
     from launch.operate import drain as drained
 
@@ -524,12 +526,12 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
 
 
 @main.command()
-@_file_option(required=False, says="The cluster's YAML file; without it only this machine is checked.")
+@_file_option(required=False, says="The cluster's YAML file; without it, only this machine is checked.")
 @_json_option
 def doctor(file: Path | None, as_json: bool) -> None:
-    """Check this machine, and with -c its cluster: what is wrong, why it matters, and how to repair it.
+    """Check this machine, and with -c its cluster. Says what is wrong, why it matters, and how to repair it.
 
-    Puts up to 64 MiB into each segment of the pool, reads them back and removes them. Exits with 1 if
+    With -c, writes up to 64 MiB to each segment of the pool, reads them and removes them. Exits with 1 if
     anything is broken, but not for warnings.
     """
     from rich.console import Console
@@ -550,7 +552,7 @@ def doctor(file: Path | None, as_json: bool) -> None:
     "--prompt",
     "prompt_file",
     type=_FILE,
-    help="A file with a prompt: a JSON list of token ids, or text, which the nodes turn into tokens.",
+    help="A file with a prompt: a JSON list of token ids, or text, which the nodes tokenize.",
 )
 @click.option("--cache-salt", help="With --prompt: the request's `cache_salt`.")
 @_file_option()
@@ -558,11 +560,10 @@ def doctor(file: Path | None, as_json: bool) -> None:
 def explain(
     request_id: str | None, prompt_file: Path | None, cache_salt: str | None, file: Path, as_json: bool
 ) -> None:
-    """Say why the cache did not have more of a request's prompt, or how much of a prompt each node would find
-    now.
+    """Say why a request's prompt was computed, or how much of a prompt each node would find now.
 
-    REQUEST_ID is the `X-Request-Id` of an answer. Proxies and nodes remember their last thousand requests.
-    Exits with 1 if no node has a report on the request, or could be asked about the prompt.
+    REQUEST_ID is the `id` or the `X-Request-Id` of an answer. Proxies and nodes remember their last thousand
+    requests. Exits with 1 if no node has a report on the request, or none could be asked about the prompt.
     """
     if (request_id is None) == (prompt_file is None):
         raise click.UsageError("give either a REQUEST_ID or --prompt FILE")
@@ -588,16 +589,16 @@ def _hint_options(command: F) -> F:
     """The options of `pin`, `release` and `prefetch`, except for their own."""
     for option in (
         _json_option,
-        click.option("--id", "action_id", help="The pin's name; that of a new one is random by default."),
+        click.option("--id", "action_id", help="The pin's name; by default a new pin gets a random name."),
         click.option("--cache-salt", help="The `cache_salt` of requests with this prompt."),
         click.option(
-            "--request", "request_id", help="The `X-Request-Id` of a recent request, whose prompt it is."
+            "--request", "request_id", help="The `X-Request-Id` of a recent request with this prompt."
         ),
-        click.option("--text", "prompt", help="The prompt as text, which a node turns into tokens."),
+        click.option("--text", "prompt", help="The prompt as text, which a node tokenizes."),
         click.option(
             "--tokens",
             type=click.File("rb"),
-            help="A file with the prompt's token ids, a JSON list; -: stdin.",
+            help="A file with a JSON list of the prompt's token ids; - is stdin.",
         ),
         _file_option(),
     ):
@@ -608,27 +609,30 @@ def _hint_options(command: F) -> F:
 @main.command()
 @_hint_options
 @click.option(
-    "--ttl", "ttl_s", type=click.FloatRange(min=0, min_open=True), required=True, help="For how many seconds."
+    "--ttl",
+    "ttl_s",
+    type=click.FloatRange(min=0, min_open=True),
+    required=True,
+    help="Seconds to keep the prompt.",
 )
 def pin(**options: Any) -> None:
-    """Keep a prompt in the pool for a while: its chunks are not evicted (docs/hints.md). Exits with 1 if that
-    is refused."""
+    """Keep a prompt's chunks in the pool for a while, safe from eviction (docs/hints.md). Exits with 1 if the
+    proxy refuses."""
     _send_hint("kv.retain", **options)
 
 
 @main.command()
 @_hint_options
 def release(**options: Any) -> None:
-    """Leave a prompt that was pinned, or the pin of this --id, to eviction again. Exits with 1 if that
-    changes nothing at any proxy."""
+    """End the pins of a prompt, or the pin of this --id. Exits with 1 if no proxy has such a pin."""
     _send_hint("kv.release", **options)
 
 
 @main.command()
 @_hint_options
 def prefetch(**options: Any) -> None:
-    """Have a decode node load what the pool has of a prompt, before its request comes (docs/hints.md). Exits
-    with 1 if that is refused."""
+    """Make a decode node load a prompt from the pool before its request comes (docs/hints.md). Exits with 1
+    if the proxy refuses."""
     _send_hint("kv.prefetch", **options)
 
 
@@ -639,11 +643,13 @@ def _send_hint(
     from pd_cache.decoding import decode_json
 
     if not math.isfinite(ttl_s := payload.get("ttl_s", 0.0)):
-        raise click.BadParameter(f"{ttl_s} is no number of seconds", param_hint="--ttl")
+        raise click.BadParameter(f"expected a number of seconds, got {ttl_s}", param_hint="--ttl")
     if kind == "kv.release" and action_id is not None:
         payload["action_id"] = action_id
     elif [tokens, payload["prompt"], payload["request_id"]].count(None) != 2:
-        raise click.UsageError("give the prompt by one of --tokens FILE, --text TEXT and --request ID")
+        raise click.UsageError(
+            "give the prompt with exactly one of --tokens FILE, --text TEXT and --request ID"
+        )
     if tokens is not None:
         try:
             payload["tokens"] = decode_json(tokens.read(), list[int])
@@ -667,14 +673,13 @@ def config() -> None:
 @_file_option(required=False)
 @click.argument("old_file", metavar="[FILE]", type=_FILE, required=False)
 @click.option(
-    "--file-only", is_flag=True, help="Do not ask whether this machine has the memory, devices and ports."
+    "--file-only", is_flag=True, help="Do not check whether this machine has the memory, devices and ports."
 )
 def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> None:
-    """Read the file as strictly as every command does, and say all that is wrong with it.
+    """Check the file, and list everything that is wrong with it.
 
     Some checks need the node's own machine: memory, devices, ports, files, disks, models, libraries, and
-    vLLM's flags. They are made for the nodes of this machine only. FILE without -c works until the next
-    version.
+    vLLM's flags. They cover only the nodes of this machine. FILE without -c works until the next version.
     """
     from launch.doctor.checks import library_findings
     from launch.doctor.report import Verdict
@@ -684,7 +689,7 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
     from pd_cache.cluster.schema import max_model_lens
 
     if old_file is not None:
-        click.echo("config check FILE ends with the next version; say config check -c FILE", err=True)
+        click.echo("`config check FILE` ends with the next version; use `config check -c FILE`", err=True)
         file = old_file
     if file is None:
         raise click.UsageError("Missing option '-c' / '--config'.")
@@ -696,7 +701,7 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
     if len(set((lengths := max_model_lens(config)).values())) > 1:
         shown = ", ".join(f"{name} {length or 'unset'}" for name, length in lengths.items())
         click.echo(
-            f"warning: max-model-len differs: {shown}; a node computes no longer prompts than its own",
+            f"warning: max-model-len differs: {shown}; a node refuses prompts that are longer than its own limit",
             err=True,
         )
     if file_only:
@@ -723,7 +728,7 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
         and engines
         and machine.find_program(config.engine.executable)
     ):
-        click.echo("asking vLLM about its flags, which takes up to two minutes …", err=True)
+        click.echo("asking vLLM about its flags; this takes up to two minutes …", err=True)
         try:
             for name, why in vllm.refused_flags(config, engines).items():
                 problems.append(Problem(("engine",), f"vLLM cannot run {name}: {why}"))
@@ -746,8 +751,8 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
 @config.command("example")
 @click.argument("name", type=click.Choice(sorted(file.stem for file in _EXAMPLES.glob("*.yaml"))))
 def config_example(name: str) -> None:
-    """Print a file to start from: `pd-cache config example local > local.yaml`. `local` explains every key
-    but those for vLLM, which `vllm-local` explains."""
+    """Print an example file: `pd-cache config example local > local.yaml`. `local` explains all keys except
+    those for vLLM, which `vllm-local` explains."""
     click.echo(example_file(name).read_text(), nl=False)
 
 
@@ -758,14 +763,14 @@ def config_example(name: str) -> None:
     callback=_count,
     default="10M",
     show_default=True,
-    help="Different prompt tokens of the time in which they should be found again, e.g. an hour.",
+    help="Different prompt tokens in the period over which you want hits, e.g. an hour.",
 )
 @click.option(
     "--share",
     type=click.FloatRange(0, 1),
     default=0.3,
     show_default=True,
-    help="Wanted hit rate: the share of all prompt tokens that are found. From 0.3734 on, the pool has room for all --tokens.",
+    help="The hit rate that you want: the share of all prompt tokens that are found. From 0.3734 on, the pool has room for all --tokens.",
 )
 @click.option("--prompt", callback=_count, default="8192", show_default=True, help="Tokens of a prompt.")
 @click.option(
@@ -774,7 +779,7 @@ def config_example(name: str) -> None:
     type=click.FloatRange(0, min_open=True),
     default=1.0,
     show_default=True,
-    help="In how many seconds such a prompt should be loaded.",
+    help="Seconds in which such a prompt should be loaded.",
 )
 @click.option(
     "--tp", "ranks", type=click.IntRange(1), default=1, show_default=True, help="The tensor-parallel size."
@@ -782,14 +787,15 @@ def config_example(name: str) -> None:
 @click.option(
     "--kv-dtype",
     type=click.Choice(("bfloat16", "float16", "float32", "fp8")),
-    help="Of the KV cache; by default the model's.",
+    help="The dtype of the KV cache; by default the model's.",
 )
 @_json_option
 def size(model: Path, as_json: bool, **wanted: Any) -> None:
-    """Say how much KV a model has for a token, and how large a pool and how fast a network that needs.
+    """Compute the KV per token of a model, and the size of the pool and the speed of the network that it
+    needs.
 
-    A prompt that comes again is loaded in whole chunks. The pool is for prompts as in FAST'25's trace of
-    conversations; `pd-cache bench replay` measures another trace.
+    A repeated prompt is loaded in whole chunks. The hit rate is that of FAST'25's trace of conversations;
+    `pd-cache bench replay` measures other traces.
     """
     from launch.operate.size import size_of, size_text
 
@@ -798,14 +804,14 @@ def size(model: Path, as_json: bool, **wanted: Any) -> None:
 
 
 _BENCHES = {
-    "bandwidth": "objects of the pool against the raw transfer",
-    "engine": "store and retrieve of one engine against Mooncake's own calls",
-    "lookup": "lookups against their parts, from more and more clients",
-    "proxy": "what the proxy adds to a request",
-    "replay": "a trace of conversations: hit rate on a real pool",
+    "bandwidth": "objects in the pool, against the raw transfer",
+    "engine": "store and retrieve of one engine, against Mooncake's own calls",
+    "lookup": "lookups, against their parts, with more and more clients",
+    "proxy": "the time that the proxy adds to a request",
+    "replay": "the hit rate of a trace on a real pool",
     "routing": "the proxy's policies on traces, simulated",
     "scale": "clusters of many nodes, simulated",
-    "server": "the cache server against a cache in the engine",
+    "server": "the cache server, against a cache in the engine",
     "tiers": "memory, disk and pool",
     "ttft": "time to first token with and without the cache",
 }
@@ -818,7 +824,7 @@ _BENCHES = {
 @click.argument("name", type=click.Choice(tuple(_BENCHES)))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(name: str, arguments: Sequence[str]) -> None:
-    """Measure against the raw thing in the same run; each bench has a --help of its own."""
+    """Measure pd-cache and, in the same run, the raw calls or a peer. Each bench has its own --help."""
     try:
         command = importlib.import_module(f"bench.suites.{name}").main
         command.main(list(arguments), prog_name=f"pd-cache bench {name}")

@@ -275,7 +275,7 @@ class ChunkNamer:
         if hashes is not None:
             if tuple(extra_keys):
                 raise ValueError(
-                    "block hashes take in the request's isolation themselves: extra_keys go with tokens only"
+                    "block hashes already contain the request's isolation: give extra_keys only with tokens"
                 )
             return stride_hashes(hashes, self.blocks_per_chunk)
         assert tokens is not None
@@ -323,7 +323,7 @@ def stride_hashes(block_hashes: Names, blocks_per_chunk: int) -> list[bytes]:
     """
     hashes = block_hashes[blocks_per_chunk - 1 :: blocks_per_chunk]
     if not set(map(type, hashes)) <= {bytes} or min(map(len, hashes), default=8) < 8:
-        raise ValueError("block hashes must be bytes, at least 8 of them each")
+        raise ValueError("each block hash must be bytes, at least 8 of them")
     return [value[:HASH_BYTES] for value in hashes]
 
 
@@ -508,14 +508,14 @@ class BlockHasher:
         if algorithm != _ALGORITHM:
             known = algorithm or "hashes of its own"
             raise UnknownHashesError(
-                f"the engine names its blocks by {known}, and only vLLM's {_ALGORITHM} is known here"
+                f"the engine names its blocks by {known}, but pd-cache knows only vLLM's {_ALGORITHM}"
             )
         digest = rest.partition(":")[0]
         candidates = (_DEFAULT_SEED, os.environ.get(SEED_VARIABLE), *seeds)
         seed = next((seed for seed in candidates if seed is not None and _digest(seed) == digest), None)
         if seed is None:
             raise UnknownHashesError(
-                f"vLLM's block hashes start from another seed than here: set {SEED_VARIABLE} to what it is there"
+                f"vLLM's block hashes start from another seed: set {SEED_VARIABLE} to vLLM's value"
             )
         self.block_size = int(step) if step.isdecimal() and int(step) else block_size
         """The tokens of each hash."""

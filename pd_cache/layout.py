@@ -124,8 +124,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return self
         if self.kind is not PageKind.HEADS_FIRST:
             raise LayoutError(
-                f"the pages of {self.page_format} cannot be cut into {count} shards: their heads are not outermost, so that a "
-                "head is no contiguous slice"
+                f"the pages of {self.page_format} cannot be cut into {count} shards: their heads are not outermost, so a "
+                "head is not a contiguous slice"
             )
         if count < 1 or self.pieces % count:
             raise LayoutError(f"{self.pieces} KV heads cannot be cut into {count} equal shards")
@@ -212,5 +212,5 @@ def _guess(tensor: torch.Tensor) -> PageKind:
     raise LayoutError(
         f"cannot tell the layout of a KV tensor of shape {list(shape)}; known are [blocks, kv_heads, block_size, 2*head_dim], "
         "[2, blocks, block_size, kv_heads, head_dim], [blocks, 2, block_size, kv_heads, head_dim] and "
-        "[blocks, block_size, dim]; pass `kind` where two of them fit"
+        "[blocks, block_size, dim]; pass `kind` if two of them fit"
     )

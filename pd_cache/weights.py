@@ -52,7 +52,7 @@ def weights_digest(folder: Path) -> str:
     files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES) if folder.is_dir() else []
     if not config.is_file() or not files:
         lacking = "weight files" if config.is_file() else "config.json"
-        raise WeightsError(f"{folder} is no model folder: it has no {lacking}")
+        raise WeightsError(f"{folder} is not a model folder: it has no {lacking}")
     digest = hashlib.sha256(config.read_bytes())
     for file in files:
         size = file.stat().st_size
@@ -91,7 +91,7 @@ def _adapter_files(folder: Path) -> list[Path]:
     files = [file for file in weights if file.is_file()]
     if not config.is_file() or not files:
         lacking = "weight files" if config.is_file() else _ADAPTER_CONFIG
-        raise WeightsError(f"{folder} is no folder of a LoRA adapter: it has no {lacking}")
+        raise WeightsError(f"{folder} is not the folder of a LoRA adapter: it has no {lacking}")
     return [config, *files]
 
 

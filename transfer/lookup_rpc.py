@@ -99,7 +99,7 @@ def why_silent(master: str, seconds: float) -> str | None:
     return (
         None
         if answer == bytes((_MAGIC, 0))
-        else f"what answers there is no master: it begins with {answer!r}"
+        else f"the process there is not a master: its answer begins with {answer!r}"
     )
 
 
@@ -225,7 +225,7 @@ class LookupRpc:
 
     def _give_up(self, error: UnexpectedAnswerError) -> None:
         log.info(
-            "for a minute, the master at %s:%d is asked through Mooncake's client only: %s",
+            "for a minute, lookups ask the master at %s:%d through Mooncake's client: %s",
             *self._address,
             error,
         )

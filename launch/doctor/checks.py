@@ -112,7 +112,7 @@ def rdma_findings(transfer: TransferSettings | None, root: Path = Path("/")) -> 
     for name in chosen:
         if name not in present:
             yield broken(
-                "rdma.devices", f"is no device of this machine, which has {', '.join(present)}", name, why=_WHY_RDMA,
+                "rdma.devices", f"is not a device of this machine; there are: {', '.join(present)}", name, why=_WHY_RDMA,
                 repair="transfer.devices: name devices that this machine has, or [] for Mooncake's choice",
             )  # fmt: skip
         else:
@@ -186,7 +186,7 @@ def memory_finding(
     memory already."""
     wanted = needs(config, nodes) if config is not None else {}
     check = "memory.free"
-    why = "segments and staging memory are made resident at the start; what does not fit is killed"
+    why = "segments and staging memory are made resident at the start; a process that does not fit is killed"
     memory = machine_memory(root)
     have = f"{shown_bytes(memory.free)} free of {shown_bytes(memory.total)} ({memory.limiter})"
     missing = sum(size for name, size in wanted.items() if name not in running)
@@ -205,10 +205,10 @@ def memory_finding(
             check,
             found,
             why=why,
-            repair="end what else uses memory (ps aux --sort=-rss), or lower segment_size",
+            repair="stop other programs that use memory (ps aux --sort=-rss), or lower segment_size",
         )
     if missing > memory.free * _TIGHT:
         return warning(
-            check, found, why="little is left to engines", repair="lower segment_size of these nodes"
+            check, found, why="little memory is left for engines", repair="lower segment_size of these nodes"
         )
     return ok(check, found)

@@ -39,7 +39,7 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
         yield ok(check, f"{status.source}: {len(nodes)} nodes")
     else:
         yield broken(
-            check, status.source, why="nodes that come are not found, and those that left are still asked",
+            check, status.source, why="new nodes are not found, and nodes that left still get requests",
             repair="etcdctl endpoint health; discovery.endpoints, user, tls in the file",
         )  # fmt: skip
     check = "cluster.node"
@@ -47,8 +47,8 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
         asked = sum(node.state != "not asked" for node in nodes)
         yield broken(
             check, f"no node of this cluster answers: {asked} of {len(nodes)} can be asked",
-            why="nothing of it runs, or this machine does not reach it",
-            repair=f"start it: {up}; what each node said: pd-cache status -c FILE",
+            why="the cluster does not run, or this machine cannot reach it",
+            repair=f"start it: {up}; to see each node's state: pd-cache status -c FILE",
         )  # fmt: skip
         return
     for node in nodes:
@@ -60,8 +60,8 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
             )  # fmt: skip
         elif node.state == "degraded":
             yield broken(
-                check, found, node.name, why="it answers, and says that not all of it works",
-                repair="its log, and the other findings about it",
+                check, found, node.name, why="it answers, but reports that something does not work",
+                repair="look at its log, and at the other findings about it",
             )  # fmt: skip
         elif node.answers:
             yield ok(check, node.state, node.name)
@@ -78,7 +78,7 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
         if node.record.version not in ("", ours):
             yield warning(
                 check, f"{node.record.version}, and {ours} here", node.name,
-                why="versions may name chunks in other ways, and cache servers refuse engines of another one",
+                why="versions may name chunks differently, and a cache server refuses engines of another version",
                 repair=f"on {node.host}: install the wheel of pd-cache {ours}, as README.md says",
             )  # fmt: skip
     check, repair = (
@@ -93,7 +93,7 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
         yield (
             ok(check, ", ".join(versions))
             if versions
-            else skipped(check, "no node says its version of Mooncake")
+            else skipped(check, "no node reports its version of Mooncake")
         )
     check, known = "cluster.fingerprint", [node for node in nodes if node.record.fingerprint]
     if known and not any(node.difference for node in known):
@@ -103,7 +103,7 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
         if node.difference:  # nodes that serve another model are not meant to share hits
             make = broken if node.record.model in usual else warning
             yield make(
-                check, node.difference, node.name, why="what one of them stores, the other computes again",
+                check, node.difference, node.name, why="each node computes again what the other has stored",
                 repair="make cache and engine of the file, and the model's folder, the same on both",
             )  # fmt: skip
 
@@ -119,8 +119,8 @@ def advertised_findings(hosts: Collection[str], segments: Iterable[Segment]) -> 
         if unreachable:
             yield broken(
                 "network.advertised", f"is given out as {unreachable[0]}, which other machines cannot reach", segment.segment_name,
-                why="chunks that land there can only be read on its own machine",
-                repair="nodes: the host of that node must be the address that the others reach it at",
+                why="only its own machine can read the chunks in it",
+                repair="set the node's host to the address at which the others reach it",
             )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def metadata_finding(server: str) -> Finding:
         socket.create_connection((host_of(server), port), _CONTROL_S).close()
     except (OSError, ValueError) as error:  # ValueError: not a valid name
         return broken(
-            check, f"it does not take connections: {error}", server, why="no node can join the pool, and no engine open a client of it",
+            check, f"it accepts no connections: {error}", server, why="no node can join the pool, and no engine can open a client",
             repair="start it; the master serves it if its host is that of transfer.metadata; else let its port through the firewall",
         )  # fmt: skip
     return ok(check, "it takes connections", server)
@@ -162,7 +162,7 @@ _MOST_HUNG = 3
 returns."""
 _SLOW = {"tcp": 0.1e9, "rdma": 1e9}
 _SEGMENT = "transfer.segment"
-_WHY_SEGMENT = "chunks that lie there cannot be used, and those that land there are lost"
+_WHY_SEGMENT = "its chunks cannot be read, and new chunks in it are lost"
 
 
 def probe_findings(
@@ -193,8 +193,8 @@ def probe_findings(
                     store, pool = _open_store(config, master, host)
             except (TransferError, PoolUnavailableError) as error:
                 yield broken(
-                    "transfer.pool", f"a client of the pool cannot be opened: {error}", why="no engine could either",
-                    repair="the findings about the master and the libraries, first",
+                    "transfer.pool", f"a client of the pool cannot be opened: {error}", why="engines cannot open one either",
+                    repair="see the findings about the master and the libraries first",
                 )  # fmt: skip
                 return
             finding, hangs = _probe(store, pool, segment, objects, master_metrics)
@@ -277,7 +277,7 @@ def _transfer(
             for copy in copies.get(key, ())[:1]
         )
     if elsewhere:
-        return _full(segment, f"{elsewhere} of {len(put)} objects were put elsewhere"), False
+        return _full(segment, f"{elsewhere} of {len(put)} objects landed in other segments"), False
     for slot in slots:
         slot.view[:] = bytes(_OBJECT)
     started = time.perf_counter()
@@ -294,7 +294,7 @@ def _transfer(
         for index, (result, slot) in enumerate(zip(got, slots, strict=True))
     ):
         damaged = broken(
-            _SEGMENT, "gives back other bytes than were put there", name,
+            _SEGMENT, "returns other bytes than were written", name,
             why="every chunk from there fails its checksum, and is computed again",
             repair="memtest of that machine, the NIC's counters: ethtool -S DEV | grep -i err",
         )  # fmt: skip

@@ -115,7 +115,7 @@ def drain(
 
 
 def _again(name: str) -> str:
-    return f"what was moved stays so: `pd-cache drain {name}` goes on where this has ended"
+    return f"moved objects stay moved: `pd-cache drain {name}` goes on from there"
 
 
 def _check_room(name: str, own: Segment, segments: Sequence[Segment]) -> None:
@@ -131,7 +131,7 @@ def _check_room(name: str, own: Segment, segments: Sequence[Segment]) -> None:
     if own.allocator_used_bytes > room:
         raise PdCacheError(
             f"{name} holds {shown_bytes(own.allocator_used_bytes)}, and the others have room for {shown_bytes(room)}: add a node first, or "
-            f"stop {name} as it is; what it holds is then computed again"
+            f"stop {name} as it is; its chunks are then computed again"
         )
 
 
@@ -200,14 +200,14 @@ class _Follower:
                 time.sleep(_POLL_S)
         if job is None and self._job is not None:
             raise PdCacheError(
-                f"the master no longer knows the job, because it was started anew; {_again(state.node)}"
+                f"the master no longer knows the job, because it was restarted; {_again(state.node)}"
             )
         there = (segment for segment in segments if segment.segment_name == state.segment)
         own = next((segment for segment in there if segment.status in ("OK", "DRAINING", "DRAINED")), None)
         if own is None or (own.status == "OK" and job is not None and not job.ended):
             # the master goes on waiting for its moves
             raise PdCacheError(
-                f"{state.node} has stopped, or was started anew: what it had not moved yet is lost"
+                f"{state.node} has stopped or was restarted: objects that had not moved yet are lost"
             )
         if job is not None:
             state.moved, state.failed, state.in_use = job.succeeded_units, job.failed_units, job.blocked_units

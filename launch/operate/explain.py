@@ -233,7 +233,7 @@ class _PoolLookups:
         node.tokens = len(tokens)
         spaces = record.cache_namespaces
         if not spaces:
-            node.detail = "it does not say in which namespace its chunks are"
+            node.detail = "it does not report the namespace of its chunks"
             return
         if self._master is None:
             node.reason, node.detail = "pool_down", "no master of the pool is known"

@@ -115,7 +115,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
         if self.tiers_off:
             found.append(f"switched off: {', '.join(self.tiers_off)}")
         if self.nodes_down:
-            found.append(f"leaves {self.nodes_down} of its nodes alone")
+            found.append(f"skips {self.nodes_down} of its nodes")
         return found
 
 

@@ -294,7 +294,7 @@ def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -
                 outcomes = Counter(store.remove(batch, timeout=_REMOVAL_S, force=True))
                 removed, busy = removed + outcomes[Status.OK], busy + outcomes[Status.BUSY]
                 if failed := outcomes.keys() - {Status.OK, Status.BUSY, Status.MISSING}:
-                    raise PdCacheError(f"the pool answers {', '.join(outcome.value for outcome in failed)}")
+                    raise PdCacheError(f"the pool's answer: {', '.join(outcome.value for outcome in failed)}")
     except PdCacheError as error:
         raise PdCacheError(
             f"{removed} objects were removed, and then: {error}; run it again for the others"

@@ -44,10 +44,8 @@ def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: boo
     states = [state for row in before for state in row.record.weights]
     meant = {state.id for state in states if state.label != label and (everywhere or state.label is None)}
     if not meant and all(state.label != label for state in states):
-        why = "is out, so none was named: none has said that its weights changed (--all names all engines)"
-        raise PdCacheError(
-            f"no engine {why if states else 'says which weights it has'}; see `pd-cache status`"
-        )
+        why = "is out, so none got the label: none has reported a change of weights (--all: for all engines)"
+        raise PdCacheError(f"no engine {why if states else 'reports its weights'}; see `pd-cache status`")
 
     def name(row: NodeStatus) -> None:
         ids = tuple(state.id for state in row.record.weights if state.id in meant)
@@ -73,8 +71,8 @@ def _outcome(row: NodeStatus, label: str, seen: Collection[str], *, everywhere: 
     all states in the beginning."""
     states = row.record.weights
     if not states:
-        why = row.why if row.state == "down" else "it does not say which weights it has"
-        return f"not reached, and keeps what it has: {why}", False
+        why = row.why if row.state == "down" else "it does not report its weights"
+        return f"not reached, and keeps its label: {why}", False
     labels = {state.label for state in states}
     if None in labels:
         return "out: it was not reached, or its weights have changed again", False
@@ -83,8 +81,8 @@ def _outcome(row: NodeStatus, label: str, seen: Collection[str], *, everywhere: 
     others = [state for state in states if state.label != label]
     shown = ", ".join(sorted({shown_version(state.label or FIRST) for state in others}))
     if not everywhere and all(state.id in seen or state.label == FIRST for state in others):
-        return f"{shown}: it has not said that they changed", True
-    return f"{shown}: another command has named it, or it was started meanwhile", False
+        return f"{shown}: it has not reported a change", True
+    return f"{shown}: it has a label from another command, or was started meanwhile", False
 
 
 def _engines(status: ClusterStatus) -> list[NodeStatus]:

@@ -155,9 +155,7 @@ def _layer_types(config: Config, model: Path) -> list[str]:
         )
         types = [_WINDOW if (number + 1) % every else _FULL for number in range(layers)]
     if config.layers_block_type or config.hybrid_override_pattern or set(types or ()) - {_FULL, _WINDOW}:
-        raise ConfigError(
-            f"{model}: has layers that keep a state, or others than attention, whose size vLLM chooses"
-        )
+        raise ConfigError(f"{model}: has layers with a state, or without attention, whose size vLLM chooses")
     return types or [_FULL] * layers
 
 
@@ -174,9 +172,9 @@ def size_text(
         table.add_row(group.keeps, str(group.layers), f"{group.token_bytes:,}", needs)
     where = f"FAST'25's conversations, where an unbounded pool has {size.most_share:.1%}"
     if share <= size.most_share:
-        hits = f"room for {size.pool_share:.0%} of {tokens:,} different tokens: then {share:.1%} of all prompt tokens are hits in {where}"
+        hits = f"room for {size.pool_share:.0%} of {tokens:,} different tokens: then {share:.1%} of all prompt tokens are hits for {where}"
     else:
-        hits = f"room for all of {tokens:,} different tokens: {share:.1%} is more than hits can be in {where}; no prompts need a larger pool"
+        hits = f"room for all of {tokens:,} different tokens: {share:.1%} is impossible for {where}; a larger pool does not help"
     return table, (
         f"pool: {shown_bytes(size.pool_bytes)} in all store nodes together, {hits}\n"
         f"network: {shown_bytes(size.load_bytes)} for a prompt of {prompt:,} tokens; to load it in {ttft_s:g} s, {size.link_gbit:.1f} Gbit/s to its node\n"

@@ -206,7 +206,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
         return self.fresh and all(node.well for node in self.nodes) and not self.problems
 
 
-SKEW_FAILS = "every put between these fails, without a word in any log; install one version on all nodes"
+SKEW_FAILS = "every put between these nodes fails, and no log says why; install one version on all nodes"
 SKEW_UNTRIED = (
     "these have not been tried together, and Mooncake promises nothing; install one version on all nodes"
 )
@@ -218,7 +218,7 @@ _TWO_LEADERS = {
     False: "end all but one, or have them elected: `master: {ha: true}`",
     True: "restart those whose address is not in etcd (`etcdctl get --prefix mooncake-store/`)",
 }
-_NO_MEMORY = "start those that do not run; those that run and follow an earlier master find this one when they are restarted"
+_NO_MEMORY = "start the nodes that do not run, and restart those that follow an earlier master"
 
 
 # --- over time ----------------------------------------------------------------------------------------------

@@ -47,7 +47,9 @@ def status_table(status: ClusterStatus) -> Group:
     if (skew := status.skew) is not None and not skew.fails:
         differing.append(Text(f"{skew.found}: {SKEW_UNTRIED}", "yellow"))
     if lengths := different_lengths(node.record for node in status.nodes):
-        differing.append(Text(f"{lengths}: a node computes no longer prompts than its own", "yellow"))
+        differing.append(
+            Text(f"{lengths}: a node refuses prompts that are longer than its own limit", "yellow")
+        )
     weights, problems = map(Text, status.weights), [Text(problem, "red") for problem in status.problems]
     return Group(Text(f"discovery: {status.source}"), table, *details, *weights, *problems, *differing)
 

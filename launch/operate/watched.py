@@ -30,7 +30,7 @@ TIMEOUT_S = 2.0
 """How long a node may take for an answer."""
 SYNC_S = 5.0
 """How long discovery may take."""
-_CHOSEN_BY_UP = "its port is 0 in this file: `up` chooses it, and this user has none running"
+_CHOSEN_BY_UP = "its port is 0 in this file: `up` chooses it, but this user runs no `up`"
 _AT_A_TIME = 64
 _OUT_S = 60.0
 """`status` reports engines that have been out for longer: a reset follows only the last engine's change."""

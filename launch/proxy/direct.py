@@ -90,7 +90,7 @@ class DirectRule:
         """The size of their payloads together."""
         self.wants_names = False
         """Whether prompts have to be named although they are not looked up."""
-        self.blind = "nothing is known of the pool yet"
+        self.blind = "the pool is not known yet"
         """The reason why no prompt is looked up; empty while prompts are."""
         self._closed = False
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="proxy-lookup")

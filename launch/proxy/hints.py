@@ -212,19 +212,21 @@ class Hints:
                 action.action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=node
             )
         if given.ttl_s is None:
-            raise HintRefusedError("ttl_s is missing: for how many seconds the prompt is to be kept")
+            raise HintRefusedError("ttl_s is missing: the seconds for which to keep the prompt")
         named = await self._target(fields, given, exchange)
         room, renewed = await self._room(), await self._direct.renew(())
         if renewed is None or renewed[0][0] != named.fingerprint or named.pool_tokens is None:
             raise HintRefusedError("the pool does not answer")
         ttl_s, own_room = min(given.ttl_s, config.max_ttl_s), self._tenant_room(client.tenant)
-        bound = f"{room * self._direct.chunk_bytes} bytes, each client no more than are free"
+        bound = (
+            f"{room * self._direct.chunk_bytes} bytes together, and each client at most as much as is free"
+        )
         if own_room is not None:
             bound = f"{min(room, own_room) * self._direct.chunk_bytes} bytes of this tenant"
         pin = Pin(named.names, named.names[-1], renewed[0], self._clock() + ttl_s, given.once)
         chunks = self.pins.retain((client, action.action_id), pin, room, own_room)
         if not chunks:
-            raise HintRefusedError(f"there are pins for all that they may take: {bound}")
+            raise HintRefusedError(f"pins already take all that they may: {bound}")
         why = [f"max_ttl_s is {config.max_ttl_s:g}"] * (ttl_s < given.ttl_s)
         why += [f"all pins may take {bound}"] * (chunks < len(named.names))
         tokens = chunks * named.chunk_tokens
@@ -324,7 +326,9 @@ class Hints:
         """
         if not named.pool_tokens:
             raise HintRefusedError(
-                "the pool does not answer" if named.pool_tokens is None else "the pool has nothing of it"
+                "the pool does not answer"
+                if named.pool_tokens is None
+                else "the pool has no chunk of the prompt"
             )
         completion.isolate(exchange.client.tenant)
         now, pool, last = time.monotonic(), self._hops.pools["decode"], named.names[-1]
@@ -344,7 +348,7 @@ class Hints:
         held = sum(prefetched.holder == holder for prefetched in self._prefetched.values())
         if not fair(holder, held, _MOST_PREFETCHED - len(self._prefetched)):
             raise HintRefusedError(
-                f"of {_MOST_PREFETCHED} prefetches, none is free, or this client has as many as are"
+                f"all {_MOST_PREFETCHED} prefetches are taken, or this client has as many as are free"
             )
         body, name = (
             completion.for_stream() if streams else completion.for_load(),

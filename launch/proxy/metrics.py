@@ -29,7 +29,7 @@ class ProxyMetrics:
         histogram = partial(Histogram, registry=self.registry, buckets=_SECONDS)
         self.requests = counter(
             "pd_cache_proxy_requests",
-            "Requests, by the status that the client was sent (499: it went away)",
+            "Requests, by the status that the client got (499: the client went away)",
             ["status"],
         )
         self.cut = counter(
@@ -52,7 +52,7 @@ class ProxyMetrics:
             ["hop", "node"],
         )
         self.view_stale = gauge(
-            "pd_cache_proxy_view_stale_seconds", "For how long discovery has not answered"
+            "pd_cache_proxy_view_stale_seconds", "Seconds for which discovery has not answered"
         )
         self.hints = counter(
             "pd_cache_proxy_hints",

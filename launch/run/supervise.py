@@ -338,7 +338,7 @@ class ForeignProgram:
         while not stop.wait(_LOOK_S):
             self._check("; its own last lines say why, and without any it was killed")
             if anew is not None and anew():
-                log.warning("%s is started anew", self._name)
+                log.warning("restarting %s", self._name)
                 end([self._child], self._grace_s)
                 self._child = self._spawn()
 

@@ -78,7 +78,7 @@ def weights_of(model: str, where: str) -> str:
         return weights_digest(Path(model))
     except (WeightsError, OSError) as error:
         raise ConfigError(
-            f"{model}: cannot tell its weights from those of other models ({error}); put a `revision` into {where}, "
+            f"{model}: its weights cannot be identified ({error}); put a `revision` into {where}, "
             "which changes whenever they do"
         ) from error
 

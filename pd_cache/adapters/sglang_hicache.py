@@ -250,7 +250,7 @@ class PdCacheStorage(HiCacheStorage):
         if not keys:
             return []
         if pool is None or indices is None:
-            raise ValueError(f"pool {name} is not registered, or no pages of it were given")
+            raise ValueError(f"pool {name} is not registered, or its pages were not given")
         begun = time.perf_counter()
         seconds = left(end)
         names = names_of(pool.prefix, keys)

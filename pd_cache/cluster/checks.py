@@ -110,7 +110,7 @@ def _ports(config: ClusterConfig, node: Node) -> Iterator[tuple[str, int]]:
 def _node_problems(config: ClusterConfig, node: Node) -> Iterator[tuple[str, str]]:
     """Yields the problems of one node, each with its key."""
     if node.host == "0.0.0.0":
-        yield "host", "is not the address of one machine; write the one at which the other nodes reach it"
+        yield "host", "is not the address of one machine; write the address at which other nodes reach it"
     size = getattr(node, "segment_size", None)
     if size is not None and (0 < size < MIN_SEGMENT or (size == 0 and isinstance(node, StoreNode))):
         allowed = "at least 16MiB" if isinstance(node, StoreNode) else "0 for none, or at least 16MiB"
@@ -135,7 +135,7 @@ def _settings_of_a_master(config: ClusterConfig, node: MasterNode) -> Iterator[t
     if node.lease_ttl_ms < slowest:
         yield (
             "lease_ttl_ms",
-            f"a read that outlives its lease is lost, and transfer.timeouts allow one {slowest} ms; make this at least that",
+            f"a read that outlives its lease is lost, and transfer.timeouts allow a read {slowest} ms; set at least that",
         )
 
 
@@ -287,7 +287,7 @@ def tier_problems(tiers: Sequence[StorageTier]) -> Iterator[Problem]:
                     ("cache", "tiers", index), "memory stands after a disk; the fastest tier comes first"
                 )
             if any(isinstance(other, LocalTier) for other in before):
-                yield Problem(("cache", "tiers", index), "is the second local tier; make it one")
+                yield Problem(("cache", "tiers", index), "is the second local tier; use only one")
         if isinstance(tier, DiskTier) and any(
             isinstance(o, DiskTier) and o.path == tier.path for o in before
         ):

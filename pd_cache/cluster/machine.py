@@ -78,7 +78,8 @@ def further_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
             socket.getaddrinfo(host, None, socket.AF_INET)
         except (OSError, UnicodeError) as error:
             yield Problem(
-                path, f"this machine finds no IPv4 address of it: {getattr(error, 'strerror', None) or error}"
+                path,
+                f"this machine finds no IPv4 address for it: {getattr(error, 'strerror', None) or error}",
             )
     caching = config.caching_nodes()
     for index, tier in enumerate(config.cache.tiers):

@@ -293,10 +293,10 @@ def _difference(here: NodeRecord, there: NodeRecord) -> str:
             {f"layers {space.group}": space.keeps for space in of.cache_namespaces[1:]}
             for of in (here, there)
         )
-        why = "what one stores of those, the other cannot load"
+        why = "neither can load what the other stores of these"
     else:
         mine, theirs = here.namespace or {}, there.namespace or {}
-        why = "these two never share a hit"
+        why = "these nodes never share hits"
     fields = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
     shown = [
         f"{one_line(name)} {_shown(mine, name)} here, {_shown(theirs, name)} on {there.name}"

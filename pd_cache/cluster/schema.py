@@ -493,7 +493,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
         if self.max_requests_per_key is not None and self.api_keys_file is None:
             raise ValueError("`max_requests_per_key` needs `api_keys_file`")
         if self.tenants_file is not None and self.api_keys_file is None:
-            raise ValueError("`tenants_file` needs `api_keys_file`, which says whose a key is")
+            raise ValueError("`tenants_file` needs `api_keys_file`, which names the tenant of each key")
         if self.node_key_file is not None and self.api_keys_file is None:
             raise ValueError(
                 "`node_key_file` needs `api_keys_file`; without it every client could use the nodes' key"

@@ -106,7 +106,7 @@ def plan(
     )
     per_chunk = chunk_size // layout.block_size
     if blocks.numel() % per_chunk:
-        raise ValueError(f"{blocks.numel()} blocks are no whole number of chunks of {per_chunk} blocks")
+        raise ValueError(f"{blocks.numel()} blocks are not a whole number of chunks of {per_chunk} blocks")
     if not blocks.numel():
         return []
     taken = blocks
@@ -131,7 +131,7 @@ def plan_named(
     check_names(names)
     chunks = plan(places, layout, chunk_size, may_leave_out=may_leave_out)
     if len(chunks) != len(names):
-        raise ValueError(f"{len(names)} chunks were named, and the places are of {len(chunks)}")
+        raise ValueError(f"{len(names)} chunk names, but the places of {len(chunks)}")
     return chunks
 
 
@@ -140,14 +140,14 @@ def _blocks_of(places: Slots, size: int) -> Tensor:
     tokens."""
     slots = _integers("slot_mapping", places.mapping)
     if slots.numel() % size:
-        raise ValueError(f"{slots.numel()} slots are no whole number of blocks of {size} tokens")
+        raise ValueError(f"{slots.numel()} slots are not a whole number of blocks of {size} tokens")
     by_block = slots.view(-1, size)
     heads = by_block[:, 0]
     whole = (heads >= 0) & (heads % size == 0) & (by_block == heads[:, None] + torch.arange(size)).all(dim=1)
     left_out = (by_block == LEFT_OUT).all(dim=1)
     if not bool((whole | left_out).all()):
         raise ValueError(
-            f"slot_mapping must be of whole blocks of {size} tokens, each token behind the one before it"
+            f"slot_mapping must be of whole blocks of {size} tokens, with the tokens of a block in order"
         )
     return torch.where(left_out, LEFT_OUT, heads // size)
 

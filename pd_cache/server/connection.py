@@ -116,7 +116,7 @@ class ServerConnection:
         close_all(share.descriptors)
         if len(share.storages) > _MOST_STORAGES:
             raise SharingError(
-                f"the KV tensors lie in {len(share.storages)} storages; {_MOST_STORAGES} are the most"
+                f"the KV tensors lie in {len(share.storages)} storages; at most {_MOST_STORAGES} are allowed"
             )
         with self._changed:
             self._lent = kv_caches, layout_kind
@@ -143,7 +143,7 @@ class ServerConnection:
         left = self.fence.close(_GREETING_S)
         if left:
             log.error(
-                "cache server %s: it stands still in the middle of %d copies, and may end them later",
+                "cache server %s: it has stopped in the middle of %d copies, and may finish them later",
                 self.url,
                 left,
             )
@@ -220,7 +220,7 @@ class ServerConnection:
         if problem is None:
             log.info("cache server %s: connected", self.url)
         elif lasts and self._errors_logged.admit() is not None:
-            log.error("cache server %s does not take this engine: %s", self.url, problem)
+            log.error("cache server %s refuses this engine: %s", self.url, problem)
         else:
             log.debug("cache server %s: %s", self.url, problem)
 

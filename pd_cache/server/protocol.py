@@ -110,7 +110,7 @@ class EngineIdentity(Struct, frozen=True, kw_only=True):
         shards = max(group.world_size * group.shards_per_rank for group in groups)
         if shards > MAX_SHARDS:
             raise ValueError(
-                f"ranks and their shards make {shards} shards of a chunk; {MAX_SHARDS} are the most"
+                f"ranks and their shards make {shards} shards of a chunk; at most {MAX_SHARDS} are allowed"
             )
 
     @classmethod

@@ -212,7 +212,9 @@ class ObjectFolder:
                 continue
             self.root = root
             return descriptor
-        raise OSError(errno.EBUSY, f"{_FOLDERS} processes already use it, the most that may", str(self._base))
+        raise OSError(
+            errno.EBUSY, f"{_FOLDERS} processes already use it; more are not allowed", str(self._base)
+        )
 
     def _scan(self) -> list[tuple[str, str]]:
         (self.root / "tmp").mkdir(exist_ok=True)

@@ -591,5 +591,5 @@ def check_version(version: str, base: type) -> None:
         )
     if version.split("+")[0] not in TESTED:
         logger.warning(
-            "pd-cache was tested with vLLM %s; this is %s, and may behave otherwise", tested, version
+            "pd-cache was tested with vLLM %s; this is %s, and may behave differently", tested, version
         )

@@ -83,7 +83,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         "calculate_kv_scales: the scales are found at run time and are not part of the KV": (
             getattr(cache, "calculate_kv_scales", False)
         ),
-        "enable_fault_tolerance: vLLM goes on without the outputs of failed steps, in which workers say which stores have ended": (
+        "enable_fault_tolerance: vLLM goes on without the outputs of failed steps, which report the stores that have ended": (
             getattr(parallel, "enable_fault_tolerance", False)
         ),
         "its tokens attend to later tokens, so that their KV depends on more than what comes before them": any(
@@ -119,17 +119,17 @@ def draft_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Dra
         return NO_DRAFT
     method = speculative.method
     reasons = {
-        f"speculative decoding by {method}: what its KV depends on is not known to pd-cache, which restores that of "
+        f"speculative decoding by {method}: pd-cache does not know what its KV depends on; it restores that of "
         f"{', '.join(sorted(_READS_NEXT | _READS_SAME))}": method not in _READS_NEXT | _READS_SAME,
         "parallel_drafting: its draft model computes KV of placeholders, too": speculative.parallel_drafting,
         "several MTP modules, each of which reads a token further ahead": speculative.use_multi_module_mtp(),
         "its MTP layers read the KV of the model itself, or positions of their own": (
             speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp()
         ),
-        "a draft model beside pipeline stages, of which only the last has its layers": (
+        "a draft model with pipeline stages: only the last stage has its layers": (
             vllm_config.parallel_config.pipeline_parallel_size > 1
         ),
-        "states beside a draft model, whose KV and states vLLM keeps up to different places": any(
+        "states with a draft model: vLLM keeps the KV and the states up to different places": any(
             isinstance(spec, MambaSpec)
             for group in kv_cache_config.kv_cache_groups
             for spec in specs_of(group).values()
@@ -241,7 +241,7 @@ def _weights(model: ModelConfig) -> str:
         return weights_digest(folder)
     except (WeightsError, OSError, ValueError) as error:
         raise UnsupportedModelError(
-            f"{model.model}: cannot tell its weights from those of other models ({error}); set connector.revision to a name "
+            f"{model.model}: its weights cannot be identified ({error}); set connector.revision to a name "
             "that changes whenever they do"
         ) from error
 
@@ -291,7 +291,7 @@ def place_of(
             why = f"what its layers {group.layers} keep cannot be cut into parts of heads. Such a model's nodes share chunks if all have one "
             why += "tensor-parallel size. Leave cache.shards out, and give nodes of another size a file of their own"
         raise UnsupportedModelError(
-            f"{name}: nodes of different tensor-parallel size are to share chunks of {shards} parts, but {why}"
+            f"{name}: nodes of different tensor-parallel size cannot share chunks of {shards} parts: {why}"
         ) from error
     return metadata, rank % replicas == 0
 

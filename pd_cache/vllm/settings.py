@@ -119,7 +119,7 @@ def _of_server(given: ExtraConfig) -> Settings:
     if given.server_url is None:
         raise ConfigError("kv_connector_extra_config: needs a config_file or a server_url")
     if given.node is not None:
-        raise ConfigError("kv_connector_extra_config.node: names a node of a config_file, and there is none")
+        raise ConfigError("kv_connector_extra_config.node: needs a config_file")
     try:
         welcome = server_welcome(given.server_url, _CONNECT_S)
     except (CacheServerError, ValueError) as error:

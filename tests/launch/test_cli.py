@@ -133,7 +133,7 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
         assert f"http://127.0.0.1:{running_config(file).by_role('proxy')[0].port}" == urls["proxy"]
     assert running_config(file) is None
     shown = cli_json("status", "-c", file, code=1)
-    said = "down", "its port is 0 in this file: `up` chooses it, and this user has none running"
+    said = "down", "its port is 0 in this file: `up` chooses it, but this user runs no `up`"
     assert {said} == {(node["state"], node["why"]) for node in shown["nodes"]}
     wait_for(lambda: not any(alive(one.pid) for one in family), "every process being gone")
 
@@ -203,8 +203,8 @@ def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures():
 def test_a_table_in_a_pipe_is_not_wrapped(tmp_path):
     file = cluster_file(tmp_path, nodes=[free_node("master")])
     for command, line in (
-        ("status", "and this user has none running"),
-        ("doctor", f"pd-cache up -c {file}; what each node said"),
+        ("status", "but this user runs no `up`"),
+        ("doctor", f"pd-cache up -c {file}; to see each node's state"),
     ):
         assert line in run_program(command, "-c", file, code=1).stdout, command
 
@@ -266,7 +266,7 @@ def test_config_check_says_all_that_this_machine_cannot_do_for_its_nodes(tmp_pat
     file = cluster_file(tmp_path, nodes=nodes, cache={"chunk_size": CHUNK, "tiers": tiers})
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     told = refused("config", "check", "-c", file)
-    assert "nodes[2].host: 'no-such-host.invalid': this machine finds no IPv4 address of it" in told
+    assert "nodes[2].host: 'no-such-host.invalid': this machine finds no IPv4 address for it" in told
     assert (
         f"cache.tiers[0].path: '{tmp_path}/file/tier': {tmp_path}/file is no folder on this machine" in told
     )
@@ -274,7 +274,7 @@ def test_config_check_says_all_that_this_machine_cannot_do_for_its_nodes(tmp_pat
     assert len(told.splitlines()) == 3
     assert all(line.startswith(f"pd-cache: {file}:") for line in told.splitlines())
     old = cli("config", "check", "--file-only", file)
-    assert "config check FILE ends with the next version" in old.stderr
+    assert "`config check FILE` ends with the next version" in old.stderr
 
 
 VLLM_SERVE = """

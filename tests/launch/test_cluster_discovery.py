@@ -110,7 +110,7 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
 ):
     with joined(own_etcd, tmp_path, "prefill-2", cache={"chunk_size": 2 * CHUNK}) as node:
         wait_for(lambda: node.address in health(cluster)["prefill"], "the node is routed to")
-        expected = f"chunk_size {2 * CHUNK} here, {CHUNK} on decode-0: these two never share a hit"
+        expected = f"chunk_size {2 * CHUNK} here, {CHUNK} on decode-0: these nodes never share hits"
         wait_for(
             lambda: health(cluster)["differences"] == {"prefill-2": expected}, "the difference is reported"
         )

@@ -137,7 +137,7 @@ def test_what_is_no_record_is_refused_in_words(fields, told):
 
 
 USUAL = [engine_record(name, NAMESPACE, WINDOW) for name in "ab"]
-CANNOT_LOAD = "what one stores of those, the other cannot load"
+CANNOT_LOAD = "neither can load what the other stores of these"
 DRAFTER = msgspec.structs.replace(NAMESPACE, group="4", keeps="every token, for drafts of m", ahead=1)
 
 
@@ -148,11 +148,11 @@ DRAFTER = msgspec.structs.replace(NAMESPACE, group="4", keeps="every token, for 
         ([NodeRecord(name="proxy", role="proxy", address="http://h:2")], ""),
         (
             [engine_record("c", msgspec.structs.replace(NAMESPACE, chunk_size=512))],
-            "chunk_size 512 here, 256 on a: these two never share a hit",
+            "chunk_size 512 here, 256 on a: these nodes never share hits",
         ),
         (
             [engine_record("c", msgspec.structs.replace(NAMESPACE, kv_dtype="float16", hash_seed="x"))],
-            "hash_seed x here, empty on a, kv_dtype float16 here, bfloat16 on a: these two never share a hit",
+            "hash_seed x here, empty on a, kv_dtype float16 here, bfloat16 on a: these nodes never share hits",
         ),
         (
             [engine_record("c", NAMESPACE, WIDER)],

@@ -174,4 +174,4 @@ def test_an_object_that_landed_elsewhere_does_not_count_for_the_segment(pool):
     nobody = Segment("127.0.0.1:9", 256 << 20, "127.0.0.1:9")
     (finding,) = _probe(pool, [nobody])
     assert finding.verdict is Verdict.WARNING
-    assert "16 of 16 objects were put elsewhere" in finding.found
+    assert "16 of 16 objects landed in other segments" in finding.found

@@ -188,7 +188,7 @@ def test_nodes_of_another_version_are_a_warning():
 @pytest.mark.parametrize(
     "versions, verdict, found",
     [
-        (("",), Verdict.SKIPPED, "no node says its version of Mooncake"),
+        (("",), Verdict.SKIPPED, "no node reports its version of Mooncake"),
         (("0.3.13.post1", "", "0.3.14"), Verdict.OK, "0.3.13.post1, 0.3.14"),
         (("0.4.0", "0.4.0.post2"), Verdict.OK, "0.4.0, 0.4.0.post2"),
         (("0.3.13", "0.3.12.post1", "0.3.13"), Verdict.BROKEN, "Mooncake 0.3.12.post1 (b) beside 0.3.13 (a, c)"),
@@ -218,7 +218,7 @@ def test_a_node_that_never_shares_a_hit_is_broken_unless_it_serves_another_model
             "c",
             model=model,
             fingerprint="2",
-            difference="chunk_size 64 here, 256 on a: these two never share a hit",
+            difference="chunk_size 64 here, 256 on a: these nodes never share hits",
         ),
     ]
     assert [(one.about, one.verdict) for one in of_cluster("fingerprint", rows)] == [("c", verdict)]
@@ -236,7 +236,7 @@ def test_a_node_that_is_down_is_to_be_started_and_one_that_is_not_well_is_not():
     assert found["a"][0] is Verdict.BROKEN
     assert "pd-cache launch" in found["a"][1]
     assert found["b"] == (Verdict.OK, "")
-    assert found["c"] == (Verdict.BROKEN, "its log, and the other findings about it"), (
+    assert found["c"] == (Verdict.BROKEN, "look at its log, and at the other findings about it"), (
         "what answers is not to be ended"
     )
 
@@ -249,4 +249,4 @@ def test_memory_that_nodes_promise_and_the_pool_lacks_is_broken():
     assert [one.verdict for one in of_cluster("pool", [master, store], segments=given)] == [Verdict.OK]
     (found,) = of_cluster("pool", [master, store], segments=())
     assert found.found == "m has 0 B of the 1.0 GiB that nodes give"
-    assert found.repair.startswith("start those that do not run")
+    assert found.repair.startswith("start the nodes that do not run")

@@ -224,9 +224,9 @@ def test_leased_objects_are_listed_once_and_moved_whatever_other_programs_call_t
 @pytest.mark.parametrize(
     "goes, said",
     [
-        ("store-0", "store-0 has stopped, or was started anew: what it had not moved yet is"),
+        ("store-0", "store-0 has stopped or was restarted: objects that had not moved yet are"),
         ("store-1", r"no other node takes objects any more: \d+ objects are still on store-0"),
-        ("master", "the master no longer knows the job, because it was started anew; what was moved"),
+        ("master", "the master no longer knows the job, because it was restarted; moved objects"),
     ],
     ids=["the node", "its last target", "the master, for a moment"],
 )
@@ -270,7 +270,7 @@ def test_a_drain_is_not_canceled_by_a_master_that_stands_still_and_says_so_soon(
 
     begin = time.monotonic()
     try:
-        with pytest.raises(PdCacheError, match=f"{said}.*; what was moved stays so"):
+        with pytest.raises(PdCacheError, match=f"{said}.*; moved objects stay moved"):
             drained(pool, told, stop=stop)
     finally:
         master.resume()

@@ -119,7 +119,7 @@ def test_engines_that_are_not_out_keep_what_they_have_unless_all_are_meant(c):
     c.b.engines[0].reset()
     shown = c.run("--version", "w1").stdout
     assert sorted(shown.splitlines()) == [
-        "decode-b: weights of its files: it has not said that they changed",
+        "decode-b: weights of its files: it has not reported a change",
         "prefill-a: version w1",
     ]
     assert (c.a.labels, c.b.labels) == (["w1"], ["w1", ""])
@@ -131,7 +131,7 @@ def test_engines_that_are_not_out_keep_what_they_have_unless_all_are_meant(c):
 
 
 def test_if_no_engine_is_out_none_is_named_and_the_exit_code_says_so(c):
-    assert "none has said that its weights changed (--all names all engines)" in c.run(code=1).stderr
+    assert "none has reported a change of weights (--all: for all engines)" in c.run(code=1).stderr
     assert (c.a.labels, c.b.labels) == ([""], ["", ""])
     assert "expected up to 64 letters" in c.run("--version", "a/b", code=2).stderr
 
@@ -140,7 +140,7 @@ def test_a_node_that_is_not_reached_is_named_and_the_exit_code_is_1(c):
     c.a.change()
     c.b.close()
     done = c.run("--version", "w1", code=1)
-    assert "decode-b: not reached, and keeps what it has: 127.0.0.1:" in done.stdout
+    assert "decode-b: not reached, and keeps its label: 127.0.0.1:" in done.stdout
     assert c.a.labels == ["w1"]
 
 
@@ -162,7 +162,7 @@ def test_without_an_answer_of_discovery_the_exit_code_says_that_engines_may_be_m
 def test_a_node_that_does_not_say_which_weights_it_has_counts_as_not_reached(c):
     c.a.change()
     c.b.engines.clear()
-    assert "decode-b: not reached, and keeps what it has: it does not say" in c.run(code=1).stdout
+    assert "decode-b: not reached, and keeps its label: it does not report" in c.run(code=1).stdout
 
 
 def test_an_engine_that_starts_while_a_reset_is_under_way_has_the_weights_of_its_files(c):

@@ -58,8 +58,7 @@ def test_a_hit_rate_above_that_of_the_trace_takes_room_for_all_tokens_and_says_s
     assert sized(LLAMA, tmp_path, "--share", "0.9").pool_bytes == 1_000_000 * (128 << 10) * 9 // 8
     said = run(LLAMA, tmp_path, "--share", "0.9")
     assert (
-        "room for all of 1,000,000 different tokens: 90.0% is more than hits can be in FAST'25's conversations"
-        in said
+        "room for all of 1,000,000 different tokens: 90.0% is impossible for FAST'25's conversations" in said
     )
 
 
@@ -78,8 +77,8 @@ def test_a_models_folder_will_do_and_counts_may_be_short(tmp_path):
     [
         ({}, "expected num_hidden_layers, num_attention_heads and one of float32, bfloat16, float16, fp8"),
         (LLAMA | {"torch_dtype": "int3"}, "one of float32, bfloat16, float16, fp8"),
-        (LLAMA | {"layer_types": ["full_attention", "linear_attention"]}, "has layers that keep a state"),
-        (LLAMA | {"hybrid_override_pattern": "M-M*"}, "has layers that keep a state"),
+        (LLAMA | {"layer_types": ["full_attention", "linear_attention"]}, "has layers with a state"),
+        (LLAMA | {"hybrid_override_pattern": "M-M*"}, "has layers with a state"),
         (LLAMA | {"num_hidden_layers": "many"}, "expected a model's config.json"),
     ],
 )
@@ -97,7 +96,7 @@ def test_people_read_a_table_and_three_lines(tmp_path):
     output = run(LLAMA, tmp_path)
     assert "131,072" in output
     assert (
-        "30.0% of all prompt tokens are hits in FAST'25's conversations, where an unbounded pool has 37.3%"
+        "30.0% of all prompt tokens are hits for FAST'25's conversations, where an unbounded pool has 37.3%"
         in output
     )
     assert [line.partition(":")[0] for line in output.splitlines()[-3:]] == [

@@ -36,7 +36,7 @@ def store(size, state="not asked", why=""):
         ([master("a", "standby"), master("b", "candidate")], None, "none of 2 masters leads"),
         ([master("a", "leads, but does not serve yet"), master("b", "standby")], None, "none of 2 masters leads"),
         ([master("a", "leader"), master("b", "leader")], None, "2 masters lead (a, b): each knows only some of the keys"),
-        ([master("a", "leader"), store(GIB)], (), "a has 0 B of the 1.0 GiB that nodes give; start those that do not run"),
+        ([master("a", "leader"), store(GIB)], (), "a has 0 B of the 1.0 GiB that nodes give; start the nodes that do not run"),
     ],
     ids=["well", "memory unknown", "no master registered", "none leads", "warming up", "two lead", "memory elsewhere"],
 )  # fmt: skip
@@ -70,7 +70,7 @@ pd_cache_troubles_total{op="\x1b]0;title\x07",reason="gone\x1b[31m"} 3
 
 def test_a_skew_of_mooncake_is_one_line_of_the_table():
     for versions, line, well in (
-        (("0.3.12", "0.3.13"), "Mooncake 0.3.12 (a) beside 0.3.13 (b): every put between these fails, without a word", False),
+        (("0.3.12", "0.3.13"), "Mooncake 0.3.12 (a) beside 0.3.13 (b): every put between these nodes fails, and no log says why", False),
         (("0.3.14", "0.5.0"), "Mooncake 0.3.14 (a) beside 0.5.0 (b): these have not been tried together", True),
         (("0.3.13", "0.3.14"), "", True),
     ):  # fmt: skip
@@ -87,7 +87,9 @@ def test_nodes_of_one_model_whose_longest_prompts_differ_are_one_line_of_the_tab
     nodes = [engine(name=name, model=model, capacity=Capacity(max_model_len=length)) for name, model, length in (
         ("a", "m", 8192), ("b", "m", 4096), ("c", "m", 8192), ("d", "m", 0), ("e", "other", 512),
     )]  # fmt: skip
-    line = "max-model-len 4096 (b) beside 8192 (a, c): a node computes no longer prompts than its own"
+    line = (
+        "max-model-len 4096 (b) beside 8192 (a, c): a node refuses prompts that are longer than its own limit"
+    )
     for several in (nodes, nodes[2:]):
         shown = " ".join(drawn(status_table(ClusterStatus("static", True, several))).split())
         assert (line in shown, "max-model-len" in shown) == (several is nodes,) * 2

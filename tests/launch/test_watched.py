@@ -79,7 +79,7 @@ def test_a_node_that_has_not_answered_for_long_is_down_too(watched):
         ('pd_cache_tier_off{tier="disk"} 1', "switched off: disk"),
         (
             'pd_cache_proxy_node_up{node="a"} 0\npd_cache_proxy_node_up{node="b"} 0',
-            "leaves 2 of its nodes alone",
+            "skips 2 of its nodes",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def test_an_answer_is_read_and_a_missing_one_says_why(well):
     answer = ask_node(record("a", well), NOBODY)
     assert answer.reading.at == answer.at <= time.monotonic()
     assert ask_node(record("b", port := free_port()), NOBODY).why == f"127.0.0.1:{port}: Connection refused"
-    assert "this user has none running" in ask_node(record("c", 0), NOBODY).why
+    assert "this user runs no `up`" in ask_node(record("c", 0), NOBODY).why
 
 
 @pytest.mark.parametrize(

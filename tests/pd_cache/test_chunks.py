@@ -234,7 +234,7 @@ def test_hash_mode_takes_the_hash_of_each_chunks_last_block():
         (lambda: db.name_chunks(range(8)), "not by tokens"),
         (lambda: database().name_chunks(None, blocks), "not by blocks"),
         (lambda: db.name_chunks(None, [b"short", b"short"]), "at least 8"),
-        (lambda: db.name_chunks(None, blocks, ("salt",)), "extra_keys go with tokens only"),
+        (lambda: db.name_chunks(None, blocks, ("salt",)), "extra_keys only with tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -263,7 +263,7 @@ def test_block_hashes_depend_on_salt_seed_and_the_size_that_the_namespace_descri
     assert BlockHasher(2, DEFAULT).hashes(tokens, "") == plain
     assert BlockHasher(4, describe_hashes("sha256", "vllm-none-hash", "", 2)).hashes(tokens) == plain
     other = describe_hashes("sha256", "7", "of the file")
-    with pytest.raises(UnknownHashesError, match="set PYTHONHASHSEED to what it is there"):
+    with pytest.raises(UnknownHashesError, match="set PYTHONHASHSEED to vLLM's value"):
         BlockHasher(2, other)
     seeded = BlockHasher(2, other, {"8", "7"}).hashes(tokens)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
@@ -272,5 +272,5 @@ def test_block_hashes_depend_on_salt_seed_and_the_size_that_the_namespace_descri
 
 @pytest.mark.parametrize("described", [describe_hashes("xxhash", "vllm-none-hash", ""), "", "nonsense"])
 def test_other_algorithms_are_refused(described):
-    with pytest.raises(UnknownHashesError, match="only vLLM's sha256 is known here"):
+    with pytest.raises(UnknownHashesError, match="knows only vLLM's sha256"):
         BlockHasher(2, described)

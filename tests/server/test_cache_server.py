@@ -225,7 +225,7 @@ WHOLE = list(range(3 * PER_CHUNK))
     "kind, blocks, message",
     [
         (Store, [-1, *WHOLE[1:]], "values from -1"),
-        (Store, WHOLE[1:], "5 blocks are no whole number of chunks"),
+        (Store, WHOLE[1:], "5 blocks are not a whole number of chunks"),
         (Retrieve, [-1, -1, *range(BLOCKS - 3, BLOCKS + 1)], f"to {BLOCKS}"),
     ],
 )

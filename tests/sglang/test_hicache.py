@@ -242,7 +242,7 @@ def test_an_sglang_whose_hashes_leave_out_salts_is_refused(pool, salt, monkeypat
     "extra, message",
     [
         ({"masters": "x"}, "masters.*allowed: .*master"),
-        ({"revision": ""}, "cannot tell its weights"),
+        ({"revision": ""}, "its weights cannot be identified"),
         ({"interface_v1": 0}, "SGLang copies each page twice"),
     ],
 )

@@ -231,7 +231,10 @@ def test_why_no_master_answers_is_known_before_mooncakes_client_is_asked(pool):
                     connection.sendall(b"HTTP/1.1 400 Bad Request")
 
         with beside(answer):
-            assert why_silent(address, PATIENCE) == "what answers there is no master: it begins with b'HT'"
+            assert (
+                why_silent(address, PATIENCE)
+                == "the process there is not a master: its answer begins with b'HT'"
+            )
     assert why_silent(address, PATIENCE) == "no connection: Connection refused"
 
 

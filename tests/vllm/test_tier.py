@@ -200,7 +200,7 @@ def test_a_request_that_began_before_a_reset_stores_nothing_after_it(opened, vll
     [
         ({"masters": "x"}, "masters.*allowed: .*master"),
         ({"locality": "HERE"}, "locality"),
-        ({"revision": ""}, "cannot tell its weights"),
+        ({"revision": ""}, "its weights cannot be identified"),
     ],
 )
 def test_options_that_are_wrong_say_so_when_vllm_starts(options, message, vllm_pool, salt):

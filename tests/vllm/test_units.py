@@ -168,7 +168,7 @@ def test_the_cache_server_is_the_nodes_own_or_the_one_that_is_named(tmp_path):
     [
         ({}, "needs a config_file or a server_url"),
         ({"server_url": "http://x"}, "server_url"),
-        ({"server_url": "ipc:///x", "node": "prefill-0"}, "names a node of a config_file"),
+        ({"server_url": "ipc:///x", "node": "prefill-0"}, "needs a config_file"),
         ({"config_file": "FILE", "nod": "x"}, "unknown field `nod`"),
         ({"config_file": "FILE", "node": "prefill-7"}, "there are: prefill-0, prefill-1, decode-0"),
         ({"config_file": "FILE"}, "say which this is"),
@@ -284,12 +284,12 @@ def further_spec(kind, block_size=16, window=64):
         ({"draft": "draft_model", "names": ["draft_model.layers.0"]}, "look like its own 1 layers"),
         (
             {"draft": "dflash"},
-            "by dflash: what its KV depends on is not known .* draft_model, eagle, eagle3, mtp",
+            "by dflash: pd-cache does not know what its KV depends on; .* draft_model, eagle, eagle3, mtp",
         ),
         ({"draft": "eagle", "parallel_drafting": True}, "KV of placeholders"),
         ({"draft": "mtp", "use_multi_module_mtp": lambda: True}, "several MTP modules"),
         ({"draft": "mtp", "use_gemma4_mtp": lambda: True}, "the KV of the model itself"),
-        ({"draft": "mtp", "others": ["state"]}, "states beside a draft model"),
+        ({"draft": "mtp", "others": ["state"]}, "states with a draft model"),
         (
             {"draft": "eagle", "names": ["model.layers.0.attn", "model.layers.1.attn"], "stages": 2},
             "pipeline stages",

@@ -85,7 +85,7 @@ def test_no_client_takes_all_that_pins_may():
     assert pins.retain((Client("ann", "a"), "1"), pin(*many), 12) == 3
     assert pins.retain((Client("ben", "a"), "1"), pin(*many), 12) == 3, "which is his tenant's already"
     assert pins.retain((Client("eve"), "1"), pin(*many), 12) == 2
-    with pytest.raises(HintRefusedError, match="all are taken"):
+    with pytest.raises(HintRefusedError, match="all 6 pins are taken"):
         pins.retain((Client("eve"), "2"), pin(*many), 12)
     assert pins.end_where(lambda key, pin: True) == 6
     assert not pins._uses, "a client without pins leaves nothing behind"
@@ -159,7 +159,7 @@ async def test_a_retained_prompt_has_its_leases_renewed_until_its_time_is_over()
         assert (told["status"], told["ttl_s"], told["tokens"]) == ("clipped", 60, 768)
         assert told["reason"].startswith("max_ttl_s is 60; all pins may take")
         told = await k.ask("kv.retain", "b2", tokens=[9] * 600, ttl_s=30)
-        assert (told["status"], told["reason"][:18]) == ("refused", "there are pins for")
+        assert (told["status"], told["reason"][:17]) == ("refused", "pins already take")
         k.now = 30.0
         await k.hints.renew()
         assert (len(k.client.renewed[-1]), k.metric("pins")) == (3, 1)
@@ -503,7 +503,9 @@ async def test_a_hint_that_comes_while_many_prompts_are_looked_up_is_refused_for
 async def test_nothing_is_prefetched_that_the_pool_does_not_have():
     async with pinning() as c:
         c.proxy._direct._client.found = 0
-        assert (await c.hint("kv.prefetch", {"tokens": IDS}))["reason"] == "the pool has nothing of it"
+        assert (await c.hint("kv.prefetch", {"tokens": IDS}))[
+            "reason"
+        ] == "the pool has no chunk of the prompt"
 
 
 @scenario

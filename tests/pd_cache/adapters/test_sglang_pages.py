@@ -52,7 +52,7 @@ def test_without_a_revision_the_files_decide_wherever_they_lie(tmp_path):
     assert names[0] == names[1] != names[2]
     with_draft = {**SERVER, "model_path": str(one), "speculative_draft_model_path": str(other)}
     assert named(with_draft, revision="") != names[0]
-    with pytest.raises(ConfigError, match=r"org/eagle: cannot tell its weights.*put a `revision`"):
+    with pytest.raises(ConfigError, match=r"org/eagle: its weights cannot be identified.*put a `revision`"):
         named({**with_draft, "speculative_draft_model_path": "org/eagle"}, revision="")
 
 

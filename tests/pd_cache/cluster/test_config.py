@@ -214,7 +214,7 @@ LOCAL, DISK = "{kind: local, capacity: 1GiB}", "{kind: disk, path: /a, capacity:
         ("", "cache.tiers: expected `array` of length >= 1"),
         (f"{{kind: mooncake}}, {LOCAL}", "cache.tiers[1]: stands after {kind: mooncake}, which must be the last tier"),
         (f"{DISK}, {LOCAL}, {{kind: mooncake}}", "cache.tiers[1]: memory stands after a disk; the fastest tier comes first"),
-        (f"{LOCAL}, {LOCAL}, {{kind: mooncake}}", "cache.tiers[1]: is the second local tier; make it one"),
+        (f"{LOCAL}, {LOCAL}, {{kind: mooncake}}", "cache.tiers[1]: is the second local tier; use only one"),
         (f"{DISK}, {DISK}", "cache.tiers[1].path: '/a': is already the path of another tier"),
         (LOCAL, "c.yaml:3: cache.tiers: prefill and decode nodes share chunks through the pool; add {kind: mooncake}"),
         ("{kind: disk, path: here, capacity: 1GiB}", "cache.tiers[0].path: 'here': must be an absolute path"),
