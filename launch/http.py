@@ -1,5 +1,4 @@
-"""How our own commands ask a node over HTTP, and with which key and certificates they ask a proxy that
-requires them."""
+"""HTTP requests of our own commands to nodes, with the key and the certificates that a proxy requires."""
 
 from __future__ import annotations
 

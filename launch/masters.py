@@ -1,5 +1,4 @@
-"""What Mooncake's master answers over HTTP: its role, its segments and their drain jobs, and where keys
-lie."""
+"""Asks Mooncake's master over HTTP: for its role, its segments and their drain jobs, and where keys lie."""
 
 from __future__ import annotations
 

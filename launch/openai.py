@@ -1,5 +1,5 @@
-"""What the HTTP servers of the proxy and of the reference engine share: how they run, OpenAI's errors, a
-request's id, the last requests, and what they log."""
+"""The common part of the HTTP servers of the proxy and of the reference engine: how they run, OpenAI's
+errors, a request's id, the last requests, and the log."""
 
 from __future__ import annotations
 

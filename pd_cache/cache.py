@@ -1,5 +1,5 @@
-"""The cache: find, store and load by names of chunks and ids of blocks (`BlockCache`), the one of this
-process (`CacheEngine`), and both by tokens, masks and slot mappings (`PromptCache`). Orchestration only."""
+"""The cache. `BlockCache` finds, stores and loads by names of chunks and ids of blocks. `CacheEngine` is the
+`BlockCache` of this process. `PromptCache` does the same by tokens, masks and slot mappings."""
 
 from __future__ import annotations
 

@@ -1,16 +1,21 @@
 """LookupRpc: asks a master which keys it has, over connections of our own.
 
-Mooncake's client has no deadlines: a request blocks for as long as the master does not answer. So requests
-run on other threads (`transfer.calls`), and to wake two threads costs as much as the request itself. A lookup
-is one such request. On a socket it has its deadline without another thread. For 16 to 128 keys, the median
-was 0.16 to 0.6 ms against 0.6 to 0.8 with one thread that asks, 0.27 to 0.5 against 0.65 to 1.3 with four,
-and 0.7 to 1.0 against 1.6 to 2.6 with eight (one pool, one process).
+Mooncake's client has no deadlines: a request blocks as long as the master does not answer. So its requests
+run on other threads (`transfer.calls`), and waking two threads costs as much as the request itself. A request
+over a socket has a deadline without another thread. Median times in ms, for 16 to 128 keys (one pool, one
+process):
+
+| threads that ask | here | through the client |
+|---|---|---|
+| 1 | 0.16–0.6 | 0.6–0.8 |
+| 4 | 0.27–0.5 | 0.65–1.3 |
+| 8 | 0.7–1.0 | 1.6–2.6 |
 
 The request is `BatchExistKey`, byte for byte as Mooncake's client sends it. That is no public interface, so
-this is only a short cut. The other way, through the client, serves requests that come while there is no
-connection or all of them are in use, and keys that this module cannot spell. A request carries a hash of the
-method's name and one of its parameters' types, so a master of another version refuses it. After an unexpected
-answer, all requests go the other way for a minute.
+this is only a short cut. Requests go the other way, through the client, if there is no free connection, or if
+this module cannot spell a key. A request carries a hash of the method's name and one of its parameters'
+types, so a master of another version refuses it. After an unexpected answer, all requests go the other way
+for a minute.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class ByteSize(int):
     1000³."""
 
     def __new__(cls, size: int | str) -> ByteSize:
-        """Raises ValueError if `size` is no size."""
+        """Raises ValueError if `size` is not a size."""
         if isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= _LARGEST:
             return super().__new__(cls, size)
         if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):

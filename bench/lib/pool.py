@@ -1,5 +1,5 @@
-"""Clusters and pools for benches, of their own: what is measured neither disturbs the cluster's pool nor is
-disturbed by it."""
+"""Clusters and pools that belong to the bench alone, so that it and the cluster's pool do not disturb each
+other."""
 
 from __future__ import annotations
 

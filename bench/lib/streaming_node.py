@@ -1,5 +1,5 @@
-"""A node that computes nothing: it streams as many tokens as asked for, at a steady pace. What the proxy is
-measured against.
+"""A node that computes nothing: it streams as many tokens as requested, at a steady pace. The proxy is
+measured against it.
 
 python -m bench.lib.streaming_node NAME       prints `ready NAME URL` and serves until SIGTERM
 """

@@ -8,10 +8,10 @@ block's end. Public ones are in https://github.com/kvcache-ai/Mooncake under FAS
 `aiperf synthesize agentic-code` writes is read, too: there a line has a `session_id`, and says what a call
 adds to its session, and how many ms after the answer before it comes.
 
-A cache takes in a prompt's blocks, and says how many of them, from the first, it held before. It keeps as
-many blocks as it has room for. The **hit rate** of a trace is the tokens found so, of all prompt tokens: a
-block that is not full has no name in the pool, its tokens are in the denominator only, and so are those
-behind a hole.
+A cache takes in a prompt's blocks, and returns how many of them, from the first, it held before. It keeps as
+many blocks as it has room for. The **hit rate** of a trace is the found tokens divided by all prompt tokens.
+Only whole blocks have names in the pool, so the tokens of a partial block, and those behind a hole, are only
+in the denominator.
 """
 
 from __future__ import annotations

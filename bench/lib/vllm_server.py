@@ -1,5 +1,4 @@
-"""vLLM's servers in benches: `vllm serve` in its usual form, beside what pd-cache launches, and what is asked
-of any of them."""
+"""vLLM's servers in benches: plain `vllm serve`, the servers that pd-cache launches, and requests to both."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How a process announces itself and finds others, with both kinds of discovery: the file itself, and
-etcd."""
+"""Announces this process and finds others, with both kinds of discovery: the file itself, and etcd."""
 
 from __future__ import annotations
 

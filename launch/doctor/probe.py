@@ -1,8 +1,8 @@
 """Checks of the cluster: what its nodes report, and a real put and get to each segment.
 
-The objects of the last have keys of their own, `pdc1/doctor/…`, which no namespace uses, and are removed
-whatever happens. They are not pinned, so what a killed doctor leaves behind goes with the first eviction. A
-segment with little room gets less: no cached chunk is evicted for a test.
+The test objects have keys that no namespace uses, `pdc1/doctor/…`, and are always removed. They are
+not pinned: if a doctor is killed, the next eviction removes them. A segment with little room gets fewer
+objects, so that no cached chunk is evicted for a test.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _only_here(host: str) -> bool:
 
 def metadata_finding(server: str) -> Finding:
     """Returns whether the server of `transfer.metadata` takes connections. Without it no client of the pool
-    opens, and says that of the master."""
+    opens, and the client's error blames the master."""
     check, usual = "transfer.metadata", {"http": 80, "https": 443}
     port = port_of(server) or usual.get(server.partition(":")[0], 2379)
     try:
@@ -231,7 +231,8 @@ def _open_store(config: ClusterConfig, master: str, host: str) -> tuple[Mooncake
 def _probe(
     store: MooncakeStore, pool: StagingPool, segment: Segment, objects: int, master_metrics: str
 ) -> tuple[Finding, bool]:
-    """Returns how a segment is, and whether it hangs. `pool`: has `_OBJECTS` slots, all of them free."""
+    """Returns the finding on a segment, and whether it hangs. `pool`: has `_OBJECTS` slots, all of them
+    free."""
     run = f"{PREFIX}/{int(time.time()):x}-{uuid.uuid4().hex[:12]}"
     keys = [f"{run}/{index}" for index in range(objects)]
     slots: list[Slot] = []

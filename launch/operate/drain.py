@@ -1,10 +1,10 @@
-"""`pd-cache drain`: the objects of one node move to the memory of the others, so that the node can leave and
+"""`pd-cache drain`: moves the objects of a node to the memory of other nodes, so that the node can leave and
 nothing is lost.
 
-Mooncake's master has them moved by a drain job (docs/mooncake.md, "Drain jobs"). The job leaves alone what is
-leased, and so just the objects that are looked up again and again. When nothing else is left, we ask for
-their moves, key by key. The master does not list its jobs: a command that finds its node being drained
-follows that by the segment's status alone.
+A drain job of Mooncake's master moves them (docs/mooncake.md, "Drain jobs"). The job skips leased objects,
+and therefore the objects that are looked up again and again. When only these are left, we ask for their
+moves, key by key. The master does not list its jobs. So if another command already drains the node, this
+command follows the segment's status.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`pd-cache explain`: why the cache did not have more of a request's prompt, and how much of a prompt each
-node would find now.
+"""`pd-cache explain`: says why a request's prompt was computed, and how much of a prompt each node would find
+now.
 
 Proxies and nodes know of the last requests (`/requests/ID`). What a node would find of a prompt is looked up
 in the pool, by this process, under the node's namespaces.

@@ -1,8 +1,8 @@
-"""What the nodes' metrics say of the cache, at one moment and over time. Pure.
+"""Reads the nodes' metrics: the state of the cache at one moment and over time. Pure.
 
 `read_samples` reads Prometheus' text. `read_node` makes a `NodeReading` of it, in terms of the cache instead
-of names of metrics. A `NodeHistory` makes rates, shares and quantiles of one reading after another: a counter
-that is lower than before has begun at zero again, and all that it shows now is new.
+of names of metrics. A `NodeHistory` computes rates, shares and quantiles from successive readings. A counter
+that has become smaller has begun at zero again, so all of its present value is new.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     pool_up: bool | None = None
     tiers_off: tuple[str, ...] = ()
     nodes_down: int = 0
-    """For a proxy: how many nodes it leaves alone."""
+    """For a proxy: how many nodes it skips."""
     tier_bytes: dict[str, float] = {}
     errors: dict[str, float] = {}
     """By operation and reason."""

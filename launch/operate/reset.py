@@ -1,8 +1,8 @@
 """`pd-cache reset`: gives the new weights of engines a label, over HTTP.
 
-It asks each node for the states of its engines, names those that are meant, and asks again. It reports the
-second answer. So if two commands at once mean the same engine, at least one of them reports that the engine
-has another version.
+It asks each node for the states of its engines, gives the label to those that should get it, and asks again.
+It reports the second answer. So if two commands at once name the same engine, at least one of them reports
+that the engine has another label.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Reset(NamedTuple):
     """The outcome of a command."""
 
     nodes: dict[str, str]
-    """By name of the node, which version its engines have now, or why that is not known."""
+    """For each node, by name, the version that its engines have now, or why it is not known."""
     well: bool
-    """Whether each engine was reached, and each one that was meant has the version now."""
+    """Whether each engine was reached, and each engine that should have the label has it now."""
 
 
 def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: bool) -> Reset:
@@ -67,8 +67,8 @@ def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: boo
 
 
 def _outcome(row: NodeStatus, label: str, seen: Collection[str], *, everywhere: bool) -> tuple[str, bool]:
-    """Returns what a node's engines have in the end, and whether that is as it was meant. `seen`: the ids of
-    all states in the beginning."""
+    """Returns the version that a node's engines have in the end, and whether that is the wanted one. `seen`:
+    the ids of all states in the beginning."""
     states = row.record.weights
     if not states:
         why = row.why if row.state == "down" else "it does not report its weights"

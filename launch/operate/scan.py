@@ -1,9 +1,9 @@
 """`pd-cache pool verify` and `copy`: they read the pool's objects at a bounded rate, and check each as a load
 does.
 
-An object is damaged if two reads in a row say so. An object that is gone before it is read is not. The
-master leases what is read for some seconds, and takes it for just used: after a scan of a whole pool, its
-eviction no longer knows what engines have not used for longest.
+An object counts as damaged if two reads in a row find damage. An object that is gone before it is read does
+not. The master leases each object that is read for some seconds, and counts it as just used. So after a scan
+of a whole pool, eviction no longer knows which objects engines have not used for longest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DAMAGE = {*(damage.value for damage in Damage), Status.CHECKSUM.value}
 
 
 class Scan(msgspec.Struct, kw_only=True):
-    """How a scan stands. All but `bytes` and `seconds` are numbers of objects."""
+    """The progress of a scan. All fields but `bytes` and `seconds` are numbers of objects."""
 
     objects: int
     """To look at."""

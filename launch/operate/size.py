@@ -1,4 +1,4 @@
-"""`pd-cache size`: how much KV a model has for a token, how large a pool and how fast a network that needs.
+"""`pd-cache size`: computes the KV per token of a model, and the pool and the network that it needs.
 
 It reads the model's config.json as vLLM does, and counts a chunk's objects as the connector stores them
 (`pd_cache/layout.py`, `pd_cache/vllm/layers.py`). `tests/vllm/test_size.py` compares that with what vLLM's

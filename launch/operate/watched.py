@@ -1,4 +1,4 @@
-"""Asks the nodes of a cluster how they are, for `status`, `top`, `doctor` and `/ui`. `state.py` says what
+"""Asks the nodes of a cluster for their state, for `status`, `top`, `doctor` and `/ui`. `state.py` says what
 their answers mean.
 
 `cluster_status` asks each node once. `Asker` asks again and again, each node on a schedule of its own, so

@@ -100,7 +100,7 @@ class Proxy:
         await self._runner.setup()
 
     async def check_nodes(self) -> None:
-        """Asks all nodes how they are. Until then, `/health` takes them for well."""
+        """Asks all nodes for their health. Until then, `/health` counts them as healthy."""
         await check_nodes(self._pools, self.hops.session)
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:

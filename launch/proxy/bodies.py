@@ -157,7 +157,7 @@ SAMPLING = {
     "stop_token_ids", "stream_interval", "stream_options", "structured_outputs", "temperature",
     "thinking_token_budget", "top_k", "top_logprobs", "top_p", "use_beam_search", "watermarking",
 }  # fmt: skip
-"""Fields that say what to make of a prompt, and on which its KV does not depend: n: 64 would have a node
+"""Fields that do not change a prompt's KV, only what comes after it: `n: 64` would make a node
 compute 64 sequences."""
 
 
@@ -356,12 +356,12 @@ class Completion:
         return self._one_token({"do_remote_decode": True, "do_remote_prefill": False})
 
     def for_stream(self) -> bytes:
-        """Returns the body that has a decode node load the prompt's chunks as they appear. The node need not
-        answer it."""
+        """Returns the body that makes a decode node load the prompt's chunks as they appear. The node need
+        not answer it."""
         return self._one_token(write_params(Announcement(stream=True)))
 
     def for_load(self) -> bytes:
-        """Returns the body that has a decode node load what the pool has of the prompt, and compute the
+        """Returns the body that makes a decode node load what the pool has of the prompt, and compute the
         rest."""
         return self._one_token({})
 

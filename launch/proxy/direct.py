@@ -1,7 +1,7 @@
 """Conditional disaggregation: decides which prompts need no prefill node.
 
-A decode node can compute a prompt itself. That is quicker if there is little to compute: the prompt is short,
-or the pool holds its prefix. A single lookup finds out whether the pool does. For a text, the proxy first
+A decode node can compute a prompt itself. That is faster if there is little to compute: the prompt is short,
+or the pool holds its prefix. A single lookup finds out whether the pool holds it. For a text, the proxy first
 asks a node for the tokens (vLLM's `/tokenize`, or `/render` for a chat with media). If either fails, the
 prompt takes the usual way.
 """

@@ -1,5 +1,5 @@
 """Hints of clients about the future of prompts: `kv.retain` keeps a prompt in the pool for a while,
-`kv.release` ends that, and `kv.prefetch` has a decode node load it before its request comes.
+`kv.release` ends that, and `kv.prefetch` makes a decode node load it before its request comes.
 
 The master leases each key that it is asked for, and does not evict leased objects. So a pin is a list of
 chunks' names: the proxy asks for all of them again and again, before their leases end. Chunks that are not in
@@ -318,7 +318,7 @@ class Hints:
             prefetched.stream.cancel()
 
     async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt) -> str | None:
-        """Has the decode node that a request with this prompt would get load it, and hold it for
+        """Makes the decode node that a request with this prompt would get load it, and hold it for
         `PREFETCH_S`; the request will go there.
 
         Returns the node's URL, or None if this client may not see it. Raises HintRefusedError, which says why

@@ -1,5 +1,5 @@
-"""Who may ask, and how much: keys of clients, monitors and nodes, tenants, the certificate, and how many
-requests are admitted.
+"""Decides which client may ask, and how much: keys of clients, monitors and nodes, tenants, the certificate,
+and the admission of requests.
 
 Files of keys, tenants and certificates are read again when they change.
 """
@@ -142,7 +142,8 @@ class Keys:
         return any(client.tenant for client in (self._clients or {}).values())
 
     def client(self, authorization: str | None) -> Client:
-        """Returns whose the key is. Raises ApiError 401 if the key is missing or unknown."""
+        """Returns the client that the key belongs to. Raises ApiError 401 if the key is missing or
+        unknown."""
         if self._clients is None:
             return Client()
         client = _find(self._clients, authorization)

@@ -311,7 +311,7 @@ async def check_health(nodes: NodePools, session: aiohttp.ClientSession) -> NoRe
 
 
 async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
-    """Asks all nodes how they are, and notes it in their pools."""
+    """Asks all nodes for their health, and notes it in their pools."""
     places = asyncio.Semaphore(_AT_A_TIME)
 
     async def check(pool: NodePool, url: str) -> None:

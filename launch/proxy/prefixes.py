@@ -1,4 +1,4 @@
-"""What routing knows a prompt by: a guess from its bytes, and the hashes that nodes and the pool know it by.
+"""Identifies prompts for routing: by a guess from their bytes, and by the hashes that nodes and the pool use.
 Pure.
 
 Many prompts need no tokenizer, because the same bytes make the same tokens. The proxy cuts a prompt's JSON
@@ -24,7 +24,7 @@ _LEAST_BLOCK_TOKENS = 64
 
 
 class PromptTokens(NamedTuple):
-    """What a prompt's chunks are named by."""
+    """The tokens and media from which a prompt's chunks are named."""
 
     ids: list[int]
     media: Sequence[MediaItem] = ()

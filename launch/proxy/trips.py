@@ -1,4 +1,4 @@
-"""A request's way through the nodes, as `GET /requests/ID` of the proxy answers with it. Pure."""
+"""A request's way through the nodes, as the proxy's `GET /requests/ID` returns it. Pure."""
 
 from __future__ import annotations
 

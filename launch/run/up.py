@@ -1,5 +1,5 @@
-"""`up`: every node of a file that belongs on this machine, each in its own process, supervised; and what
-`launch` shares with it: which node a process runs, and on which ports."""
+"""`up`: runs all nodes of this machine, each in its own process, supervised. Also the part that `launch`
+shares: which node a process runs, and on which ports."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class LocalCluster:
 
 
 def welcome(cluster: LocalCluster, file: Path) -> str:
-    """Returns what `up` says when all nodes are ready: how many, and if a proxy is among them, the page to
-    watch and a command to try."""
+    """Returns the text of `up` when all nodes are ready: their number, and if a proxy is among them, the page
+    to watch and a command to try."""
     config, urls = cluster.config, cluster.urls
     lines = [f"all {len(urls)} nodes{'' if len(urls) == len(config.nodes) else ' of this machine'} are ready"]
     proxy = next((urls[node.name] for node in config.by_role("proxy") if node.name in urls), None)

@@ -5,7 +5,7 @@ instead of one small copy a page. A gather is kernel, then copy to the host; a s
 then kernel. Each direction has streams of its own, so that stores and loads overlap with the model and with
 each other; two, used in turn, so that one chunk's kernels run beside the next one's copy.
 
-Who waits for whom:
+The order of work:
 
 - A gather reads the cache after all that the calling thread's current stream held at the call. A caller on
   another thread than the model's has to make its current stream wait for the model's first.
@@ -185,7 +185,7 @@ class _Track:
 
 
 class _Checksum(NamedTuple):
-    """One that is under way on the stream `mixer`."""
+    """A checksum under way on the stream `mixer`."""
 
     mixer: torch.cuda.Stream
     hash: Xxh3

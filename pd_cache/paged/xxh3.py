@@ -1,9 +1,9 @@
-"""XXH3-64 of bytes on a GPU: what `pd_cache.layout.checksum` is of the same bytes on the host, where a core
-reads 7 GB/s of them from memory.
+"""Computes XXH3-64 on a GPU: the same checksum as `pd_cache.layout.checksum` on the host, where a core
+reads 7 GB/s from memory.
 
 XXH3 adds up 1024 bytes at a time in eight lanes, and then mixes the lanes. The sums do not depend on what
-came before, so one kernel computes them all at once; a second one, which mixes them in order, has a sixteenth
-of the bytes to read. The host merges the lanes.
+came before, so one kernel computes all sums at once. A second kernel mixes them in order; it reads a
+sixteenth of the bytes. The host merges the lanes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROWS = 16
 _AHEAD = 64
 """Blocks that the second kernel mixes in a turn of its loop."""
 _SHORTEST = 241
-"""Of fewer bytes, XXH3 is another function."""
+"""For fewer bytes, XXH3 is a different function."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""What serving engines call: the API of LMCache's multi-process adapters in vLLM.
+"""Adapters for serving engines, with the API of LMCache's multi-process adapters in vLLM.
 
 `SchedulerAdapter` and `WorkerAdapter` are thin over a `RemoteCache`. Only their constructors and
 `register_kv_caches` wait; a scheduler may call thousands of times a second. LMCache's API leaves three things
@@ -29,7 +29,7 @@ _REMEMBERED = 65_536
 
 
 class _Adapter:
-    """What both adapters have."""
+    """The common part of both adapters."""
 
     def __init__(self, cache: RemoteCache) -> None:
         self._cache = cache

@@ -167,7 +167,7 @@ class ServerConnection:
                 raise NoAnswerError(f"no cache server answered at {self.url} within {timeout:g} s")
 
     def _forgotten(self) -> None:
-        """Called, with the link's lock, if the server does not know us: it was restarted, or took us for
+        """Called, with the link's lock, if the server does not know us: it was restarted, or counted us as
         dead."""
         self.ready = False
         self.link.nudge()

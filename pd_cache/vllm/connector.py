@@ -455,8 +455,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Returns how many of the tokens to load lie where, to a chunk. The pool is `external_unspecified`,
-        as other remote stores are in vLLM."""
+        """Returns the number of tokens to load by their source, to a chunk. The pool is
+        `external_unspecified`, as other remote stores are in vLLM."""
         sources = (CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED)
         split = self._scheduling().track(request).by_tier(num_external_tokens)
         return {source: tokens for source, tokens in zip(sources, split, strict=True) if tokens}

@@ -1,4 +1,4 @@
-"""What loads and steps have taken lately, and so whether it pays to load a prefix. Pure.
+"""Decides whether it pays to load a prefix, from the recent times of loads and steps. Pure.
 
 1. A cost is seconds a token, as a line over one other figure: for loads 1 / tokens, because each load takes
    some time of its own; for steps the position of the tokens. Least squares fit the line. Each measurement

@@ -1,5 +1,5 @@
-"""Files and sockets through which vLLM's API server learns what the connector knows, for `/health` and
-`/requests/ID`, and names weights.
+"""Connects vLLM's API server with the connector, by files and sockets: for `/health`, `/requests/ID` and
+`/weights`.
 
 The connector runs in vLLM's engine process. It knows the namespaces of the cache, how many tokens vLLM's own
 cache holds, and what became of each request. Proxies and `explain` ask the API server, which is another

@@ -65,9 +65,9 @@ class KeptLayers(NamedTuple):
         return -(-self._reach * self.block_size // chunk_size)
 
     def kept_blocks(self, chunk_size: int) -> int:
-        """Returns how many blocks of a chunk, the last ones, a worker stores. Of windows of latents shorter
-        than a chunk, about those that a load needs: DeepSeek V4 has windows of 8 tokens, each of which takes
-        as much memory as 56 others."""
+        """Returns how many blocks of a chunk a worker stores, counted from the chunk's end. For windows of
+        latents that are shorter than a chunk, these are about the blocks that a load needs: DeepSeek V4 has
+        windows of 8 tokens, and each of these tokens takes as much memory as 56 others."""
         per_chunk = chunk_size // self.block_size
         needed = min(self._reach, per_chunk) if self.latent and self.kind == "window" else per_chunk
         return next(count for count in range(needed, per_chunk + 1) if per_chunk % count == 0)

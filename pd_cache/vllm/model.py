@@ -1,5 +1,5 @@
-"""What the cache has to know about a model: its weights, whether its KV can be restored, which part of it a
-rank has, and which settings fit."""
+"""Answers the cache's questions about a model: which weights it has, whether its KV can be restored, which
+part of it a rank has, and which settings fit."""
 
 from __future__ import annotations
 

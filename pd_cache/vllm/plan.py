@@ -1,5 +1,5 @@
-"""How much of a prompt is looked up, loaded and stored, as far as the settings and the model decide it.
-Pure."""
+"""Decides how much of a prompt is looked up, loaded and stored, as far as the settings and the model decide
+it. Pure."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class StepReport:
     streams: dict[str, tuple[int, Loaded]] = field(default_factory=dict)
     """Parts of streams: how many ranks are done, and the worst of their ends."""
     work: StepWork | None = None
-    """That of the step with which the report is sent."""
+    """The work of the step with which the report is sent."""
 
     def aggregate(self, other: StepReport) -> StepReport:
         """Returns the report of two ranks together. vLLM calls this."""

@@ -29,7 +29,7 @@ class StoreJob:
 
     chunks: GroupChunks
     outcomes: list[StoreOutcome]
-    """For each chunk, that of all ranks together that are done."""
+    """For each chunk, the joint outcome of the ranks that are done."""
     remaining: int
     """How many ranks are not done."""
     span: TraceSpan

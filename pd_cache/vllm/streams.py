@@ -2,8 +2,8 @@
 
 Before a prompt is computed, a proxy sends it to a decode node, in a request that only holds blocks. To vLLM,
 this is a request with a long load. Each chunk that appears in the pool is loaded into these blocks, and put
-into vLLM's own prefix cache. When the prompt has been computed, the proxy sends the request that is to be
-answered, which finds the chunks there. So a stream may end at any moment: only a head start is lost.
+into vLLM's own prefix cache. When the prompt has been computed, the proxy sends the real request, which finds
+the chunks there. So a stream may end at any moment: only a head start is lost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Stream:
 
     tracked: TrackedRequest
     names: Sequence[bytes]
-    """Those of its whole chunks. The request that is to be answered loads the rest."""
+    """The names of its whole chunks. The request that gets the answer loads the rest."""
     blocks: Sequence[int]
     """The blocks of all its tokens."""
     done: int

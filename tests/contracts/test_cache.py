@@ -232,9 +232,9 @@ def test_blocks_that_a_load_leaves_out_stay_as_they_are(side, tokens, stored, le
 @pytest.mark.parametrize(
     "operation, blocks, message",
     [
-        ("store", [0, 1], "no whole number of chunks|3 chunks were named"),
-        ("store", [0, 1, 2], "no whole number of chunks"),
-        ("store", WHOLE[:-PER_CHUNK], "3 chunks were named"),
+        ("store", [0, 1], "not a whole number of chunks|3 chunk names"),
+        ("store", [0, 1, 2], "not a whole number of chunks"),
+        ("store", WHOLE[:-PER_CHUNK], "3 chunk names"),
         ("store", [-1, *WHOLE[1:]], "blocks must lie in"),
         ("store", [*WHOLE[:-1], BLOCKS], "blocks must lie in"),
         ("store", [*WHOLE[1:], WHOLE[1]], "named twice"),

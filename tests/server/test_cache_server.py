@@ -241,7 +241,7 @@ def test_blocks_are_checked_by_the_server_too(engine, kind, blocks, message):
 def test_a_mistake_takes_no_ticket_and_counts_nothing(cache, tokens):
     for places, message in (
         (Slots(torch.arange(1, 3 * CHUNK + 1)), "whole blocks"),
-        ([0, 1], "3 chunks were named"),
+        ([0, 1], "3 chunk names"),
     ):
         with pytest.raises(ValueError, match=message):
             cache.store(cache.name_chunks(tokens), places)

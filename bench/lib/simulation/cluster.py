@@ -1,5 +1,4 @@
-"""A request's way through a simulated cluster: what the proxy does with a completion, in simulated time, with
-the proxy's own policies."""
+"""A completion's way through a simulated cluster, in simulated time, with the proxy's own policies."""
 
 from __future__ import annotations
 

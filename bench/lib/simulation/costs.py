@@ -1,4 +1,4 @@
-"""Unit costs: what each step of a request takes, in seconds of one core unless its name says otherwise.
+"""Unit costs of each step of a request, in seconds of one core unless the name says otherwise.
 
 The defaults of services and of the pool were measured on two cores without a network; those of machines and
 engines are assumed, for one accelerator a node. A YAML file may give others. A cost that grows with two

@@ -2,9 +2,9 @@
 own.
 
 Requests wait for room, then for their prefix from the pool, then compute their prompt step by step, then one
-token a tick. A tick computes one step of one prompt and a token of every request that decodes. What a request
-needs of the paged cache is reserved when it leaves the queue. Ticks in which nothing but tokens happen are
-taken together, up to `GRAIN` of them, and cut off when a request comes.
+token a tick. A tick computes one step of one prompt and a token of every request that decodes. The blocks
+that a request needs are reserved when it leaves the queue. Ticks that only produce tokens are taken together,
+up to `GRAIN` of them, until a request comes.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class ReferenceEngine:
             _logger.warning("a call of the cache is still running after %.0f s; leaving it behind", _JOIN_S)
 
     def _post(self, call: Callable[[], None]) -> None:
-        """Has the model thread make this call."""
+        """Lets the model thread make this call."""
         with self._changed:
             self._inbox.append(call)
             self._changed.notify_all()

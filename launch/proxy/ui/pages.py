@@ -1,4 +1,4 @@
-"""Serves the page, and what it follows.
+"""Serves the page and its events.
 
 If clients need keys, the page needs one, too. A browser cannot send `Authorization: Bearer`, so the key may
 also come as the password of HTTP's basic authentication, for which browsers ask their user.

@@ -1,4 +1,4 @@
-"""What each role does in its process, one file per role. `run_role` is the one entry point.
+"""The work of each role in its process, one file per role. `run_role` is the only entry point.
 
 Each role is a function of the file, its node, a callback for the moment at which the node can be used, and
 the node's membership in the cluster. It returns when the process is asked to stop, and raises PdCacheError if
@@ -89,8 +89,8 @@ def raise_limit_of_files() -> None:
 
 @contextlib.contextmanager
 def _imports() -> Iterator[None]:
-    """Imports without collecting garbage: what modules of torch's size make lives on, and to look through it
-    takes a sixth of a start."""
+    """Imports without collecting garbage: modules of torch's size make objects that live on, and looking
+    through them takes a sixth of a start."""
     gc.disable()
     try:
         yield
