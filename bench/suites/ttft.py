@@ -9,8 +9,8 @@ Servers run one after the other, because several on one machine slow each other 
 each connector, A, which computes and stores, and B, which loads what A stored. A plain one takes turns with
 our A, because a machine's speed drifts by more than storing costs. With `--link`, the pool and A are on one
 side of a link, which gets one rate after the other, and B on the other; `auto` and `always` are values of
-`connector.load`. Before each rate, B computes three prompts and takes three from the pool, unmeasured. Runs
-in an environment that has vLLM (`make test-vllm` sets one up).
+`connector.load`. Before each rate, B computes a prompt and takes three long ones from the pool, unmeasured.
+Runs in an environment that has vLLM (`make test-vllm` sets one up).
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def measure_links(
         return [[rng.randrange(10, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
 
     prompts = {tokens: new(tokens, rounds) for tokens in lengths}
-    warming, together = new(lengths[0], 3), new(lengths[0], at_once)
+    warming, together = new(max(lengths), 3), new(lengths[0], at_once)
     stored = [*warming, *together, *(prompt for several in prompts.values() for prompt in several)]
     found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     with linked(rates[0], gpu=has_gpu()) as (here, there), ExitStack() as stack:
@@ -358,8 +358,9 @@ def measure_links(
                     bar.update(steps, advance=1, description=rate)
                     limit((here, there), rate)
                     for way, server in servers.items():
-                        # vLLM's workers spin for a while after a request, so no two servers take turns
-                        for prompt in (*new(lengths[0], 3), *warming):
+                        # vLLM's workers spin for a while after a request, so no two servers take turns.
+                        # Long prompts are loaded also over a link that seems too slow for short ones
+                        for prompt in (*new(lengths[0], 1), *warming):
                             server.first_token(prompt)
                         server.forget()
                         for prompt in itertools.chain(*prompts.values()):
