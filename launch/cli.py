@@ -108,8 +108,8 @@ def _count(context: click.Context, parameter: click.Parameter, value: str | None
 
 @contextlib.contextmanager
 def _under_way(name: str) -> Iterator[tuple[StopFlag, Callable[[str, int, int], None]]]:
-    """Yields a flag that Ctrl-C sets, and a function that shows on stderr how something stands: in words, and
-    how much of how much is done. A terminal shows a bar; elsewhere, there is a line every 5 s."""
+    """Yields a flag that Ctrl-C sets, and a function that shows progress on stderr: a text, the finished part
+    and the whole. A terminal shows a bar; other outputs get a line every 5 s."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -422,14 +422,16 @@ def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
 @_file_option()
 @click.argument("pattern", default="*")
 @_rate_option
-@click.option("--sample", metavar="COUNT", callback=_count, help="Read only so many objects, at random.")
-@click.option("--repair", is_flag=True, help="Remove what is damaged: it is then computed and stored again.")
+@click.option("--sample", metavar="COUNT", callback=_count, help="Read only COUNT objects, at random.")
+@click.option(
+    "--repair", is_flag=True, help="Remove damaged objects: engines then compute and store them again."
+)
 @_json_option
 def pool_verify(file: Path, pattern: str, rate: int, sample: int | None, repair: bool, as_json: bool) -> None:
-    """Read the objects of the namespaces whose name, or whose model, is PATTERN, by default of all, and check
-    them as a load does.
+    """Read objects from the pool and check them as a load does. PATTERN selects namespaces by name or model;
+    by default all are read.
 
-    Ctrl-C ends it, and prints what it has found so far. Exits with 1 if something is damaged, or could not be
+    Ctrl-C ends the command and prints the result so far. Exits with 1 if an object is damaged or could not be
     read.
     """
     from launch.operate.scan import scan
@@ -445,15 +447,16 @@ def pool_verify(file: Path, pattern: str, rate: int, sample: int | None, repair:
     "target",
     type=_FILE,
     required=True,
-    help="The file of another cluster, whose pool gets the copies.",
+    help="The YAML file of the cluster whose pool gets the copies.",
 )
 @_rate_option
 @_json_option
 def pool_copy(file: Path, pattern: str, target: Path, rate: int, as_json: bool) -> None:
-    """Copy the namespaces whose name, or whose model, is PATTERN, by default all, to another cluster's pool.
+    """Copy objects to another cluster's pool. PATTERN selects namespaces by name or model; by default all are
+    copied.
 
-    What is there already is left out, so after Ctrl-C the same command goes on. Nothing is removed, and
-    damaged objects are not copied. Exits with 1 if an object could not be copied.
+    Objects that the other pool has are skipped, so after Ctrl-C the same command continues. Nothing is
+    removed, and damaged objects are not copied. Exits with 1 if an object could not be copied.
     """
     from launch.operate.scan import copy
 

@@ -1,4 +1,4 @@
-"""`pd-cache pool verify` and `copy`: they read the pool's objects at a bounded rate, and check each as a load
+"""`pd-cache pool verify` and `pool copy`: read the pool's objects at a bounded rate, and check each as a load
 does.
 
 An object counts as damaged if two reads in a row find damage. An object that is gone before it is read does
