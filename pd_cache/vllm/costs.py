@@ -10,7 +10,7 @@
    meanwhile, so what they would wait for it counts against computing.
 4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
 5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is
-   loaded, so that a wrong figure is corrected.
+   loaded, so that a wrong figure is corrected; not behind other loads, which correct it, too.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ class Costs:
             end_s += other.expected
             delays_s += min(own_s, max(0.0, compute_s - max(0.0, end_s)))
         load_s = load.expected + max(0.0, end_s)
-        probe = load.line.odd is not None or now >= load.line.tried + _PROBE_S
+        due = load.line.odd is not None or now >= load.line.tried + _PROBE_S
+        probe = due and not self._loading
         return NotWorth(load_s, compute_s, probe) if load_s > _MARGIN * compute_s + delays_s else None
 
     def load_began(self, request_id: str, tokens: Sequence[int], now: float) -> None:

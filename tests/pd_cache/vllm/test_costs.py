@@ -111,6 +111,16 @@ def test_a_link_that_becomes_ten_times_slower_or_faster_is_noticed_within_three_
         assert (engine.judged(8192) is None) != fast_first
 
 
+def test_a_declined_prefix_corrects_no_figure_while_a_load_is_under_way_which_will():
+    engine = Engine()
+    engine.loads(*[4096] * 3)
+    engine.steps(*[(2048, 0)] * 3)
+    engine.loads(4096, by=5)
+    assert engine.judged(4096).probe
+    engine.costs.load_began("b", (0, 0, 4096), engine.now)
+    assert not engine.judged(4096).probe
+
+
 def test_loads_under_way_and_prompts_in_front_count():
     engine = Engine(load=4e-5, fixed=0.0)
     engine.loads(*[4096] * 4)
