@@ -108,7 +108,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def runner_of(app: web.Application, **options: Any) -> web.AppRunner:
-    """Returns what runs an application in the running event loop: it ends the requests of clients that go
+    """Returns the runner of an application in the running event loop. It ends the requests of clients that go
     away, decompresses no bodies, and logs sparsely. `options` are aiohttp's."""
     server_log = ServerLog()
     asyncio.get_running_loop().set_exception_handler(server_log.trouble)

@@ -1,5 +1,5 @@
-"""The bytes that benches move: a prompt's KV in a paged cache, and as many in a raw Mooncake client's
-memory."""
+"""The bytes that benches move: a prompt's KV in a paged cache, and as many bytes in the memory of a raw
+Mooncake client."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
     @property
     def whole_tokens(self) -> int:
-        """Those of whole chunks."""
+        """The tokens of whole chunks."""
         return self.chunks * CHUNK
 
     @property
@@ -98,8 +98,8 @@ class RawPool:
 
 
 class FlatCopy:
-    """One copy between pieces of host memory and as many bytes that lie in a row on the device: what a paged
-    cache cannot do without."""
+    """One copy between pieces of host memory and as many contiguous bytes on the device: the copy that a
+    paged cache cannot do without."""
 
     def __init__(self, pieces: Sequence[memoryview], device: torch.Tensor) -> None:
         """`device` is uint8 `[pieces, bytes of each]`. The pieces have to be page-locked, if it is on a

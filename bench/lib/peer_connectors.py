@@ -1,4 +1,4 @@
-"""Connectors of vLLM 0.32, for two nodes on one machine. `bench ttft --pd` has vLLM load them from here.
+"""Connectors of vLLM 0.32, for two nodes on one machine. `bench ttft --pd` makes vLLM load them from here.
 
 Without a GPU, MooncakeConnector's worker asks torch for the current accelerator, which raises.
 NixlConnector's worker moves itself to the machine's last core, whatever the node was bound to, so that both

@@ -123,7 +123,7 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def progress() -> Progress:
-    """Returns a progress bar on stderr where a person watches, nothing elsewhere."""
+    """Returns a progress bar on stderr if that is a terminal; otherwise nothing."""
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 

@@ -87,7 +87,7 @@ def planning() -> Any:
 
 
 def metadata_of(model: str, groups: Sequence[Any]) -> list[CacheMetadata]:
-    """Returns what the connector for vLLM would say about the parts of these groups."""
+    """Returns the metadata that the connector for vLLM would make of the parts of these groups."""
     config: Any = SimpleNamespace(kv_cache_groups=groups)
     return [
         CacheMetadata(

@@ -3,10 +3,10 @@
 The format is that of Mooncake's FAST'25 traces: one JSON object a line, gzipped or not:
 
 `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`: one number for each block of
-512 prompt tokens, the last one maybe not full, equal in two requests where their prompts are equal up to that
-block's end. Public ones are in https://github.com/kvcache-ai/Mooncake under FAST25-release/traces. What
-`aiperf synthesize agentic-code` writes is read, too: there a line has a `session_id`, and says what a call
-adds to its session, and how many ms after the answer before it comes.
+512 prompt tokens; the last block may be partial. Two requests have equal numbers up to the block's end up to
+which their prompts are equal. Public traces are in https://github.com/kvcache-ai/Mooncake under
+FAST25-release/traces. The format of `aiperf synthesize agentic-code` is read, too. There a line has a
+`session_id`, what the call adds to its session, and the ms after the previous answer.
 
 A cache takes in a prompt's blocks, and returns how many of them, from the first, it held before. It keeps as
 many blocks as it has room for. The **hit rate** of a trace is the found tokens divided by all prompt tokens.
@@ -154,8 +154,8 @@ B = TypeVar("B", bound=Hashable)
 
 
 class SimulatedLru(Generic[B]):
-    """Forgets the blocks used longest ago; of one prompt the last first, since they are of no use without
-    those before."""
+    """Forgets the least recently used blocks; of one prompt, the last block first, because it is useless
+    without those before."""
 
     def __init__(self, capacity: int = sys.maxsize) -> None:
         """`capacity` in blocks; by default it never forgets, which is a trace's ideal."""

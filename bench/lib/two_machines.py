@@ -4,10 +4,10 @@
     pd-cache bench bandwidth --connect 10.0.0.1:50070      on the other
 
 A bench is a `Site`, whose methods `(self, job) -> result` are steps, and a function that leads. Each site has
-a process of its own, on this machine or the other. The machine that connects leads: it has the sites do steps
-at the same time (`Crew.run`). Jobs and results are what msgspec encodes. A site that needs further processes,
-such as many clients, has a crew of its own. Every wait of the leading machine has a deadline. Nothing is
-authenticated.
+a process of its own, on this machine or the other. The machine that connects leads: it makes the sites do
+steps at the same time (`Crew.run`). Jobs and results are what msgspec encodes. A site that needs further
+processes, such as many clients, has a crew of its own. Every wait of the leading machine has a deadline.
+Nothing is authenticated.
 """
 
 from __future__ import annotations
@@ -163,14 +163,14 @@ class Crew:
         return tuple(self._peers)
 
     def run(self, method: Callable[[Any, J], R], jobs: Mapping[str, J], *, timeout_s: float) -> dict[str, R]:
-        """Has sites, by name, do their jobs at the same time. Returns their results. Raises PeerError."""
+        """Makes sites, by name, do their jobs at the same time. Returns their results. Raises PeerError."""
         deadline = time.monotonic() + timeout_s
         for node, job in jobs.items():
             self._peers[node].begin(method, job)
         return {node: self._peers[node].result(method, deadline) for node in jobs}
 
     def everywhere(self, method: Callable[[Any, J], R], job: J, *, timeout_s: float) -> dict[str, R]:
-        """Has all sites do the same job."""
+        """Makes all sites do the same job."""
         return self.run(method, dict.fromkeys(self._peers, job), timeout_s=timeout_s)
 
     def close(self) -> None:

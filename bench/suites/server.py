@@ -180,7 +180,7 @@ def round_trips(url: str) -> list[float]:
 
 
 def raw_round_trips() -> list[float]:
-    """Returns what ZMQ itself takes for frames of that size between two Python processes: the floor of
+    """Returns the time of ZMQ alone for frames of that size between two Python processes: the floor of
     `round_trips`."""
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
         url = f"ipc://{folder}/echo.sock"

@@ -115,8 +115,8 @@ def vllm_program(
 
 
 def refused_flags(config: ClusterConfig, nodes: Iterable[PrefillNode | DecodeNode]) -> dict[str, str]:
-    """Returns what vLLM says against these nodes, by their names: its own parser against their flags, or its
-    Python against what it imports.
+    """Returns the reasons why vLLM refuses these nodes, by their names: its parser refuses a flag, or its
+    Python lacks a package.
 
     It runs in vLLM's Python, and takes seconds to two minutes. Raises RoleError, which says why, if vLLM
     cannot be asked.

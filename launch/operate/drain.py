@@ -68,9 +68,9 @@ class Drain(msgspec.Struct, kw_only=True):
 def drain(
     config: ClusterConfig, name: str, *, timeout_s: float, report: Callable[[Drain], None], stop: StopFlag
 ) -> Drain:
-    """Moves the objects of a node to the others, and returns how that ended. If the node is being drained
-    already, this helps, and follows it. After `timeout_s` seconds it cancels what it began, as it does when
-    `stop` is set; that takes up to a minute more.
+    """Moves the objects of a node to the others, and returns how that ended. If another command already
+    drains the node, this one helps and follows that drain. After `timeout_s` seconds it cancels what it
+    began, as it does when `stop` is set; that takes up to a minute more.
 
     Calls `report` twice a second. Raises ConfigError if the node does not exist or gives no memory,
     PdCacheError if it cannot be drained, or if the master stops to answer.

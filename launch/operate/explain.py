@@ -262,7 +262,7 @@ class _PoolLookups:
 
 
 def _compare(rows: Sequence[NodeStatus], explained: Sequence[ExplainedNode]) -> None:
-    """Gives a node that finds less than a node of another namespace this reason."""
+    """Sets the reason `other_namespace` for each node that finds less than a node of another namespace."""
     for row, node in zip(rows, explained, strict=True):
         if node.found is None or node.reason not in _NOT_THERE:
             continue

@@ -174,7 +174,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
     @property
     def skew(self) -> Skew | None:
-        """How versions of Mooncake differ that do not work together, or were not tried together."""
+        """The difference between nodes' versions of Mooncake, if these fail together or were never tried
+        together."""
         return mooncake_skew(node.record for node in self.nodes)
 
     @property

@@ -188,8 +188,9 @@ _TENANT_SALT = "pd-cache-tenant-"
 def tenant_salt(own: str | None, tenant: str) -> str | None:
     """Returns the `cache_salt` of a request of `tenant`, if it has one, whose client has sent the salt `own`.
 
-    A tenant's salt is no other's, because tenants' names have no `/`, and no client can send it: raises
-    ApiError 400. It holds a digest, because vLLM takes at most 128 characters, and neither `@`, `/` nor `\\`.
+    No two tenants have the same salt, because tenants' names have no `/`. No client can send such a salt:
+    raises ApiError 400. It holds a digest, because vLLM takes at most 128 characters, and neither `@`, `/`
+    nor `\\`.
     """
     if tenant:
         return _TENANT_SALT + hashlib.sha256(f"{tenant}/{own or ''}".encode()).hexdigest()

@@ -208,9 +208,9 @@ class DirectRule:
     async def renew(self, names: Sequence[bytes]) -> tuple[tuple[str, str], int] | None:
         """Keeps chunks from eviction for another lease, as far as the pool has them.
 
-        Returns their space, the namespace's fingerprint and the weights version: in another one, these names
-        are those of other chunks. And how many objects there are. None if the pool does not answer, or is not
-        known.
+        Returns their space (the namespace's fingerprint and the weights version: in another space, these
+        names are those of other chunks), and how many of their objects the pool has. Returns None if the pool
+        does not answer, or is not known.
         """
         namer, client = self._namer, self._client
         if namer is None or client is None:

@@ -85,8 +85,8 @@ class Hops:
     async def judge(
         self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, *, name: bool
     ) -> tuple[Why | None, NamedPrompt | str]:
-        """Returns why the prompt needs no prefill node, or None, and what it is known by, or why that is not
-        known.
+        """Returns the reason why the prompt needs no prefill node, or None; and the names of the prompt, or
+        the reason why it has none.
 
         `name`: what it is known by is wanted even if the prompt is so short that nothing depends on it here.
         """
@@ -187,10 +187,11 @@ class Hops:
     async def prefill(
         self, exchange: Exchange, body: bytes, prompt: RoutedPrompt
     ) -> tuple[str, HandedOver | None]:
-        """Returns how it went, and what a prefill node handed over; None if none computed the prompt.
+        """Returns the outcome, and what a prefill node handed over; None if none computed the prompt.
 
-        The decode node gets the request even if prefill nodes refuse it: its longest prompt, its adapters and
-        its queue may be others, and what it refuses, too, it refuses in the client's own words.
+        The decode node gets the request even if prefill nodes refuse it. It may accept longer prompts or
+        other adapters, or have a shorter queue. If it refuses, too, its answer is about the client's own
+        request.
         """
         limit_s, refused = self._config.prefill_timeout_s, 0
         until = time.monotonic() + limit_s

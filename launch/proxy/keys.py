@@ -40,8 +40,7 @@ class Client(NamedTuple):
     name: str = ""
     """Empty if clients need no keys."""
     tenant: str = ""
-    """The tenant in whose name it asks; `@HEADER` if that header of each request says which; empty for
-    none."""
+    """The client's tenant; `@HEADER` if that header of each request names the tenant; empty for none."""
 
     @property
     def holder(self) -> str:
@@ -270,7 +269,7 @@ class _WatchedFile(msgspec.Struct):
     seen: list[bytes]
     """The digests of what was loaded."""
     changed: list[bytes] | None = None
-    """Those of the last look, if they are others."""
+    """The digests of the last look, if they differ from `seen`."""
     refused: list[bytes] | None = None
     """Those of what could not be used, which is logged once and tried at each look: the process may have had
     no file descriptor left."""

@@ -85,7 +85,7 @@ class HintsAnswer(msgspec.Struct, frozen=True):
 
 
 def done(action_id: str, why: Sequence[str], **fields: Any) -> ActionAnswer:
-    """Returns the answer to an action that was done; `why` says why only in part."""
+    """Returns the answer to an action that was done; `why`: the reasons why only a part was done."""
     return ActionAnswer(action_id, "clipped" if why else "accepted", "; ".join(why), **fields)
 
 
@@ -136,9 +136,9 @@ class Pins:
         return list(dict.fromkeys(chain.from_iterable(self._uses.values())))
 
     def retain(self, key: PinKey, pin: Pin, room: int, tenant_room: int | None = None) -> int:
-        """Keeps as many of the pin's chunks, from the first, as `room` chunks for all pins and `tenant_room`
-        for those of its tenant allow, in place of an earlier pin of that key. Returns how many; 0 if nothing
-        has changed. Raises HintRefusedError if there are too many pins."""
+        """Keeps the pin's chunks, from the first, within `room` chunks for all pins and `tenant_room` for the
+        pins of its tenant. The pin replaces an earlier pin of that key. Returns how many chunks are kept; 0
+        if nothing has changed. Raises HintRefusedError if there are too many pins."""
         holder = key[0].holder
         held = sum(client.holder == holder for client, _ in self._pins)
         if key not in self._pins and not fair(holder, held, self._most - len(self._pins)):

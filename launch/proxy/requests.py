@@ -261,8 +261,8 @@ class Requests:
         return await self._computed(nbytes, lambda: completion.for_decode(handoff))
 
     async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
-        """Returns what the function returns. For a large body, it runs on a thread for these, so that other
-        requests go on."""
+        """Returns what the function returns. For a large body, the function runs on a separate thread, so
+        that other requests go on."""
         if nbytes < _LARGE:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._large, function)

@@ -137,7 +137,7 @@ class NodePool:
         self._nodes = nodes
 
     def know(self, caches: Mapping[str, KnownCache]) -> None:
-        """Goes by these nodes' events from now on, and guesses what the other nodes' caches hold."""
+        """Uses the events of these nodes from now on, and guesses what the other nodes' caches hold."""
         for url, node in self._nodes.items():
             node.cache = caches.get(url)
 

@@ -178,11 +178,9 @@ def end(
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Process]:
     """Ends processes: asks all of them to stop, and kills those that have not ended after `grace_s` seconds.
-    Returns those.
-
-    With `ask=False`, they have been asked in another way, or, with a grace of 0, are killed immediately. On
-    return all have ended, except those that the kernel does not end within five seconds of being killed:
-    these are logged.
+    Returns the killed ones. With `ask=False`, the caller has already asked them to stop; with a grace of 0,
+    they are killed immediately. On return all have ended, except those that the kernel does not end within
+    five seconds of being killed: these are logged.
     """
     running = [process for process in processes if process.poll() is None]
 

@@ -42,9 +42,9 @@ for itself."""
 
 
 _SHARE_OF_A_REQUEST = 4
-"""A request may load chunks for all but one in this many rows of the primary tier. vLLM 0.32 pins no chunk
-between its load and its use: of a prompt with more chunks than rows, the last ones would drive out the first,
-which would be loaded again, for ever."""
+"""One in this many rows of the primary tier stays free when a request loads chunks. vLLM 0.32 pins no chunk
+between its load and its use. So if a prompt had more chunks than there are rows, its last chunks would drive
+out the first, which would be loaded again, for ever."""
 
 
 class TierOptions(AdapterOptions, frozen=True, kw_only=True):

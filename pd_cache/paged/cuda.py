@@ -2,8 +2,8 @@
 
 The chunk object is assembled in a device buffer, the *bounce buffer*, so that one large copy crosses the bus
 instead of one small copy a page. A gather is kernel, then copy to the host; a scatter is copy to the device,
-then kernel. Each direction has streams of its own, so that stores and loads overlap with the model and with
-each other; two, used in turn, so that one chunk's kernels run beside the next one's copy.
+then kernel. Each direction has two streams of its own, so that stores and loads overlap with the model and
+with each other. They are used in turn, so that one chunk's kernels run beside the next chunk's copy.
 
 The order of work:
 

@@ -60,7 +60,8 @@ class Damage(enum.Enum):
 def seal(key: str, buffer: memoryview, payload_bytes: int, payload_checksum: int | None = None) -> int:
     """Writes the trailer behind the payload in `buffer`. Returns the object's size in bytes.
 
-    `payload_checksum` is that of the bytes that the payload should be; by default, of those in `buffer`.
+    `payload_checksum`: the checksum of the bytes that the payload should have; by default, of the bytes in
+    `buffer`.
     """
     trailer = _TRAILER.pack(
         _MAGIC,

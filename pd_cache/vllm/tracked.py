@@ -339,8 +339,8 @@ class TrackedRequest:
 
 
 class PromptOutcome:
-    """What the report on a prompt says. Numbers are tokens. Only events before vLLM first computes the
-    request count, and a load's end."""
+    """What the report on a prompt says. Numbers are tokens. Events count only until vLLM first computes the
+    request; only a load's end counts later."""
 
     def __init__(self) -> None:
         self.at_hand: int | None = None
