@@ -40,9 +40,9 @@ _VOLATILE = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "
 """Keys of a model's configuration that may differ between two copies of it."""
 _NO_KV_DRAFTS = frozenset(("ngram", "ngram_gpu", "suffix"))
 """Methods of speculative decoding that have no KV cache of their own."""
-_READS_NEXT = frozenset(("eagle", "eagle3", "mtp"))
-"""Methods whose draft model computes a token's KV from the model's hidden state of this token and from the
-token after it."""
+_READS_NEXT = frozenset(("eagle", "eagle3", "mtp", "dflash", "dspark"))
+"""Methods whose draft model computes a token's KV from the model's hidden state of this token and, except for
+DFlash and DSpark, from the token after it."""
 _READS_SAME = frozenset(("draft_model",))
 """Methods whose draft model is a language model like any other."""
 _RESTORED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec, MambaSpec)
@@ -53,7 +53,7 @@ are refused."""
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises UnsupportedModelError, with the model's name and the reason, if anything about the model could
     give a wrong token."""
-    name = vllm_config.model_config.model
+    model, name = vllm_config.model_config, vllm_config.model_config.model
     groups = kv_cache_config.kv_cache_groups
     if not groups:
         raise UnsupportedModelError(f"{name}: it keeps no KV")
@@ -95,10 +95,14 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         f"its layer {''.join(unshared[:1])} keeps KV that vLLM does not share between requests": bool(
             unshared
         ),
-        "vLLM itself does not reuse prefixes of its prompts": not vllm_config.model_config.is_prefix_caching_supported,
+        "vLLM itself does not reuse prefixes of its prompts": (
+            not model.is_prefix_caching_supported
+            # with states alone (Mamba-2), vLLM does so if --enable-prefix-caching says so
+            and not (model.is_attention_free and model.pooler_config is None)
+        ),
         "without AMX, vLLM's MLA on CPUs ignores the KV of earlier steps, so that what was loaded would not be used": (
             current_platform.is_cpu()
-            and vllm_config.model_config.use_mla
+            and model.use_mla
             and not vllm_config.scheduler_config.enable_chunked_prefill
         ),
     }
@@ -121,8 +125,8 @@ def draft_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Dra
     reasons = {
         f"speculative decoding by {method}: pd-cache does not know what its KV depends on; it restores that of "
         f"{', '.join(sorted(_READS_NEXT | _READS_SAME))}": method not in _READS_NEXT | _READS_SAME,
-        "parallel_drafting: its draft model computes KV of placeholders, too": speculative.parallel_drafting,
-        "several MTP modules, each of which reads a token further ahead": speculative.use_multi_module_mtp(),
+        "several MTP modules: vLLM computes the last KV of all but the first again, from what it remembers of the step before; "
+        "set num_speculative_tokens to 1, with which it uses one module": speculative.use_multi_module_mtp(),
         "its MTP layers read the KV of the model itself, or positions of their own": (
             speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp()
         ),

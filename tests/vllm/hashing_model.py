@@ -41,7 +41,7 @@ class Layer(NamedTuple):
         """What a block has to hold."""
         return 1 if self.state else self.block
 
-    def spec(self, page=0, drafts=0):
+    def spec(self, page=None, drafts=0):
         """Returns vLLM's spec of it. `page`: the bytes of a page with a state. `drafts`: the most tokens that
         are drafted in a step."""
         from vllm.v1 import kv_cache_interface as vllm

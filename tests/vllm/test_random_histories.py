@@ -285,7 +285,7 @@ class History:
         config.cache_config.block_size, config.cache_config.num_gpu_blocks = BLOCK, setting.blocks
         config.cache_config.mamba_cache_mode = "align"
         named = list(zip(self.names, setting.layers, strict=True))
-        page = max(layer.spec().page_size_bytes for layer in setting.layers if not layer.state)
+        page = max(layer.spec().page_size_bytes for layer in setting.layers)
         specs = {name: layer.spec(page, 3 * setting.drafts) for name, layer in named if layer.source is None}
         plan = vllm_config()
         plan.scheduler_config.disable_hybrid_kv_cache_manager = not setting.hybrid
@@ -753,6 +753,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(
             Setting(**STATES, layers=(STATE, STATE, Layer()), match_unit=4), id="Qwen3-Next with a match unit"
         ),
+        pytest.param(Setting(**STATES, layers=(MAMBA,) * 3), id="Mamba-2"),
         # vLLM disables the hybrid manager for Llama 4
         pytest.param(
             Setting(fail=0.2, blocks=100, hybrid=False, layers=(Layer(local=48), Layer(local=48), Layer())),

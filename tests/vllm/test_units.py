@@ -274,6 +274,8 @@ def further_spec(kind, block_size=16, window=64):
         ({"faults": True}, "enable_fault_tolerance: vLLM goes on without"),
         ({"non_causal": True}, "attend to later tokens"),
         ({"prefixes": False}, "does not reuse prefixes"),
+        ({"prefixes": False, "attention_free": True}, None),
+        ({"prefixes": False, "attention_free": True, "pools": True}, "does not reuse prefixes"),
         ({"draft": "ngram"}, None),
         ({"draft": "suffix"}, None),
         ({"draft": "eagle", "names": ["model.layers.0.attn", "model.layers.1.attn"]}, None),
@@ -282,12 +284,15 @@ def further_spec(kind, block_size=16, window=64):
         ({"draft": "eagle3", "names": ["model.layers.0.attn"]}, "look like its own 1 layers: model.layers.0"),
         ({"draft": "mtp", "names": ["model.layers.0.attn", "model.layers.0.mtp"]}, "look like its own 1"),
         ({"draft": "draft_model", "names": ["draft_model.layers.0"]}, "look like its own 1 layers"),
+        ({"draft": "dflash", "names": ["model.layers.0.attn", "model.layers.1.self_attn.attn"]}, None),
         (
-            {"draft": "dflash"},
-            "by dflash: pd-cache does not know what its KV depends on; .* draft_model, eagle, eagle3, mtp",
+            {"draft": "extract_hidden_states"},
+            "by extract_hidden_states: pd-cache does not know what its KV depends on; .* dspark, eagle, eagle3, mtp",
         ),
-        ({"draft": "eagle", "parallel_drafting": True}, "KV of placeholders"),
-        ({"draft": "mtp", "use_multi_module_mtp": lambda: True}, "several MTP modules"),
+        (
+            {"draft": "mtp", "use_multi_module_mtp": lambda: True},
+            "several MTP modules: .*; set num_speculative_tokens to 1",
+        ),
         ({"draft": "mtp", "use_gemma4_mtp": lambda: True}, "the KV of the model itself"),
         ({"draft": "mtp", "others": ["state"]}, "states with a draft model"),
         (
@@ -313,7 +318,7 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, 
         non_causal=changed.get("non_causal", False),
     )
     ordinary = {
-        "method": changed.get("draft"), "parallel_drafting": False, "use_multi_module_mtp": lambda: False,
+        "method": changed.get("draft"), "use_multi_module_mtp": lambda: False,
         "use_gemma4_mtp": lambda: False, "use_step3p5_mtp": lambda: False,
     }  # fmt: skip
     speculative = SimpleNamespace(**{name: changed.get(name, value) for name, value in ordinary.items()})
@@ -322,6 +327,8 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, 
             model="/models/m",
             use_mla=latent,
             is_prefix_caching_supported=changed.get("prefixes", True),
+            is_attention_free=changed.get("attention_free", False),
+            pooler_config=changed.get("pools"),
             get_num_layers=lambda parallel: 1,
         ),
         parallel_config=SimpleNamespace(
