@@ -20,10 +20,10 @@ import gzip
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Generic, NamedTuple, Protocol, TypeVar
 
 import click
 import msgspec
@@ -157,9 +157,10 @@ class SimulatedLru(Generic[B]):
     """Forgets the least recently used blocks; of one prompt, the last block first, because it is useless
     without those before."""
 
-    def __init__(self, capacity: int = sys.maxsize) -> None:
-        """`capacity` in blocks; by default it never forgets, which is a trace's ideal."""
-        self._capacity = capacity
+    def __init__(self, capacity: int = sys.maxsize, batch: int = 0) -> None:
+        """`capacity` in blocks; by default it never forgets, which is a trace's ideal. `batch`: how many more
+        than it must it forgets at once."""
+        self._capacity, self._batch = capacity, batch
         self._blocks: OrderedDict[B, None] = OrderedDict()
         self.gone: list[B] = []
         """What the last use displaced."""
@@ -180,14 +181,47 @@ class SimulatedLru(Generic[B]):
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
-        self.gone = [self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._capacity)]
+        excess = len(self._blocks) - self._capacity
+        self.gone = [self._blocks.popitem(last=False)[0] for _ in range(excess + self._batch * (excess > 0))]
         return found
 
 
-def hit_rate(requests: Iterable[Request], cache: SimulatedLru[int]) -> float:
-    """The hit rate of a trace, from 0 to 1."""
-    hit = total = 0
+class Cache(Protocol):
+    def __contains__(self, block: object, /) -> bool: ...
+
+    def use(self, blocks: Sequence[int], /) -> object: ...
+
+
+class Outcome(NamedTuple):
+    """What a cache, empty at first, makes of a trace."""
+
+    hit_rate: float
+    """From 0 to 1."""
+    written: int
+    """Blocks that it took in, and still held when their request had ended."""
+    read: int
+    """How many of these were found before it forgot them."""
+
+
+def measure(
+    requests: Iterable[Request],
+    cache: Cache,
+    admits: Callable[[Sequence[int], int], Sequence[int]] | None = None,
+) -> Outcome:
+    """Shows the requests to a cache. `admits` returns the blocks of a prompt that are stored if they are not
+    there, and gets how many were found; without it, all are."""
+    hit = total = written = read = 0
+    unread = set[int]()
     for request in requests:
-        hit += cache.use(request.whole_blocks) * BLOCK_TOKENS
-        total += request.input_length
-    return hit / total
+        blocks = request.whole_blocks
+        found = leading(blocks, cache)
+        stored = {*(admits(blocks, found) if admits else blocks)}
+        missing = [block for block in blocks if block not in cache]
+        cache.use([block for block in blocks if block in cache or block in stored])
+        hit, total = hit + found * BLOCK_TOKENS, total + request.input_length
+        read += len(unread.intersection(blocks[:found]))
+        unread.difference_update(blocks[:found])
+        new = [block for block in missing if block in cache]
+        written += len(new)
+        unread.update(new)
+    return Outcome(hit / total, written, read)

@@ -7,6 +7,7 @@ machine holds as many as that of a large cluster. All else is real: keys, lookup
 eviction. LRU and the pool that never forgets (the trace's ideal) are simulated.
 
     pd-cache bench replay --trace FILE          pools of several capacities on this machine, one by one
+    pd-cache bench replay --trace FILE --policies     other policies than the pool's, in simulation
 
 The **hit rate** is the prompt tokens that were loaded, divided by all prompt tokens; see
 `bench/lib/trace.py`.
@@ -28,9 +29,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bench.lib.policies import compare
 from bench.lib.pool import local_pool
 from bench.lib.report import Check, at_most, finish, option, output_options, progress
-from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate, read_trace
+from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, measure, read_trace
+from bench.suites.routing import agent_trace
 from pd_cache.cache import CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import MasterNode
@@ -165,7 +168,7 @@ class Pools:
     def __init__(self, requests: Sequence[Request], chunk_bytes: int) -> None:
         self._trace, self._chunk_bytes = requests, chunk_bytes
         self._slot = allotted_bytes(chunk_bytes + TRAILER_BYTES)
-        self.ideal = hit_rate(requests, SimulatedLru())
+        self.ideal = measure(requests, SimulatedLru()).hit_rate
         self.prompt_tokens = sum(request.input_length for request in requests)
         self.distinct = len({block for request in requests for block in request.whole_blocks})
 
@@ -205,7 +208,7 @@ class Pools:
             "watermark": watermark,
             "ratio": ratio,
             "hit_rate": tally.hit_rate,
-            "lru": hit_rate(self._trace, SimulatedLru(int(capacity))) if bounded else self.ideal,
+            "lru": measure(self._trace, SimulatedLru(int(capacity))).hit_rate if bounded else self.ideal,
             "ideal": self.ideal,
             "refused": tally.refused,
             "lost": tally.found - tally.loaded - tally.damaged,
@@ -254,20 +257,33 @@ _CAPACITY = (
 
 
 @click.command()
-@option("--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
+@option("--trace", type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
 @option("--capacity", "capacities", multiple=True, callback=_capacities, help=_CAPACITY)
+@option("--agents", default=0, type=click.IntRange(0), help="In place of a trace, the synthetic one of this many agents (`bench routing`).")  # fmt: skip
+@option("--policies", is_flag=True, help="Compare policies of eviction and admission, in simulation.")
 @option("--evict", nargs=2, default=(0.9, 0.1), type=click.FloatRange(0, 1, min_open=True), help="The master's eviction_high_watermark and eviction_ratio.")  # fmt: skip
 @option("--chunk-bytes", default=4096, type=click.IntRange(STEP_BYTES, 16 << 20), callback=_chunk_bytes, help="Of a chunk.")  # fmt: skip
 @output_options
 def main(
-    trace: Path,
+    trace: Path | None,
     capacities: tuple[float, ...],
+    agents: int,
+    policies: bool,
     evict: tuple[float, float],
     chunk_bytes: int,
     **output: Any,
 ) -> None:
     """A trace's hit rate on a real pool, against its ideal and LRU."""
-    pools = Pools(read_trace(trace), chunk_bytes)
-    rows = [pools.row(room, *evict) for room in pools.capacities(capacities)]
+    if (trace is None) == (not agents):
+        raise click.UsageError("give either --trace or --agents")
+    requests = agent_trace(agents) if trace is None else read_trace(trace)
+    pools = Pools(requests, chunk_bytes)
+    if policies:
+        rooms = capacities or pools.capacities(())
+        rows = [row for room in rooms if room != _UNBOUNDED for row in compare(requests, int(room))]
+        checks = []
+    else:
+        rows = [pools.row(room, *evict) for room in pools.capacities(capacities)]
+        checks = checks_of(rows)
     figures = {"prompt_tokens": pools.prompt_tokens, "distinct_chunks": pools.distinct, "results": rows}
-    finish(figures, checks_of(rows), **output)
+    finish(figures, checks, **output)

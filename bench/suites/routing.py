@@ -39,7 +39,7 @@ import click
 from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
-from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate, read_trace
+from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, measure, read_trace
 from launch.proxy.events import KnownCache
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
 from launch.proxy.routing import NodePool, Policy, Target
@@ -363,7 +363,7 @@ def main(
         for name, requests in workloads(agents).items():
             comparisons += [partial(compare_policies, name, requests, nodes, cache) for cache in caches]
             about["requests"][name] = len(requests)
-            about["ideal_hit_rate"][name] = hit_rate(requests, SimulatedLru())
+            about["ideal_hit_rate"][name] = measure(requests, SimulatedLru()).hit_rate
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []
     with progress() as bar:

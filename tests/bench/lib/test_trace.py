@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, TraceError, hit_rate, read_trace
+from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, TraceError, measure, read_trace
 from tests.support.traces import conversations, write_trace
 
 GOOD = {"timestamp": 27482, "input_length": 1200, "output_length": 52, "hash_ids": [46, 47, 2366]}
@@ -45,7 +45,7 @@ def test_a_session_of_aiperfs_says_again_all_that_was_said(tmp_path):
     assert second.input_length == 1100 + 60 + 700
     assert second.hash_ids[:2] == [0, 1]
     assert len({*first.hash_ids, *second.hash_ids}) == 3 + 2
-    assert hit_rate([first, second, other], SimulatedLru()) == 2 * 1024 / (1100 + 1860 + 1030)
+    assert measure([first, second, other], SimulatedLru()).hit_rate == 2 * 1024 / (1100 + 1860 + 1030)
     file.write_text(json.dumps({**lines[0], "hash_ids": [0, 1]}))
     with pytest.raises(TraceError, match="line 1: 2 hash_ids"):
         read_trace(file)
@@ -85,9 +85,11 @@ def test_what_is_no_trace_at_all_is_refused(tmp_path):
 
 
 def test_a_cache_that_never_forgets_finds_every_repetition_of_whole_blocks():
-    assert hit_rate(conversations(5, 4), SimulatedLru()) == pytest.approx((3 + 6 + 9) / (3 + 6 + 9 + 12))
+    assert measure(conversations(5, 4), SimulatedLru()).hit_rate == pytest.approx(
+        (3 + 6 + 9) / (3 + 6 + 9 + 12)
+    )
     twice = [Request(time, BLOCK_TOKENS + 100, [1, 2]) for time in (0, 1)]
-    assert hit_rate(twice, SimulatedLru()) == BLOCK_TOKENS / (2 * (BLOCK_TOKENS + 100))
+    assert measure(twice, SimulatedLru()).hit_rate == BLOCK_TOKENS / (2 * (BLOCK_TOKENS + 100))
 
 
 def test_lru_forgets_what_was_used_longest_ago_and_the_end_of_a_prompt_first():
@@ -106,6 +108,6 @@ def test_lru_finds_more_with_more_room_and_never_more_than_the_ideal(seed, capac
         blocks += [10_000 + 10 * number + own for own in range(rng.randint(0, 2))]
         requests.append(Request(number, len(blocks) * BLOCK_TOKENS - rng.choice((0, 100)), blocks))
     some, more, all_of_them = (
-        hit_rate(requests, SimulatedLru(room)) for room in (capacity, capacity + 1, 60_000)
+        measure(requests, SimulatedLru(room)).hit_rate for room in (capacity, capacity + 1, 60_000)
     )
-    assert some <= more <= all_of_them == hit_rate(requests, SimulatedLru())
+    assert some <= more <= all_of_them == measure(requests, SimulatedLru()).hit_rate

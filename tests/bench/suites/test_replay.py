@@ -51,6 +51,7 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside():
 @pytest.mark.parametrize(
     "arguments, told",
     [
+        (("--agents", "1"), "either --trace or --agents"),
         (("--capacity", "0"), "neither a number of chunks nor `unbounded`"),
         (("--capacity", "100"), "has room for 3641 chunks of 4096 bytes"),
         (("--evict", "0.9", "0"), "0 is not in the range 0<x<=1"),
@@ -60,6 +61,14 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside():
 def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path, arguments, told):
     trace = write_trace(tmp_path / "trace.jsonl", conversations(1, 1))
     assert told in " ".join(cli("bench", "replay", "--trace", trace, *arguments, code=2).output.split())
+
+
+def test_policies_are_compared_without_a_pool():
+    asked = ("--agents", 2, "--policies", "--capacity", 50, "--capacity", "unbounded", "--json")
+    rows = json.loads(cli("bench", "replay", *asked).stdout.splitlines()[-1])["results"]
+    hits = {row["policy"]: row["hit_rate"] for row in rows if row["capacity_chunks"] == 50}
+    assert len(hits) == len(rows) == 9
+    assert max(hits, key=hits.__getitem__) == "oracle"
 
 
 # --- on real pools ------------------------------------------------------------------------------------------
