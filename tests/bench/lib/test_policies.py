@@ -110,7 +110,7 @@ def plain_s3fifo(prompts, room):
 
 
 def plain_tinylfu(prompts, room):
-    window, trial, safe, asked, count = [], [], [], dict(), 0
+    window, trial, safe, asked, count = [], [], [], {}, 0
     for blocks in prompts:
         for block in blocks:
             asked[block] = asked.get(block, 0) + 1
