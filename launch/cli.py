@@ -93,10 +93,8 @@ def _running(file: Path) -> ClusterConfig:
     return running_config(file) or load_config(file)
 
 
-def _count(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+def _count(context: click.Context, parameter: click.Parameter, value: str) -> int:
     """A click callback for numbers above 0: `20M` is 20 million."""
-    if value is None:
-        return None
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kmg]?)", value.lower())
     found = round(float(match[1]) * 1000 ** " kmg".index(match[2] or " ")) if match else 0
     if found < 1:
@@ -422,7 +420,7 @@ def pool_rm(file: Path, pattern: str | None, old: bool, yes: bool) -> None:
 @_file_option()
 @click.argument("pattern", default="*")
 @_rate_option
-@click.option("--sample", metavar="COUNT", callback=_count, help="Read only COUNT objects, at random.")
+@click.option("--sample", type=click.IntRange(min=1), help="Read only this many objects, at random.")
 @click.option(
     "--repair", is_flag=True, help="Remove damaged objects: engines then compute and store them again."
 )
@@ -479,7 +477,7 @@ def _follow(
             _answer(as_json, found, found.text)
     if stop.is_set():
         raise SystemExit(_INTERRUPTED)
-    if found is not None and not found.well:
+    if found is not None and (found.damaged or found.failed):
         raise SystemExit(1)
 
 

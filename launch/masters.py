@@ -55,12 +55,6 @@ class Segment(msgspec.Struct, frozen=True):
         return max(0, self.size_bytes - self.allocator_used_bytes)
 
     @property
-    def room(self) -> int:
-        """How many bytes of objects it surely takes: the allocator sets aside up to an eighth more than an
-        object's size (docs/mooncake.md)."""
-        return max(0, self.free - self.size_bytes // 8) if self.status == "OK" else 0
-
-    @property
     def shown_status(self) -> str:
         """`draining`, `drained` or such; empty if it takes objects."""
         return "" if self.status == "OK" else self.status.lower()

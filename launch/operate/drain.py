@@ -127,7 +127,8 @@ def _check_room(name: str, own: Segment, segments: Sequence[Segment]) -> None:
         raise PdCacheError(
             f"{name} has the only memory that takes objects: there is nowhere to move what it holds"
         )
-    room = sum(segment.room for segment in others)
+    # the allocator sets aside up to an eighth more than an object's size (docs/mooncake.md)
+    room = sum(max(0, segment.free - segment.size_bytes // 8) for segment in others)
     if own.allocator_used_bytes > room:
         raise PdCacheError(
             f"{name} holds {shown_bytes(own.allocator_used_bytes)}, and the others have room for {shown_bytes(room)}: add a node first, or "

@@ -8,6 +8,7 @@ of a whole pool, eviction no longer knows which objects engines have not used fo
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import time
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from launch.masters import KEYS_IN_A_URL, copies_at
-from launch.operate.pool import Space, keys_of, leading_metrics, manifest_key, opened, survey
+from launch.operate.pool import Space, keys_of, leading_metrics, manifest_key, opened
 from launch.operate.watched import cluster_status
 from launch.run.supervise import StopFlag
 from pd_cache.chunks import Namespace
@@ -30,12 +31,14 @@ from pd_cache.tiers.memory import TRAILER_BYTES, Damage, inspect
 from transfer.errors import Status
 from transfer.settings import TransferSettings
 from transfer.staging import Slot, StagingPool
-from transfer.store import MooncakeStore
+from transfer.store import GetResult, MooncakeStore
 
 log = logging.getLogger(__name__)
 
 _CALL_S = 10.0
-_DAMAGE = {*(damage.value for damage in Damage), Status.CHECKSUM.value}
+_FULL = 0.8
+"""The share of a pool that surely has room: the master evicts from 0.9 on, and its allocator sets aside up to
+an eighth more than an object's size (docs/mooncake.md)."""
 
 
 class Scan(msgspec.Struct, kw_only=True):
@@ -54,14 +57,10 @@ class Scan(msgspec.Struct, kw_only=True):
     """Not read or not written, by reason."""
     copied: int = 0
     there: int = 0
-    """In the other pool before."""
+    """In the other pool before, or written there by others meanwhile."""
     bytes: int = 0
     """That were read."""
     seconds: float = 0.0
-
-    @property
-    def well(self) -> bool:
-        return not self.damaged and not self.failed
 
     @property
     def text(self) -> str:
@@ -113,38 +112,36 @@ def scan(
                 copies = {key: found for key, found in copies_at(metrics, batch).items() if found}
             except (OSError, ValueError) as error:
                 raise PdCacheError(f"the master does not answer: {error}") from error
-            state.gone += len(batch) - len(copies)
-            state.done += len(batch) - len(copies)
-            lacking = list(copies)
+            sizes = {key: found[0].size_ for key, found in copies.items()}
             if to is not None:
-                known = to.batch_exist(lacking, timeout=_CALL_S)
-                lacking = [key for key, there in zip(lacking, known, strict=True) if there is not Status.OK]
-                state.there += len(copies) - len(lacking)
-                state.done += len(copies) - len(lacking)
-            for objects in reader.read({key: copies[key][0].size_ for key in lacking}):
-                for key, _, size, reason in objects:
+                for key, known in zip(copies, to.batch_exist(list(copies), timeout=_CALL_S), strict=True):
+                    if known is Status.OK:
+                        del sizes[key]
+            state.gone += len(batch) - len(copies)
+            state.there += len(copies) - len(sizes)
+            state.done += len(batch) - len(sizes)
+            for objects in reader.read(sizes):
+                for key, _, size, outcome in objects:
                     state.bytes += size
-                    if reason in _DAMAGE:
+                    if isinstance(outcome, Damage):
                         ends = [copy.transport_endpoint_ for copy in copies[key]]
                         segment = ", ".join(names.get(end, end) for end in ends)
-                        log.warning("%s in %s: %s", key, segment, reason)
+                        log.warning("%s in %s: %s", key, segment, outcome.value)
                         state.damaged[segment] += 1
                         if repair:
                             state.removed += store.remove([key], timeout=_CALL_S, force=True).count(Status.OK)
-                    elif reason == Status.MISSING.value:
+                    elif outcome is Status.MISSING:
                         state.gone += 1
-                    elif reason:
-                        state.failed[reason] += 1
-                if to is not None and (intact := [found for found in objects if not found.reason]):
-                    put = to.start_put(
-                        [found.key for found in intact],
-                        [found.slot for found in intact],
-                        [found.size for found in intact],
-                        timeout=patience,
-                    )
-                    outcomes = Counter(put.results())
-                    state.copied += outcomes.pop(Status.OK, 0)
-                    state.failed.update({outcome.value: count for outcome, count in outcomes.items()})
+                    elif outcome is not Status.OK:
+                        state.failed[outcome.value] += 1
+                intact = [found[:3] for found in objects if found.outcome is Status.OK]
+                if to is not None and intact:
+                    put_keys, slots, lengths = zip(*intact, strict=True)
+                    put = to.start_put(list(put_keys), slots, lengths, timeout=patience)
+                    outcomes = Counter(outcome.value for outcome in put.results())
+                    state.copied += outcomes.pop(Status.OK.value, 0)
+                    state.there += outcomes.pop(Status.BUSY.value, 0)  # another writer has begun it
+                    state.failed.update(outcomes)
                 state.done += len(objects)
             state.seconds = time.monotonic() - begin
             yield state
@@ -158,15 +155,15 @@ def copy(
 
     Raises PdCacheError if that pool has no room for them, or is the same, or if a master does not answer.
     """
-    status, report = cluster_status(target), survey(target)
+    status = cluster_status(target)
     if leading_metrics(status) == leading_metrics(cluster_status(config)):
         raise PdCacheError("both files have the same pool: nothing to copy")
-    there = {space.name: space.bytes or 0 for space in report.namespaces}
-    lacking = sum(max(0, (space.bytes or 0) - there.get(space.name, 0)) for space in chosen)
-    if lacking > (room := sum(segment.room for segment in report.segments)):
+    wanted = sum(space.bytes or 0 for space in chosen)
+    room = _FULL * sum(segment.size_bytes for segment in status.segments or ())
+    if wanted > room:
         raise PdCacheError(
-            f"{shown_bytes(lacking)} are to be copied, but the other pool has room for {shown_bytes(room)}: give it more "
-            "memory, or name what to copy"
+            f"{shown_bytes(wanted)} are to be copied, but the other pool has room for {shown_bytes(room)}: give it "
+            "more memory, or name what to copy"
         )
     with opened(target, status) as to:
         for space in chosen:
@@ -177,12 +174,12 @@ def copy(
 
 
 class _Object(NamedTuple):
-    """An object in memory, or the reason why it cannot be used."""
+    """An object in memory: intact if `outcome` is OK."""
 
     key: str
     slot: Slot
     size: int
-    reason: str
+    outcome: Status | Damage
 
 
 class _Reader:
@@ -201,39 +198,40 @@ class _Reader:
     def read(self, sizes: Mapping[str, int]) -> Iterator[list[_Object]]:
         """Reads objects of these sizes until the stop. Yields as many together as memory and rate allow;
         their slots are valid until the next step."""
-        keys, largest = list(sizes), max(sizes.values(), default=1)
-        if self._memory is None or largest > self._memory.slot_bytes:
-            size = 1 << (largest - 1).bit_length()  # so that there are few such memories
-            self._memory = StagingPool(max(size, self._transfer.staging_size), size, prefaulted=False)
-            for store in self._stores:
-                store.attach(self._memory)
+        keys, largest = list(sizes), max([1, *sizes.values()])
         while keys and not self._stop.is_set():
+            if self._memory is None or largest > self._memory.slot_bytes:
+                slot_bytes = 1 << (largest - 1).bit_length()  # so that there are few such memories
+                staging = max(slot_bytes, self._transfer.staging_size)
+                self._memory = StagingPool(staging, slot_bytes, prefaulted=False)
+                for store in self._stores:
+                    store.attach(self._memory)
             begin, patience = time.monotonic(), self._transfer.timeouts.get_ms / 1000
             count = max(1, min(self._memory.slots, self._rate // largest))
             slots = [slot for _ in keys[:count] if (slot := self._memory.lease(begin + patience))]
             if not slots:
                 raise PdCacheError("a store node does not answer, and reads from it hold all memory")
             group, keys = keys[: len(slots)], keys[len(slots) :]
+            get = functools.partial(self._stores[0].start_get, timeout=patience)
             try:
-                objects = self._get(group, slots, patience)
-                for number, found in enumerate(objects):
-                    if found.reason in _DAMAGE:
-                        (objects[number],) = self._get([found.key], [found.slot], patience)
+                objects = list(map(_inspected, group, slots, get(group, slots).results()))
+                for number, (key, slot, _, outcome) in enumerate(objects):
+                    if isinstance(outcome, Damage):
+                        objects[number] = _inspected(key, slot, *get([key], [slot]).results())
                 yield objects
             finally:
                 for slot in slots:
                     slot.release()
             self._stop.wait(begin + sum(found.size for found in objects) / self._rate - time.monotonic())
 
-    def _get(self, keys: list[str], slots: list[Slot], timeout: float) -> list[_Object]:
-        objects = []
-        results = self._stores[0].start_get(keys, slots, timeout=timeout).results()
-        for key, slot, result in zip(keys, slots, results, strict=True):
-            reason = "" if result.status is Status.OK else result.status.value
-            if not reason:
-                data = slot.view[: result.size]
-                expected = inspect(key, data, result.size - TRAILER_BYTES)
-                if expected != checksum(data[:-TRAILER_BYTES]):
-                    reason = (expected if isinstance(expected, Damage) else Damage.CORRUPT).value
-            objects.append(_Object(key, slot, result.size, reason))
-        return objects
+
+def _inspected(key: str, slot: Slot, result: GetResult) -> _Object:
+    outcome: Status | Damage = result.status
+    if outcome is Status.OK:
+        data = slot.view[: result.size]
+        expected = inspect(key, data, result.size - TRAILER_BYTES)
+        if expected != checksum(data[:-TRAILER_BYTES]):
+            outcome = expected if isinstance(expected, Damage) else Damage.CORRUPT
+    elif outcome is Status.CHECKSUM:  # Mooncake's own
+        outcome = Damage.CORRUPT
+    return _Object(key, slot, result.size, outcome)
