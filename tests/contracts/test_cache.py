@@ -1,8 +1,6 @@
 """What every `BlockCache` promises: the one in this process, the cache server's client, and the ranks of an
 engine over either."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -1,7 +1,5 @@
 """What every storage backend, and every wrapper around each, does alike."""
 
-from __future__ import annotations
-
 import random
 import struct
 import threading

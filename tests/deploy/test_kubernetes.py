@@ -5,8 +5,6 @@ No cluster of Kubernetes runs here. The last test starts what the pods' commands
 addresses of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import filecmp
 import json
@@ -16,7 +14,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -76,7 +74,7 @@ def policy_of(documents, name="try-pd-cache"):
     """The only rule for what may come in, of a NetworkPolicy."""
     (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"] == name]
     (rule,) = policy["spec"]["ingress"]
-    return dict(rule)
+    return rule
 
 
 def files(documents):
@@ -337,7 +335,7 @@ def test_the_plain_manifests_are_current(tmp_path):
 class Pod(NamedTuple):
     role: str
     address: str
-    container: dict[str, Any]
+    container: dict
     process: psutil.Process
 
     def probed(self, probe):

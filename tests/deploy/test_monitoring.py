@@ -1,7 +1,5 @@
 """The dashboard and the rules of deploy/, asked of a real Prometheus that scrapes a live cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Every parser of what others wrote, with seeds and with what a value that it lets through must be like."""
 
-from __future__ import annotations
-
 import enum
 import io
 import json
@@ -50,8 +48,6 @@ from pd_cache.server import protocol
 from pd_cache.tiers import memory
 from transfer.lookup_rpc import NoVerdictError, UnexpectedAnswerError, read_answer
 
-Parse = Callable[[bytes], None]
-
 
 class Format(enum.Enum):
     """What a target's seeds are made of, which decides how they are changed."""
@@ -69,11 +65,11 @@ class Target:
     """One parser of what others wrote."""
 
     name: str
-    parse: Parse
+    parse: Callable
     """Tries one input. An AssertionError of it is a value that breaks its own promises."""
-    refusals: tuple[type[Exception], ...]
+    refusals: tuple
     """What the parser documents that it raises."""
-    seeds: tuple[bytes, ...]
+    seeds: tuple
     """Valid inputs."""
     format: Format
     header: int = 0

@@ -69,7 +69,7 @@ def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_th
         assert answer.tokens == alone(tokens)
         assert answer.cached == (0, 15 * CHUNK - 1)
         answers.append(answer)
-        return bool(answer.body["pd_cache"]["report"]["streamed"])
+        return answer.body["pd_cache"]["report"]["streamed"]
 
     wait_for(streamed, "a prompt that was streamed")
     told = cli("explain", answers[-1].headers["X-Request-Id"], "-c", file).stdout

@@ -60,7 +60,7 @@ def joined(etcd, folder, name, **changes):
 
 
 def health(cluster):
-    return dict(fetched(f"{cluster.urls['proxy']}/health").body)
+    return fetched(f"{cluster.urls['proxy']}/health").body
 
 
 def elsewhere(etcd, folder):

@@ -251,7 +251,7 @@ def test_the_nodes_of_the_file_are_believed_until_the_first_list():
     )
 )
 def test_the_view_is_the_truth_once_the_source_has_answered_for_long_enough(events):
-    members, truth, now = Membership(grace_s=5), set[str](), 0.0
+    members, truth, now = Membership(grace_s=5), set(), 0.0
     for passed, what, nodes in events:
         now += passed
         before = set(names(members.view()))

@@ -1,7 +1,5 @@
 """A proxy with keys and TLS, in a process of its own, and the commands that must still be able to ask it."""
 
-from __future__ import annotations
-
 import contextlib
 import ssl
 from pathlib import Path

@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.slow(seconds=60), needs_etcd]
 DEADLINE_S = 60
 """Of a request; the proxy answers by then, whatever happens."""
 PROMPT = 12 * CHUNK + 9
-Tokens = list[int]
 
 
 class Hosts:

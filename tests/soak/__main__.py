@@ -10,8 +10,6 @@ anything was wrong.
 5. Everything is ended in order; nothing may be left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -25,21 +23,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 import torch
 
 from launch.engines.reference import GenerationRequest, ReferenceEngine
-from pd_cache.cluster import ReferenceEngineConfig, read_config
+from pd_cache.cluster import read_config
 from tests.soak.books import OUTPUT_TOKENS, TICK_S, Books, Client, Span, complete, served_prompts
 from tests.soak.cluster import ENGINES, Cluster, enter, grown, isolate
-from tests.soak.faults import SHORT_RUN_S, Fault, Stage, Undo, Weights, planned
+from tests.soak.faults import SHORT_RUN_S, Stage, Weights, planned
 from tests.soak.oracle import CHUNK, Prompt
 
-T = TypeVar("T")
 _START_S, _BACK_S = 180.0, 90.0
 _DAMAGED = re.compile(r"tier local: \d+ objects removed, to be stored again: damaged")
 
@@ -47,7 +42,7 @@ _DAMAGED = re.compile(r"tier local: \d+ objects removed, to be stored again: dam
 class Soak:
     """One run."""
 
-    def __init__(self, seed: int, seconds: float, folder: Path, logs: Path, faults: list[Fault]) -> None:
+    def __init__(self, seed, seconds, folder, logs, faults):
         """`folder` is empty but for the disk tier's file system; `logs` takes what nodes print."""
         self.seed, self.seconds, self.logs, self.faults = seed, seconds, logs, faults
         self.short = seconds < SHORT_RUN_S
@@ -55,13 +50,13 @@ class Soak:
         self.cluster = Cluster(folder, logs, seed)
         self.weights = Weights(self.cluster, self.books)
         self.stage = Stage(self.cluster, self.books, self.weights, self._later)
-        self.clients: list[Client] = []
+        self.clients = []
         self._due = sched.scheduler(time.monotonic)
         self._numbers = itertools.count()
-        self._undos: dict[int, Undo] = {}
+        self._undos = {}
         self._working = False
 
-    def run(self) -> Books:
+    def run(self):
         """Does the whole run. Raises RuntimeError if the run itself cannot go on."""
         over = threading.Event()
         threading.Thread(target=self._watch_clock, args=(over,), name="soak-clock", daemon=True).start()
@@ -85,7 +80,7 @@ class Soak:
         self.books.judge()
         return self.books
 
-    def _work(self) -> None:
+    def _work(self):
         cluster = self.cluster
         cluster.tend()
         answers = self._answers(6 if self.short else 24)
@@ -125,10 +120,9 @@ class Soak:
         for client in self.clients:
             client.join(40.0)
 
-    def _answers(self, count: int) -> list[tuple[list[int], list[int]]]:
+    def _answers(self, count):
         """Returns prompts, and what the model says to each without a cache."""
         config, _ = read_config(self.cluster.file("decode"))
-        assert isinstance(config.engine, ReferenceEngineConfig)
         torch.set_num_threads(1)
         answers = []
         with contextlib.closing(ReferenceEngine.open(config.engine)) as alone:
@@ -137,14 +131,14 @@ class Soak:
                 answers.append((prompt, [event.token for event in alone.submit(request)]))
         return answers
 
-    def _go(self) -> None:
+    def _go(self):
         self._working = True
         for name in ENGINES:
             self.cluster[name].tell(do="go")
         for client in self.clients:
             client.go.set()
 
-    def _pause(self) -> None:
+    def _pause(self):
         """Lets all lanes and clients come to rest. Work that is still under way then is late."""
         self._working = False
         for client in self.clients:
@@ -157,14 +151,14 @@ class Soak:
             if not client.resting.wait(60.0):
                 self.books.add("late", f"{client.name} did not come to rest")
 
-    def _come_back(self, answers: list[tuple[list[int], list[int]]]) -> None:
+    def _come_back(self, answers):
         """Notes as lost what is not stored, found and loaded again, and requests that are not answered."""
         rng = random.Random(f"{self.seed}/check")
         prompts = [
             Prompt(rng.randrange(12), rng.randint(4, 40) * CHUNK) for _ in range(3 if self.short else 6)
         ]
         end = time.monotonic() + _BACK_S
-        lost: list[str] = []
+        lost = []
         while not lost or time.monotonic() < end:
             lost = []
             # engine-b must find what engine-a has stored; then it stores, too
@@ -188,7 +182,7 @@ class Soak:
         for one in lost + [f"no answer to a prompt of {len(prompt)} tokens" for prompt, _ in todo]:
             self.books.add("lost", one)
 
-    def _ask(self, name: str, command: str, **arguments: Any) -> dict[str, list[str]]:
+    def _ask(self, name, command, **arguments):
         """Returns an engine's answer to a command."""
         self.cluster[name].tell(do=command, **arguments)
         seconds = 60.0 + arguments.get("seconds", 60.0)
@@ -196,15 +190,15 @@ class Soak:
 
     # --- time -----------------------------------------------------------------------------------------------
 
-    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+    def _later(self, seconds, action):
         self._due.enter(seconds, 0, action)
 
-    def _watch(self, seconds: float) -> None:
+    def _watch(self, seconds):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._tick()
 
-    def _wait(self, condition: Callable[[], T | None], seconds: float, what: str) -> T:
+    def _wait(self, condition, seconds, what):
         end = time.monotonic() + seconds
         while not (found := condition()):
             self._tick()
@@ -213,7 +207,7 @@ class Soak:
                 raise RuntimeError(f"waited {seconds:g} s for {what}; not ready: {', '.join(down) or 'none'}")
         return found
 
-    def _tick(self) -> None:
+    def _tick(self):
         """Does what is due, starts what has ended, takes in what engines say."""
         self._due.run(blocking=False)
         for name, node in self.cluster.nodes.items():
@@ -231,7 +225,7 @@ class Soak:
             while True:
                 self.books.event(*self.cluster.events.get(timeout=TICK_S))
 
-    def _watch_clock(self, over: threading.Event) -> None:
+    def _watch_clock(self, over):
         """On a thread of its own, so that this program's own work does not look like a machine that stands
         still."""
         last = time.time()
@@ -243,7 +237,7 @@ class Soak:
 
     # --- faults ---------------------------------------------------------------------------------------------
 
-    def _begin(self, fault: Fault, end: float) -> None:
+    def _begin(self, fault, end):
         """`end` is the planned end, even if the fault begins late, so that it ends before the next one
         begins."""
         number = next(self._numbers)
@@ -253,15 +247,15 @@ class Soak:
         self._undos[number] = self.stage.begin(fault)
         self._due.enterabs(end, 0, self._undo, (number,))
 
-    def _undo(self, number: int) -> None:
+    def _undo(self, number):
         if (undo := self._undos.pop(number, None)) is not None:
             undo()
 
-    def _undo_all(self) -> None:
+    def _undo_all(self):
         for number in list(self._undos):
             self._undo(number)
 
-    def _say(self, what: str) -> None:
+    def _say(self, what):
         print(f"soak, seed {self.seed}: {what}", flush=True)
 
 
@@ -270,7 +264,7 @@ class Soak:
 @click.option("--seed", type=click.IntRange(0), help="Replays the plan of an earlier run; by default a new one, which is printed.")  # fmt: skip
 @click.option("--logs", default="/tmp/pd-cache-soak", show_default=True, type=click.Path(path_type=Path, file_okay=False), help="For the logs; a run empties it.")  # fmt: skip
 @click.option("--inside", hidden=True, is_flag=True)
-def main(minutes: float, seed: int | None, logs: Path, inside: bool) -> None:
+def main(minutes, seed, logs, inside):
     """Random operations and random faults on a cluster of real processes, every byte compared. Needs root,
     etcd and iproute2."""
     seed = secrets.randbelow(1 << 31) if seed is None else seed

@@ -1,16 +1,13 @@
 """The books of a soak: all answers, which of them were wrong or late, and what requests through the proxy
 brought."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.soak.cluster import REQUEST_S
 from tests.soak.oracle import VOCABULARY
@@ -31,7 +28,7 @@ class Span(NamedTuple):
     begin: float
     end: float
 
-    def overlap(self, other: Span) -> float:
+    def overlap(self, other):
         return max(0.0, min(self.end, other.end) - max(self.begin, other.begin))
 
 
@@ -44,7 +41,7 @@ class Call(NamedTuple):
     bound: float
     starved: float = 0.0
 
-    def seconds_late(self, excused: Sequence[Span]) -> float:
+    def seconds_late(self, excused):
         """Returns by how much the answer missed its deadline.
 
         Time that the machine or the soak itself took from the caller (`starved`, `excused`) does not count.
@@ -56,33 +53,33 @@ class Call(NamedTuple):
 class Books:
     """Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._lock = threading.Lock()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
         """Operations, requests by what became of them, bytes compared, tokens loaded …"""
-        self.troubles: dict[str, list[str]] = {kind: [] for kind in ("wrong", "late", "raised", "ended", "lost", "left")}  # fmt: skip
-        self.resets: dict[tuple[str, int], float] = {}
+        self.troubles = {kind: [] for kind in ("wrong", "late", "raised", "ended", "lost", "left")}  # fmt: skip
+        self.resets = {}
         """When each engine's weights changed, in seconds since 1970, by the engine and the number of the
         weights."""
-        self.stops: dict[str, list[Span]] = {}
+        self.stops = {}
         """When each node was stopped, or its host cut off (`link of HOST`)."""
-        self.standstills: list[Span] = []
+        self.standstills = []
         """When the whole machine stood still: a thread that wants to run every `TICK_S` did not."""
         self.pin_s = 0.0
         """For how long clients have their prompts pinned; 0 for not at all."""
-        self._calls: list[Call] = []
-        self._open: dict[str, dict[str, Any]] = {}
+        self._calls = []
+        self._open = {}
         self._past = 0
         """Changes of weights of processes that have ended."""
-        self._answers: dict[tuple[str, str], dict[str, Any]] = {}
+        self._answers = {}
         """The last answer of each engine to each command."""
 
-    def add(self, kind: str, what: str) -> None:
+    def add(self, kind, what):
         """Notes a trouble."""
         with self._lock:
             self.troubles[kind].append(what)
 
-    def event(self, node: str, event: dict[str, Any]) -> None:
+    def event(self, node, event):
         """Takes in a line that an engine printed. Raises RuntimeError if the engine's program itself is
         broken."""
         kind = event["e"]
@@ -97,11 +94,11 @@ class Books:
                 self.resets[node, event["number"]] = event["end"]
             self._answers[node, kind] = event
 
-    def answer(self, node: str, kind: str) -> dict[str, Any] | None:
+    def answer(self, node, kind):
         """Takes out and returns the engine's answer to a command; None if there is none yet."""
         return self._answers.pop((node, kind), None)
 
-    def forget(self, node: str) -> None:
+    def forget(self, node):
         """Notes that an engine's process has ended: nothing waits any more for the operations of its lanes.
         The next one has the first weights."""
         for change in [change for change in self.resets if change[0] == node]:
@@ -111,12 +108,12 @@ class Books:
             del self._open[lane]
             self.counts["operations that ended with their process"] += 1
 
-    def overdue(self) -> list[str]:
+    def overdue(self):
         """Returns the operations that are not answered."""
         now = time.time()
         return [f"{lane} {one['kind']}, begun {now - one['begin']:.1f} s ago for {one['bound']:g} s" for lane, one in self._open.items()]  # fmt: skip
 
-    def request(self, label: str, reply: Reply) -> None:
+    def request(self, label, reply):
         """Notes that a request through the proxy has ended."""
         if reply.wrong:
             self.add("wrong", f"{label}: {reply.wrong}")
@@ -127,7 +124,7 @@ class Books:
             self.counts["tokens, pinned"] += reply.pinned
             self._calls.append(Call("client", f"{label} ({reply.outcome})", reply.span, REQUEST_S))
 
-    def judge(self) -> None:
+    def judge(self):
         """Adds the answers that came too late, the worst first."""
         found = []
         for call in self._calls:
@@ -140,14 +137,14 @@ class Books:
             took, begin = call.answer.end - call.answer.begin, call.answer.begin
             self.add("late", f"{call.node} {call.what}: {late:.2f} s late, {took:.2f} s for {call.bound:g} s, begun at {begin:.3f}")  # fmt: skip
 
-    def report(self) -> str:
+    def report(self):
         """Returns everything that was counted and what was wrong, as lines of text."""
         lines = [f"{name}: {count}" for name, count in sorted({**self.counts, "resets": self._past + len(self.resets)}.items())]  # fmt: skip
         for kind, all_of_kind in self.troubles.items():
             lines += [f"{len(all_of_kind)} {kind}", *(f"  {what[:1500]}" for what in all_of_kind[:_SHOWN])]
         return "\n".join(lines)
 
-    def _end(self, node: str, event: dict[str, Any]) -> None:
+    def _end(self, node, event):
         self._open.pop(event["lane"], None)
         kind, begin = event["kind"], event["begin"]
         name = f"{event['lane']} {kind} of {event['prompt']} at {begin:.3f}"
@@ -184,7 +181,7 @@ class Reply(NamedTuple):
     pinned: int = 0
 
 
-def complete(address: tuple[str, int], prompt: list[int], expected: list[int], pin_s: float = 0.0) -> Reply:
+def complete(address, prompt, expected, pin_s=0.0):
     """Sends one request and reads its answer to the end. `pin_s`: how long its prompt is to be pinned."""
     begin, cached, streamed, pinned, wrong, outcome = time.time(), 0, 0, 0, "", "answered"
     connection = http.client.HTTPConnection(*address, timeout=REQUEST_S + 15.0)
@@ -231,7 +228,7 @@ def complete(address: tuple[str, int], prompt: list[int], expected: list[int], p
     return Reply(Span(begin, time.time()), outcome, wrong, cached, streamed, pinned)
 
 
-def served_prompts(seed: int, count: int) -> list[list[int]]:
+def served_prompts(seed, count):
     """Returns prompts for the proxy, many of which share a prefix."""
     rng = random.Random(f"{seed}/served")
     heads = [rng.choices(range(VOCABULARY), k=rng.randint(32, 320)) for _ in range(max(1, count // 4))]
@@ -241,14 +238,14 @@ def served_prompts(seed: int, count: int) -> list[list[int]]:
 class Client(threading.Thread):
     """Sends one request after the other through the proxy."""
 
-    def __init__(self, number: int, seed: int, address: tuple[str, int], answers: list[tuple[list[int], list[int]]], books: Books) -> None:  # fmt: skip
+    def __init__(self, number, seed, address, answers, books):
         """`answers`: prompts, and what the model says to each without a cache."""
         super().__init__(name=f"client-{number}", daemon=True)
         self._address, self._answers, self._books = address, answers, books
         self._rng = random.Random(f"{seed}/client/{number}")
         self.go, self.closing, self.resting = threading.Event(), threading.Event(), threading.Event()
 
-    def run(self) -> None:
+    def run(self):
         rng = self._rng
         while not self.closing.wait(min(4.0, rng.expovariate(1.5))):
             if not self.go.is_set():

@@ -5,8 +5,6 @@ it has started and removes its links, mounts and shared memory. What is found th
 soak.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -17,15 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import yaml
 
 from tests.soak.oracle import CHUNK, VOCABULARY
-from tests.support.hosts import Host, Network
+from tests.support.hosts import Network
 
 STORES = ("store-0", "store-1")
 MODEL = "soak@1"
@@ -61,13 +58,13 @@ _SHARED_MEMORY = Path("/dev/shm")
 _UNSHARE = ("unshare", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child=SIGKILL", "--mount-proc")
 
 
-def isolate(module: str, *arguments: str) -> None:
+def isolate(module, *arguments):
     """Replaces this process by one that runs `python -m MODULE ARGUMENTS` in namespaces of its own, and ends
     it when it ends."""
     os.execvp("unshare", [*_UNSHARE, sys.executable, "-m", module, *arguments])
 
 
-def enter() -> Path:
+def enter():
     """Makes the new namespaces fit for a soak. Returns an empty folder in memory, which holds an empty file
     system `disk`."""
     for folder, mode in ((_RUNTIME, "0700"), (_SHARED_MEMORY, "1777")):
@@ -84,27 +81,27 @@ def enter() -> Path:
 class Node:
     """One node's process, which is started again when it ends. For the thread that made it."""
 
-    def __init__(self, name: str, host: Host, command: Callable[[int], tuple[str, ...]], log: Path, events: queue.Queue[tuple[str, dict[str, Any]]]) -> None:  # fmt: skip
+    def __init__(self, name, host, command, log, events):
         """Nothing is started yet. `command` returns the command of the n-th start; `events` takes the JSON
         lines that it prints."""
         self.name, self.host, self.starts = name, host, 0
         self._command, self._log, self._events = command, log, events
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process = None
         self.stopped = False
-        self.died: list[str] = []
+        self.died = []
         """How it ended each time it ended by itself."""
         self.failed_starts = 0
         self._ready = threading.Event()
-        self._reader: threading.Thread | None = None
+        self._reader = None
         self._start_at = self._started = 0.0
 
     @property
-    def pid(self) -> int | None:
+    def pid(self):
         process = self.process
         return None if process is None or process.poll() is not None else process.pid
 
     @property
-    def ready(self) -> bool:
+    def ready(self):
         """Whether it runs and has announced that it can be used."""
         if self.name == "etcd" and not self._ready.is_set():
             with (
@@ -114,7 +111,7 @@ class Node:
                 self._ready.set()
         return self.pid is not None and not self.stopped and self._ready.is_set()
 
-    def start(self) -> None:
+    def start(self):
         self._ready = threading.Event()
         with self._log.open("ab") as log:
             log.write(f"--- started {time.time():.3f}\n".encode())
@@ -125,37 +122,35 @@ class Node:
             )  # fmt: skip
         self.starts += 1
         self._started = time.monotonic()
-        assert self.process.stdout is not None
         arguments = (self.process.stdout, self._ready)
         self._reader = threading.Thread(
             target=self._read, args=arguments, name=f"read-{self.name}", daemon=True
         )
         self._reader.start()
 
-    def tell(self, **command: Any) -> None:
+    def tell(self, **command):
         """Sends a line of JSON to its stdin. Does nothing if the process is gone."""
-        process = self.process
-        if process is not None and process.stdin is not None:
+        if (process := self.process) is not None:
             with contextlib.suppress(OSError, ValueError):
                 process.stdin.write(json.dumps(command).encode() + b"\n")
                 process.stdin.flush()
 
-    def kill(self, seconds: float) -> None:
+    def kill(self, seconds):
         """SIGKILL; it is started again after this time."""
         if self.process is not None:
             self._send(signal.SIGKILL)
             self._end()
         self._start_at = time.monotonic() + seconds
 
-    def pause(self) -> None:
+    def pause(self):
         self.stopped = True
         self._send(signal.SIGSTOP)
 
-    def resume(self) -> None:
+    def resume(self):
         self._send(signal.SIGCONT)
         self.stopped = False
 
-    def tend(self) -> None:
+    def tend(self):
         """Starts it if it does not run, and notes if it ended by itself."""
         now = time.monotonic()
         if self.process is None:
@@ -172,7 +167,7 @@ class Node:
             self.failed_starts += 1
             self.kill(_BACKOFF_S)
 
-    def stop(self, grace_s: float) -> str:
+    def stop(self, grace_s):
         """Ends it in order. Returns why that went wrong, or an empty string."""
         if self.process is None or self.process.poll() is not None:
             return f"{self.name} had ended already"
@@ -187,13 +182,12 @@ class Node:
         self.kill(float("inf"))
         return trouble
 
-    def _send(self, number: signal.Signals) -> None:
+    def _send(self, number):
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
-    def _end(self) -> None:
-        assert self.process is not None
+    def _end(self):
         try:
             self.process.wait(_KILLED_S)
         except subprocess.TimeoutExpired:
@@ -201,15 +195,13 @@ class Node:
                 f"{self.name} did not end within {_KILLED_S:g} s of SIGKILL at {time.time():.3f}"
             )
         self.stopped = False
-        if self._reader is not None:
-            self._reader.join(5.0)
+        self._reader.join(5.0)
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
+                pipe.close()
         self.process = None
 
-    def _read(self, lines: BinaryIO, ready: threading.Event) -> None:
+    def _read(self, lines, ready):
         for line in lines:
             if line.startswith(b"ready "):
                 ready.set()
@@ -221,12 +213,12 @@ class Node:
 class Cluster:
     """All nodes of a soak, on hosts with links of their own."""
 
-    def __init__(self, folder: Path, logs: Path, seed: int) -> None:
+    def __init__(self, folder, logs, seed):
         """`folder` holds files, the socket and the disk tier; `logs` takes what the nodes print."""
         self.folder, self.logs, self.disk, self.etcd_data = folder, logs, folder / "disk", folder / "etcd"
-        self.events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+        self.events = queue.Queue()
         self.network = Network()
-        self.hosts: dict[str, Host] = {}
+        self.hosts = {}
         for name in HOSTS:
             self.hosts[name] = self.network.host(name)
             self.hosts[name].limit("20gbit")
@@ -236,44 +228,44 @@ class Cluster:
         self.write()
         self.nodes = {name: self._node(name, on[name]) for name in NODES}
 
-    def _node(self, name: str, host: Host) -> Node:
+    def _node(self, name, host):
         return Node(
             name, host, lambda start: self._command(name, start), self.logs / f"{name}.log", self.events
         )
 
-    def __getitem__(self, name: str) -> Node:
+    def __getitem__(self, name):
         return self.nodes[name]
 
     @property
-    def master(self) -> str:
+    def master(self):
         return f"{self._address['master']}:{_PORTS['master']}"
 
     @property
-    def metrics(self) -> str:
+    def metrics(self):
         return f"http://{self._address['master']}:{_PORTS['metrics']}"
 
     @property
-    def proxy(self) -> tuple[str, int]:
+    def proxy(self):
         return self._address["proxy"], _PORTS["proxy"]
 
-    def file(self, node: str) -> Path:
+    def file(self, node):
         """Returns the node's YAML: the same cluster in each, and the node's own tiers."""
         return self.folder / f"{node}.yaml"
 
-    def write(self, segment: str = SEGMENT) -> None:
+    def write(self, segment=SEGMENT):
         """Writes the nodes' files; `segment` is what stores give to the pool."""
         for node in NODES:
             self.file(node).write_text(yaml.safe_dump(self._tree(node, segment), sort_keys=False))
 
     @property
-    def ready(self) -> bool:
+    def ready(self):
         return all(node.ready for node in self.nodes.values())
 
-    def tend(self) -> None:
+    def tend(self):
         for node in self.nodes.values():
             node.tend()
 
-    def stop(self) -> list[str]:
+    def stop(self):
         """Ends all in order, and the network. Returns what went wrong, and what is left."""
         left = [trouble for name in reversed(self.nodes) if (trouble := self[name].stop(30.0))]
         end = time.monotonic() + 10.0
@@ -284,15 +276,15 @@ class Cluster:
         self.network.close()
         return left
 
-    def kill(self) -> None:
+    def kill(self):
         """Ends all at the same time."""
         for node in self.nodes.values():
             node.kill(float("inf"))
 
-    def footprints(self) -> dict[str, Footprint]:
+    def footprints(self):
         return {name: footprint(node.pid) for name, node in self.nodes.items() if node.pid is not None}
 
-    def disk_troubles(self) -> list[str]:
+    def disk_troubles(self):
         """Returns what is wrong with the disk tier's folder when nothing is being written."""
         total = sum(
             file.stat().st_size for file in self.disk.glob("*/*/[0-9a-f][0-9a-f]/*") if file.is_file()
@@ -302,7 +294,7 @@ class Cluster:
             total > DISK_CAPACITY
         )
 
-    def _command(self, name: str, start: int) -> tuple[str, ...]:
+    def _command(self, name, start):
         if name == "etcd":
             client, peer = (
                 f"http://{self._address['etcd']}:{_PORTS['etcd']}",
@@ -320,9 +312,9 @@ class Cluster:
         role = {"cache": "cache-server"}.get(name, name.split("-")[0])
         return (sys.executable, "-m", "launch", "launch", role, "-c", file, "--node", name)
 
-    def _tree(self, node: str, segment: str) -> dict[str, Any]:
+    def _tree(self, node, segment):
         address, pool = self._address, {"kind": "mooncake"}
-        tiers: dict[str, list[dict[str, Any]]] = {
+        tiers = {
             "engine-a": [
                 {"kind": "local", "capacity": "32MiB"},
                 {"kind": "disk", "path": str(self.disk), "capacity": DISK_CAPACITY, "retry_s": 3},
@@ -333,7 +325,7 @@ class Cluster:
         }
         model = {"seed": 3, "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "kv_heads": 2}  # fmt: skip
 
-        def at(name: str, role: str, **fields: Any) -> dict[str, Any]:
+        def at(name, role, **fields):
             port = {"port": _PORTS[name]} if name in _PORTS else {}
             return {"name": name, "role": role, "host": address[name], **port, **fields}
 
@@ -372,7 +364,7 @@ class Footprint(NamedTuple):
     threads: int
     mebibytes: int
 
-    def beyond(self, before: Footprint) -> list[str]:
+    def beyond(self, before):
         """Returns in words what is held beyond what was held before and what is allowed.
 
         Connections to peers come and go, and threads are started when they are first needed.
@@ -382,7 +374,7 @@ class Footprint(NamedTuple):
         return [f"{now} {what} instead of {was}" for what, was, now, limit in rows if now > limit]
 
 
-def grown(before: Mapping[str, Footprint], after: Mapping[str, Footprint]) -> list[str]:
+def grown(before, after):
     """Returns, as text, which nodes hold more than before."""
     lost = [f"{name} does not run" for name in before if name not in after]
     return lost + [
@@ -390,7 +382,7 @@ def grown(before: Mapping[str, Footprint], after: Mapping[str, Footprint]) -> li
     ]
 
 
-def footprint(pid: int) -> Footprint:
+def footprint(pid):
     """Returns what a process and its children hold now."""
     held = Footprint(0, 0, 0, 0)
     with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile
@@ -407,7 +399,7 @@ def footprint(pid: int) -> Footprint:
     return held
 
 
-def _left_by_peers(pid: int) -> int:
+def _left_by_peers(pid):
     """Returns how many connections of a process only its peers have closed. psutil knows no network namespace
     but its own."""
     lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()]
@@ -415,7 +407,7 @@ def _left_by_peers(pid: int) -> int:
     return sum(os.readlink(entry.path) in waiting for entry in os.scandir(f"/proc/{pid}/fd"))
 
 
-def _others() -> list[str]:
+def _others():
     """Returns the processes besides this one in its namespace."""
     alive = [
         one
@@ -427,9 +419,9 @@ def _others() -> list[str]:
     ]
 
 
-def _files_left(folder: Path, known: set[str]) -> list[str]:
+def _files_left(folder, known):
     return sorted(f"{folder}/{entry.name}" for entry in folder.iterdir() if entry.name not in known)
 
 
-def _run(*command: str) -> None:
+def _run(*command):
     subprocess.run(command, check=True, capture_output=True, timeout=20)

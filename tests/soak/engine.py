@@ -16,8 +16,6 @@ stdin. Each command but `press` is answered with a line `{"e": NAME OF THE COMMA
     {"do": "name", "label": l, "ids": [i]}                     give the weights a label
 """
 
-from __future__ import annotations
-
 import faulthandler
 import itertools
 import json
@@ -29,13 +27,12 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from pd_cache.cache import CacheEngine, CacheEngineBuilder
+from pd_cache.cache import CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
-from pd_cache.cluster import CacheServerNode, ClusterConfig, read_config
+from pd_cache.cluster import read_config
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.layout import KVLayout
 from pd_cache.server.client import RemoteCache
@@ -46,11 +43,8 @@ from pd_cache.versions import Naming, WeightsVersion
 from tests.soak.cluster import MODEL
 from tests.soak.oracle import (  # fmt: skip
     CHUNK,
-    LaneCache,
     Operation,
-    OperationKind,
     PagedBuffer,
-    Performed,
     Prompt,
     operations,
     perform,
@@ -64,18 +58,18 @@ LANES = {"engine-a": 4, "engine-b": 3}
 class Lane(threading.Thread):
     """One thread that calls the cache."""
 
-    def __init__(self, driver: Driver, number: int) -> None:
+    def __init__(self, driver, number):
         super().__init__(name=f"lane-{number}", daemon=True)
         self.label = f"{driver.name}/{number}"
         self._driver = driver
         self._serial = itertools.count(random.Random(f"{self.label}/{driver.start}").randrange(1 << 62))
         self.buffer = PagedBuffer()
-        self.cache = LaneCache(driver.open(self.buffer), self.buffer)
+        self.cache = PromptCache(driver.open(self.buffer))
         self.resting = threading.Event()
 
-    def run(self) -> None:
+    def run(self):
         driver = self._driver
-        plan = operations(driver.seed, f"{self.label}/{driver.start}", self.cache.removes)
+        plan = operations(driver.seed, f"{self.label}/{driver.start}", driver.engine is not None)
         for number, planned in enumerate(plan):
             if not driver.go.is_set():
                 self.resting.set()
@@ -93,13 +87,13 @@ class Lane(threading.Thread):
                 self.resting.set()
                 return
 
-    def do(self, operation: Operation) -> Performed:
+    def do(self, operation):
         """Does one operation and reports it."""
         driver, bound = self._driver, operation.timeout
         canary = (next(self._serial) * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
-        times: list[tuple[float, float]] = []
+        times = []
 
-        def mark() -> None:
+        def mark():
             times.append((time.time(), _starved_s()))
             if len(times) == 1:
                 driver.say("begin", lane=self.label, kind=operation.kind, bound=bound, begin=times[0][0])
@@ -116,28 +110,27 @@ class Lane(threading.Thread):
 class Driver:
     """The process."""
 
-    def __init__(self, name: str, file: Path, host: str, seed: int, start: int) -> None:
+    def __init__(self, name, file, host, seed, start):
         self.name, self.host, self.seed, self.start = name, host, seed, start
         self.go, self.closing, self._printing = threading.Event(), threading.Event(), threading.Lock()
         self.pressed_until, self.pressed_by_loads = 0.0, False
         self.weights = 0
         """The number of the weights that it computes with."""
-        self._config: ClusterConfig = read_config(file)[0]
+        self._config = read_config(file)[0]
         server = self._config.node("cache")
-        assert isinstance(server, CacheServerNode)
         self._url = self._config.server_url(server)
         self._metrics = f"http://{server.host}:{server.metrics_port}"
-        self.engine: CacheEngine | None = None
+        self.engine = None
         self.version = WeightsVersion()
         """That of the weights of all lanes."""
         self.lanes = [Lane(self, number) for number in range(LANES[name])]
 
-    def say(self, event: str, **fields: Any) -> None:
+    def say(self, event, **fields):
         """Prints a line of JSON on stdout."""
         with self._printing:
             print(json.dumps({"e": event, **fields}), flush=True)
 
-    def open(self, buffer: PagedBuffer) -> CacheEngine | RemoteCache:
+    def open(self, buffer):
         """Returns the cache of one more lane."""
         config, layout = self._config, KVLayout.from_tensors(buffer.tensors)
         metadata = CacheMetadata.of(MODEL, layout)
@@ -159,7 +152,7 @@ class Driver:
         )
         return self.engine
 
-    def run(self) -> None:
+    def run(self):
         """Runs until stdin ends."""
         for lane in self.lanes:
             lane.start()
@@ -170,7 +163,7 @@ class Driver:
             if answer is not None:
                 self.say(json.loads(line)["do"], **answer)
 
-    def close(self) -> None:
+    def close(self):
         self.closing.set()
         self.go.set()
         for lane in self.lanes:
@@ -181,34 +174,32 @@ class Driver:
 
     # --- commands -------------------------------------------------------------------------------------------
 
-    def _go(self) -> dict[str, Any]:
+    def _go(self):
         self.go.set()
         return {}
 
-    def _pause(self) -> dict[str, Any]:
+    def _pause(self):
         self.go.clear()
         return {"busy": [lane.label for lane in self.lanes if not lane.resting.wait(60.0)]}
 
-    def _press(self, seconds: float, loads: bool) -> None:
+    def _press(self, seconds, loads):
         self.pressed_by_loads = loads
         self.pressed_until = time.monotonic() + seconds
 
-    def _weights(self, number: int) -> dict[str, Any]:
+    def _weights(self, number):
         """Changes the weights as an engine does that pauses for it: what was computed before is stored or
         loaded before."""
         self.version.reset()
         self.weights = number
         return {"number": number, "id": self.version.state.id, "end": time.time()}
 
-    def _name(self, label: str, ids: list[str]) -> dict[str, Any]:
+    def _name(self, label, ids):
         return {"label": self.version.name(Naming(label=label, ids=tuple(ids))).label}
 
-    def _check(self, prompts: list[list[int]], stores: bool, seconds: float) -> dict[str, Any]:
+    def _check(self, prompts, stores, seconds):
         """Tries until every prompt is found and loaded whole; with `stores`, stores it first. The first lane,
         whose thread rests, does it."""
-        kinds: tuple[OperationKind, ...] = (
-            ("store", "lookup", "retrieve") if stores else ("lookup", "retrieve")
-        )
+        kinds = ("store", "lookup", "retrieve") if stores else ("lookup", "retrieve")
         left, end, missing = [Prompt(*one) for one in prompts], time.monotonic() + seconds, ["not tried"]
         while left and time.monotonic() < end:
             missing = []
@@ -222,15 +213,15 @@ class Driver:
                 time.sleep(0.5)
         return {"missing": missing if left else []}
 
-    def _settle(self, seconds: float) -> dict[str, Any]:
+    def _settle(self, seconds):
         """Returns what is held that should not be: slots of staging memory, or the cache server's moves."""
-        held: list[str] = []
+        held = []
         end = time.monotonic() + seconds
         while (held := self._held()) and time.monotonic() < end:
             time.sleep(0.1)
         return {"held": held}
 
-    def _held(self) -> list[str]:
+    def _held(self):
         if self.engine is None:
             try:
                 moves = running_at(self._metrics)
@@ -252,7 +243,7 @@ class Driver:
         )
 
 
-def _starved_s() -> float:
+def _starved_s():
     """Returns for how many seconds the kernel has let this thread wait for a processor so far."""
     try:
         return (
@@ -262,7 +253,7 @@ def _starved_s() -> float:
         return 0.0
 
 
-def main(name: str, file: str, host: str, seed: str, start: str) -> None:
+def main(name, file, host, seed, start):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -1,8 +1,6 @@
 """The faults of a soak: which there are, when they occur, and what they do. A new fault is a row of `KINDS`
 and an action of `ACTIONS`."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json
@@ -16,11 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tests.soak.books import Books, Span
-from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, NODES, SMALL_SEGMENT, STORES, Cluster
+from tests.soak.books import Span
+from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, NODES, SMALL_SEGMENT, STORES
 from tests.soak.oracle import VOCABULARY
 from tests.soak.vandal import damaged
 
@@ -39,7 +36,7 @@ class Kind(NamedTuple):
     """A fault that can be drawn."""
 
     name: str
-    targets: tuple[str, ...]
+    targets: tuple
     shortest: float
     longest: float
     """Seconds between the fault and its end."""
@@ -58,7 +55,7 @@ class Fault(NamedTuple):
     seconds: float
     seed: int
 
-    def touches(self) -> set[str]:
+    def touches(self):
         """Returns the nodes that it affects."""
         return {
             self.target,
@@ -66,7 +63,7 @@ class Fault(NamedTuple):
             *(STORES if self.kind in ("small_pool", "drain") else ()),
         }
 
-    def collides(self, other: Fault) -> bool:
+    def collides(self, other):
         """Returns whether both affect a node at the same time, or so soon after another that it has not come
         back yet."""
         apart = self.at > other.at + other.seconds + 3.0 or other.at > self.at + self.seconds + 3.0
@@ -96,13 +93,13 @@ LONG_KINDS = (
 """Faults that outlast a minute, beside the others: Mooncake gives a transfer up after 60 s."""
 
 
-def planned(seed: int, seconds: float) -> list[Fault]:
+def planned(seed, seconds):
     """Returns the faults of a run, by time. Every kind occurs once before one occurs again, as far as there
     is time."""
     rng = random.Random(f"{seed}/faults")
     short = seconds < SHORT_RUN_S
 
-    def drawn(kind: Kind, now: float) -> Fault:
+    def drawn(kind, now):
         longest = min(kind.longest, _QUICK_S) if short else kind.longest
         shortest = min(kind.shortest, longest)
         # as many short ones as long ones, by magnitude
@@ -112,7 +109,7 @@ def planned(seed: int, seconds: float) -> list[Fault]:
             round(now, 3), kind.name, rng.choice(kind.targets), round(length, 3), rng.randrange(1 << 30)
         )
 
-    long_ones: list[Fault] = []
+    long_ones = []
     now = 5.0
     while not short and now + 62.0 < seconds:
         fault = drawn(rng.choices(LONG_KINDS, [kind.weight for kind in LONG_KINDS])[0], now)
@@ -140,16 +137,11 @@ def planned(seed: int, seconds: float) -> list[Fault]:
     return sorted(found + long_ones)
 
 
-Undo = Callable[[], None]
-Later = Callable[[float, Callable[[], None]], None]
-"""Runs an action on the cluster's thread after so many seconds."""
-
-
 class Weights:
     """The weights of the engines: one change after the other, each on a thread of its own, whatever happens
     to the engines meanwhile."""
 
-    def __init__(self, cluster: Cluster, books: Books) -> None:
+    def __init__(self, cluster, books):
         self._cluster, self._books = cluster, books
         self.number = 0
         """Of the newest weights: 0 until the first change."""
@@ -157,10 +149,10 @@ class Weights:
         self._running = False
         self._missed = False
         """Whether an engine has been started since the change under way began."""
-        self._late: list[dict[str, Any]] = []
+        self._late = []
         """The commands of the change before."""
 
-    def change(self) -> None:
+    def change(self):
         """Gives all engines new weights, and names them by two commands at once. Does nothing while a change
         is under way."""
         with self._lock:
@@ -168,25 +160,25 @@ class Weights:
                 self.number += 1
                 self._begin()
 
-    def tell(self, engine: str) -> None:
+    def tell(self, engine):
         """Notes that an engine was started: it has the first weights, and gets the newest ones."""
         with self._lock:
             self._missed = bool(self.number)
             if self._missed and not self._running:
                 self._begin()
 
-    def _begin(self) -> None:
+    def _begin(self):
         self._running = True
         threading.Thread(target=self._run, args=(self.number,), name="weights", daemon=True).start()
 
-    def _run(self, number: int) -> None:
+    def _run(self, number):
         while self._running:
             self._missed = False
             self._change(number)
             with self._lock:
                 self._running = self._missed
 
-    def _change(self, number: int) -> None:
+    def _change(self, number):
         ids = [self._ask(engine, do="weights", number=number)["id"] for engine in ENGINES]
         commands = [
             {"do": "name", "label": f"w{number}", "ids": ids},
@@ -203,7 +195,7 @@ class Weights:
         for engine in ENGINES:
             self._ask(engine, do="name", label=f"y{number}", ids=ids)
 
-    def _ask(self, name: str, **command: Any) -> dict[str, Any]:
+    def _ask(self, name, **command):
         """Returns an engine's answer, for which it asks each process of the engine once."""
         engine, starts = self._cluster[name], -1
         while (answer := self._books.answer(name, command["do"])) is None:
@@ -217,40 +209,40 @@ class Weights:
 class Stage:
     """What faults are done to, and what they leave for the report."""
 
-    def __init__(self, cluster: Cluster, books: Books, weights: Weights, later: Later) -> None:
+    def __init__(self, cluster, books, weights, later):
         self.cluster, self.books, self.weights, self.later = cluster, books, weights, later
         self.disk = cluster.disk
 
-    def press(self, seconds: float, loads: bool = False) -> None:
+    def press(self, seconds, loads=False):
         for engine in ENGINES:
             self.cluster[engine].tell(do="press", seconds=seconds, loads=loads)
 
-    def begin(self, fault: Fault) -> Undo:
+    def begin(self, fault):
         """Begins a fault. Returns what ends it."""
         return ACTIONS[fault.kind](self, fault, random.Random(fault.seed))
 
 
-def _nothing() -> None:
+def _nothing():
     return
 
 
-def _kill(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+def _kill(stage, fault, rng):
     stage.cluster[fault.target].kill(fault.seconds)
     return _nothing
 
 
-def _stop(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+def _stop(stage, fault, rng):
     """A store's peers have large transfers under way when it stops, and when it goes on after a long time."""
     node = stage.cluster[fault.target]
-    begun: list[float] = []
-    over: list[bool] = []
+    begun = []
+    over = []
 
-    def begin() -> None:
+    def begin():
         if not over:
             begun.append(time.time())
             node.pause()
 
-    def undo() -> None:
+    def undo():
         over.append(True)
         if begun:
             node.resume()
@@ -267,19 +259,19 @@ def _stop(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
     return undo
 
 
-def _cut(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+def _cut(stage, fault, rng):
     host, begin = stage.cluster.hosts[fault.target], time.time()
     host.cut()
 
-    def undo() -> None:
+    def undo():
         host.mend()
         stage.books.stops.setdefault(f"link of {fault.target}", []).append(Span(begin, time.time()))
 
     return undo
 
 
-def _small_pool(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
-    def again(*segment: str) -> None:
+def _small_pool(stage, fault, rng):
+    def again(*segment):
         stage.cluster.write(*segment)
         for store in STORES:
             stage.cluster[store].kill(0.1)
@@ -288,7 +280,7 @@ def _small_pool(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
     return again
 
 
-def _disk_full(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+def _disk_full(stage, fault, rng):
     filler = stage.disk / "filler"
     try:
         with filler.open("wb", buffering=0) as file:
@@ -300,17 +292,17 @@ def _disk_full(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
     return lambda: filler.unlink(missing_ok=True)
 
 
-def _disk_refuses(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+def _disk_refuses(stage, fault, rng):
     """Nothing can be created, written or deleted, not even by root (EPERM)."""
 
-    def change(how: str) -> None:
+    def change(how):
         subprocess.run(("chattr", "-R", how, str(stage.disk)), check=False, capture_output=True, timeout=20)
 
     change("+i")
     return lambda: change("-i")
 
 
-def _disk_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+def _disk_damage(stage, fault, rng):
     """Changes files of the disk tier in place: a bit, the length, or the contents for those of another."""
     found = [file for file in stage.disk.glob("*/*/[0-9a-f][0-9a-f]/*") if file.is_file()]
     for file in rng.sample(found, min(_FILES, len(found))):
@@ -324,14 +316,14 @@ def _disk_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
     return _nothing
 
 
-def _pool_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+def _pool_damage(stage, fault, rng):
     cluster, host = stage.cluster, stage.cluster.hosts["control"]
     command = [sys.executable, "-m", "tests.soak.vandal", cluster.master, cluster.metrics, host.address, str(fault.seed)]  # fmt: skip
     out = cluster.logs / f"damage-{fault.seed}.log"
     with out.open("wb") as lines:
         vandal = subprocess.Popen(host.inside(*command), stdout=lines, stderr=lines, start_new_session=True)
 
-    def undo() -> None:
+    def undo():
         os.killpg(vandal.pid, signal.SIGKILL)
         vandal.wait()
         for line in out.read_text(errors="replace").splitlines():
@@ -341,7 +333,7 @@ def _pool_damage(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
     return undo
 
 
-def _drain(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+def _drain(stage, fault, rng):
     """The pool is emptied, because a full one has no room. The command cancels in the middle, and is killed
     at the end. What is drained takes objects again when it is started again."""
     cluster, out = stage.cluster, stage.cluster.logs / f"drain-{fault.seed}.log"
@@ -352,7 +344,7 @@ def _drain(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
         inside = cluster.hosts["control"].inside("sh", "-c", command)
         draining = subprocess.Popen(inside, stdout=lines, stderr=lines, start_new_session=True)
 
-    def undo() -> None:
+    def undo():
         if draining.poll() is None:
             os.killpg(draining.pid, signal.SIGKILL)
         draining.wait()
@@ -366,24 +358,24 @@ def _drain(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
     return undo
 
 
-def _pins(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+def _pins(stage, fault, rng):
     """Each prompt of the clients is pinned for as long as this lasts."""
     stage.books.pin_s = fault.seconds
 
-    def undo() -> None:
+    def undo():
         stage.books.pin_s = 0.0
 
     return undo
 
 
-def _reset(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+def _reset(stage, fault, rng):
     """All engines get other weights, and two commands at once name them, while all lanes load."""
     stage.press(fault.seconds + 2.0, loads=True)
     stage.weights.change()
     return _nothing
 
 
-def _etcd_down(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+def _etcd_down(stage, fault, rng):
     """etcd is stopped, or killed, or comes back with an empty disk."""
     how = rng.choice(("stopped", "killed", "wiped"))
     if how == "stopped":
@@ -394,14 +386,14 @@ def _etcd_down(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
     return _nothing
 
 
-def _strange_client(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
+def _strange_client(stage, fault, rng):
     """A client of the proxy: bodies cut off, headers that come slowly, nonsense, huge numbers, connections
     that end in the middle."""
     gone = threading.Event()
 
-    def misbehave() -> None:
+    def misbehave():
         with contextlib.ExitStack() as stack:
-            unfinished: list[socket.socket] = []
+            unfinished = []
             while not gone.wait(0.02):
                 with contextlib.suppress(OSError):
                     connection = socket.create_connection(stage.cluster.proxy, 1.0)
@@ -420,16 +412,16 @@ def _strange_client(stage: Stage, fault: Fault, rng: random.Random) -> Undo:
     thread = threading.Thread(target=misbehave, name="strange-client", daemon=True)
     thread.start()
 
-    def undo() -> None:
+    def undo():
         gone.set()
         thread.join(10.0)
 
     return undo
 
 
-def _nonsense(rng: random.Random) -> bytes:
+def _nonsense(rng):
     usual = {"model": "tiny", "prompt": rng.choices(range(VOCABULARY), k=rng.randint(1, 200)), "max_tokens": 8, "stream": True}  # fmt: skip
-    odd: tuple[dict[str, Any], ...] = (
+    odd = (
         {"max_tokens": 10**30}, {"temperature": 1e308, "seed": 2**80}, {"prompt": [2**63] * 4}, {"prompt": {"a": [None] * 100}},
         {"kv_hints": {"protocol_version": "0.1", "message_id": "m", "actions": [7, {}] * 4}}, {"kv_hints": [[]]}, {"cache_salt": "\x00" * 5000}, {"kv_transfer_params": {"do_remote_decode": True, "prefix": "x"}}, {},
     )  # fmt: skip
@@ -452,7 +444,7 @@ def _nonsense(rng: random.Random) -> bytes:
     ))  # fmt: skip
 
 
-ACTIONS: Mapping[str, Callable[[Stage, Fault, random.Random], Undo]] = {
+ACTIONS = {
     "kill": _kill,
     "stop": _stop,
     "cut": _cut,

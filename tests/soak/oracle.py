@@ -6,20 +6,15 @@ tokens, words, heads, layers and blocks in a wrong place are seen. All bytes tha
 hold a canary, which is another one for each operation.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from pd_cache.cache import CacheEngine, PromptCache
-from pd_cache.server.client import RemoteCache
 from transfer.deadlines import end_in
 
 CHUNK = 16
@@ -36,11 +31,8 @@ TOKEN_BYTES = LAYERS * HEADS * WORDS * 8
 _FAMILIES = 12
 _MASK = (1 << 64) - 1
 
-OperationKind = Literal["store", "retrieve", "lookup", "unknown", "remove"]
-_OPERATIONS: tuple[tuple[OperationKind, float], ...] = (("store", 38), ("retrieve", 36), ("lookup", 16), ("unknown", 4), ("remove", 6))  # fmt: skip
-Words = np.ndarray[Any, np.dtype[np.uint64]]
-Slots = np.ndarray[Any, np.dtype[np.int64]]
-_TABLE: Words = np.random.default_rng(20).integers(1, _MASK, (LAYERS, HEADS, WORDS), dtype=np.uint64)
+_OPERATIONS = (("store", 38), ("retrieve", 36), ("lookup", 16), ("unknown", 4), ("remove", 6))  # fmt: skip
+_TABLE = np.random.default_rng(20).integers(1, _MASK, (LAYERS, HEADS, WORDS), dtype=np.uint64)
 
 
 class Prompt(NamedTuple):
@@ -52,11 +44,11 @@ class Prompt(NamedTuple):
     own: int = 0
 
     @property
-    def chunks(self) -> int:
+    def chunks(self):
         """Whole chunks."""
         return (self.shared + self.own) // CHUNK
 
-    def tokens(self, seed: int) -> list[int]:
+    def tokens(self, seed):
         head = random.Random(f"{seed}/family/{self.family}").choices(range(VOCABULARY), k=self.shared)
         return head + random.Random(f"{seed}/tail/{self.tail}").choices(range(VOCABULARY), k=self.own)
 
@@ -64,7 +56,8 @@ class Prompt(NamedTuple):
 class Operation(NamedTuple):
     """One call of a lane. `unknown` is a lookup of a prompt that no lane stores."""
 
-    kind: OperationKind
+    kind: str
+    """`store`, `retrieve`, `lookup`, `unknown` or `remove`."""
     prompt: Prompt
     first: int
     """How many chunks, from the first, the mask leaves out."""
@@ -75,13 +68,13 @@ class Operation(NamedTuple):
     """Seconds before it."""
 
 
-def operations(seed: int, lane: str, removes: bool) -> Iterator[Operation]:
+def operations(seed, lane, removes):
     """Yields the endless list of a lane. `removes`: whether its cache can remove keys; if not, it looks up
     instead."""
     rng = random.Random(f"{seed}/operations/{lane}")
     kinds, weights = zip(*_OPERATIONS, strict=True)
     while True:
-        kind: OperationKind = rng.choices(kinds, weights)[0]
+        kind = rng.choices(kinds, weights)[0]
         if kind == "remove" and not removes:
             kind = "lookup"
         size = rng.random()
@@ -100,7 +93,7 @@ def operations(seed: int, lane: str, removes: bool) -> Iterator[Operation]:
         )
 
 
-def pressed(operation: Operation, number: int, lane: str, loads: bool) -> Operation:
+def pressed(operation, number, lane, loads):
     """Returns what a lane does in place of its operation `number` under pressure: at once, and without a
     pause.
 
@@ -110,7 +103,7 @@ def pressed(operation: Operation, number: int, lane: str, loads: bool) -> Operat
     """
     if loads:
         prompt = Prompt(number % _FAMILIES, 16 * CHUNK)
-        kind: OperationKind = "store" if number % 8 == 0 else "retrieve"
+        kind = "store" if number % 8 == 0 else "retrieve"
     else:
         kind = "retrieve" if number % 4 >= 2 else "store"
         rng, half = random.Random(f"{lane}/{number - 2 * (kind == 'retrieve')}"), LONGEST // 2 * CHUNK
@@ -119,7 +112,7 @@ def pressed(operation: Operation, number: int, lane: str, loads: bool) -> Operat
     return operation._replace(kind=kind, prompt=prompt, first=0, timeout=timeout, pause=0.0)
 
 
-def prefixes(tokens: Sequence[int], weights: int = 0) -> Words:
+def prefixes(tokens, weights=0):
     """Returns a number for each token, which names the prefix that ends with it under the weights of this
     number; uint64 [n]."""
     value, found = 0x9E3779B97F4A7C15 * (weights + 1) & _MASK, []
@@ -130,12 +123,12 @@ def prefixes(tokens: Sequence[int], weights: int = 0) -> Words:
     return np.array(found, dtype=np.uint64)
 
 
-def kv_of(names: Words) -> Words:
+def kv_of(names):
     """Returns the KV of tokens with these prefixes; uint64 [n, layers, heads, words]."""
     return np.bitwise_xor(names[:, None, None, None], _TABLE[None])
 
 
-def places(seed: int, count: int) -> Slots:
+def places(seed, count):
     """Returns `count` different slots: whole blocks anywhere in the buffer; int64 [count]."""
     rng = random.Random(seed)
     blocks = np.array(rng.sample(range(BLOCKS), -(-count // CHUNK)), dtype=np.int64)
@@ -145,32 +138,31 @@ def places(seed: int, count: int) -> Slots:
 class PagedBuffer:
     """A paged buffer like an engine's, with an oracle."""
 
-    _known: ClassVar[dict[int, str]] = {}
+    _known = {}  # noqa: RUF012
     """Prefixes that the process has used, by their numbers, for the report on a wrong word."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.whole = torch.zeros((LAYERS, BLOCKS, HEADS, CHUNK, WORDS), dtype=torch.int64)
         layers = self.whole.view(torch.bfloat16).unbind()
         self.tensors = {f"layers.{index}": layer for index, layer in enumerate(layers)}
 
     @property
-    def words(self) -> Words:
+    def words(self):
         """The same memory. A cache server's client may have moved it, so it is looked up each time."""
-        view: Words = self.whole.numpy().view(np.uint64)
-        return view
+        return self.whole.numpy().view(np.uint64)
 
-    def know(self, names: Words, what: str) -> None:
+    def know(self, names, what):
         """Notes whose prefixes these are."""
         if len(self._known) > 400_000:
             self._known.clear()
         for index, name in enumerate(names[CHUNK - 1 :: CHUNK].tolist(), start=1):
             self._known[name] = f"{what} up to token {index * CHUNK}"
 
-    def put(self, slots: Slots, names: Words) -> None:
+    def put(self, slots, names):
         """Writes the KV of tokens, as an engine does when it computes them."""
         self.words[:, slots // CHUNK, :, slots % CHUNK, :] = kv_of(names)
 
-    def recognise(self, slots: Slots, under: Callable[[int], Words], newest: int) -> tuple[Words, int]:
+    def recognise(self, slots, under, newest):
         """Returns the names that the tokens in `slots`, whole chunks, must have, and the earliest weights
         that computed any of them.
 
@@ -193,7 +185,7 @@ class PagedBuffer:
                 unexplained &= ~found
         return names, earliest
 
-    def compare(self, slots: Slots, names: Words, may_differ: Slots, canary: int) -> tuple[int, list[str]]:
+    def compare(self, slots, names, may_differ, canary):
         """Returns how many slots are wrong, and a sentence about each of the first.
 
         `slots` must hold the KV of `names`, `may_differ` anything, all others the canary. Afterwards all hold
@@ -214,52 +206,10 @@ class PagedBuffer:
             found.append(f"untouched {self._said(int(slot), np.full_like(there, canary), there)}")
         return len(bad) + len(strange), found
 
-    def _said(self, slot: int, expected: Words, got: Words) -> str:
+    def _said(self, slot, expected, got):
         place = np.unravel_index(int(np.flatnonzero((expected != got).reshape(-1))[0]), got.shape)
         owner = self._known.get(int(got[place]) ^ int(_TABLE[place]), "no known prompt")
         return f"slot {slot}: expected {int(expected[place]):016x}, found {int(got[place]):016x} of {owner}"
-
-
-class LaneCache:
-    """A lane's view of an engine's cache: the process's own engine, or the lane's connection to the cache
-    server.
-
-    All tensors are on the CPU; timeouts are in seconds.
-    """
-
-    def __init__(self, cache: CacheEngine | RemoteCache, buffer: PagedBuffer) -> None:
-        self.cache, self._kv, self._prompts = cache, buffer.tensors, PromptCache(cache)
-        self.removes = isinstance(cache, CacheEngine)
-
-    def version(self) -> str | None:
-        """Returns the label of the weights for stores; None while they have none."""
-        return self.cache.label
-
-    def lookup(self, tokens: list[int], timeout: float) -> int:
-        return self._prompts.lookup(tokens, session=_session(), timeout=timeout)
-
-    def retrieve(
-        self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float
-    ) -> torch.Tensor:
-        return self._prompts.retrieve(
-            tokens, mask, kv_caches=self._kv, slot_mapping=slots, session=_session(), timeout=timeout
-        )
-
-    def store(
-        self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, label: str, timeout: float
-    ) -> int:
-        return self._prompts.store(
-            tokens, mask, kv_caches=self._kv, slot_mapping=slots, label=label, timeout=timeout
-        )
-
-    def remove(self, tokens: list[int], timeout: float) -> None:
-        assert isinstance(self.cache, CacheEngine)
-        database = self.cache.database
-        self.cache.backend.batched_remove(database.keys(database.name_chunks(tokens)), end=end_in(timeout))
-
-
-def _session() -> str:
-    return threading.current_thread().name
 
 
 @dataclass
@@ -274,26 +224,28 @@ class Performed:
     """The earliest weights that computed any loaded token."""
     wrong: int = 0
     """Slots."""
-    first: list[str] = field(default_factory=list)
+    first: list = field(default_factory=list)
     complaint: str = ""
     """An answer that cannot be right, or the exception that was raised."""
     raised: bool = False
 
 
-def perform(cache: LaneCache, buffer: PagedBuffer, operation: Operation, seed: int, canary: int, weights: Callable[[], int], mark: Callable[[], None]) -> Performed:  # fmt: skip
+def perform(cache, buffer, operation, seed, canary, weights, mark):
     """Prepares the buffer, calls the cache between two calls of `mark`, and compares the whole buffer.
 
     `weights` returns the number of the weights that the engine computes with.
     """
     # the version first: weights change before it does, so that KV is never older than the version that its
     # store bears
-    label = cache.version()
+    label = cache.cache.label
     kind = operation.kind if operation.kind != "store" or label is not None else "lookup"
     tokens, first, done = operation.prompt.tokens(seed), operation.first * CHUNK, Performed()
     names, end = prefixes(tokens, weights()), len(tokens) // CHUNK * CHUNK
     buffer.know(names, str(operation.prompt))
     slots = places(operation.places, len(tokens))
-    mapping, mask = torch.from_numpy(slots.copy()), torch.arange(len(tokens)) >= first
+    mask = torch.arange(len(tokens)) >= first
+    pages = {"kv_caches": buffer.tensors, "slot_mapping": torch.from_numpy(slots.copy())}
+    limits = {"session": threading.current_thread().name, "timeout": operation.timeout}
     buffer.words.fill(canary)
     if kind == "store":
         buffer.put(slots, names)
@@ -301,14 +253,15 @@ def perform(cache: LaneCache, buffer: PagedBuffer, operation: Operation, seed: i
     mark()
     try:
         if kind == "store":
-            done.hit = cache.store(tokens, mask, mapping, label or "", operation.timeout)
+            done.hit = cache.store(tokens, mask, **pages, label=label, timeout=operation.timeout)
         elif kind == "retrieve":
-            answer = cache.retrieve(tokens, mask, mapping, operation.timeout)
+            answer = cache.retrieve(tokens, mask, **pages, **limits)
             done.hit = int(answer.sum())
         elif kind == "remove":
-            cache.remove(tokens, operation.timeout)
+            keys = cache.cache.database.keys(cache.cache.name_chunks(tokens))
+            cache.cache.backend.batched_remove(keys, end=end_in(operation.timeout))
         else:
-            done.hit = cache.lookup(tokens, operation.timeout)
+            done.hit = cache.lookup(tokens, **limits)
     except Exception:  # noqa: BLE001 - no exception of any kind may be raised into an engine
         done.complaint, done.raised = traceback.format_exc(), True
         mark()

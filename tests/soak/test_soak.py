@@ -1,22 +1,16 @@
 """The soak: its oracle finds whatever is wrong in a paged buffer, its plan is a function of the seed, and a
 short run finds nothing."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from pd_cache.cache import CacheEngine, CacheEngineBuilder
+from pd_cache.cache import CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, LocalTier, NodeSettings
 from pd_cache.layout import KVLayout
@@ -25,11 +19,8 @@ from tests.soak.faults import ACTIONS, KINDS, LONG_KINDS, planned
 from tests.soak.oracle import (  # fmt: skip
     BLOCKS,
     CHUNK,
-    LaneCache,
     Operation,
-    OperationKind,
     PagedBuffer,
-    Performed,
     Prompt,
     kv_of,
     operations,
@@ -47,11 +38,11 @@ _NONE = np.zeros(0, np.int64)
 
 
 @pytest.fixture(scope="module")
-def buffer() -> PagedBuffer:
+def buffer():
     return PagedBuffer()
 
 
-def _loaded(buffer: PagedBuffer, weights: tuple[int, ...] = (0, 0, 0)) -> tuple[Any, Any]:
+def _loaded(buffer, weights=(0, 0, 0)):
     """Slots of three chunks that hold what they must, in a buffer of canaries."""
     slots, tokens = places(1, 3 * CHUNK), range(3 * CHUNK)
     buffer.words.fill(CANARY)
@@ -61,13 +52,13 @@ def _loaded(buffer: PagedBuffer, weights: tuple[int, ...] = (0, 0, 0)) -> tuple[
     return slots, prefixes(tokens)
 
 
-def test_no_word_occurs_twice() -> None:
+def test_no_word_occurs_twice():
     names = prefixes(range(3 * CHUNK))
     words = kv_of(np.concatenate([names, prefixes([9, 2, 3]), prefixes(range(9), 1)])).reshape(-1)
     assert len(set(words.tolist())) == len(words)
 
 
-def test_a_single_wrong_byte_is_found_inside_the_slots_and_outside(buffer: PagedBuffer) -> None:
+def test_a_single_wrong_byte_is_found_inside_the_slots_and_outside(buffer):
     slots, names = _loaded(buffer)
     buffer.words.view(np.uint8)[1, slots[17] // CHUNK, 1, slots[17] % CHUNK, 801] ^= 0x10
     other = next(slot for slot in range(BLOCKS * CHUNK) if slot not in set(slots.tolist()))
@@ -78,17 +69,7 @@ def test_a_single_wrong_byte_is_found_inside_the_slots_and_outside(buffer: Paged
     assert outside.startswith(f"untouched slot {other}")
 
 
-def test_kv_of_another_prompt_is_found_and_named(buffer: PagedBuffer) -> None:
-    slots, names = _loaded(buffer)
-    foreign = prefixes(range(1000, 1000 + CHUNK))
-    buffer.know(foreign, "the other prompt")
-    buffer.put(slots[:1], foreign[-1:])
-    count, (found,) = buffer.compare(slots, names, _NONE, CANARY)
-    assert count == 1
-    assert found.endswith(f"of the other prompt up to token {CHUNK}")
-
-
-def test_each_chunk_may_be_of_earlier_weights_but_none_of_no_weights(buffer: PagedBuffer) -> None:
+def test_each_chunk_may_be_of_earlier_weights_but_none_of_no_weights(buffer):
     slots, _ = _loaded(buffer, (2, 0, 1))
     names, earliest = buffer.recognise(slots, lambda weights: prefixes(range(3 * CHUNK), weights), 2)
     assert (earliest, buffer.compare(slots, names, _NONE, CANARY)[0]) == (0, 0)
@@ -97,37 +78,33 @@ def test_each_chunk_may_be_of_earlier_weights_but_none_of_no_weights(buffer: Pag
     assert (earliest, buffer.compare(slots, names, _NONE, CANARY)[0]) == (2, CHUNK)
 
 
-class _Faulty(LaneCache):
+class _Faulty(PromptCache):
     """A cache in memory that is right, but for what a test makes of it."""
 
-    def __init__(self, cache: CacheEngine, buffer: PagedBuffer) -> None:
-        super().__init__(cache, buffer)
+    def __init__(self, cache, buffer):
+        super().__init__(cache)
         self.buffer = buffer
-        self.after: Callable[[Any], None] = lambda slots: None
+        self.after = lambda slots: None
 
-    def retrieve(
-        self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, timeout: float
-    ) -> torch.Tensor:
-        answer = super().retrieve(tokens, mask, slots, timeout)
-        self.after(slots.numpy())
+    def retrieve(self, *args, **options):
+        answer = super().retrieve(*args, **options)
+        self.after(options["slot_mapping"].numpy())
         return answer
 
-    def store(
-        self, tokens: list[int], mask: torch.Tensor, slots: torch.Tensor, label: str, timeout: float
-    ) -> int:
-        stored = super().store(tokens, mask, slots, label, timeout)
-        self.after(slots.numpy())
+    def store(self, *args, **options):
+        stored = super().store(*args, **options)
+        self.after(options["slot_mapping"].numpy())
         return stored
 
-    def do(self, kind: OperationKind, first: int = 0) -> Performed:
+    def do(self, kind, first=0):
         return self.perform(Operation(kind, Prompt(0, 5 * CHUNK), first, 3, 1.0, 0.0))
 
-    def perform(self, operation: Operation) -> Performed:
+    def perform(self, operation):
         return perform(self, self.buffer, operation, 4, CANARY, lambda: 0, lambda: None)
 
 
 @pytest.fixture
-def cache(buffer: PagedBuffer) -> Iterator[_Faulty]:
+def cache(buffer):
     layout = KVLayout.from_tensors(buffer.tensors)
     settings = NodeSettings(
         master="127.0.0.1:1",
@@ -139,29 +116,29 @@ def cache(buffer: PagedBuffer) -> Iterator[_Faulty]:
         yield _Faulty(engine, buffer)
 
 
-def test_a_cache_that_is_right_passes_a_hundred_operations(cache: _Faulty) -> None:
+def test_a_cache_that_is_right_passes_a_hundred_operations(cache):
     done = [cache.perform(operation) for operation in islice(operations(4, "engine-a/0", True), 100)]
     assert [one for one in done if one.wrong or one.complaint] == []
     assert sum(one.hit for one in done)
 
 
-def test_a_cache_that_writes_where_it_should_not_is_caught(cache: _Faulty) -> None:
+def test_a_cache_that_writes_where_it_should_not_is_caught(cache):
     cache.do("store")
     cache.after = lambda slots: cache.buffer.put(slots[:1], prefixes([77]))
     assert cache.do("retrieve", first=2).wrong == 1, "a slot that the mask leaves out"
     assert cache.do("store").wrong == 1, "a store that changes what it reads"
 
 
-def test_answers_that_cannot_be_right_and_exceptions_are_complaints(cache: _Faulty) -> None:
-    cache.lookup = lambda tokens, timeout: CHUNK  # type: ignore[method-assign]
+def test_answers_that_cannot_be_right_and_exceptions_are_complaints(cache):
+    cache.lookup = lambda tokens, **_: CHUNK
     assert "no lane stores" in cache.do("unknown").complaint
-    cache.lookup = lambda tokens, timeout: 3  # type: ignore[method-assign]
+    cache.lookup = lambda tokens, **_: 3
     assert "lookup answered 3" in cache.do("lookup").complaint
-    cache.lookup = lambda tokens, timeout: 1 // 0  # type: ignore[method-assign]
+    cache.lookup = lambda tokens, **_: 1 // 0
     assert cache.do("lookup").raised
 
 
-def test_an_answer_is_late_unless_its_time_was_taken_by_the_machine_or_the_soak() -> None:
+def test_an_answer_is_late_unless_its_time_was_taken_by_the_machine_or_the_soak():
     call = Call("engine-a", "lookup", Span(100.0, 100.0 + 1.0 + ALLOWANCE_S + 3.0), bound=1.0)
     assert call.seconds_late([]) == pytest.approx(3.0)
     assert call.seconds_late([Span(99.0, 102.0), Span(101.0, 101.5)]) == pytest.approx(0.5)
@@ -169,7 +146,7 @@ def test_an_answer_is_late_unless_its_time_was_taken_by_the_machine_or_the_soak(
 
 
 @pytest.mark.parametrize("seconds", [15.0, 600.0])
-def test_a_plan_is_a_function_of_its_seed_and_no_two_faults_affect_a_node_at_one_time(seconds: float) -> None:
+def test_a_plan_is_a_function_of_its_seed_and_no_two_faults_affect_a_node_at_one_time(seconds):
     for seed in range(20):
         faults = planned(seed, seconds)
         assert faults == planned(seed, seconds) != planned(seed + 1, seconds)
@@ -184,7 +161,7 @@ def test_a_plan_is_a_function_of_its_seed_and_no_two_faults_affect_a_node_at_one
 
 
 @pytest.mark.slow(seconds=60)
-def test_a_short_run_ends_with_nothing_wrong_late_raised_or_left(tmp_path: Path) -> None:
+def test_a_short_run_ends_with_nothing_wrong_late_raised_or_left(tmp_path):
     if reason := why_not() or (NO_ETCD if shutil.which("etcd") is None else None):
         pytest.skip(reason)
     command = (

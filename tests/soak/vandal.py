@@ -4,8 +4,6 @@ A bare Mooncake client takes objects out and puts others back under their keys. 
 begins at once.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import time
@@ -15,7 +13,7 @@ from transfer.settings import TransferSettings, prepare
 from transfer.store import load_mooncake
 
 
-def damaged(value: bytes, other: bytes, rng: random.Random) -> tuple[str, bytes]:
+def damaged(value, other, rng):
     """Returns in a word what was done to `value`, and the damaged bytes; `other` is another object."""
     how = rng.choice(("flipped", "truncated", "longer", "foreign"))
     if how == "truncated":
@@ -28,7 +26,7 @@ def damaged(value: bytes, other: bytes, rng: random.Random) -> tuple[str, bytes]
     return "flipped", value[:place] + bytes([value[place] ^ (1 << rng.randrange(8))]) + value[place + 1 :]
 
 
-def main(master: str, metrics: str, host: str, seed: str) -> None:
+def main(master, metrics, host, seed):
     """Prints a line for each object."""
     prepare(TransferSettings())
     client = load_mooncake().MooncakeDistributedStore()

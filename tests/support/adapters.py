@@ -5,7 +5,6 @@ import importlib.util
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from typing import TypeVar
 
 import msgspec
 import pytest
@@ -16,8 +15,6 @@ from tests.support.needs import NO_LMCACHE
 from tests.support.waiting import wait_for
 from transfer.errors import Status
 from transfer.settings import Timeouts
-
-T = TypeVar("T")
 
 PAGE = 20_000
 """Bytes of the values that every adapter can take: no whole number of anything."""

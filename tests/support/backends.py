@@ -202,7 +202,6 @@ def plant(base, key, damage, raw_client):
         if good := raw_client.get(key):
             assert raw_client.upsert(key, damage(good)) == 0
         return
-    assert isinstance(base, LocalBackend | LocalDiskBackend)
     if isinstance(base, LocalDiskBackend):
         from pd_cache.tiers.disk import PAGE, digest_of
 

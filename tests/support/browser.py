@@ -72,7 +72,7 @@ class Browser:
         await self._socket.send_json({"id": self._number, "method": method, "params": params})
         said = await asyncio.wait_for(answer, PATIENCE_S)
         assert "error" not in said, said
-        return dict(said["result"])
+        return said["result"]
 
     async def open(self, url):
         """Opens an address, and does not wait until it is there."""
@@ -144,7 +144,7 @@ async def _page(session, port):
         while True:
             async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
                 if pages := [one for one in await response.json() if one["type"] == "page"]:
-                    return str(pages[0]["webSocketDebuggerUrl"])
+                    return pages[0]["webSocketDebuggerUrl"]
             await asyncio.sleep(0.05)
 
 

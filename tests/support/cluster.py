@@ -1,7 +1,5 @@
 """A small disaggregated cluster for tests, and a client for what its nodes serve."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -50,11 +48,11 @@ OUTAGES = {
 class Answer(NamedTuple):
     status: int
     body: Any
-    headers: dict[str, str]
+    headers: dict
 
     @property
     def tokens(self):
-        return list(self.body["choices"][0]["token_ids"])
+        return self.body["choices"][0]["token_ids"]
 
     @property
     def cached(self):

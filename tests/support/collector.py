@@ -1,13 +1,11 @@
 """A collector of OpenTelemetry in this process: takes OTLP over HTTP, and decodes it by the protocol's own
 messages."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.support.waiting import beside
 
@@ -27,7 +25,7 @@ class ReceivedSpan(NamedTuple):
     end: int
     """Nanoseconds since 1970."""
     failed: bool
-    attributes: dict[str, Any]
+    attributes: dict
 
 
 class Collector:

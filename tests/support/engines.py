@@ -1,22 +1,15 @@
 """Cache engines over a real pool, small enough to fill and empty in milliseconds."""
 
-from __future__ import annotations
-
-import random
 import uuid
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from pd_cache.cache import CacheEngine, CacheEngineBuilder, PromptCache
+from pd_cache.cache import CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
-from pd_cache.metrics import CacheMetrics
 from tests.support.kv import holds_token, make_cache, write_prompt
-from tests.support.pool import Pool
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 64
 FAST = {
@@ -26,7 +19,7 @@ FAST = {
 """What notices soon that a pool has gone or is back."""
 
 
-def troubles(metrics: CacheMetrics, op: str) -> dict[str, float]:
+def troubles(metrics, op):
     """What was counted as trouble of `op`, by reason."""
     return {key[2]: value for key, value in metrics.totals().items() if key[:2] == ("troubles", op)}
 
@@ -34,32 +27,32 @@ def troubles(metrics: CacheMetrics, op: str) -> dict[str, float]:
 class Host:
     """One engine with a paged cache of its own, as a prefill or decode node has them."""
 
-    def __init__(self, engine: CacheEngine, cache: list[torch.Tensor]) -> None:
+    def __init__(self, engine, cache):
         self.engine = engine
         self.cache = cache
         self.layout = engine.layout
         self.prompts = PromptCache(engine)
 
-    def compute(self, tokens: list[int], slots: list[int]) -> None:
+    def compute(self, tokens, slots):
         """Fill the slots as the model would."""
         write_prompt(self.cache, self.layout, tokens, slots)
 
-    def holds(self, tokens: list[int], slots: list[int]) -> bool:
+    def holds(self, tokens, slots):
         """Whether the slots hold what the model would have computed for the prompt's first tokens, as many as
         there are slots."""
         return all(
             holds_token(self.cache, self.layout, tokens[: at + 1], slot) for at, slot in enumerate(slots)
         )
 
-    def lookup(self, tokens: list[int], **options: Any) -> int:
+    def lookup(self, tokens, **options):
         return self.prompts.lookup(tokens, **options)
 
-    def store(self, tokens: list[int], slots: list[int], **options: Any) -> int:
+    def store(self, tokens, slots, **options):
         return self.prompts.store(
             tokens, kv_caches=self.cache, slot_mapping=torch.tensor(slots, dtype=torch.int64), **options
         )
 
-    def retrieve(self, tokens: list[int], slots: list[int], **options: Any) -> list[bool]:
+    def retrieve(self, tokens, slots, **options):
         mask = self.prompts.retrieve(
             tokens, kv_caches=self.cache, slot_mapping=torch.tensor(slots, dtype=torch.int64), **options
         )
@@ -67,26 +60,16 @@ class Host:
         assert mask.device.type == "cpu"
         return [bool(value) for value in mask]
 
-    def keys(self, tokens: list[int]) -> list[str]:
+    def keys(self, tokens):
         return self.engine.database.keys(self.engine.database.name_chunks(tokens))
 
-    def troubles(self, op: str) -> dict[str, float]:
+    def troubles(self, op):
         """What was counted as trouble of `op`, by reason."""
         return troubles(self.engine.metrics, op)
 
 
 @contextmanager
-def host(
-    pool: Pool,
-    *,
-    model: str | None = None,
-    tensors: list[torch.Tensor] | None = None,
-    place: dict[str, Any] | None = None,
-    segment_size: int = 0,
-    wait: bool = True,
-    cache: CacheConfig | None = None,
-    **transfer: Any,
-) -> Iterator[Host]:
+def host(pool, *, model=None, tensors=None, place=None, segment_size=0, wait=True, cache=None, **transfer):
     """A host in a new namespace, or in the namespace of `model`. `place` says which rank it is, and goes to
     `CacheMetadata.of`."""
     tensors = tensors or make_cache(blocks=BLOCKS, block_size=BLOCK)
@@ -104,7 +87,7 @@ def host(
         engine.backend.memory.pool.check_integrity()
 
 
-def random_slots(rng: random.Random, count: int) -> list[int]:
+def random_slots(rng, count):
     """`count` different slots, in whole blocks."""
     blocks = rng.sample(range(BLOCKS), -(-count // BLOCK))
     return [block * BLOCK + offset for block in blocks for offset in range(BLOCK)][:count]

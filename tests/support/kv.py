@@ -1,29 +1,19 @@
 """Paged caches with known contents, read and written one slot at a time: the slow, obvious way that copiers
 must match."""
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Sequence
 
 import torch
 
-from pd_cache.layout import KVLayout, PageKind
+from pd_cache.layout import PageKind
 
 KINDS_WITH_TOKENS = [kind for kind in PageKind if kind is not PageKind.OPAQUE]
 """Those whose pages show where a token lies."""
 
 
 def make_cache(
-    kind: PageKind = PageKind.HEADS_FIRST,
-    *,
-    layers: int = 2,
-    blocks: int = 32,
-    block_size: int = 4,
-    heads: int = 3,
-    dim: int = 8,
-    one_storage: bool = True,
-) -> list[torch.Tensor]:
+    kind=PageKind.HEADS_FIRST, *, layers=2, blocks=32, block_size=4, heads=3, dim=8, one_storage=True
+):
     """Tensors of `layers` layers, bfloat16, filled with random bytes."""
     shapes = {
         PageKind.HEADS_FIRST: (blocks, heads, block_size, 2 * dim),
@@ -39,7 +29,7 @@ def make_cache(
     return list(whole.unbind()) if one_storage else [layer.clone() for layer in whole]
 
 
-def token_view(tensor: torch.Tensor, kind: PageKind, slot: int, block_size: int) -> torch.Tensor:
+def token_view(tensor, kind, slot, block_size):
     """The part of a layer's tensor that belongs to one slot, as int16."""
     block, offset = divmod(slot, block_size)
     bits = tensor.view(torch.int16)
@@ -52,7 +42,7 @@ def token_view(tensor: torch.Tensor, kind: PageKind, slot: int, block_size: int)
     return bits[block, offset]
 
 
-def kv_of(prefix: Sequence[int], layer: int, shape: torch.Size) -> torch.Tensor:
+def kv_of(prefix, layer, shape):
     """The KV that a model would compute for the last token of `prefix`: a function of the whole prefix,
     int16."""
     count = int(torch.Size(shape).numel())
@@ -61,9 +51,7 @@ def kv_of(prefix: Sequence[int], layer: int, shape: torch.Size) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.int16).view(shape)
 
 
-def write_prompt(
-    cache: list[torch.Tensor], layout: KVLayout, tokens: Sequence[int], slots: Sequence[int]
-) -> None:
+def write_prompt(cache, layout, tokens, slots):
     """What an engine does when it computes `tokens`: put each token's KV into its slot."""
     for index, slot in enumerate(slots):
         for layer, tensor in enumerate(cache):
@@ -71,7 +59,7 @@ def write_prompt(
             place.copy_(kv_of(tokens[: index + 1], layer, place.shape))
 
 
-def holds_token(cache: list[torch.Tensor], layout: KVLayout, prefix: Sequence[int], slot: int) -> bool:
+def holds_token(cache, layout, prefix, slot):
     """Whether a slot holds the KV of the last token of `prefix`, in every layer."""
     return all(
         torch.equal(place, kv_of(prefix, layer, place.shape))
@@ -80,6 +68,6 @@ def holds_token(cache: list[torch.Tensor], layout: KVLayout, prefix: Sequence[in
     )
 
 
-def same_tensors(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+def same_tensors(one, other):
     """Whether tensors of any bytes are the same: random numbers may be none, and those equal nothing."""
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(one, other, strict=True))

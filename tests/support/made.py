@@ -1,9 +1,6 @@
 """Fixtures that make things for a test, as many as it asks for, and end all of them."""
 
 from contextlib import ExitStack
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 def made(make, end):

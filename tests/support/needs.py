@@ -1,8 +1,6 @@
 """What some tests need of the machine. Each reason says how to have it; the end of a run lists them
 (`tests/conftest.py`)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -24,12 +22,12 @@ needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason=NO_ETCD)
 _TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
-def tool(name: str) -> str | None:
+def tool(name):
     """Returns the path of a program that tools/deploy-tools.sh puts beside this Python, or that is in
     PATH."""
     return shutil.which(name, path=_TOOLS)
 
 
-def needed(name: str) -> str:
+def needed(name):
     """The same, and skips the test where there is none."""
     return tool(name) or pytest.skip(f"no {name}; `make test` installs it by tools/deploy-tools.sh")

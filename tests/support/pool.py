@@ -1,8 +1,6 @@
 """A real Mooncake pool for tests: a master and store nodes, each a process started as `pd-cache launch
 ROLE`."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -13,16 +11,13 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import yaml
 
 from launch.run.supervise import end, spawn_child
 from pd_cache.config import CacheConfig, NodeSettings
-from tests.support.hosts import Host
 from tests.support.waiting import wait_for
 from transfer.settings import TransferSettings
 from transfer.store import load_mooncake
@@ -39,13 +34,13 @@ and above Mooncake's."""
 _next_port = itertools.count()
 
 
-def suspend(process: psutil.Process) -> None:
+def suspend(process):
     """Stops a process, and returns once none of its threads runs."""
     process.suspend()
     wait_for(lambda: _is_stopped(process.pid), f"{process} has stopped")
 
 
-def _is_stopped(pid: int) -> bool:
+def _is_stopped(pid):
     """Returns whether no thread runs. After SIGSTOP, those that have work go on until one of them has taken
     the signal."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
@@ -57,7 +52,7 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def free_port() -> int:
+def free_port():
     """A port that nobody has, and that nobody else will be given: what was stopped finds it free when it is
     started again."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -72,7 +67,7 @@ def free_port() -> int:
 class Process:
     """A program of ours, whose output is read."""
 
-    def __init__(self, name: str, command: Sequence[str]) -> None:
+    def __init__(self, name, command):
         self.name = name
         self.process = spawn_child(
             command,
@@ -82,9 +77,9 @@ class Process:
             cwd=ROOT,
             env={**os.environ, "MC_LOG_LEVEL": "ERROR"},
         )
-        self.errors: list[str] = []
+        self.errors = []
         """The last lines of stderr."""
-        self.lines: list[str] = []
+        self.lines = []
         """All lines of stdout so far, without their ends."""
         self.said = threading.Event()
         """Set when there is the first, or will be none."""
@@ -94,27 +89,27 @@ class Process:
         for reader in self.readers:
             reader.start()
 
-    def _read_out(self) -> None:
+    def _read_out(self):
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.decode().rstrip("\n"))
             self.said.set()
         self.said.set()
 
-    def _read_errors(self) -> None:
+    def _read_errors(self):
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.errors.append(line.decode())
             del self.errors[:-200]
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, number):
         if number is signal.SIGSTOP:
             suspend(psutil.Process(self.process.pid))
         else:
             self.process.send_signal(number)
 
     @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
+    def stopped(self):
         """Stands still while the block runs."""
         self.send(signal.SIGSTOP)
         try:
@@ -122,7 +117,7 @@ class Process:
         finally:
             self.send(signal.SIGCONT)
 
-    def stop(self, number: signal.Signals = signal.SIGTERM, timeout: float = 90.0) -> int:
+    def stop(self, number=signal.SIGTERM, timeout=90.0):
         """Send the signal, wait for the end, and return the exit status."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -136,15 +131,15 @@ class Process:
             for pipe in (self.process.stdout, self.process.stderr):
                 if pipe is not None:
                     pipe.close()
-        return int(self.process.returncode)
+        return self.process.returncode
 
-    def kill(self) -> None:
+    def kill(self):
         self.stop(signal.SIGKILL)
 
-    def __enter__(self) -> Process:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.kill()
 
 
@@ -152,9 +147,7 @@ class Node(Process):
     """One role in a process of its own; ready when the constructor returns, or with `wait` false when
     `wait_ready` does."""
 
-    def __init__(
-        self, role: str, name: str, file: Path, *, wait: bool = True, host: Host | None = None
-    ) -> None:
+    def __init__(self, role, name, file, *, wait=True, host=None):
         self.role, self.address = role, ""
         # with it, a pool of another version of Mooncake
         python = os.environ.get("POOL_PYTHON", sys.executable)
@@ -163,7 +156,7 @@ class Node(Process):
         if wait:
             self.wait_ready()
 
-    def wait_ready(self, timeout: float = 180.0) -> None:
+    def wait_ready(self, timeout=180.0):
         """AssertionError, with the last lines that it printed, if it does not get ready."""
         self.said.wait(timeout)
         line = self.lines[0] if self.lines else ""
@@ -172,7 +165,7 @@ class Node(Process):
             raise AssertionError(f"{self.role} {self.name} did not get ready: {''.join(self.errors)[-4000:]}")
         self.address = [*line.split(), ""][2]
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.stop()
 
 
@@ -181,14 +174,14 @@ class Pool:
 
     def __init__(
         self,
-        folder: Path,
+        folder,
         *,
-        segment: str = "64MiB",
-        client_ttl_s: int = 2,
-        metadata: str = "P2PHANDSHAKE",
-        lease_ttl_ms: int = 30_000,
-        **master: Any,
-    ) -> None:
+        segment="64MiB",
+        client_ttl_s=2,
+        metadata="P2PHANDSHAKE",
+        lease_ttl_ms=30000,
+        **master,
+    ):
         """Nothing is started yet. Further options are keys of the master."""
         self.port = free_port()
         self.metrics_port = free_port()
@@ -205,32 +198,32 @@ class Pool:
         ]
         transfer = {"metadata": metadata, "timeouts": {"get_ms": lease_ttl_ms, "put_ms": lease_ttl_ms}}
         self.file.write_text(yaml.safe_dump({"transfer": transfer, "nodes": [self.master, *stores]}))
-        self.nodes: dict[str, Node] = {}
+        self.nodes = {}
 
     @property
-    def address(self) -> str:
+    def address(self):
         return f"127.0.0.1:{self.port}"
 
     @property
-    def metrics(self) -> str:
+    def metrics(self):
         """Where the master's HTTP service is."""
         return f"http://127.0.0.1:{self.metrics_port}"
 
-    def segment(self, store: int) -> str:
+    def segment(self, store):
         """The name of a store node's segment."""
         return f"127.0.0.1:{self.store_ports[store]}"
 
-    def ask(self, path: str) -> str:
+    def ask(self, path):
         """What the master's HTTP service answers."""
         with urllib.request.urlopen(self.metrics + path, timeout=60) as page:
-            return str(page.read().decode())
+            return page.read().decode()
 
-    def keys(self) -> set[str]:
+    def keys(self):
         """The keys of all chunks in the pool."""
         return {key for key in self.ask("/get_all_keys").split() if not key.endswith("/manifest")}
 
     @contextlib.contextmanager
-    def bare_client(self) -> Iterator[Any]:
+    def bare_client(self):
         """Mooncake itself: what plants bad data, and takes away good, behind pd-cache's back."""
         client = load_mooncake().MooncakeDistributedStore()
         assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", self.address) == 0
@@ -239,7 +232,7 @@ class Pool:
         finally:
             client.close()
 
-    def damage(self, *keys: str) -> None:
+    def damage(self, *keys):
         """Flips a bit in the middle of each of these objects."""
         with self.bare_client() as client:
             for key in keys:
@@ -247,19 +240,19 @@ class Pool:
                 value[len(value) // 2] ^= 1
                 assert (client.remove(key, True), client.put(key, bytes(value))) == (0, 0)
 
-    def remove(self, *keys: str) -> None:
+    def remove(self, *keys):
         """Takes objects away, leased or not."""
         with self.bare_client() as client:
             assert not any(client.remove(key, True) for key in keys)
 
     @property
-    def evicted(self) -> int:
+    def evicted(self):
         """How many objects the master has evicted since it started."""
         match = re.search(r"^master_evicted_key_count (\d+)", self.ask("/metrics"), re.MULTILINE)
         assert match is not None
         return int(match[1])
 
-    def used(self, store: int) -> int:
+    def used(self, store):
         """Bytes that objects take of a store node's segment."""
         match = re.search(
             r"Used\(bytes\)\s*:\s*(\d+)", self.ask(f"/query_segment?segment={self.segment(store)}")
@@ -267,20 +260,20 @@ class Pool:
         assert match is not None
         return int(match[1])
 
-    def start(self, *names: str) -> Pool:
+    def start(self, *names):
         """Start the named nodes; `master` and `store-0` if none is named."""
         for name in names or ("master", "store-0"):
             self.nodes[name] = Node(name.split("-")[0], name, self.file)
         return self
 
-    def stop(self, *names: str) -> None:
+    def stop(self, *names):
         for name in names or tuple(reversed(self.nodes)):
             self.nodes.pop(name).stop()
 
-    def kill(self, name: str) -> None:
+    def kill(self, name):
         self.nodes.pop(name).kill()
 
-    def end(self) -> None:
+    def end(self):
         """Kill whatever still runs, children too: nobody tidies up."""
         for node in self.nodes.values():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -289,9 +282,7 @@ class Pool:
             node.kill()
         self.nodes.clear()
 
-    def settings(
-        self, cache: CacheConfig | None = None, transfer: dict[str, Any] | None = None, segment_size: int = 0
-    ) -> NodeSettings:
+    def settings(self, cache=None, transfer=None, segment_size=0):
         """What a client of this pool needs, with small buffers, and with `PATIENT` deadlines unless told
         otherwise."""
         import msgspec

@@ -1,7 +1,5 @@
 """A proxy before nodes that misbehave on purpose. All of them are real servers on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json
@@ -238,7 +236,6 @@ class InOrder(Random):
 class Cluster:
     def __init__(self, proxy, url, prefill, decode):
         self.proxy, self.url, self.prefill, self.decode = proxy, url, prefill, decode
-        self.session: aiohttp.ClientSession
 
     def post(self, body=None, **kwargs):
         """Posts a completion, or a chat if the body has messages."""
@@ -277,7 +274,7 @@ class Cluster:
         data = message(kind, payload, action_id)
         async with self.session.post(self.url + "/hints", data=data, **kwargs) as response:
             (action,) = (await response.json())["actions"]
-            return dict(action)
+            return action
 
     def metric(self, name, **labels):
         return self.proxy.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
@@ -392,4 +389,4 @@ async def error_of(response):
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert "Traceback" not in body["error"]["message"]
     assert response.headers["X-Request-Id"]
-    return dict(body["error"])
+    return body["error"]

@@ -1,16 +1,10 @@
 """Cache servers and the engines that talk to them, small enough for tests."""
 
-from __future__ import annotations
-
 import itertools
 import uuid
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
 
 import msgspec
-import torch
 import yaml
 import zmq
 
@@ -20,21 +14,17 @@ from pd_cache.cluster import CacheServerNode
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout
 from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
-from pd_cache.server.connection import ServerConnection
 from pd_cache.server.protocol import (
-    Answer,
     EngineIdentity,
     Hello,
-    Message,
     Retrieve,
-    Store,
     decode_answer,
     encode,
 )
 from pd_cache.server.server import CacheServer
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt
-from tests.support.pool import PATIENT, Node, Pool, free_port
+from tests.support.pool import PATIENT, Node, free_port
 from tests.support.waiting import wait_for
 
 SMALL = {"staging_size": "1MiB", "timeouts": {**PATIENT, "close_ms": 10_000}}
@@ -44,9 +34,7 @@ PER_CHUNK = CHUNK // BLOCK
 
 
 @contextmanager
-def served(
-    pool: Pool, folder: Path, *, cache: CacheConfig | None = None, lease_s: float = 10.0, **options: Any
-) -> Iterator[CacheServer]:
+def served(pool, folder, *, cache=None, lease_s=10.0, **options):
     """A cache server in this process, on the pool, whose sessions end when a test ends them."""
     settings = pool.settings(cache or CacheConfig(chunk_size=CHUNK), SMALL)
     node = msgspec.convert(
@@ -64,7 +52,7 @@ def served(
 class ServerProcess(Node):
     """`pd-cache launch cache-server` on a pool, always at the same address."""
 
-    def __init__(self, pool: Pool, folder: Path, **options: Any) -> None:
+    def __init__(self, pool, folder, **options):
         """`options` of the node in the file."""
         port = free_port()
         self.metrics = f"http://127.0.0.1:{port}"
@@ -91,16 +79,7 @@ class ServerProcess(Node):
 class Engine:
     """A serving engine as a cache server sees it: a scheduler, a worker and a paged cache."""
 
-    def __init__(
-        self,
-        url: str,
-        model: str | None = None,
-        *,
-        cache: list[torch.Tensor] | None = None,
-        register: bool = True,
-        move_timeout_s: float = LATE_S,
-        **identity: Any,
-    ) -> None:
+    def __init__(self, url, model=None, *, cache=None, register=True, move_timeout_s=LATE_S, **identity):
         """`identity`: further fields of `EngineIdentity`."""
         self.model = model or uuid.uuid4().hex
         self.cache = cache or make_cache(blocks=BLOCKS, block_size=BLOCK)
@@ -120,22 +99,22 @@ class Engine:
             self.close = stack.pop_all().close
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self):
         """The cache as an engine registers it."""
         return {str(index): tensor for index, tensor in enumerate(self.cache)}
 
-    def __enter__(self) -> Engine:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc):
         self.close()
 
-    def compute(self, tokens: list[int], first_block: int = 0) -> None:
+    def compute(self, tokens, first_block=0):
         """Fill blocks as the model would."""
         first = first_block * BLOCK
         write_prompt(self.cache, self.layout, tokens, range(first, first + len(tokens)))
 
-    def holds(self, tokens: list[int], first_block: int = 0) -> bool:
+    def holds(self, tokens, first_block=0):
         """Whether the blocks hold exactly what the model would have computed."""
         first = first_block * BLOCK
         return all(
@@ -143,7 +122,7 @@ class Engine:
             for index in range(len(tokens))
         )
 
-    def lookup(self, request: str, tokens: list[int], **options: Any) -> int:
+    def lookup(self, request, tokens, **options):
         """Ask as a scheduler does, until there is an answer."""
         self.scheduler.maybe_submit_lookup_request(request, token_ids=tokens, **options)
         wait_for(lambda: self.scheduler.check_lookup_result(request) is not None, "the lookup's answer")
@@ -151,35 +130,35 @@ class Engine:
         self.scheduler.cleanup_lookup_result(request)
         return found or 0
 
-    def op(self, tokens: list[int], first_block: int = 0, **options: Any) -> LoadStoreOp:
+    def op(self, tokens, first_block=0, **options):
         """All whole chunks of a prompt, in blocks one after the other."""
         end = len(tokens) // CHUNK * CHUNK
         blocks = list(range(first_block, first_block + end // BLOCK))
         return LoadStoreOp(blocks, token_ids=tokens, start=0, end=end, **options)
 
-    def store(self, request: str, tokens: list[int], first_block: int = 0, **options: Any) -> None:
+    def store(self, request, tokens, first_block=0, **options):
         """Compute, store and wait for it."""
         self.compute(tokens, first_block)
         self.worker.submit_store_request(request, self.op(tokens, first_block, **options))
         self.finish_store(request)
 
-    def finish_store(self, request: str) -> None:
+    def finish_store(self, request):
         wait_for(lambda: request in (self.worker.get_finished({request})[0] or ()), "the store's end")
 
-    def retrieve(self, request: str, tokens: list[int], first_block: int = 0, **options: Any) -> set[int]:
+    def retrieve(self, request, tokens, first_block=0, **options):
         """Load and wait for it; the bad blocks."""
         self.worker.submit_retrieve_request(request, self.op(tokens, first_block, **options))
         self.finish_retrieve(request)
         return self.worker.get_block_ids_with_load_errors()
 
-    def finish_retrieve(self, request: str) -> None:
+    def finish_retrieve(self, request):
         wait_for(lambda: request in (self.worker.get_finished(set())[1] or ()), "the retrieve's end")
 
 
-def store_surely(engine: Engine, tokens: list[int]) -> None:
+def store_surely(engine, tokens):
     """Store, again until it is there: a server's store opens in the background."""
 
-    def there() -> bool:
+    def there():
         request = uuid.uuid4().hex
         engine.store(request, tokens)
         found = engine.lookup(request, tokens)
@@ -189,12 +168,7 @@ def store_surely(engine: Engine, tokens: list[int]) -> None:
     wait_for(there, "the prompt being stored")
 
 
-def move_unchecked(
-    connection: ServerConnection,
-    kind: type[Store] | type[Retrieve],
-    names: list[bytes],
-    blocks: Sequence[int],
-) -> Answer:
+def move_unchecked(connection, kind, names, blocks):
     """The answer to a store or retrieve of an engine that checks nothing itself. Raises ServerRefusedError if
     the server refuses it."""
     place = connection.fence.admit(loads=kind is Retrieve)
@@ -208,9 +182,9 @@ def move_unchecked(
 class StrangePeer:
     """A client that says what it likes, whether or not it makes sense, without a Unix socket."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         self.name = uuid.uuid4().hex
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDTIMEO, 60_000)
@@ -219,31 +193,31 @@ class StrangePeer:
         self._socket.connect(url)
         self._numbers = itertools.count(1)
 
-    def __enter__(self) -> StrangePeer:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc):
         self._context.destroy(0)
 
-    def send(self, frames: Sequence[bytes]) -> None:
+    def send(self, frames):
         self._socket.send_multipart(list(frames))
 
-    def say(self, message: Message) -> None:
+    def say(self, message):
         self.send([encode(next(self._numbers), message)])
 
-    def hear(self) -> Answer:
+    def hear(self):
         """The next answer."""
         return decode_answer(self._socket.recv_multipart()[-1])[1]
 
-    def ask(self, message: Message) -> Answer:
+    def ask(self, message):
         self.say(message)
         return self.hear()
 
-    def hello(self) -> Answer:
+    def hello(self):
         return self.ask(Hello(self.name, "observer"))
 
 
-def running_at(metrics: str) -> float:
+def running_at(metrics):
     """How many operations wait or run at the cache server with these metrics. Raises OSError or ValueError if
     it does not answer."""
     return total(read_samples(fetch(f"{metrics}/metrics", 60.0).decode()), "pd_cache_server_running")

@@ -1,14 +1,8 @@
 """Waiting for conditions, with a deadline; threads that a test waits for; and a clock that does not wait."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
-
-T = TypeVar("T")
 
 PATIENCE_S = 60.0
 """What one answer may take. No test measures with it: a machine that is busy with other things may be
@@ -18,14 +12,14 @@ slow."""
 class Clock:
     """Stands still until a test sets `now`."""
 
-    def __init__(self, now: float = 0.0) -> None:
+    def __init__(self, now=0.0):
         self.now = now
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def wait_for(condition: Callable[[], T], what: str = "the condition") -> T:
+def wait_for(condition, what="the condition"):
     """Returns what `condition()` is as soon as it is true; AssertionError if it is not for five minutes."""
     begin = asked = time.monotonic()
     while not (found := condition()):
@@ -39,7 +33,7 @@ def wait_for(condition: Callable[[], T], what: str = "the condition") -> T:
 
 
 @contextmanager
-def beside(*calls: Callable[[], object]) -> Iterator[None]:
+def beside(*calls):
     """While the block runs, each call runs on a thread of its own. The end waits for all of them, and raises
     what one has raised."""
     with ThreadPoolExecutor(len(calls)) as threads:
@@ -49,7 +43,7 @@ def beside(*calls: Callable[[], object]) -> Iterator[None]:
             one.result(5 * PATIENCE_S)
 
 
-def together(*calls: Callable[[], object]) -> None:
+def together(*calls):
     """Runs calls at the same time, each on a thread of its own."""
     with beside(*calls):
         pass

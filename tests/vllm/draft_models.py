@@ -1,8 +1,6 @@
 """Draft models for those of `bench.lib.small_models`, made of their own layers, so that their drafts are
 often accepted."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -1,8 +1,6 @@
 """What the tests share: a pool that they may break and mend, a plain vLLM, and a pair of nodes with the
 connector."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import NamedTuple

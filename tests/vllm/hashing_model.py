@@ -6,8 +6,6 @@ before it. So a block with other contents than it should have changes every toke
 alone determine what it should have. A layer with a state keeps the sum of what other layers keep.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import numpy as np

@@ -17,8 +17,6 @@ loaded, and the answers must be the same. Then vLLM's MooncakeStoreConnector doe
 FOLDER/results.jsonl has a line for each model, and what has a line is not run again.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

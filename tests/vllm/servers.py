@@ -1,15 +1,12 @@
 """vLLM servers for tests: started by `pd-cache launch` from a cluster's file, or plain ones to compare
 with."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -58,7 +55,6 @@ of KV cache."""
 PROGRAM = ["vllm"]
 """vLLM's command. The session's fixture `warm_vllm` puts one in its place that starts sooner."""
 
-NewPrompt = Callable[[int], list[int]]
 """The fixture `new_prompt`: returns a prompt of so many tokens that no other test has used."""
 LENGTH = 1000
 WHOLE = LENGTH // CHUNK * CHUNK
@@ -77,13 +73,13 @@ _READY_S = 900.0
 class Answer(NamedTuple):
     """What a completion request came back with."""
 
-    tokens: list[int]
+    tokens: list
     cached: int
     """Tokens of the prompt that were not computed."""
-    kv_transfer_params: dict[str, Any] | None
-    logprobs: list[float]
+    kv_transfer_params: dict | None
+    logprobs: list
     """Of each token; empty unless they were asked for."""
-    seconds_best: list[float]
+    seconds_best: list
     """The logprob of the token that came second; empty unless two were asked for."""
 
     @property

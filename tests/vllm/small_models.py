@@ -1,8 +1,6 @@
 """Small models of vLLM's architectures: their configurations, and random weights that are nowhere but in
 memory."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 

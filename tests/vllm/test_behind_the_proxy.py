@@ -1,8 +1,6 @@
 """Everything that clients and operators reach by the proxy, once, with vLLM behind it: one cluster from one
 file, as `pd-cache up` runs it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Draft models with KV of their own. Their layers are a layer group, and a load gives them the KV that they
 would have computed."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

@@ -1,8 +1,6 @@
 """KV events and vLLM: its own classes read ours, ours read those of its publisher, and a real node's events
 say what its cache holds."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from typing import NamedTuple

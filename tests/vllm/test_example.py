@@ -1,7 +1,5 @@
 """`examples/vllm_offline.py`, run twice as `examples/README.md` says."""
 
-from __future__ import annotations
-
 import yaml
 
 from tests.support.cli import printed

@@ -1,8 +1,6 @@
 """The cache may fail in any way: requests are answered, with the right tokens, and every block is given
 back."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.waiting import wait_for

@@ -1,11 +1,9 @@
 """Models with several layer groups: windows, or states, beside full attention. A load has a part for each
 layer group. Some tests run several ranks, each of which has some of the heads, or some of the layers."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -27,8 +25,8 @@ class Kind(NamedTuple):
     layers: int
     blocks: int
     """Blocks of vLLM's KV cache: enough for one long request, and not for several."""
-    args: dict[str, Any]
-    tails: tuple[int, ...]
+    args: dict
+    tails: tuple
     """How many chunks a load needs of each layer group other than full attention."""
     mode: str
     """Where the cache is: in the engine's worker, or in a cache server."""

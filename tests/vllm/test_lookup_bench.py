@@ -1,8 +1,6 @@
 """`bench lookup --groups`: ours and MooncakeStoreConnector's lookup find the same prefix, each by its own
 keys."""
 
-from __future__ import annotations
-
 import json
 
 from tests.support.cli import printed, program

@@ -1,7 +1,5 @@
 """Prompts with images: nobody gets the KV of another image, whatever names it."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io

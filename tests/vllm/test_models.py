@@ -1,7 +1,5 @@
 """`make models`, of five small models of different kinds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

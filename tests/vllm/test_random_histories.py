@@ -9,15 +9,11 @@ weights: from then on only KV of the new ones is right, and requests that had be
 they like.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import threading
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -32,7 +28,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.versions import Naming, WeightsVersion
 from pd_cache.vllm.costs import NotWorth
-from pd_cache.vllm.layers import NO_DRAFT, KeptLayers, kept_layers, parts_of
+from pd_cache.vllm.layers import NO_DRAFT, kept_layers, parts_of
 from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
 from tests.pd_cache.vllm.histories import Lookups
@@ -40,7 +36,6 @@ from tests.vllm.hashing_model import (
     BLOCK,
     VOCABULARY,
     Layer,
-    Words,
     advanced,
     attended,
     computed,
@@ -79,7 +74,7 @@ class Setting(NamedTuple):
     """The share of prompts that another node computes, and that are streamed meanwhile."""
     stream_s: float = 600.0
     """How long a stream may last."""
-    layers: tuple[Layer, ...] = (Layer(),) * 3
+    layers: tuple = (Layer(),) * 3
     retention: int | None = None
     """vLLM's `prefix_cache_retention_interval`."""
     hybrid: bool = True
@@ -95,7 +90,7 @@ class FailingCache:
     """The worker's cache of a part of a layer group. A load brings all, or fails in one of the layers. Called
     on the worker's threads."""
 
-    def __init__(self, history: History, part: KeptLayers, names: Sequence[str]) -> None:
+    def __init__(self, history, part, names):
         self._history = history
         self.layers = [history.names.index(name) for name in names]
         self.kept = part.kept_blocks(history.chunk)
@@ -105,16 +100,14 @@ class FailingCache:
         self._rng = random.Random(history.rng.random())
         self.metrics = CacheMetrics()
 
-    def mark(self) -> None:
+    def mark(self):
         return None
 
-    def right(self, name: bytes) -> list[Words]:
+    def right(self, name):
         """Returns what a chunk has to hold of each layer. Call it with the lock held."""
         return [self._history.right_chunks[name][layer][-self.kept * self._words :] for layer in self.layers]
 
-    def store(
-        self, names: Sequence[bytes], blocks: Sequence[int], *, after: object = None, label: str = ""
-    ) -> list[StoreOutcome]:
+    def store(self, names, blocks, *, after=None, label=""):
         history, outcomes = self._history, []
         for at, name in enumerate(names):
             places = blocks[at * self.kept : (at + 1) * self.kept]
@@ -136,9 +129,7 @@ class FailingCache:
                     outcomes.append(StoreOutcome.NEW)
         return outcomes
 
-    def load(
-        self, names: Sequence[bytes], blocks: Sequence[int], *, session: str, label: str = "", timeout: float
-    ) -> Loaded:
+    def load(self, names, blocks, *, session, label="", timeout):
         history, rng = self._history, self._rng
         good, why = len(names), "none"
         if rng.random() < history.setting.fail:
@@ -175,13 +166,13 @@ class FailingCache:
 class RandomLookups(Lookups):
     """Finds what is in the pool of a history, and now and then less."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history):
         databases = [ChunkedTokenDatabase(part.space.namespace(history.cache)) for part in history.parts]
         super().__init__(CacheMetrics(), databases[0])
         self._groups = LayerGroups(databases)
         self._history = history
 
-    def _answer(self, names: Sequence[bytes], *, at_hand: int, session: str, timeout: float | None) -> Found:
+    def _answer(self, names, *, at_hand, session, timeout):
         history, asked = self._history, names[at_hand:]
         if history.rng.random() < 0.1:
             asked = asked[: history.rng.randint(0, len(asked))]
@@ -197,7 +188,7 @@ class RandomLookups(Lookups):
 class History:
     """An engine, its requests, and what is right."""
 
-    def __init__(self, setting: Setting, seed: int, model: Path, folder: Path) -> None:
+    def __init__(self, setting, seed, model, folder):
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import sha256
@@ -214,36 +205,36 @@ class History:
         self.setting = setting
         self.rng = random.Random(seed)
         self.lock = threading.RLock()
-        self.pool: dict[tuple[bytes, int], list[Words]] = {}
+        self.pool = {}
         """By the chunk's name and the first layer of the part."""
         self.label = ""
         self.loaded = 0
         """Loads that brought all of their chunks."""
-        self.wrong: list[str] = []
+        self.wrong = []
         self.names = [f"model.layers.{number}" for number in range(len(setting.layers))]
-        self.pages: list[Words] = []
+        self.pages = []
         for layer in setting.layers:
             own = np.zeros((setting.blocks, layer.words), dtype=np.uint64)
             self.pages.append(own if layer.source is None else self.pages[layer.source])
-        self.right_blocks: dict[bytes, Words] = {}
+        self.right_blocks = {}
         """By the hash of a block of vLLM's prefix cache, what all layers have to hold of the last `BLOCK`
         tokens up to the block's end."""
-        self.right_chunks: dict[bytes, Words] = {}
+        self.right_chunks = {}
         """What each chunk has to hold, by its name."""
-        self.tables: dict[str, list[list[int]]] = {}
+        self.tables = {}
         """The blocks of each request in each of vLLM's groups, as a worker knows them."""
-        self.columns: dict[str, tuple[int, int]] = {}
+        self.columns = {}
         """Of each request: where in its tables the block of its state is, and how many tokens of its last
         step count."""
-        self._known: dict[str, int] = {}
+        self._known = {}
         self.weights = 0
-        self._begun: dict[str, int] = {}
+        self._begun = {}
         """The weights with which each request began."""
-        self._requests: dict[str, Any] = {}
-        self._aborted: set[str] = set()
-        self._elsewhere: list[Any] = []
+        self._requests = {}
+        self._aborted = set()
+        self._elsewhere = []
         """Requests whose prompts another node computes."""
-        self._cancelled: list[str] = []
+        self._cancelled = []
         """Streams whose proxy is about to cancel them."""
         self.streamed = 0
         chunk = setting.per_chunk * BLOCK
@@ -325,11 +316,11 @@ class History:
             version=WeightsVersion(),
         )
 
-    def _judge(self, *_: object) -> NotWorth | None:
+    def _judge(self, *_):
         probe = self.rng.random() < 0.3
         return NotWorth(2.0, 1.0, probe) if self.rng.random() < self.setting.declines else None
 
-    def metadata_of(self, part: KeptLayers, names: Sequence[str]) -> CacheMetadata:
+    def metadata_of(self, part, names):
         """Returns what a worker says about a part of a layer group."""
         kept = LayerGroup(layers=",".join(names), keeps=part.kind, tail=part.tail(self.chunk))
         size = self.chunk // part.kept_blocks(self.chunk)
@@ -337,11 +328,11 @@ class History:
             model="m", kv_dtype="f", page_format="p", layers=1, block_size=size, page_bytes=64, group=kept
         )
 
-    def has(self, name: bytes) -> bool:
+    def has(self, name):
         """Returns whether the pool has all parts of a chunk. Call it with the lock held."""
         return all((name, part.layers[0]) in self.pool for part in self.parts)
 
-    def run(self) -> None:
+    def run(self):
         """Lets requests come until all have ended. Raises AssertionError for anything that is wrong."""
         made = steps = 0
         rng, blocks = self.rng, self.vllm.kv_cache_manager.block_pool
@@ -377,7 +368,7 @@ class History:
             "every block is given back"
         )
 
-    def _begin_request(self, request_id: str) -> None:
+    def _begin_request(self, request_id):
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -409,13 +400,13 @@ class History:
         else:
             self._add(request)
 
-    def _add(self, request: Any) -> None:
+    def _add(self, request):
         self._requests[request.request_id] = request
         self._begun[request.request_id] = self.weights
         self._learn(request)
         self.vllm.add_request(request)
 
-    def _compute_elsewhere(self) -> None:
+    def _compute_elsewhere(self):
         """Lets other nodes store chunks, end or fail, and proxies cancel streams before or after the request
         that is to be answered comes."""
         rng, chunk = self.rng, self.setting.per_chunk * BLOCK
@@ -441,7 +432,7 @@ class History:
         if rng.random() < 0.2:
             self._cancel()
 
-    def _cancel(self) -> None:
+    def _cancel(self):
         from vllm.v1.request import RequestStatus
 
         for request_id in list(self._cancelled):
@@ -455,7 +446,7 @@ class History:
                 self._aborted.add(request_id)
                 self.vllm.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
-    def begin_version(self) -> None:
+    def begin_version(self):
         """Changes the weights, and with them what is right. Call it with the lock held: stores compare with
         what is right in their label."""
         self.pool.clear()
@@ -465,14 +456,14 @@ class History:
         for request in self._requests.values():
             self._learn(request)
 
-    def _abort(self) -> None:
+    def _abort(self):
         from vllm.v1.request import RequestStatus
 
         request_id = self.rng.choice(list(self.vllm.requests))
         self._aborted.add(request_id)
         self.vllm.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
-    def _learn(self, request: Any) -> None:
+    def _learn(self, request):
         """Notes what the request's whole blocks and chunks have to hold."""
         count, size = len(request.block_hashes), self.hashed
         if count == self._known.get(request.request_id):
@@ -486,7 +477,7 @@ class History:
             for at, name in enumerate(names):
                 self.right_chunks[name] = right[:, at * self.chunk : (at + 1) * self.chunk]
 
-    def _step(self) -> None:
+    def _step(self):
         from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
         output = self.vllm.schedule()
@@ -516,7 +507,7 @@ class History:
             self._learn(self._requests[request_id])
         self._check_prefix_cache()
 
-    def _compute(self, output: Any, step: Step) -> dict[str, list[int]]:
+    def _compute(self, output, step):
         """Does what vLLM's worker does. Returns the tokens of each request, none if its prompt is not all
         computed."""
         starts = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
@@ -557,14 +548,14 @@ class History:
         self.worker.save(step)
         return {part.request.request_id: part.sampled() for part in parts}
 
-    def _draft(self, request_id: str) -> list[int]:
+    def _draft(self, request_id):
         tokens, drafted = list(self._requests[request_id].all_token_ids), []
         for _ in range(self.rng.randrange(4)):
             right = token(computed(tokens + drafted, self.weights, self.setting.layers)[1][-1])
             drafted.append(right if self.rng.random() < 0.7 else self.rng.randrange(VOCABULARY))
         return drafted
 
-    def _check_answer(self, request: Any) -> None:
+    def _check_answer(self, request):
         from vllm.v1.request import RequestStatus
 
         if request.status is RequestStatus.FINISHED_ERROR:
@@ -576,7 +567,7 @@ class History:
         _, hidden = computed(tokens, self.weights, self.setting.layers)
         assert tokens[start:] == [token(one) for one in hidden[start - 1 : -1]], request.request_id
 
-    def _check_prefix_cache(self) -> None:
+    def _check_prefix_cache(self):
         from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 
         for block in self.vllm.kv_cache_manager.block_pool.blocks:
@@ -594,7 +585,7 @@ class History:
 class _Part:
     """What a step computes of one request."""
 
-    def __init__(self, history: History, request_id: str, start: int, count: int, drafted: list[int]) -> None:
+    def __init__(self, history, request_id, start, count, drafted):
         self.request = history._requests[request_id]
         self._history = history
         self._layers, self._pages = history.setting.layers, history.pages
@@ -619,20 +610,20 @@ class _Part:
         ]
         self._begin_states()
 
-    def write(self, layer: int) -> None:
+    def write(self, layer):
         blocks, offsets = (one[-len(self._hidden) :] for one in self._where[layer])
         if self._layers[layer].source is None and not self._layers[layer].state:
             self._pages[layer][blocks, offsets] = kv(self._hidden, layer)
 
-    def attend(self, layer: int) -> None:
+    def attend(self, layer):
         blocks, offsets = self._where[layer]
         if self._layers[layer].state:
             self._advance(layer)
         else:
             self._hidden = attended(self._hidden, self._pages[layer][blocks, offsets], self._layers[layer])
 
-    def sampled(self) -> list[int]:
-        accepted: list[int] = []
+    def sampled(self):
+        accepted = []
         if not self._rest:
             for at, hidden in enumerate(self._hidden[len(self._hidden) - len(self._drafted) - 1 :]):
                 accepted.append(token(hidden))
@@ -643,7 +634,7 @@ class _Part:
 
     # --- states, as in vLLM's `v1/worker/mamba_utils.py` ----------------------------------------------------
 
-    def _begin_states(self) -> None:
+    def _begin_states(self):
         """Copies the states of the last step to the blocks of this one (`preprocess_mamba`)."""
         before, accepted = self._history.columns.get(self.request.request_id, ((self._start - 1) // BLOCK, 1))
         self._column = -(-self._end // BLOCK) - 1
@@ -653,7 +644,7 @@ class _Part:
         self._first = self._column + accepted - 1
         """Where the states are that this step goes on with."""
 
-    def _advance(self, layer: int) -> None:
+    def _advance(self, layer):
         from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 
         table, page, history = self._table[layer], self._pages[layer], self._history
@@ -675,7 +666,7 @@ class _Part:
             if offset:
                 page[table[column], 0] = states[offset - 1]
 
-    def _keep_states(self, accepted: int) -> None:
+    def _keep_states(self, accepted):
         """Keeps the states at a block's end behind which drafts were accepted
         (`postprocess_mamba_fused_kernel`)."""
         running = self._end - len(self._drafted)
@@ -687,7 +678,7 @@ class _Part:
                 accepted = 1
         self._history.columns[self.request.request_id] = (self._column, accepted)
 
-    def _copy(self, source: int, target: int) -> None:
+    def _copy(self, source, target):
         for layer, kept in enumerate(self._layers):
             if kept.state:
                 table = self._table[layer]
@@ -695,11 +686,11 @@ class _Part:
 
 
 STATE, MAMBA = Layer(state="at steps' ends"), Layer(state="anywhere")
-STATES: dict[str, Any] = {"fail": 0.2, "blocks": 150, "per_chunk": 1, "resets": 0.02}
+STATES = {"fail": 0.2, "blocks": 150, "per_chunk": 1, "resets": 0.02}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("tiny"), hidden=64, layers=3, heads=1, kv_heads=1)
 
 

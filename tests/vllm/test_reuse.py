@@ -1,7 +1,5 @@
 """What one vLLM computed, another need not: right tokens, and exactly the whole chunks from the pool."""
 
-from __future__ import annotations
-
 import time
 
 from tests.support.waiting import wait_for

@@ -1,8 +1,6 @@
 """What only a cache server shows: its death and return, one memory for several engines, and a vLLM that knows
 nothing but its address."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Engines of other shapes: other names of chunks, and memory above the pool."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.vllm.servers import (

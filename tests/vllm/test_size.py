@@ -1,7 +1,5 @@
 """What `pd-cache size` counts, against what vLLM's connector stores and loads."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.lib.small_models import write_model

@@ -1,9 +1,6 @@
 """The secondary tier under vLLM's own tiering manager and primary tier, without an engine."""
 
-from __future__ import annotations
-
 import uuid
-from collections.abc import Callable
 
 import pytest
 
@@ -108,9 +105,6 @@ class Tiered:
 
     def close(self):
         self.manager.shutdown()
-
-
-Open = Callable[..., Tiered]
 
 
 @pytest.fixture

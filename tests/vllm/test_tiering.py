@@ -1,8 +1,6 @@
 """pd-cache as a secondary tier of vLLM's KV offloading: vLLM's own connector, scheduler and tiering manager,
 with its copies made on the CPU."""
 
-from __future__ import annotations
-
 import uuid
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Spans of requests through vLLM: its own, and the connector's, under the client's trace context."""
 
-from __future__ import annotations
-
 import os
 
 from tests.support.waiting import wait_for

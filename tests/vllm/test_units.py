@@ -1,7 +1,5 @@
 """Parts of the connector that need vLLM's types, but no engine."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -23,7 +21,7 @@ from pd_cache.chunks import BlockHasher, CacheMetadata, LayerGroup, MediaItem, d
 from pd_cache.cluster import ClusterConfig, MasterNode, PrefillNode, VllmEngineConfig, load_config
 from pd_cache.config import CacheConfig
 from pd_cache.errors import ConfigError, UnsupportedModelError
-from pd_cache.events import EventEndpoints, EventSubscriber, Step
+from pd_cache.events import EventEndpoints, EventSubscriber
 from pd_cache.groups import LayerGroups, judge
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
@@ -89,7 +87,7 @@ def test_each_data_parallel_rank_of_vllm_publishes_where_the_nodes_record_says(h
     argv = vllm_program(config, node, tmp_path / "c.yaml", tmp_path / "n").argv
     (given,) = (json.loads(one.partition("=")[2]) for one in argv if one.startswith("--kv-events-config="))
     record = describe_node(config, node, f"http://{host}:5003")
-    addresses, came = [(record.events, record.replays), *record.ranks], [list[Step](), list[Step]()]
+    addresses, came = [(record.events, record.replays), *record.ranks], [[], []]
     with own_folder(), closing(EventSubscriber()) as subscriber, ExitStack() as stack:
         for rank in range(2):
             publisher = ZmqEventPublisher(rank, given["endpoint"], given["replay_endpoint"])

@@ -1,7 +1,5 @@
 """Weights that change while vLLM runs: what the old ones computed reaches no node again."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.lib.small_models import write_model

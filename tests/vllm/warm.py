@@ -10,8 +10,6 @@ behaves like `vllm`. Given a Python file, it behaves like `python`:
   keeper kills the server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -38,7 +38,7 @@ def _request(due, seed, output=1):
 
 def test_a_station_takes_work_in_order_as_many_at_a_time_as_it_has_servers():
     time = SimulatedTime()
-    station, ends = Station(time, 2), list[float]()
+    station, ends = Station(time, 2), []
     for seconds in (3.0, 1.0, 1.0):
         done = station.run(seconds)
         done.then(lambda _: ends.append(time.now))

@@ -109,14 +109,14 @@ class Adding(Site):
         super().__init__(location)
         self._sum = 0
 
-    def add(self, job: int) -> int:
+    def add(self, job):
         """Fails for numbers below 0."""
         if job < 0:
             raise ValueError("below 0")
         self._sum += job
         return self._sum
 
-    def sleep(self, job: None) -> None:
+    def sleep(self, job):
         """Longer than a test waits."""
         time.sleep(5.0)
 

@@ -1,7 +1,5 @@
 """The index of blocks, `/query`, and requests that go where events say that their prompt is."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import threading
@@ -202,7 +200,7 @@ class Publishing(NamedTuple):
     """A proxy whose two prefill nodes publish events."""
 
     c: Cluster
-    nodes: list[EventPublisher]
+    nodes: list
     pool: Lookups
 
     async def query(self, status=200, **body):

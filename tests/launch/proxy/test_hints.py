@@ -517,7 +517,7 @@ async def test_no_client_takes_all_prefetches(tmp_path, monkeypatch):
 
         async def prefetch(name, token):
             headers = bearer(f"key-of-{name}-0123456789")
-            return str((await c.hint("kv.prefetch", {"tokens": [token] * 256}, headers=headers))["status"])
+            return (await c.hint("kv.prefetch", {"tokens": [token] * 256}, headers=headers))["status"]
 
         assert [await prefetch("ann", n) for n in range(3)] == ["accepted", "accepted", "refused"]
         assert [await prefetch("ben", n) for n in (7, 8)] == ["accepted", "refused"]

@@ -98,7 +98,7 @@ async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(check,
         (sick, well), (only,) = c.prefill, c.decode
 
         async def healthy(hop, node):
-            return bool((await c.told("/health"))[hop][node.url])
+            return (await c.told("/health"))[hop][node.url]
 
         sick.health = only.health = check
         while await healthy("prefill", sick) or await healthy("decode", only):

@@ -505,7 +505,7 @@ async def test_the_root_leads_to_the_page():
 async def test_connections_without_a_file_descriptor_are_one_line_in_the_log_and_are_served_later(caplog):
     async with cluster(0, 1) as c:
         host, _, port = c.url.removeprefix("http://").rpartition(":")
-        clients, spare = [socket.socket() for _ in range(3)], list[int]()
+        clients, spare = [socket.socket() for _ in range(3)], []
 
         def refused():
             """The lines about it; what else lacks descriptors has its own."""

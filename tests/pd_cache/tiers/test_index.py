@@ -1,7 +1,5 @@
 """Eviction policies and the index: which entry goes, and that pinned ones never do."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -9,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pd_cache.config import EvictionName
 from pd_cache.tiers.index import S3FIFO, EvictingIndex, make_policy
 from transfer.errors import Status
 
@@ -123,7 +120,7 @@ def test_scans_of_new_keys_do_not_grow_what_s3fifo_remembers():
 class IndexModel(RuleBasedStateMachine):
     """The index beside a dictionary of what it should hold."""
 
-    policy: EvictionName = "lru"
+    policy = "lru"
 
     @initialize(capacity=st.integers(0, 6))
     def start(self, capacity):

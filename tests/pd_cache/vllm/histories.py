@@ -1,8 +1,6 @@
 """What vLLM's scheduler hands the connector, small enough to write a history down: requests, their blocks,
 and the pool of blocks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +47,7 @@ class Request:
     """The part of vLLM's `Request` that the connector reads."""
 
     request_id: str = "a"
-    all_token_ids: list[int] = field(default_factory=lambda: PROMPT)
+    all_token_ids: list = field(default_factory=lambda: PROMPT)
     kv_transfer_params: Any = None
     cache_salt: str | None = None
     num_computed_tokens: int = 0
@@ -59,9 +57,9 @@ class Request:
     prompt_embeds: Any = None
     lora_request: Any = None
     trace_headers: Any = None
-    mm_features: list[Any] = field(default_factory=list)
+    mm_features: list = field(default_factory=list)
     shared_prefix_boundary: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
+    block_hashes: list = field(default_factory=list)
 
     def __post_init__(self):
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.all_token_ids)

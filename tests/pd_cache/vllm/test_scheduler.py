@@ -1,9 +1,7 @@
 """The connector's part in the scheduler: what is loaded and stored, by tables; what becomes of it, by
 histories. No vLLM, no pool, no time."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -27,9 +25,6 @@ from tests.pd_cache.vllm.histories import (
 
 NEW, NOT = StoreOutcome.NEW, StoreOutcome.NOT
 ALL = 99
-Layers = tuple[KeptLayers, ...]
-Parts = list[tuple[int, slice, list[int]]]
-"""Of each layer group, by its place: which of the prompt's chunks move, and in which blocks."""
 
 
 def run(first, last):
@@ -46,14 +41,15 @@ def parts_of(scene, request, parts):
 class Load(NamedTuple):
     """A prompt that is loaded, and what of it."""
 
-    layers: Layers
+    layers: tuple
     length: int
     there: int
     """How many of its chunks the pool has."""
     loaded: int
-    parts: Parts
+    parts: list
+    """Of each layer group, by its place: which of the prompt's chunks move, and in which blocks."""
     at_hand: int = 0
-    groups: tuple[list[int], ...] = ()
+    groups: tuple = ()
     """Its blocks in each of vLLM's groups."""
     recompute: str = "token"
 
@@ -318,12 +314,13 @@ def test_a_load_is_not_kept_waiting_for_more_blocks_than_there_are():
 class Store(NamedTuple):
     """A prompt that is computed in one step, and what of it is stored."""
 
-    layers: Layers
+    layers: tuple
     length: int
-    parts: Parts
-    window: list[int] = run(30, 41)
+    parts: list
+    """Of each layer group, by its place: which of the prompt's chunks move, and in which blocks."""
+    window: list = run(30, 41)
     """Its blocks in vLLM's first group, if that has a window."""
-    options: dict[str, Any] = {}  # noqa: RUF012
+    options: dict = {}  # noqa: RUF012
     speculated: int = 0
 
 
