@@ -32,8 +32,6 @@ from typing import Any
 from bench.lib.trace import Cache, Request, SimulatedLru, measure
 from pd_cache.tiers.index import S3FIFO
 
-_SHALLOW, _CUT = 64, 0.95
-
 
 class Oracle(dict[int, tuple[float, int]]):
     """Its blocks, by what goes first: what is asked for last, and of one prompt the end."""
@@ -113,7 +111,7 @@ def second_sight(
 
 
 def cut(rng: Random, blocks: Sequence[int], found: int) -> Sequence[int]:
-    while found < len(blocks) and rng.random() < _CUT:
+    while found < len(blocks) and rng.random() < 0.95:
         found += 1
     return blocks[:found]
 
@@ -130,7 +128,7 @@ def compare(requests: Sequence[Request], room: int) -> list[dict[str, Any]]:
         "lru": None,
         "second_sight": partial(second_sight, Random(0), [SimulatedLru[int]()]),
         "second_sight_of_8": partial(second_sight, Random(0), [SimulatedLru[int]() for _ in range(8)]),
-        "shallow": lambda blocks, found: blocks[:_SHALLOW],
+        "shallow": lambda blocks, found: blocks[:64],
         "cut": partial(cut, Random(0)),
     }
     return [

@@ -280,7 +280,7 @@ def main(
     pools = Pools(requests, chunk_bytes)
     if policies:
         rooms = capacities or pools.capacities(())
-        rows = [row for room in rooms if room != _UNBOUNDED for row in compare(requests, int(room))]
+        rows = [row for room in rooms for row in compare(requests, int(min(room, pools.distinct)))]
         checks = []
     else:
         rows = [pools.row(room, *evict) for room in pools.capacities(capacities)]
