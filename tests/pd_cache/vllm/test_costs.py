@@ -1,10 +1,11 @@
 """What loads and steps take, learned from histories of them; and which prefixes a request then loads."""
 
+import math
 import random
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cache.reasons import Loaded
@@ -145,47 +146,68 @@ def test_loaded_requests_would_wait_for_a_computed_prompt_so_it_is_loaded_behind
     assert engine.judged(4096) is None
 
 
+class Link:
+    """A link that at most two loads share in equal parts."""
+
+    def __init__(self, now):
+        self.now, self.time, self.running, self.queue = now, LinkTime(), [], []
+
+    def begin(self, name, seconds):
+        """A load begins that would take so long alone."""
+        self.queue.append([seconds, name, 0.0])
+        self._fill()
+
+    def _fill(self):
+        while self.queue and len(self.running) < 2:
+            self.running.append(self.queue.pop(0))
+            self.running[-1][2] = self.time.passed(self.now, 1)
+
+    @property
+    def next_end(self):
+        return self.now + len(self.running) * min(self.running)[0] if self.running else math.inf
+
+    def until(self, now):
+        """Goes on until then. Yields the loads that have ended, with their time."""
+        while self.next_end <= now:
+            self._pass(self.next_end)
+            ended = min(self.running)
+            self.running.remove(ended)
+            yield ended[1], self.time.passed(self.now, -1) - ended[2]
+            self._fill()
+        self._pass(now)
+
+    def _pass(self, now):
+        for load in self.running:
+            load[0] -= (now - self.now) / len(self.running)
+        self.now = now
+
+
 def over_one_link(engine, at_once, sizes, pause, rng, count=300):
-    """`count` loads over a link that at most two share, each second in equal parts. `at_once` clients begin
-    one load after the other, after random pauses. Returns how long each load was expected to take, and
-    took; and the names of those under way at the end."""
+    """`count` loads over one link. `at_once` clients begin one load after the other, after random pauses.
+    Returns how long each load was expected to take, and took; and the names of those under way at the
+    end."""
     engine.loads(4096, 8192, 4096)
     engine.steps(*[(2048, 0)] * 3)
-    link, running, queue, ended = LinkTime(), [], [], []
+    link, begun, ended = Link(engine.now), {}, []
     arrivals = [engine.now + rng.random() * pause for _ in range(at_once)]
     while len(ended) < count:
-        share = max(1, len(running))
-        first = min(running, key=lambda load: load["left"], default=None)
-        now = min(arrivals, default=float("inf"))
-        if over := first is not None and engine.now + first["left"] * share <= now:
-            now = engine.now + first["left"] * share
-        for load in running:
-            load["left"] -= (now - engine.now) / share
-        engine.now = now
-        if over:
-            running.remove(first)
-            engine.costs.load_ended(first["name"], link.passed(now, -1) - first["began"])
-            ended.append((first["expected"], now - first["arrived"]))
-            arrivals.append(now + rng.random() * pause)
-        else:
-            arrivals.remove(now)
-            tokens, name = rng.randint(*sizes), f"{len(ended)} {now}"
-            expected = engine.judged(tokens).load_s
-            queue.append(
-                {
-                    "name": name,
-                    "arrived": now,
-                    "expected": expected,
-                    "left": engine.fixed + engine.load * tokens,
-                }
-            )
-            engine.costs.load_began(name, (0, 0, tokens), now)
-        while queue and len(running) < 2:
-            running.append(queue.pop(0) | {"began": link.passed(now, 1)})
-    return ended, [load["name"] for load in running + queue]
+        engine.now = min([link.next_end, *arrivals])
+        for name, seconds in link.until(engine.now):
+            engine.costs.load_ended(name, seconds)
+            expected, arrived = begun.pop(name)
+            ended.append((expected, engine.now - arrived))
+            arrivals.append(engine.now + rng.random() * pause)
+        for _ in [at for at in arrivals if at <= engine.now]:
+            arrivals.remove(min(arrivals))
+            tokens, name = rng.randint(*sizes), f"{len(ended)} {engine.now} {len(begun)}"
+            begun[name] = engine.judged(tokens).load_s, engine.now
+            engine.costs.load_began(name, (0, 0, tokens), engine.now)
+            link.begin(name, engine.fixed + engine.load * tokens)
+    return ended, list(begun)
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 16])
+@settings(max_examples=10)
 @given(
     sizes=st.sampled_from(((4096, 4096), (512, 16384))),
     pause=st.sampled_from((0.01, 0.2)),
@@ -201,6 +223,63 @@ def test_loads_that_share_a_link_take_as_long_as_expected_and_so_does_the_next_a
     for name in under_way:
         engine.costs.load_ended(name, None)
     assert engine.judged(4096).load_s == pytest.approx(engine.fixed + 4096 * engine.load, rel=0.02)
+
+
+def first_tokens(engine, link, load, count, step, tokens=4096):
+    """Returns the mean time to the first token of prompts that come together and are in the pool, if vLLM
+    computes up to `step` tokens a step, those that it has begun first."""
+    begin, loaded, running, first = engine.now, [], [], []
+    at = {f"{begin} {number}": 0 for number in range(count)}
+    new = list(at)
+    while len(first) < count:
+        for name, seconds in link.until(engine.now):
+            engine.costs.load_ended(name, seconds)
+            loaded.append(name)
+        work, left = {}, step
+        for name in [*running, *loaded, *new]:
+            if not left:
+                break
+            if name in new:
+                new.remove(name)
+                ahead = [(tokens - at[other], (tokens + at[other]) / 2) for other in running]
+                if load == "always" or (load == "auto" and not engine.judged(tokens - 1, 0, *ahead)):
+                    at[name] = tokens - 1
+                    engine.costs.load_began(name, (0, 0, tokens - 1), engine.now)
+                    link.begin(name, engine.fixed + engine.load * (tokens - 1))
+                    continue
+            if name not in running:
+                running.append(name)
+            work[name] = min(left, tokens - at[name])
+            left -= work[name]
+        loaded = [name for name in loaded if name not in running]
+        if not work:
+            engine.now = link.next_end
+            continue
+        positions, total = sum(some * (at[name] + some / 2) for name, some in work.items()), step - left
+        planned = StepWork(engine.now, total, total, positions)
+        engine.now += 0.01 + sum(engine.computed(some, at[name]) for name, some in work.items())
+        engine.costs.step_ended(planned, engine.now)
+        for name, some in work.items():
+            at[name] += some
+            if at[name] == tokens:
+                running.remove(name)
+                first.append(engine.now - begin)
+    return sum(first) / count
+
+
+@pytest.mark.parametrize("step", [2048, 8192])
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_loading_what_pays_is_as_fast_as_the_better_of_loading_all_and_nothing_at_every_rate(step, count):
+    engines = {load: Engine(compute=1.5e-4, context=3e-8) for load in ("auto", "always", "never")}
+    for engine in engines.values():
+        engine.steps((2048, 0), (2048, 2048), (2048, 0), (2048, 2048))
+    for rate in (2e-5, 4e-5, 7e-5, 1e-4, 1.3e-4, 1.6e-4, 1.8e-4, 2e-4, 2.2e-4, 2.5e-4, 3e-4, 6e-4, 6e-3):
+        took = {}
+        for load, engine in engines.items():
+            engine.load = rate
+            engine.loads(*[4096] * 3)
+            took[load] = first_tokens(engine, Link(engine.now), load, count, step)
+        assert took["auto"] <= 1.05 * min(took["always"], took["never"]), (rate, took)
 
 
 def test_a_load_that_was_cut_short_counts_only_if_it_took_longer_than_expected():
