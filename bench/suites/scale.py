@@ -6,6 +6,7 @@ costs are assumed; a file may give others.
 
     pd-cache bench scale --trace FILE
     pd-cache bench scale --trace FILE --costs mine.yaml      with those costs that the file gives
+    pd-cache bench scale --trace FILE --roles                every split of six nodes against proxy.roles.auto
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import msgspec
 from bench.lib.report import finish, option, output_options, progress
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import UnitCosts, read_costs
+from bench.lib.simulation.roles import LARGE, compare_roles
 from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
 from bench.lib.stats import quantile
 from bench.lib.trace import Request, read_trace
+from bench.suites.routing import agent_trace
 
 _NODES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _MEMORY = 32 << 30
@@ -133,16 +136,24 @@ def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
 @option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill nodes, and as many decode nodes or one more; may be given several times. By default ten numbers from 1 to 1000.")  # fmt: skip
 @option("--proxies", default=1, type=click.IntRange(1, 10_000))
 @option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip
+@option("--roles", is_flag=True, help="Compare fixed roles with roles that follow the load, on the trace, on agents, and on a day that turns at noon.")  # fmt: skip
 @output_options
 def main(
     trace: Path,
     counts: tuple[int, ...],
     proxies: int,
     file: Path | None,
+    roles: bool,
     **output: Any,
 ) -> None:
     """A cluster of 1 to 1,000 nodes, in simulation."""
     requests = read_trace(trace)
+    if roles:
+        if counts or proxies > 1:
+            raise click.UsageError("--roles has six nodes and four proxies: leave out --nodes and --proxies")
+        rows, checks = compare_roles(requests, agent_trace(400), LARGE if file is None else read_costs(file))
+        finish({"results": rows}, checks, **output)
+        return
     costs = UnitCosts() if file is None else read_costs(file)
     per_node = usual_rate(requests, costs, proxies)
     with progress() as bar:

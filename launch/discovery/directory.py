@@ -12,6 +12,7 @@ import msgspec
 import pd_cache
 from launch.discovery.membership import Directory, View
 from pd_cache.cluster import (
+    ENGINES,
     About,
     CacheServerNode,
     Capacity,
@@ -128,7 +129,7 @@ def file_records(config: ClusterConfig) -> list[NodeRecord]:
     etcd = isinstance(config.discovery, EtcdDiscovery)
     records = []
     for node in config.nodes:
-        scheme = "http://" if node.role in ("prefill", "decode", "proxy") else ""
+        scheme = "http://" if node.role in (*ENGINES, "proxy") else ""
         if node.role == "proxy" and config.proxy.tls is not None:
             scheme = "https://"
         address = f"{scheme}{node.host}:{getattr(node, 'port', 0)}"

@@ -14,7 +14,7 @@ from pd_cache.cluster import (
     Argument,
     ClusterConfig,
     DecodeNode,
-    PrefillNode,
+    EngineNode,
     VllmEngineConfig,
 )
 from pd_cache.cluster.machine import find_program
@@ -50,9 +50,7 @@ print(json.dumps(refused))
 _PARSE_S = 120.0
 
 
-def vllm_program(
-    config: ClusterConfig, node: PrefillNode | DecodeNode, file: Path, namespace_file: Path
-) -> Program:
+def vllm_program(config: ClusterConfig, node: EngineNode, file: Path, namespace_file: Path) -> Program:
     """Returns the program `vllm serve` for a node of `file`, whose text is `config`. Raises RoleError if
     there is no vLLM.
 
@@ -67,7 +65,7 @@ def vllm_program(
     connector = {
         "kv_connector": "PdCacheConnector",
         "kv_connector_module_path": "pd_cache.vllm.connector",
-        "kv_role": "kv_both" if isinstance(node, PrefillNode) else "kv_consumer",
+        "kv_role": "kv_consumer" if isinstance(node, DecodeNode) else "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "config_file": str(file),
@@ -114,7 +112,7 @@ def vllm_program(
     return Program(node.name, (*argv, *flags(arguments)), env)
 
 
-def refused_flags(config: ClusterConfig, nodes: Iterable[PrefillNode | DecodeNode]) -> dict[str, str]:
+def refused_flags(config: ClusterConfig, nodes: Iterable[EngineNode]) -> dict[str, str]:
     """Returns the reasons why vLLM refuses these nodes, by their names: its parser refuses a flag, or its
     Python lacks a package.
 
@@ -141,7 +139,7 @@ def refused_flags(config: ClusterConfig, nodes: Iterable[PrefillNode | DecodeNod
         raise RoleError(f"{program} did not answer: {error}") from None
 
 
-def _arguments(engine: VllmEngineConfig, node: PrefillNode | DecodeNode) -> dict[str, Argument]:
+def _arguments(engine: VllmEngineConfig, node: EngineNode) -> dict[str, Argument]:
     """Returns the flags of a node, by the name that vLLM knows them by."""
     return {name.replace("_", "-"): value for name, value in (*engine.args.items(), *node.args.items())}
 

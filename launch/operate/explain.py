@@ -25,7 +25,7 @@ from launch.operate.watched import cluster_status
 from launch.proxy.prefixes import PromptNamer
 from launch.proxy.trips import HopReport, Trip
 from pd_cache.chunks import Namespace
-from pd_cache.cluster import ClusterConfig, NodeRecord
+from pd_cache.cluster import ENGINES, ClusterConfig, NodeRecord
 from pd_cache.decoding import UndecodableError, decode_json, one_line
 from pd_cache.errors import ConfigError, PdCacheError
 from pd_cache.lookup import MooncakeLookupClient
@@ -87,7 +87,7 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
     come from the nodes themselves.
     """
     nodes = cluster_status(config).nodes
-    rows = [row for role in ("proxy", "prefill", "decode") for row in nodes if row.record.role == role]
+    rows = [row for role in ("proxy", *ENGINES) for row in nodes if row.record.role == role]
     names = {row.record.address.rstrip("/"): row.name for row in rows}
     unanswered = {row.name: f"down: {row.why}" for row in rows if row.state == "down"}
     records = [row.record for row in rows if row.state != "down"]
@@ -173,7 +173,7 @@ def explain_prompt(
     Nothing is stored, loaded or computed.
     """
     status, explained = cluster_status(config), list[ExplainedNode]()
-    rows = [row for role in ("prefill", "decode") for row in status.nodes if row.record.role == role]
+    rows = [row for role in ENGINES for row in status.nodes if row.record.role == role]
     with contextlib.ExitStack() as stack:
         pool = _PoolLookups(config, status.view, salt, stack)
         for row in rows:

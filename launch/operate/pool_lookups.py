@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from launch.discovery import View, known_master
 from launch.masters import segments_at
 from pd_cache.chunks import SEED_VARIABLE, Namespace
-from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, VllmEngineConfig
+from pd_cache.cluster import ClusterConfig, EngineNode, VllmEngineConfig
 from pd_cache.config import NodeSettings
 from pd_cache.lookup import MooncakeLookupClient
 
@@ -22,7 +22,7 @@ def hash_seeds(config: ClusterConfig) -> set[str]:
     """Returns the seeds of vLLM's block hashes that the file sets."""
     if not isinstance(config.engine, VllmEngineConfig):
         return set()
-    own = (node.env for node in config.nodes if isinstance(node, PrefillNode | DecodeNode))
+    own = (node.env for node in config.nodes if isinstance(node, EngineNode))
     return {env[SEED_VARIABLE] for env in (config.engine.env, *own) if SEED_VARIABLE in env}
 
 

@@ -18,7 +18,7 @@ import msgspec
 from launch.http import fetch
 from launch.operate.state import ClusterStatus, NodeStatus, shown_version
 from launch.operate.watched import cluster_status
-from pd_cache.cluster import ClusterConfig
+from pd_cache.cluster import ENGINES, ClusterConfig
 from pd_cache.errors import PdCacheError
 from pd_cache.versions import FIRST, Naming
 
@@ -86,4 +86,4 @@ def _outcome(row: NodeStatus, label: str, seen: Collection[str], *, everywhere: 
 
 
 def _engines(status: ClusterStatus) -> list[NodeStatus]:
-    return [row for row in status.nodes if row.role in ("prefill", "decode")]
+    return [row for row in status.nodes if row.role in ENGINES]

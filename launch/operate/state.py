@@ -15,13 +15,13 @@ import msgspec
 from launch.discovery import View
 from launch.masters import LEADER, Segment
 from launch.operate.figures import NodeHistory, NodeReading, Rates, merged_sources
-from pd_cache.cluster import NodeRecord, Skew, differences, mooncake_skew
+from pd_cache.cluster import ENGINES, NodeRecord, Skew, differences, mooncake_skew
 from pd_cache.cluster.machine import host_of, shown_bytes
 
 NodeState = Literal["up", "degraded", "down", "asking", "not asked"]
 """`degraded`: it answers, but part of it does not work. `down`: it was asked and does not answer. `asking`:
 its first answer has not come yet. `not asked`: there is no address to ask it at."""
-_ROLES = ("proxy", "prefill", "decode", "cache-server", "store", "master")
+_ROLES = ("proxy", *ENGINES, "cache-server", "store", "master")
 
 
 def page_of(record: NodeRecord) -> str:
@@ -38,6 +38,14 @@ def shown_version(label: str) -> str:
 NO_READING = NodeReading(at=0.0)
 
 
+class RoleShown(msgspec.Struct, frozen=True):
+    """What a proxy has a node of the role `both` do, for how long, and why that changed last."""
+
+    does: str = ""
+    for_s: float = 0.0
+    why: str = ""
+
+
 class NodeStatus(msgspec.Struct, kw_only=True):
     """One node at one moment."""
 
@@ -52,6 +60,8 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     """What its metrics say; without figures if they were not read."""
     leads: str = ""
     """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
+    roles: dict[str, RoleShown] = {}
+    """For a proxy: of the nodes of the role `both`, by address."""
     segments: tuple[Segment, ...] | None = None
     """The memory that the pool has from it, as the leading master says; for a master, all that it knows. None
     if that is not known."""
@@ -320,7 +330,7 @@ class WatchedNodes:
         def of(role: str) -> list[NodeHistory]:
             return [node.history for node in self._nodes.values() if node.record.role == role]
 
-        found = (merged_sources(of(role), of("cache-server"), now) for role in ("prefill", "decode"))
+        found = (merged_sources(of(role), of("cache-server"), now) for role in ("prefill", "both", "decode"))
         return next((sources for sources in found if sources is not None), None)
 
     def _node(self, node: _Watched, now: float) -> NodeStatus:

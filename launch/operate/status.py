@@ -14,6 +14,7 @@ from launch.operate.figures import shown_age
 from launch.operate.state import SKEW_UNTRIED, ClusterStatus
 from pd_cache.cluster import different_lengths
 from pd_cache.cluster.machine import shown_bytes
+from pd_cache.decoding import one_line
 
 
 def status_table(status: ClusterStatus) -> Group:
@@ -25,6 +26,7 @@ def status_table(status: ClusterStatus) -> Group:
     for column in ("state", "up for", "hit", "holds", "in flight"):
         table.add_column(column, overflow="fold")
     details, differing = [], []
+    names = {node.record.address: node.name for node in status.nodes}
     for node in status.nodes:
         reading = node.reading
         held = [f"{tier} {shown_bytes(size)}" for tier, size in reading.tier_bytes.items() if size]
@@ -42,6 +44,9 @@ def status_table(status: ClusterStatus) -> Group:
         if reading.errors:
             errors = ", ".join(f"{reason} {count:.0f}" for reason, count in reading.errors.items())
             details.append(Text(f"{node.name}: errors since its start: {errors}", "yellow"))
+        for address, role in node.roles.items():
+            doing = f"{role.does} for {shown_age(role.for_s)}, as {node.name} says: {role.why}"
+            details.append(Text(f"{names.get(address, one_line(address))}: {one_line(doing)}"))
         if node.difference:
             differing.append(Text(f"{node.name}: {node.difference}", "yellow"))
     if (skew := status.skew) is not None and not skew.fails:
@@ -68,6 +73,7 @@ def as_dict(status: ClusterStatus) -> dict[str, object]:
             "in_flight": node.in_flight,
             "errors": node.reading.errors,
             "leads": node.leads,
+            "roles": msgspec.to_builtins(node.roles),
             "segments": [segment.segment_name for segment in (node.role != "master" and node.segments) or ()],
             "memory": node.memory,
         }

@@ -21,7 +21,7 @@ from launch.operate.figures import hit_rate, shown_age
 from launch.operate.state import ClusterStatus, NodeStatus
 from launch.operate.watched import SYNC_S, Asker, watched_nodes
 from launch.run.supervise import stop_on_signals
-from pd_cache.cluster import ClusterConfig
+from pd_cache.cluster import ENGINES, ClusterConfig
 
 _REDRAW_S = 0.5
 _STALE_S = 10.0
@@ -199,7 +199,7 @@ def summary(status: ClusterStatus, name: str) -> Text:
         )
         line.append(f"   hit {percent(hit_rate(sources))}", "bold").append(f" ({parts})" if parts else "")
     # what engines load and store; a cache server moves the same bytes for them
-    rates = [node.rates for node in nodes if node.rates is not None and node.role in ("prefill", "decode")]
+    rates = [node.rates for node in nodes if node.rates is not None and node.role in ENGINES]
     for what, value in {
         " load": sum(each.load for each in rates),
         "store": sum(each.store for each in rates),

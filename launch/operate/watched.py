@@ -21,7 +21,7 @@ from launch.discovery import known_master, open_directory
 from launch.http import NOBODY, Access, BadStatus, fetch, proxy_access
 from launch.masters import LEADER, MasterHealth, read_segments
 from launch.operate.figures import read_node, read_samples
-from launch.operate.state import ClusterStatus, NodeStatus, WatchedNodes, page_of, shown_version
+from launch.operate.state import ClusterStatus, NodeStatus, RoleShown, WatchedNodes, page_of, shown_version
 from pd_cache.cluster import ClusterConfig, NodeRecord, read_about
 from pd_cache.decoding import decode_json, one_line
 from pd_cache.versions import FIRST
@@ -53,6 +53,12 @@ class _Unwell(msgspec.Struct, frozen=True):
     """Why, if it says so."""
 
 
+class _Told(msgspec.Struct, frozen=True):
+    """The part of a proxy's `/health` that no other node has."""
+
+    roles: dict[str, RoleShown] = {}
+
+
 def ask_node(record: NodeRecord, access: Access) -> NodeStatus:
     """Asks a node for its `/health`, and then for its metrics. `access`: key and certificates for proxies.
     Raises nothing."""
@@ -70,6 +76,8 @@ def ask_node(record: NodeRecord, access: Access) -> NodeStatus:
             waits = health.role == LEADER and not health.service_ready
             found.leads = "leads, but does not serve yet" if waits else health.role
         found.record = record.telling(read_about(body))
+        if proxy:
+            found.roles = decode_json(body, _Told).roles
     except BadStatus as error:
         if error.status >= 500:
             said = _Unwell()

@@ -190,6 +190,11 @@ class Proxy:
                 metrics.node_up.labels(hop, node).set(up)
             for node, load in pool.loads().items():
                 metrics.node_load.labels(hop, node).set(load)
+        metrics.node_role.clear()
+        if (roles := self._pools.roles) is not None:
+            for node, role in roles.now.items():
+                for hop in self._pools.pools:
+                    metrics.node_role.labels(hop, node).set(role.does == hop)
         metrics.view_stale.set(self._pools.stale_s(now))
         return web.Response(
             body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}

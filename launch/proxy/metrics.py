@@ -51,6 +51,11 @@ class ProxyMetrics:
             "Work given to a node and not done: prompt tokens for prefill, requests for decode",
             ["hop", "node"],
         )
+        self.node_role = gauge(
+            "pd_cache_proxy_node_role",
+            "Of a node of the role both: 1 for what it does now (proxy.roles)",
+            ["hop", "node"],
+        )
         self.view_stale = gauge(
             "pd_cache_proxy_view_stale_seconds", "Seconds for which discovery has not answered"
         )

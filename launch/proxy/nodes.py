@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NoReturn
@@ -20,9 +21,10 @@ from aiohttp import web
 from launch.discovery import View
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.events import CacheView
+from launch.proxy.roles import NodeReport, Roles, read_report
 from launch.proxy.routing import Hop, NodePool, Reason, Target
 from pd_cache.chunks import Namespace
-from pd_cache.cluster import About, NodeRecord, ProxyConfig, differences, read_about
+from pd_cache.cluster import ENGINES, About, NodeRecord, ProxyConfig, differences, read_about
 from pd_cache.errors import PdCacheError
 from pd_cache.versions import FIRST
 
@@ -34,6 +36,7 @@ HEALTH_INTERVAL_S = HEALTH_TIMEOUT_S = 2.0
 _MAX_ANSWER = 64 << 10
 _AT_A_TIME = 64
 _HOPS: tuple[Hop, ...] = ("prefill", "decode")
+_MAX_METRICS = 4 << 20
 _KEEPALIVE_S = 4.0
 """How long an idle connection is kept. A uvicorn node closes one after 5 s, and no request should meet a
 closing connection."""
@@ -208,6 +211,9 @@ class NodePools:
     ) -> None:
         """`master` returns the address of the master of a view's pool."""
         self.pools: dict[Hop, NodePool] = {hop: NodePool(hop, config.policy) for hop in _HOPS}
+        self.roles = Roles(config.roles) if config.roles.auto else None
+        """What nodes that can do both do; None if they do both."""
+        self._reports: dict[str, NodeReport] = {}
         self.caches = CacheView(config.index_blocks, config.load_bytes)
         """What the nodes' events say."""
         self._direct = direct
@@ -225,8 +231,9 @@ class NodePools:
         for name in sorted(before.keys() - now.keys()):
             log.info("node %s is gone", name)
         self._view = view
-        urls = {record.address.rstrip("/") for record in view.by_role(*_HOPS)}
+        urls = {record.address.rstrip("/") for record in view.by_role(*ENGINES)}
         self._abouts = {url: about for url, about in self._abouts.items() if url in urls}
+        self._reports = {url: report for url, report in self._reports.items() if url in urls}
         self._compare()
 
     def note_about(self, url: str, about: About) -> None:
@@ -234,6 +241,25 @@ class NodePools:
         if self._abouts.get(url, About()) != about:
             self._abouts[url] = about
             self._compare()
+
+    def note_report(self, url: str, page: bytes) -> None:
+        """Notes what a node's metrics say."""
+        target = next((pool.target(url) for pool in self.pools.values() if url in pool.urls()), Target(url))
+        if (report := read_report(page, target.max_running)) is not None:
+            self._reports[url] = report
+
+    def part(self, now: float) -> None:
+        """Has nodes that can do both do one thing."""
+        if self.roles is None:
+            return
+        health: dict[str, bool] = {}
+        for pool in self.pools.values():
+            for url, well in pool.health(now).items():
+                health[url] = well and health.get(url, True)
+        roles = {record.address.rstrip("/"): record.role for record in self._view.by_role(*ENGINES)}
+        self.roles.look(now, roles, health, dict(self._reports))
+        for hop, pool in self.pools.items():
+            pool.resting = self.roles.resting(hop)
 
     def stale_s(self, now: float) -> float:
         return 0.0 if self._view.stale_since is None else now - self._view.stale_since
@@ -247,18 +273,19 @@ class NodePools:
             "differences": self._differences,
             "lookups": lookups,
             "media_lookups": media,
+            **({} if self.roles is None else {"roles": self.roles.describe(now)}),
             **({"events": described} if (described := self.caches.describe())["publishers"] else {}),
         }
 
     def _compare(self) -> None:
         known = (
-            (record, self._abouts.get(record.address.rstrip("/"))) for record in self._view.by_role(*_HOPS)
+            (record, self._abouts.get(record.address.rstrip("/"))) for record in self._view.by_role(*ENGINES)
         )
         records = [record if about is None else record.telling(about) for record, about in known]
         for hop, pool in self.pools.items():
-            pool.update(_target(record) for record in records if record.role == hop)
+            pool.update(_target(record) for record in records if record.role in (hop, "both"))
         prefill = self.pools["prefill"]
-        known_caches = self.caches.update(record for record in records if record.role == "prefill")
+        known_caches = self.caches.update(record for record in records if record.role != "decode")
         prefill.know(known_caches)
         self._direct.wants_names = bool(known_caches)
         found = differences([*records, *self._view.by_role("master")])
@@ -269,7 +296,7 @@ class NodePools:
         serves = [
             (record.cache_namespaces, record.model)
             for record in records
-            if record.role == "decode" and record.cache_namespaces
+            if record.role != "prefill" and record.cache_namespaces
         ]
         # while nodes of two versions come and go, it stays as long as it can
         if serves and self._serves not in serves:
@@ -285,7 +312,7 @@ class NodePools:
             serving = (
                 record
                 for record in records
-                if record.role == "decode" and record.cache_namespaces == namespaces
+                if record.role != "prefill" and record.cache_namespaces == namespaces
             )
             label = Counter(record.label for record in serving).most_common(1)
             self._direct.use(Pool(namespaces, master, model), label[0][0] if label else FIRST)
@@ -314,7 +341,7 @@ async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
     """Asks all nodes for their health, and notes it in their pools."""
     places = asyncio.Semaphore(_AT_A_TIME)
 
-    async def check(pool: NodePool, url: str) -> None:
+    async def check(url: str) -> None:
         async with places:
             try:
                 async with asyncio.timeout(HEALTH_TIMEOUT_S):
@@ -326,20 +353,32 @@ async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
             except Exception as error:  # one check must not end the checks of all nodes
                 log.exception("node %s: the health check failed unexpectedly", url)
                 why = repr(error)
-        if pool.checked(url, alive=not why):
+        changed = [pool.checked(url, alive=not why) for pool in nodes.pools.values() if url in pool.urls()]
+        if any(changed):
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")
+        if not why and nodes.roles is not None:
+            with contextlib.suppress(HopError, TimeoutError):  # what it reported last is known
+                async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                    nodes.note_report(url, (await _page(session, f"{url}/metrics", _MAX_METRICS))[1])
 
-    await asyncio.gather(*(check(pool, url) for pool in nodes.pools.values() for url in pool.urls()))
+    urls = {url for pool in nodes.pools.values() for url in pool.urls()}
+    await asyncio.gather(*(check(url) for url in urls))
+    nodes.part(time.monotonic())
 
 
 async def _why_ill(nodes: NodePools, session: aiohttp.ClientSession, url: str) -> str:
     """Returns why a node is not well; empty if it is. It is well if it answers anything but a 5xx."""
-    answer = await send(session, "GET", f"{url}/health", {"Accept-Encoding": "identity"}, None)
-    try:
-        if answer.status >= 500:
-            return f"status {answer.status}"
-        body = await read_all(answer, _MAX_ANSWER)
-    finally:
-        answer.close()
+    status, body = await _page(session, f"{url}/health", _MAX_ANSWER)
+    if status >= 500:
+        return f"status {status}"
     nodes.note_about(url, read_about(body))
     return ""
+
+
+async def _page(session: aiohttp.ClientSession, url: str, limit: int) -> tuple[int, bytes]:
+    """Returns the status and the body that a GET is answered with; no body with a 5xx."""
+    answer = await send(session, "GET", url, {"Accept-Encoding": "identity"}, None)
+    try:
+        return answer.status, b"" if answer.status >= 500 else await read_all(answer, limit)
+    finally:
+        answer.close()

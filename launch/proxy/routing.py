@@ -118,6 +118,8 @@ class NodePool:
         self._failures = BREAKER_FAILURES
         self._nodes: dict[str, _RoutedNode] = {}
         self._turns = 0
+        self.resting: Collection[str] = ()
+        """Nodes that do other work now (`roles.py`). They are taken only if there are no others."""
 
     def update(self, targets: Iterable[Target]) -> None:
         """Uses these nodes from now on. Keeps what is known about a node, unless the node was started anew.
@@ -180,6 +182,9 @@ class NodePool:
         """Notes that a request is sent to the node that `pick` returned."""
         self._node(url).breaker.sent(now)
 
+    def target(self, url: str) -> Target:
+        return self._node(url).target
+
     def streams(self, url: str) -> bool:
         """Returns whether the node can load a prompt while another node computes it."""
         return self._node(url).target.streams
@@ -196,7 +201,8 @@ class NodePool:
     def _candidates(self, now: float, tried: Collection[str]) -> list[_RoutedNode]:
         allowed = [node for url, node in self._nodes.items() if url not in tried and node.breaker.allows(now)]
         # if no check succeeds, the checks are more likely at fault than every node
-        return [node for node in allowed if node.alive] or allowed
+        found = [node for node in allowed if node.alive] or allowed
+        return [node for node in found if node.target.url not in self.resting] or found
 
     @contextmanager
     def working(self, url: str, prompt: RoutedPrompt = NO_PROMPT) -> Iterator[None]:

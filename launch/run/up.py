@@ -17,6 +17,7 @@ import msgspec
 from launch.discovery.directory import describe_node
 from launch.run.supervise import Program, StopFlag, Supervisor, to_stderr
 from pd_cache.cluster import (
+    ENGINES,
     ROLES,
     CacheServerNode,
     ClusterConfig,
@@ -33,7 +34,7 @@ from pd_cache.runtime import RuntimeFolderError, note, read_note, temporary_fold
 
 log = logging.getLogger(__name__)
 
-_STARTED_TOGETHER = (("master",), ("store",), ("cache-server",), ("prefill", "decode"), ("proxy",))
+_STARTED_TOGETHER = (("master",), ("store",), ("cache-server",), ENGINES, ("proxy",))
 assert tuple(role for group in _STARTED_TOGETHER for role in group) == ROLES
 
 
@@ -57,7 +58,7 @@ def welcome(cluster: LocalCluster, file: Path) -> str:
     config, urls = cluster.config, cluster.urls
     lines = [f"all {len(urls)} nodes{'' if len(urls) == len(config.nodes) else ' of this machine'} are ready"]
     proxy = next((urls[node.name] for node in config.by_role("proxy") if node.name in urls), None)
-    model = next((describe_node(config, node, "").model for node in config.by_role("decode")), None)
+    model = next((describe_node(config, node, "").model for node in config.by_role("decode", "both")), None)
     if proxy is not None and model is not None:
         lines.append(f"watch {proxy}/ui in a browser, or: pd-cache top -c {file}")
         lines.append("try, twice (the second is a hit; `pd-cache explain` takes the id in its answer):")
@@ -202,7 +203,7 @@ def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
     only from the file."""
     if isinstance(config.discovery, EtcdDiscovery):
         return None  # there they learn it
-    known = ("master", "prefill", "decode") if node.role == "proxy" else ("master",)
+    known = ("master", *ENGINES) if node.role == "proxy" else ("master",)
     for index, other in enumerate(config.nodes):
         if other.role in known and getattr(other, "port", None) == 0 and other.name != node.name:
             return Problem(

@@ -25,10 +25,12 @@ from pd_cache.cluster.records import (
     read_about,
 )
 from pd_cache.cluster.schema import (
+    ENGINES,
     LARGEST_BODY,
     ROLES,
     SECRET_VARIABLES,
     Argument,
+    BothNode,
     CacheServerNode,
     ClusterConfig,
     ConnectorConfig,
@@ -47,6 +49,7 @@ from pd_cache.cluster.schema import (
     ProxyNode,
     RandomModel,
     ReferenceEngineConfig,
+    RolesConfig,
     ServerTlsConfig,
     StoreNode,
     SupervisorConfig,
@@ -56,11 +59,13 @@ from pd_cache.cluster.schema import (
 )
 
 __all__ = [
+    "ENGINES",
     "LARGEST_BODY",
     "ROLES",
     "SECRET_VARIABLES",
     "About",
     "Argument",
+    "BothNode",
     "CacheServerNode",
     "Capacity",
     "ClusterConfig",
@@ -83,6 +88,7 @@ __all__ = [
     "RandomModel",
     "RecordError",
     "ReferenceEngineConfig",
+    "RolesConfig",
     "ServerTlsConfig",
     "Skew",
     "Source",

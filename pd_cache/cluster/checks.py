@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pd_cache.cluster.schema import (
     COUNTS,
+    ENGINES,
     SECRET_VARIABLES,
     Argument,
     CacheServerNode,
@@ -176,9 +177,11 @@ def _settings_of_an_engine(config: ClusterConfig, node: EngineNode) -> Iterator[
 def _proxy_problems(config: ClusterConfig) -> Iterator[Problem]:
     if not config.by_role("proxy"):
         return
-    if isinstance(config.discovery, StaticDiscovery) and not config.by_role("decode"):
-        yield Problem(("nodes",), "a proxy needs at least one decode node to send requests to")
     proxy, grace = config.proxy, config.supervisor.stop_grace_s
+    if isinstance(config.discovery, StaticDiscovery):
+        if not config.by_role("decode", "both"):
+            yield Problem(("nodes",), "a proxy needs at least one decode or both node to send requests to")
+        yield from _role_problems(config)
     if proxy.drain_s >= grace:
         yield Problem(
             ("proxy", "drain_s"),
@@ -190,6 +193,26 @@ def _proxy_problems(config: ClusterConfig) -> Iterator[Problem]:
             f"is {proxy.prefill_timeout_s:g} s, and must be less than request_timeout_s, {proxy.request_timeout_s:g} s: a prefill node "
             "that hangs would leave the decode node no time",
         )
+
+
+def _role_problems(config: ClusterConfig) -> Iterator[Problem]:
+    roles = config.proxy.roles
+    if not roles.auto:
+        return
+    where = ("proxy", "roles")
+    if not config.by_role("both"):
+        yield Problem(
+            (*where, "auto"), "decides for nodes of the role both, and there are none; leave it out"
+        )
+    for hop, least in (("prefill", roles.min_prefill), ("decode", roles.min_decode)):
+        if least > (can := len(config.by_role(hop, "both"))):
+            yield Problem(
+                (*where, f"min_{hop}"), f"must be at most {can}, the number of nodes that can do that"
+            )
+    together, engines = roles.min_prefill + roles.min_decode, len(config.by_role(*ENGINES))
+    if together > engines:
+        message = f"min_prefill and min_decode are {together} together; must be at most {engines}, the nodes that can do either"
+        yield Problem(where, message)
 
 
 def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:

@@ -43,6 +43,7 @@ _FORMS = {
     "cache-server": ("ipc://path",),
     "prefill": ("http://host:port", "https://host:port"),
     "decode": ("http://host:port", "https://host:port"),
+    "both": ("http://host:port", "https://host:port"),
     "proxy": ("http://host:port", "https://host:port"),
 }
 """The forms of an address, by role. An unknown role may have an address of any form."""

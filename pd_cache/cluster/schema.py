@@ -287,6 +287,10 @@ class DecodeNode(EngineNode, frozen=True, kw_only=True, tag="decode"):
     """Takes prompts' chunks from the pool, computes the rest and streams the output."""
 
 
+class BothNode(EngineNode, frozen=True, kw_only=True, tag="both"):
+    """Does what prefill nodes do, and what decode nodes do; see `proxy.roles`."""
+
+
 class CacheServerNode(ServerSettings, _Role, frozen=True, kw_only=True, tag_field="role", tag="cache-server"):
     """Owns the cache of one host for the engines there that name it: the pool's client, staging memory and
     local tiers."""
@@ -341,8 +345,9 @@ def _number(engine: VllmEngineConfig, node: EngineNode, name: str) -> int | None
     return next((value for value in found if type(value) is int and value >= 0), None)
 
 
-Node = MasterNode | StoreNode | CacheServerNode | PrefillNode | DecodeNode | ProxyNode
-ROLES = ("master", "store", "cache-server", "prefill", "decode", "proxy")
+Node = MasterNode | StoreNode | CacheServerNode | PrefillNode | DecodeNode | BothNode | ProxyNode
+ENGINES = ("prefill", "decode", "both")
+ROLES = ("master", "store", "cache-server", *ENGINES, "proxy")
 """The roles in the order in which `up` starts them. It stops them in reverse order."""
 
 
@@ -426,6 +431,17 @@ class HintsConfig(Section, frozen=True, kw_only=True):
     """The most pins of one proxy."""
 
 
+class RolesConfig(Section, frozen=True, kw_only=True):
+    """The `proxy.roles` section: what nodes of the role `both` do."""
+
+    auto: bool = False
+    """Whether each either prefills or decodes, by the work of all nodes (`launch/proxy/roles.py`). If not,
+    they do both at all times."""
+    min_prefill: Positive = 1
+    """The fewest nodes that prefill while enough are alive, those of the role `prefill` included."""
+    min_decode: Positive = 1
+
+
 class TenantConfig(Section, frozen=True, kw_only=True):
     """The limits of a tenant; None for no limit. Each of several proxies grants an equal part of `pins`."""
 
@@ -467,6 +483,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """How many bytes a prefill node loads from the pool in the time in which it computes one token of a
     prompt."""
     hints: HintsConfig = HintsConfig()
+    roles: RolesConfig = RolesConfig()
     api_keys_file: Line | None = None
     """A file with lines of `NAME KEY` or `NAME KEY TENANT`. If it is given, clients need one of these keys.
     It is read again when it changes."""
@@ -528,7 +545,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     transfer: TransferSettings = TransferSettings()
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig | None = None
-    """Needed if there are prefill or decode nodes."""
+    """Needed if there are prefill, decode or both nodes."""
     connector: ConnectorConfig = ConnectorConfig()
     handoff: HandoffConfig = HandoffConfig()
     proxy: ProxyConfig = ProxyConfig()
@@ -556,7 +573,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         masters = [node for node in self.nodes if isinstance(node, MasterNode)]
         return min(node.lease_ttl_ms for node in masters or [MasterNode(name="default")])
 
-    def segment_size(self, node: Node) -> int:
+    def segment_size(self, node: Node | EngineNode) -> int:
         """Returns how many bytes of memory a node gives to the pool."""
         if not isinstance(node, StoreNode) and node not in self.caching_nodes():
             return 0
@@ -620,10 +637,10 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
             *(tensor_parallel(self.engine, node) for node in self.nodes if isinstance(node, EngineNode))
         )
 
-    def by_role(self, role: str) -> list[Node]:
-        return [node for node in self.nodes if node.role == role]
+    def by_role(self, *roles: str) -> list[Node]:
+        return [node for node in self.nodes if node.role in roles]
 
-    def settings_of(self, node: Node) -> NodeSettings:
+    def settings_of(self, node: Node | EngineNode) -> NodeSettings:
         """Returns the settings of the cache inside a node of the file."""
         engine = self.engine
         return NodeSettings(

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import msgspec
 
 from pd_cache.cluster import (
+    ENGINES,
     CacheServerNode,
     ClusterConfig,
     ConnectorConfig,
-    DecodeNode,
+    EngineNode,
     HandoffConfig,
     MasterNode,
-    PrefillNode,
     VllmEngineConfig,
     load_config,
 )
@@ -26,7 +26,7 @@ from pd_cache.vllm.files import NAMESPACE_FILE
 
 _CONNECT_S = 10.0
 """How long a cache server may take to answer, if there is no file."""
-_ROLES = {"kv_producer": ("prefill",), "kv_consumer": ("decode",), "kv_both": ("prefill", "decode")}
+_ROLES = {"kv_producer": ("prefill",), "kv_consumer": ("decode",), "kv_both": ENGINES}
 
 
 class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -136,15 +136,15 @@ def _of_server(given: ExtraConfig) -> Settings:
     )
 
 
-def _node(config: ClusterConfig, given: ExtraConfig, kv_role: str) -> PrefillNode | DecodeNode | None:
-    nodes = [node for node in config.nodes if isinstance(node, PrefillNode | DecodeNode)]
+def _node(config: ClusterConfig, given: ExtraConfig, kv_role: str) -> EngineNode | None:
+    nodes = [node for node in config.nodes if isinstance(node, EngineNode)]
     if given.node is not None:
         for node in nodes:
             if node.name == given.node:
                 return node
         known = ", ".join(node.name for node in nodes) or "none"
         raise ConfigError(
-            f"kv_connector_extra_config.node: {given.node!r}: no prefill or decode node of {given.config_file}; "
+            f"kv_connector_extra_config.node: {given.node!r}: no prefill, decode or both node of {given.config_file}; "
             f"there are: {known}"
         )
     fitting = [node for node in nodes if node.role in _ROLES[kv_role]]

@@ -1,16 +1,30 @@
 """The main job, end to end: real Mooncake, real processes, a real model, and their deaths."""
 
+import itertools
 import json
 import random
+import re
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
 from launch.operate.watched import cluster_status
 from tests.support.cli import cli, cli_json
-from tests.support.cluster import CHUNK, OUTAGES, complete, kill, nodes_of_every_role, started
+from tests.support.cluster import (
+    CHUNK,
+    OUTAGES,
+    complete,
+    fetched,
+    free_node,
+    kill,
+    metric_at,
+    nodes_of_every_role,
+    started,
+)
 from tests.support.waiting import PATIENCE_S, wait_for
 from transfer.settings import mooncake_version
 
@@ -225,3 +239,58 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
                     ) == "evicted"
 
                 wait_for(evicted, "chunks that went with their node count as evicted")
+
+
+# --- roles that follow the load -----------------------------------------------------------------------------
+
+
+def test_roles_follow_the_load_while_a_node_dies_and_every_token_stays_right(tmp_path, alone, prompt):
+    engines = [{**free_node("decode-0"), "name": f"engine-{number}", "role": "both"} for number in range(4)]
+    nodes = [free_node("master"), free_node("store-0"), *engines, free_node("proxy")]
+    settings = {"direct_tokens": 0, "roles": {"auto": True}}
+    with started(tmp_path, nodes=nodes, proxy=settings, **OUTAGES) as cluster:
+        url, names = cluster.urls["proxy"], {node["name"] for node in engines}
+        dead = set()
+
+        def prefilling():
+            roles = fetched(f"{url}/health").body["roles"]
+            return {name for name in names - dead if roles[cluster.urls[name]]["does"] == "prefill"}
+
+        @contextmanager
+        def load(clients, length, output):
+            """While the block runs, clients ask one after the other. Yields how many were answered."""
+            stop, answered = threading.Event(), itertools.count()
+            tokens = prompt(length)
+            expected = alone(tokens)
+
+            def ask(client):
+                for number in itertools.count():
+                    # a salt of its own, so that the pool has nothing of it
+                    salt = f"{client}.{number}"
+                    answer = complete(url, tokens, max_tokens=output, cache_salt=salt)
+                    assert (answer.status, answer.tokens[:8]) == (200, expected)
+                    next(answered)
+                    if stop.is_set():
+                        return
+
+            with ThreadPoolExecutor(clients) as threads:
+                asking = [threads.submit(ask, client) for client in range(clients)]
+                try:
+                    yield answered
+                finally:
+                    stop.set()
+            for client in asking:
+                client.result()
+
+        assert len(prefilling()) == 2
+        with load(clients=8, length=1000, output=8) as answered:
+            wait_for(lambda: len(prefilling()) == 3, "prompts have most nodes")
+            dead.add(victim := min(prefilling()))
+            kill(cluster, victim)
+            at_death = next(answered)
+            wait_for(lambda: next(answered) > at_death + 100, "answers without the dead node")
+        with load(clients=24, length=CHUNK + 6, output=400):
+            wait_for(lambda: len(prefilling()) == 1, "answers have most nodes")
+        assert metric_at(url, "pd_cache_proxy_node_role", hop="prefill") >= 1
+        shown = cli("status", "-c", tmp_path / "cluster.yaml", code=1).stdout
+        assert re.search(r"engine-3: decode for .*, as proxy says: ", shown)

@@ -19,8 +19,10 @@ from bench.lib.simulation.workload import SimulatedRequest
 from launch.openai import ApiError
 from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
 from launch.proxy.keys import Admission, Client
+from launch.proxy.nodes import HEALTH_INTERVAL_S
 from launch.proxy.prefixes import leading
-from launch.proxy.routing import Attempts, NodePool, RetryBudget, Target, Trial
+from launch.proxy.roles import Roles
+from launch.proxy.routing import Attempts, Hop, NodePool, RetryBudget, Target, Trial
 from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig, TenantConfig
 from pd_cache.handoff import next_pause
 
@@ -37,6 +39,8 @@ class ClusterPlan(NamedTuple):
     pool_chunks: int = 1 << 40
     """Room of the whole pool."""
     proxy: ProxyConfig = ProxyConfig()
+    both: int = 0
+    """Nodes that prefill or decode, as the proxies decide from what they report."""
 
 
 class RequestOutcome(msgspec.Struct, kw_only=True):
@@ -158,12 +162,17 @@ class _Proxy:
         self.looking = self.most_admitted = 0
         self.admission = Admission(plan.proxy.max_requests, None, lambda tenant: TenantConfig())
         self.budget = RetryBudget(max(100, plan.proxy.max_requests))
-        self.pools = {
-            hop: NodePool(hop, plan.proxy.policy, rng=cluster.first_turns)
-            for hop in ("prefill", "decode")
-        }  # fmt: skip
+        hops: tuple[Hop, ...] = ("prefill", "decode")
+        self.pools = {hop: NodePool(hop, plan.proxy.policy, rng=cluster.first_turns) for hop in hops}
         for hop, pool in self.pools.items():
-            pool.update(Target(f"{hop}-{node.number}", kv_tokens=shape.kv_tokens, max_running=shape.max_running) for node in cluster.nodes[hop])  # fmt: skip
+            pool.update(Target(url, kv_tokens=shape.kv_tokens, max_running=shape.max_running) for url, role in cluster.roles.items() if role in (hop, "both"))  # fmt: skip
+        self.roles = Roles(plan.proxy.roles)
+
+    def look(self, cluster: SimulatedCluster) -> None:
+        reports = {url: node.engine.report() for url, node in cluster.by_url.items()}
+        self.roles.look(cluster.time.now, cluster.roles, dict.fromkeys(reports, True), reports)
+        for hop, pool in self.pools.items():
+            pool.resting = self.roles.resting(hop)
 
 
 class SimulatedCluster:
@@ -173,12 +182,17 @@ class SimulatedCluster:
         self.plan, self.costs, self.time = plan, costs, SimulatedTime()
         self.pool = SimulatedPool(plan.pool_chunks)
         self.master = _Machine(self.time, costs)
-        self._every = [_Node(self, number) for number in range(plan.prefill + plan.decode)]
-        self.nodes = {"prefill": self._every[: plan.prefill], "decode": self._every[plan.prefill :]}
-        self._by_url = {f"{hop}-{node.number}": node for hop, nodes in self.nodes.items() for node in nodes}
+        self.roles: dict[str, str] = {}
+        """By the nodes' URLs."""
+        counts = (("prefill", plan.prefill), ("decode", plan.decode), ("both", plan.both))
+        for role, count in counts:
+            self.roles |= {f"{role}-{len(self.roles) + number}": role for number in range(count)}
+        self.by_url = {url: _Node(self, number) for number, url in enumerate(self.roles)}
+        self._every = list(self.by_url.values())
+        self.nodes = {hop: [self.by_url[url] for url, role in self.roles.items() if role in (hop, "both")] for hop in ("prefill", "decode")}  # fmt: skip
         self.first_turns = random.Random(0)
         """Says at which nodes proxies begin."""
-        self._proxies = [_Proxy(self) for _ in range(plan.proxies)]
+        self.proxies = [_Proxy(self) for _ in range(plan.proxies)]
         self._rng = random.Random(0)
 
     def remember(self, names: Sequence[bytes]) -> None:
@@ -194,16 +208,28 @@ class SimulatedCluster:
         for index, request in enumerate(requests):
             outcome = RequestOutcome(due=request.due, prompt_tokens=request.tokens, error="never ended")
             outcomes.append(outcome)
-            way = self._serve(self._proxies[index % len(self._proxies)], request, outcome)
+            way = self._serve(self.proxies[index % len(self.proxies)], request, outcome)
             self.time.call_at(request.due, functools.partial(self.time.start, way))
         last_due = requests[-1].due
+        for number, proxy in enumerate(self.proxies if self.plan.both else ()):
+            # each at moments of its own
+            offset = number / len(self.proxies) * HEALTH_INTERVAL_S
+            self.time.start(self._look(proxy, offset, last_due))
         uses: dict[str, float] = {}
         self.time.call_at(last_due, lambda: uses.update(self._uses(max(last_due, 1e-9))))
         self.time.run()
         assert all(node.engine.idle for node in self._every), "an engine has work left"
-        pools = [pool for proxy in self._proxies for pool in proxy.pools.values()]
+        pools = [pool for proxy in self.proxies for pool in proxy.pools.values()]
         assert not any(load for pool in pools for load in pool.loads().values()), "a proxy has work left"
         return outcomes, uses
+
+    def _look(self, proxy: _Proxy, offset: float, until: float) -> Process:
+        """Has a proxy decide about roles before the load, and as often as it asks nodes for their health."""
+        proxy.look(self)
+        yield self.time.after(offset)
+        while self.time.now < until:
+            yield self.time.after(HEALTH_INTERVAL_S)
+            proxy.look(self)
 
     # --- a request ------------------------------------------------------------------------------------------
 
@@ -243,7 +269,7 @@ class SimulatedCluster:
         attempts = Attempts(pool, trial, request.routed)
         while (url := attempts.next(self.time.now)) is not None:
             yield proxy.loop.run(self.costs.proxy.node_s * len(self.nodes["prefill"]))
-            node = self._by_url[url]
+            node = self.by_url[url]
             with pool.working(url, request.routed):
                 generating = yield from node.take(request, 1, 0, lambda tokens: None)
                 if generating is None:
@@ -263,7 +289,7 @@ class SimulatedCluster:
         attempts = Attempts(pool, trial)
         while (url := attempts.next(self.time.now)) is not None:
             yield proxy.loop.run(self.costs.proxy.node_s * len(self.nodes["decode"]))
-            node = self._by_url[url]
+            node = self.by_url[url]
             with pool.working(url):
                 arrived: list[Happening] = []
 
@@ -339,8 +365,8 @@ class SimulatedCluster:
         cores = seconds * self.costs.machine.cores
         return {
             "master": self.master.cores.asked / cores,
-            "proxy": _mean([proxy.loop.asked for proxy in self._proxies]) / seconds,
-            "proxy's places": _mean([proxy.most_admitted for proxy in self._proxies])
+            "proxy": _mean([proxy.loop.asked for proxy in self.proxies]) / seconds,
+            "proxy's places": _mean([proxy.most_admitted for proxy in self.proxies])
             / self.plan.proxy.max_requests,
             "prefill": _mean([node.engine.asked for node in self.nodes["prefill"]]) / seconds,
             # a step of one request and a step of many take nearly as long: room is what decode nodes run out

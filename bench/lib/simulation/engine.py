@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime, first_of
 from bench.lib.simulation.costs import UnitCosts
 from bench.lib.simulation.workload import SimulatedRequest
+from launch.proxy.roles import NodeReport
 from pd_cache.vllm.costs import Costs, StepWork
 
 GRAIN = 32
@@ -67,6 +68,7 @@ class SimulatedEngine:
         self.asked = 0.0
         """Seconds of all steps."""
         self._held, self._since = 0.0, 0.0
+        self._ended = 0
         time.start(self._run())
 
     @property
@@ -77,6 +79,13 @@ class SimulatedEngine:
     @property
     def idle(self) -> bool:
         return not (self._waiting or self._prefilling or self._decoding or self._loading)
+
+    def report(self) -> NodeReport:
+        """Returns what a node's metrics say."""
+        running = len(self._prefilling) + len(self._decoding) + self._loading
+        shape = self._costs.engine
+        used = max(1 - self._free / shape.kv_tokens, running / shape.max_running)
+        return NodeReport(len(self._waiting), running, used, self._ended)
 
     @property
     def ahead(self) -> Iterator[tuple[int, float]]:
@@ -183,6 +192,7 @@ class SimulatedEngine:
 
     def _end(self, generating: Generating) -> None:
         generating.ended.happen()
+        self._ended += 1
 
         def free(_: object) -> None:
             self.held(-generating.needed)

@@ -136,6 +136,7 @@ class ReferenceEngine:
         self._handoff = handoff or HandoffConfig()
         self._load_timeout_s = load_timeout_s
         self.pool = BlockPool(config.num_blocks)
+        self.metrics.blocks.set(config.num_blocks)
         self.lent_blocks = 0
         """Blocks that only calls of the cache hold: stores, and loads left behind."""
         self._waiting: deque[_Active] = deque()
@@ -624,6 +625,7 @@ class EngineMetrics:
         self.queued = Gauge(name("queue_length"), "Requests that wait", registry=own)
         self.running = Gauge(name("running"), "Requests that load or compute", registry=own)
         self.free_blocks = Gauge(name("free_blocks"), "Blocks of the paged buffer in no use", registry=own)
+        self.blocks = Gauge(name("blocks"), "Blocks of the paged buffer", registry=own)
         self.requests = Counter(name("requests"), requests, ["outcome"], registry=own)
         self.loads = Counter(name("loads"), loads, ["outcome"], registry=own)
         self.stores = Counter(name("stores"), stores, ["outcome"], registry=own)

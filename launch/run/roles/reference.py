@@ -13,7 +13,7 @@ from launch.engines.reference import ReferenceEngine, ReferenceServer, serve
 from launch.run.supervise import stop_on_signals
 from pd_cache.cache import BlockCache, CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
-from pd_cache.cluster import CacheServerNode, ClusterConfig, DecodeNode, PrefillNode, ReferenceEngineConfig
+from pd_cache.cluster import CacheServerNode, ClusterConfig, EngineNode, ReferenceEngineConfig
 from pd_cache.errors import ConfigError
 from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def run_reference_engine(
-    config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Callable[[str], None], member: Member
+    config: ClusterConfig, node: EngineNode, ready: Callable[[str], None], member: Member
 ) -> None:
     """Serves with the engine that ships with pd-cache, in this process."""
     engine_config = config.engine

@@ -11,16 +11,14 @@ from launch.discovery import Member
 from launch.engines.vllm_command import vllm_program
 from launch.http import healthy
 from launch.run.supervise import Child, ForeignProgram, stop_on_signals
-from pd_cache.cluster import ClusterConfig, DecodeNode, PrefillNode, dump_config, read_about
+from pd_cache.cluster import ClusterConfig, EngineNode, dump_config, read_about
 from pd_cache.runtime import temporary_folder
 from pd_cache.vllm.files import about
 
 _REFUSAL = re.compile(r"\bpd_cache\.[\w.]+Error: (.+)")
 
 
-def run_vllm(
-    config: ClusterConfig, node: PrefillNode | DecodeNode, ready: Callable[[str], None], member: Member
-) -> None:
+def run_vllm(config: ClusterConfig, node: EngineNode, ready: Callable[[str], None], member: Member) -> None:
     """Runs vLLM until SIGTERM. Raises RoleError if it is not installed, ends by itself or is not ready in
     time."""
     settings = config.supervisor

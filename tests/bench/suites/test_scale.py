@@ -1,8 +1,12 @@
 """`bench scale`: a cluster in simulation, on loads small enough to know the answer."""
 
+from functools import partial
+from unittest.mock import patch
+
 import msgspec
 import pytest
 
+from bench.lib.simulation import roles
 from bench.lib.simulation.clock import SimulatedTime, Station
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster, SimulatedPool
 from bench.lib.simulation.costs import (  # fmt: skip
@@ -92,6 +96,22 @@ def test_what_a_step_has_computed_is_there_for_others_before_the_prompt_is():
     # to the other node, while the first half is computed
     outcomes, _ = cluster.run([_request(0.0, 1), _request(0.6, 1)])
     assert [one.cached for one in outcomes] == [0, 500]
+
+
+@pytest.mark.parametrize("half, prefilling", [(0, 3), (1, 1)], ids=["long prompts", "long answers"])
+def test_roles_follow_the_load_at_every_proxy(half, prefilling):
+    load = roles.Load(partial(roles.requests_of, half), range(2 * half, 2 * half + 2), 1.0)
+    clusters = []
+
+    def simulated(plan, costs):
+        clusters.append(SimulatedCluster(plan._replace(both=4), costs))
+        return clusters[-1]
+
+    with patch.multiple(roles, SimulatedCluster=simulated, _HOUR_S=150.0):
+        kept = roles.run(load, 1.5 if half == 0 else 2.5, None, roles.LARGE)
+    assert kept.share > 0.95
+    for proxy in clusters[0].proxies:
+        assert sum(role.does == "prefill" for role in proxy.roles.now.values()) == prefilling
 
 
 def test_a_resource_is_full_between_the_numbers_of_nodes_around():

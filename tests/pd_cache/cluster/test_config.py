@@ -131,7 +131,7 @@ def test_the_files_that_ship_show_every_key_that_there_is():
         ("port: 8000", "port: 80000", "nodes[3].port: 80000: expected `int` <= 65535"),
         ("port: 8000", "port: 010051", "nodes[3].port: '010051': expected `int`, got `str`"),
         ("port: 8000", "port: 8000}\n  - {name: q, role: proxy, port: 8000", "proxy already uses this port of 127.0.0.1"),
-        ("role: decode", "role: prefill", "a proxy needs at least one decode node"),
+        ("role: decode", "role: prefill", "a proxy needs at least one decode or both node"),
         ("role: decode", "role: decode, cache_server: p0", "nodes[2].cache_server: 'p0': is not a cache-server node"),
         ("role: decode", "role: decode, args: {a: 1}", "nodes[2].args: is for vLLM, and engine.kind is reference"),
         ("role: decode", "role: decode, events_port: 5570", "the reference engine has no prefix cache of its own"),
@@ -178,6 +178,9 @@ def test_all_mistakes_are_in_one_message_a_line_for_each_and_those_of_values_com
             "master.ha: True: Mooncake's election supports neither users nor TLS",
         ),
         ("proxy: {drain_s: 10}", "proxy.drain_s: 10: must be less than supervisor.stop_grace_s, 10 s"),
+        ("proxy: {roles: {auto: true}}", "proxy.roles.auto: True: decides for nodes of the role both, and there are none"),
+        ("proxy: {roles: {auto: true, min_decode: 2}}", "proxy.roles.min_decode: 2: must be at most 1, the number of nodes that can do that"),
+        ("proxy: {roles: {min_prefill: 0}}", "proxy.roles.min_prefill: 0: expected `int` >= 1"),
         ("proxy: {request_timeout_s: 60}", "proxy.prefill_timeout_s: is 120 s, and must be less than request_timeout_s"),
         ('proxy: {cors_origins: ["https://a.example/"]}', "cors_origins[0]: 'https://a.example/': must be * or the origin"),
         ("proxy: {drain_s: 1:30}", "c.yaml:1: proxy.drain_s: '1:30': must be a number of seconds, without a unit"),
@@ -203,6 +206,20 @@ def test_a_mistaken_section_is_refused_in_one_message(section, message):
         else ""
     )
     refused(f"{section}\n{rest}", message)
+
+
+def test_the_least_of_each_role_is_at_most_the_number_of_nodes():
+    both = GOOD.replace("role: prefill", "role: both").replace("role: decode", "role: both")
+    roles = "proxy: {roles: {auto: true, min_prefill: %d, min_decode: %d}}\n"
+    assert load(roles % (1, 1) + both).by_role("both")
+    refused(
+        roles % (1, 2) + both,
+        "proxy.roles: min_prefill and min_decode are 3 together; must be at most 2, the nodes that",
+    )
+    refused(
+        roles % (3, 1) + both,
+        "proxy.roles.min_prefill: 3: must be at most 2, the number of nodes that can do that",
+    )
 
 
 LOCAL, DISK = "{kind: local, capacity: 1GiB}", "{kind: disk, path: /a, capacity: 1GiB}"

@@ -1,0 +1,152 @@
+"""What are roles that follow the load worth? Every split of six nodes against `proxy.roles: {auto: true}` at
+four proxies, in simulation.
+
+What counts is requests a second within limits: the first token within 30 s, the others within 0.1 s on the
+average. A load comes at the highest rate at which any split keeps these limits for 95 % of the requests.
+Beside two traces there is a *day* with long prompts before noon and long answers after it, two hours each. An
+hour lasts 300 s. The minute before the first hour is not counted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from bench.lib.report import Check, at_least
+from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
+from bench.lib.simulation.costs import DecodeCosts, EngineShape, PrefillCosts, UnitCosts
+from bench.lib.simulation.workload import Arrival, CopiedTrace, Part, names_of, of_arrival
+from bench.lib.trace import Request
+
+LARGE = UnitCosts(
+    engine=EngineShape(max_running=64),
+    prefill=PrefillCosts(step_s=0.01, token_s=2.5e-4),
+    decode=DecodeCosts(step_s=0.025, sequence_s=1e-4),
+)
+"""A model a few times slower than by default, so that the proxies can pass on all of its tokens."""
+_NODES, _PROXIES = 6, 4
+_FIRST_S, _TOKEN_S, _KEPT = 30.0, 0.1, 0.95
+_NIGHT_S, _HOUR_S = 60.0, 300.0
+_WARM, _DEPTH = 1000, 2000
+_STEP = 1.06
+"""Between two rates that are tried."""
+
+
+class Load(NamedTuple):
+    """Requests to come, at any rate."""
+
+    arrivals: Callable[[float], list[Arrival]]
+    hours: range
+    """Those that are counted."""
+    rate: float
+    """A rate to begin with."""
+    copied: CopiedTrace | None = None
+    """The trace whose first prompts the pool has seen."""
+
+
+class Kept(NamedTuple):
+    """What became of a load."""
+
+    per_s: list[float]
+    """Requests a second within the limits, by hour."""
+    share: float
+    """Those within the limits, of all."""
+
+
+def run(load: Load, rate: float, split: int | None, costs: UnitCosts) -> Kept:
+    """Simulates a load. `split`: how many nodes prefill; None if the proxies decide."""
+    prefill, both = (0, _NODES) if split is None else (split, 0)
+    cluster = SimulatedCluster(ClusterPlan(prefill, _NODES - prefill - both, _PROXIES, both=both), costs)
+    arrivals, size = load.arrivals(rate), costs.engine.chunk_tokens
+    if load.copied is not None:
+        for request in load.copied.passed:
+            for copy in range(load.copied.copies(len(arrivals))):
+                cluster.remember(names_of(load.copied.parts(request, copy), size))
+    outcomes, _ = cluster.run([of_arrival(arrival, size) for arrival in arrivals])
+    kept, counted = dict.fromkeys(load.hours, 0), 0
+    for outcome in outcomes:
+        if (hour := int((outcome.due - _NIGHT_S) // _HOUR_S)) in kept:
+            counted += 1
+            first, rest = outcome.first or 0.0, max(1, outcome.tokens - 1)
+            in_time = first <= _FIRST_S and outcome.last - first <= _TOKEN_S * rest
+            kept[hour] += in_time and not outcome.error
+    return Kept([count / _HOUR_S for count in kept.values()], sum(kept.values()) / max(1, counted))
+
+
+def best_split(load: Load, costs: UnitCosts) -> tuple[float, int, Kept]:
+    """Returns the highest rate at which any split keeps the limits, the split, and what became of the
+    load."""
+    found: tuple[float, int, Kept] | None = None
+    rate, splits, step = load.rate, list(range(1, _NODES)), _STEP
+    while True:
+        kept = {split: run(load, rate, split, costs) for split in splits}
+        if well := [split for split in splits if kept[split].share >= _KEPT]:
+            best = max(well, key=lambda split: kept[split].share)
+            found = rate, best, kept[best]
+            splits = well  # what fails fails at a higher rate, too
+        elif found is None:
+            step = 1 / _STEP
+        if found is not None and (not well or step < 1):
+            return found
+        rate *= step
+
+
+def compare_roles(
+    trace: Sequence[Request], agents: Sequence[Request], costs: UnitCosts
+) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Returns a row for each load and hour, and the targets. A row has how many nodes prefill in the best
+    split, and requests a second within the limits with it and with `auto`."""
+    noon = 2
+    loads = {
+        "conversation": _of_trace(trace, 1.5),
+        "agents": _of_trace(agents, 1.2),
+        "morning": Load(partial(requests_of, 0), range(noon), 2.4),
+        "evening": Load(partial(requests_of, 1), range(noon, 2 * noon), 4.2),
+    }
+    best = {name: best_split(load, costs) for name, load in loads.items()}
+
+    def day(share: float) -> list[Arrival]:
+        return [
+            arrival
+            for name in ("morning", "evening")
+            for arrival in loads[name].arrivals(best[name][0] * share)
+        ]
+
+    loads["day"] = Load(day, range(2 * noon), 0.6)
+    best["day"] = best_split(loads["day"], costs)
+    auto = {name: run(loads[name], best[name][0], None, costs).per_s for name in ("conversation", "agents")}
+    auto["day"] = run(loads["day"], 1.0, None, costs).per_s
+    auto |= {"morning": auto["day"][:noon], "evening": auto["day"][noon:]}
+    rows: list[dict[str, Any]] = []
+    checks: list[Check] = []
+    for name, (rate, split, kept) in best.items():
+        hours = list(zip(loads[name].hours, kept.per_s, auto[name], strict=True))
+        for hour, fixed, own in hours:
+            rows.append(
+                {"load": name, "hour": hour, "rate": rate, "prefill": split, "split": fixed, "auto": own}
+            )
+            if name != "day":
+                checks.append(at_least(f"auto / split, {name} {hour}", own / fixed, 0.97))
+        if name == "day":
+            checks.append(at_least("auto / split, day", sum(auto[name]) / sum(kept.per_s), 1.25))
+    return rows, checks
+
+
+def _of_trace(trace: Sequence[Request], rate: float) -> Load:
+    copied, hours = CopiedTrace(trace, _WARM, _DEPTH), range(2)
+    seconds = _NIGHT_S + len(hours) * _HOUR_S
+    return Load(lambda rate: copied.arrivals(round(rate * seconds), rate), hours, rate, copied)
+
+
+def requests_of(half: int, rate: float) -> list[Arrival]:
+    """Returns the requests before noon, or those after it."""
+    rng, arrivals = random.Random(half), list[Arrival]()
+    noon = _NIGHT_S + 2 * _HOUR_S
+    now, end = (0.0, noon) if half == 0 else (noon, noon + 2 * _HOUR_S)
+    prompt, answer = ((8000, 60), (600, 2000))[half]
+    while (now := now + rng.expovariate(rate)) < end:
+        tokens, output = (max(1, round(mean * rng.lognormvariate(-0.125, 0.5))) for mean in (prompt, answer))
+        arrivals.append(Arrival(now, (Part(rng.getrandbits(60), tokens),), output))
+    return arrivals

@@ -1,0 +1,211 @@
+"""Decides which nodes of the role `both` prefill, and which decode, from what all nodes report. Pure: the
+time comes from the caller.
+
+1. The nodes of the role `both` stand in the order of their addresses. Those before the *cut* prefill, the
+   others decode. Proxies do not talk to one another, so they may cut at different places. A node in between
+   then does both.
+2. Work is counted in nodes, that is, in seconds of work a second. A prefill node that always computes has
+   work for one node. So has a decode node without room. What waits is work, too: prompts, the seconds that
+   they take, to be done within 10 s; answers, the room that they need.
+3. A cut costs the work of each node of the busier kind. If these have less than 0.7 to do, nothing changes.
+   Otherwise, what the cheapest cut would save beyond half a node is summed up over time. At 10 s of a node's
+   work it is taken, but at least 10 s after the last change. By then, only reports from after it count.
+4. If too few nodes of a kind are alive, a cut with enough of them is taken at once.
+5. A node that changes gets nothing new until it has finished what it has, but for 20 s at most.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from launch.proxy.routing import Hop
+from pd_cache.cluster import RolesConfig
+
+_SETTLE_S = 10.0
+_CATCH_UP_S = 10.0
+_DRAIN_S, _MIXED_S = 20.0, 120.0
+_FULL, _SLACK, _WORTH_S = 0.7, 0.5, 10.0
+_IDLE = 0.02
+"""The work of each kind that is assumed of each node, so that single requests decide nothing."""
+_SAMPLE = re.compile(
+    rb"^(?:vllm:|pd_cache_reference_)(num_requests_waiting|num_requests_running|kv_cache_usage_perc"
+    rb"|request_success_total|queue_length|running|free_blocks|blocks|requests_total)(?:\{.*\})? ([0-9.e+-]+)\r?$",
+    re.MULTILINE,
+)
+
+
+class NodeReport(NamedTuple):
+    """What a node reports at one moment."""
+
+    queued: float
+    """Requests that wait."""
+    running: float
+    used: float
+    """The share of its room that is taken, 0 to 1."""
+    ended: float
+    """Requests that it has finished since its start."""
+
+    @property
+    def busy(self) -> bool:
+        return self.queued + self.running > 0
+
+
+def read_report(page: bytes, max_running: int) -> NodeReport | None:
+    """Returns what the metrics of vLLM or of the reference engine say; None if they are those of another
+    program.
+
+    `max_running`: how many requests the node computes at a time; 0 if that is not known.
+    """
+    samples: dict[bytes, list[float]] = {}  # each data-parallel rank has its own
+    for name, value in _SAMPLE.findall(page):
+        try:
+            samples.setdefault(name, []).append(float(value))
+        except ValueError:
+            return None
+    total = {name: sum(values) for name, values in samples.items()}
+    queued = total.get(b"num_requests_waiting", total.get(b"queue_length"))
+    running = total.get(b"num_requests_running", total.get(b"running"))
+    if queued is None or running is None:
+        return None
+    blocks = max(1.0, total.get(b"blocks", 1.0))
+    used = max(
+        _mean(samples.get(b"kv_cache_usage_perc", [])),
+        1 - total.get(b"free_blocks", blocks) / blocks,
+        running / max_running if max_running else 0.0,
+    )
+    return NodeReport(
+        queued, running, used, total.get(b"request_success_total", total.get(b"requests_total", 0.0))
+    )
+
+
+class RoleNow(NamedTuple):
+    """What a node of the role `both` does now."""
+
+    does: Hop
+    since: float
+    why: str
+
+
+class Roles:
+    """Says what each node of the role `both` does."""
+
+    def __init__(self, config: RolesConfig) -> None:
+        self._config = config
+        self.now: dict[str, RoleNow] = {}
+        self._cut: int | None = None
+        self._cut_at = self._saved = 0.0
+        self._mixed: set[str] = set()
+        """Nodes that have changed and not been idle since, for `_MIXED_S` at most."""
+        self._draining: set[str] = set()
+        self._past: deque[tuple[float, Mapping[str, NodeReport]]] = deque()
+
+    def look(
+        self,
+        now: float,
+        roles: Mapping[str, str],
+        alive: Mapping[str, bool],
+        reports: Mapping[str, NodeReport],
+    ) -> None:
+        """Decides anew.
+
+        `roles`: those of all known nodes, by the nodes' addresses; `alive`: whether each can be used;
+        `reports`: the last ones, of those that have reported.
+        """
+        passed = now - self._past[-1][0] if self._past else 0.0
+        self._past.append((now, reports))
+        while self._past[0][0] < now - _SETTLE_S:
+            self._past.popleft()
+        both = sorted(node for node, role in roles.items() if role == "both")
+        live = {node: role for node, role in roles.items() if alive.get(node, False)}
+        work = self._work(live)
+        costs = [self._cost(both[:cut], live, work) for cut in range(len(both) + 1)]
+        cut = len(both) // 2 if self._cut is None else min(self._cut, len(both))
+        best = min(range(len(costs)), key=lambda other: (costs[other], abs(other - cut), other))
+        (lack, each), (least_lack, least) = costs[cut], costs[best]
+        why = f"prompts were work for {work['prefill']:.1f} nodes, answers for {work['decode']:.1f}"
+        saved = (1 - least / max(1e-9, each)) * len(live) - _SLACK
+        self._saved = max(0.0, self._saved + saved * passed) if each >= _FULL else 0.0
+        if least_lack < lack:
+            why = "too few nodes were alive"
+        elif now < self._cut_at + _SETTLE_S or self._saved < _WORTH_S:
+            best = cut
+        if best != cut:
+            self._cut_at, self._saved = now, 0.0
+            self._past.clear()
+        self._cut = best
+        before, self.now = self.now, {}
+        for place, node in enumerate(both):
+            does: Hop = "prefill" if place < best else "decode"
+            known = before.get(node)
+            if known is None:
+                known = RoleNow(does, now, "it is new")
+            elif known.does != does:
+                known = RoleNow(does, now, why if best != cut else "other nodes came or went")
+                self._mixed.add(node)
+            self.now[node] = known
+        self._mixed = {
+            node
+            for node in self._mixed & live.keys() & self.now.keys()
+            if now < self.now[node].since + _MIXED_S and (node not in reports or reports[node].busy)
+        }
+        self._draining = {node for node in self._mixed if now < self.now[node].since + _DRAIN_S}
+
+    def resting(self, hop: Hop) -> set[str]:
+        """Returns the nodes that get no new requests of this kind."""
+        return self._draining | {node for node, role in self.now.items() if role.does != hop}
+
+    def describe(self, now: float) -> dict[str, dict[str, Any]]:
+        """Returns what each node does, since when and why, for `/health`."""
+        return {
+            node: {"does": role.does, "for_s": round(now - role.since, 1), "why": role.why}
+            for node, role in self.now.items()
+        }
+
+    def _work(self, live: Mapping[str, str]) -> dict[Hop, float]:
+        """Returns the work of each kind, in nodes."""
+        prefilling = sorted(
+            (node in self.now, node)
+            for node, role in live.items()
+            if (self.now[node].does if node in self.now else role) == "prefill"
+        )
+        steady = [node for _, node in prefilling if node not in self._mixed] or [
+            node for _, node in prefilling
+        ]
+        # those near the cut may have answers from other proxies
+        sample = steady[: (len(steady) + 1) // 2]
+        busy = seconds = ended = queued = answers = 0.0
+        for node in live:
+            found = [(at, reports[node]) for at, reports in self._past if node in reports]
+            if not found:
+                continue
+            (begin, first), (end, last) = found[0], found[-1]
+            if node in sample:
+                share = _mean([float(report.queued + report.running > 0) for _, report in found])
+                busy += share
+                seconds += share * (end - begin)
+                ended += max(0.0, last.ended - first.ended)
+                queued += last.queued
+            if node not in steady:
+                answers += _mean([report.used for _, report in found])
+                answers += last.used * last.queued / max(1.0, last.running)
+        waiting = queued * seconds / max(1.0, ended) / _CATCH_UP_S
+        return {"prefill": (busy + waiting) * len(prefilling) / max(1, len(sample)), "decode": answers}
+
+    def _cost(
+        self, before: list[str], live: Mapping[str, str], work: Mapping[Hop, float]
+    ) -> tuple[tuple[int, int], float]:
+        """Returns how many decode and prefill nodes are too few if the nodes `before` a cut prefill, and the
+        work of each node of the busier kind."""
+        prefill = sum(role == "prefill" or node in before for node, role in live.items())
+        decode = len(live) - prefill
+        lack = max(0, self._config.min_decode - decode), max(0, self._config.min_prefill - prefill)
+        idle = _IDLE * len(live)
+        prompts, answers = work["prefill"] + idle, work["decode"] + idle
+        return lack, max(prompts / max(0.1, prefill), answers / max(0.1, decode))
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
