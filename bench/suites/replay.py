@@ -260,7 +260,7 @@ _CAPACITY = (
 @option("--trace", type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
 @option("--capacity", "capacities", multiple=True, callback=_capacities, help=_CAPACITY)
 @option("--agents", default=0, type=click.IntRange(0), help="In place of a trace, the synthetic one of this many agents (`bench routing`).")  # fmt: skip
-@option("--policies", is_flag=True, help="Compare policies of eviction and admission, in simulation.")
+@option("--policies", is_flag=True, help="Compare policies of eviction and admission in simulation, without a pool: `--evict` and `--chunk-bytes` change nothing then.")  # fmt: skip
 @option("--evict", nargs=2, default=(0.9, 0.1), type=click.FloatRange(0, 1, min_open=True), help="The master's eviction_high_watermark and eviction_ratio.")  # fmt: skip
 @option("--chunk-bytes", default=4096, type=click.IntRange(STEP_BYTES, 16 << 20), callback=_chunk_bytes, help="Of a chunk.")  # fmt: skip
 @output_options
