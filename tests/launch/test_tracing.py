@@ -1,7 +1,5 @@
 """Spans of requests through a whole cluster, as a collector receives them."""
 
-from __future__ import annotations
-
 import os
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ that everyone else imports, before or after, stays as it is, and unlike in a sub
 fixtures work.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import threading
@@ -94,6 +92,9 @@ CASES = [
     Case(PageKind.MLA, 3, 1, 257, torch.int64, "scattered"),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_chunk = pytest.mark.parametrize(
+    "left_out", [[], [0, -1]], ids=["all", "without the first and the last"]
+)
 
 
 class Cache:
@@ -190,7 +191,7 @@ def interpreted_xxh3():
 
 
 @every_case
-@pytest.mark.parametrize("left_out", [[], [0, -1]], ids=["all", "without the first and the last"])
+@every_chunk
 def test_the_interpreted_kernel_gathers_and_scatters_as_the_cpu_copier(interpreted, case, left_out):
     """Zeros for blocks that are left out, and nothing for them."""
     cache = Cache.random(case)
@@ -382,7 +383,7 @@ def streams(monkeypatch):
 @pytest.fixture
 def kernels(streams, interpreted, monkeypatch):
     """What was copied, and behind what."""
-    found, move = list[tuple[str, set[str]]](), interpreted.PageMover.move
+    found, move = [], interpreted.PageMover.move
     interpreting = threading.Lock()  # Triton's interpreter is for one thread at a time
 
     def noted(mover, blocks, payload, *, gather):
@@ -454,7 +455,7 @@ def test_a_servers_store_is_behind_its_engines_event_on_any_thread_and_no_other_
 
 
 def test_memory_is_page_locked_and_unlocked_in_the_device_of_the_thread_that_chose_it(monkeypatch):
-    current, calls = [1], list[tuple[str, int]]()
+    current, calls = [1], []
 
     @contextmanager
     def device(index):
@@ -504,19 +505,21 @@ def wide():
 
 @on_gpu
 @every_case
+@every_chunk
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
-def test_gpu_copies_equal_the_cpu_copier(case, pinned):
+def test_gpu_copies_equal_the_cpu_copier_and_return_the_checksum(case, left_out, pinned):
     cache = Cache.random(case)
     chunk, payload = chunk_of(), random_payload(cache.layout, pinned=pinned)
     device, out = cache.copy("cuda"), empty_payload(cache.layout, pinned=pinned)
     copier = open_copier(device.layers, device.layout)
     assert isinstance(copier, cuda.CudaPagedCopier)
 
-    copier.gather(chunk, out).wait()
+    chunk[left_out] = -1
+    assert copier.gather(chunk, out).wait() == checksum(out.numpy().data)
     assert torch.equal(out, gathered_on_cpu(cache, chunk))
     device.assert_same(cache)
 
-    copier.scatter(chunk, payload).wait()
+    assert copier.scatter(chunk, payload).wait() == checksum(payload.numpy().data)
     device.assert_same(scattered_on_cpu(cache, chunk, payload))
     copier.close()
 
@@ -526,20 +529,6 @@ def test_gpu_copies_equal_the_cpu_copier(case, pinned):
 def test_gpu_hashes_equal_those_of_the_host(nbytes):
     payload = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
     assert hashed(xxh3.Xxh3(nbytes, torch.device("cuda")), payload.cuda()) == checksum(payload.numpy().data)
-
-
-@on_gpu
-@every_case
-def test_gpu_copies_return_the_checksum_of_the_chunk(case):
-    cache = Cache.random(case)
-    device = cache.copy("cuda")
-    copier = cuda.CudaPagedCopier(device.layers, device.layout)
-    chunk, out, payload = chunk_of(), empty_payload(cache.layout), random_payload(cache.layout)
-    chunk[0], chunk[-1] = -1, -1
-    assert copier.gather(chunk, out).wait() == checksum(out.numpy().data)
-    assert torch.equal(out, gathered_on_cpu(cache, chunk))
-    assert copier.scatter(chunk, payload).wait() == checksum(payload.numpy().data)
-    copier.close()
 
 
 @on_gpu
