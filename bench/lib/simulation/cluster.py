@@ -138,10 +138,10 @@ class _Node:
                     verdict = learned.judge(tokens, 0, self.engine.ahead, time.now)
                     found = found if verdict is None else int(verdict.probe)
                 if found:
-                    begun = time.now
-                    learned.load_began(name := str(id(generating)), (0, 0, found * size), begun)
+                    begun = self.engine.link.passed(time.now, 1)
+                    learned.load_began(name := str(id(generating)), (0, 0, found * size), time.now)
                     generating.loaded = size * (yield from cluster.load(self, names[:found]))
-                    learned.load_ended(name, time.now - begun)
+                    learned.load_ended(name, self.engine.link.passed(time.now, -1) - begun)
                 return
             yield time.after(min(pause, deadline - time.now))
             pause = next_pause(pause)

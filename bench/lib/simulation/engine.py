@@ -16,7 +16,7 @@ from bench.lib.simulation.clock import Happening, Process, SimulatedTime, first_
 from bench.lib.simulation.costs import UnitCosts
 from bench.lib.simulation.workload import SimulatedRequest
 from launch.proxy.roles import NodeReport
-from pd_cache.vllm.costs import Costs, StepWork
+from pd_cache.vllm.costs import Costs, LinkTime, StepWork
 
 GRAIN = 32
 
@@ -64,7 +64,7 @@ class SimulatedEngine:
         self._loading = 0
         self._free = costs.engine.kv_tokens
         self._wake = Happening()
-        self.learned = Costs()
+        self.learned, self.link = Costs(), LinkTime()
         self.asked = 0.0
         """Seconds of all steps."""
         self._held, self._since = 0.0, 0.0
