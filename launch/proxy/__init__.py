@@ -13,10 +13,10 @@ It guarantees:
 5. A client that goes away takes its upstream connections with it.
 6. Nodes come and go with discovery's view (`nodes`). The proxy waits for neither discovery nor the pool.
 
-A request's way: `app` (the socket, the outermost handler, and the proxy's own pages) → `requests`
-(from its key to its last byte; `exchange` is one request) → `keys`, `bodies` → `direct` (does it need a
-prefill node?) → `routing` (which node next, when to stop, whom a failure is attributed to; pure) → `hops`
-(the two hops and the stream) → `nodes` (what nodes answer, their health, discovery). `prefixes` (pure) and
-`events` know which nodes have the beginning of a prompt, `hints` and `pins` keep prompts in the pool,
-`metrics` counts, and `ui` shows the cluster to browsers.
+A request's way: `app` (the socket, the outermost handler, and the proxy's own pages) → `serving` (the
+client's body, the decode node, the answer's bytes) → `requests` (from its key to its end; `exchange` is its
+state) → `keys`, `bodies` → `direct` (does it need a prefill node?) → `routing` (which node next, when to
+stop, whom a failure is attributed to; pure) → `hops` (the prefill hop and the stream) → `nodes` (what nodes
+answer, their health, discovery). `prefixes` (pure) and `events` know which nodes have the beginning of a
+prompt, `hints` and `pins` keep prompts in the pool, `metrics` counts, and `ui` shows the cluster to browsers.
 """

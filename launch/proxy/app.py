@@ -24,13 +24,14 @@ from launch.discovery import View
 from launch.openai import ID_HEADER, errors, given_id, runner_of
 from launch.proxy.direct import DirectRule
 from launch.proxy.events import CacheQuery
-from launch.proxy.exchange import HINTS_HEADER, REQUEST_ID
+from launch.proxy.exchange import HINTS_HEADER
 from launch.proxy.hints import Hints, PoolBytes
 from launch.proxy.hops import Hops
 from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import NodePools, check_health, check_nodes, new_session
 from launch.proxy.requests import Requests
+from launch.proxy.serving import REQUEST_ID, Serving
 from launch.proxy.trips import HopReport, Trip
 from launch.proxy.ui import RecentRequests, UiPages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
@@ -75,6 +76,7 @@ class Proxy:
         self.hops = hops = Hops(config, keys, self._pools, self._direct, self.metrics)
         self._hints = Hints(config.hints, self._direct, keys, hops, self.metrics, pool_bytes)
         self.requests = Requests(config, keys, hops, self._hints, self.metrics, recent, tracing)
+        self._serving = Serving(self.requests)
         self._ui = UiPages(cluster, keys, recent, self.metrics, self._pools, self.hops.trips)
         self._queries = CacheQuery(self._direct, self._pools.caches, keys, self.hops.bodies)
 
@@ -87,7 +89,7 @@ class Proxy:
     async def setup(self) -> None:
         """Starts the application. It accepts no connections yet."""
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=[self._outermost, errors])
-        for pages in (self.requests, self._queries, self._ui):
+        for pages in (self._serving, self._queries, self._ui):
             pages.add_to(app)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._samples)
@@ -95,7 +97,7 @@ class Proxy:
         app.router.add_get("/", self._home)
         app.on_response_prepare.append(self._share)
         app.cleanup_ctx.append(self._beside_requests)
-        app.on_shutdown.append(self.requests.drain)
+        app.on_shutdown.append(lambda _: self.requests.drain())
         self._runner = runner_of(app, keepalive_timeout=_KEEPALIVE_S, shutdown_timeout=2.0)
         await self._runner.setup()
 

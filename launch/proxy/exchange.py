@@ -1,4 +1,4 @@
-"""One request under way: its state, and what its client has got so far."""
+"""The state of one request."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import asyncio
 import time
 from contextlib import ExitStack
 
-from aiohttp import web
+from multidict import CIMultiDictProxy
 
 from launch.openai import ID_HEADER
-from launch.proxy.bodies import BodyShare, ClientGone
+from launch.proxy.bodies import BodyShare
 from launch.proxy.keys import Client, Keys
-from launch.proxy.metrics import REPORT_BYTES
 from launch.proxy.prefixes import NamedPrompt
 from launch.proxy.routing import Hop, RetryBudget, Trial
 from launch.proxy.trips import HopReport, Trip
@@ -20,16 +19,23 @@ from pd_cache.tracing import TraceSpan, Tracing, trace_headers
 
 HINTS_HEADER = "X-KV-Hints"
 """The header of a completion's answer that has the answer to its hints."""
-REQUEST_ID = web.RequestKey("request_id", str)
-"""The key under which the outermost handler leaves the id in aiohttp's request."""
 
 
 class Exchange:
-    """The state of one request."""
-
-    def __init__(self, request: web.Request, budget: RetryBudget, share: BodyShare, tracing: Tracing) -> None:
-        self.request = request
-        self.id = request[REQUEST_ID]
+    def __init__(
+        self,
+        request_id: str,
+        path: str,
+        headers: CIMultiDictProxy[str],
+        *,
+        budget: RetryBudget,
+        share: BodyShare,
+        tracing: Tracing,
+    ) -> None:
+        """`path` and `headers`: what the client sent."""
+        self.id = request_id
+        self.path = path
+        self.headers = headers
         self.started = time.monotonic()
         self.trial = Trial(budget)
         self.client = Client()
@@ -41,21 +47,21 @@ class Exchange:
         """How long the decode node's first byte took; None before it."""
         self.prefill_s: float | None = None
         """How long the prefill hop took; None without one."""
+        self.status = 499
+        """The status that its client gets; 499 until there is one."""
         self.cut_status: int | None = None
         """The status of the error with which its answer ended after the first byte; None if it did not."""
+        self.streamed = False
+        """Whether its answer comes token by token."""
         self.share = share
         """The memory that its body takes."""
-        self.response: web.StreamResponse | None = None
-        """Set when the first byte is about to be sent."""
-        self.ending = bytearray()
-        """At least the last `REPORT_BYTES` of what was sent so far."""
         self.tracing = tracing
         self.span = tracing.begin(
             "pd_cache.proxy",
-            trace_headers(request.headers),
+            trace_headers(headers),
             kind="server",
             request_id=self.id,
-            path=request.path,
+            path=path,
         )
         self.decodes: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
@@ -78,14 +84,14 @@ class Exchange:
         """Returns a span for a request to a node."""
         return self.tracing.begin(f"pd_cache.{what}", self.span.headers, kind="client", node=node)
 
-    def headers(self, keys: Keys, span: TraceSpan) -> dict[str, str]:
+    def node_headers(self, keys: Keys, span: TraceSpan) -> dict[str, str]:
         """Returns the headers for a node: not the client's key if that is for the proxy, and the nodes' own
         key if there is one."""
         headers = {name.capitalize(): value for name, value in span.headers.items()}
         if keys.node_key is not None:
             headers["Authorization"] = f"Bearer {keys.node_key}"
-        elif not keys.guarded and "Authorization" in self.request.headers:
-            headers["Authorization"] = self.request.headers["Authorization"]
+        elif not keys.guarded and "Authorization" in self.headers:
+            headers["Authorization"] = self.headers["Authorization"]
         # bytes are passed on as they come, and the client might not accept every encoding
         return {
             **headers,
@@ -94,23 +100,6 @@ class Exchange:
             "Accept-Encoding": "identity",
         }
 
-    @property
-    def streamed(self) -> bool:
-        """Whether its answer comes token by token."""
-        return self.response is not None and self.response.content_type == "text/event-stream"
-
     def trip(self) -> Trip:
         hops = (HopReport(hop, node, self.reports.get(hop)) for hop, node in self.nodes.items())
         return Trip(self.client.name, tuple(hops))
-
-    async def write(self, data: bytes) -> None:
-        assert self.response is not None
-        try:
-            await self.response.write(data)
-        except ConnectionError as error:
-            raise ClientGone from error
-
-    def note_sent(self, data: bytes) -> None:
-        self.ending += data
-        if len(self.ending) > 2 * REPORT_BYTES:
-            del self.ending[:-REPORT_BYTES]

@@ -377,7 +377,7 @@ class Hints:
             status = stream.result()
             why = {0: "no answer", 200: "no room"}.get(status, f"status {status}")
             raise HintRefusedError(f"the decode node does not load it: {why}")
-        return node if self._keys.may_watch(exchange.request.headers.get("Authorization")) else None
+        return node if self._keys.may_watch(exchange.headers.get("Authorization")) else None
 
     # --- leases ---------------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-"""A request's hops: to a decode node for its prompt's tokens, to the prefill node, the stream, and to the
-decode node, whose answer the client gets."""
+"""A request's hops until its decode node: to a decode node for its prompt's tokens, to the prefill node, and
+the stream."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import aiohttp
-import msgspec
-from aiohttp import web
 
-from launch.openai import ID_HEADER, ApiError, overloaded
+from launch.openai import ID_HEADER
 from launch.proxy.bodies import (
     BodyMemory,
     BodyShare,
-    ClientGone,
     Completion,
     HandedOver,
     read_handoff,
-    read_models,
     read_rendered,
     read_tokens,
 )
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
-from launch.proxy.exchange import HINTS_HEADER, Exchange
+from launch.proxy.exchange import Exchange
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics, RecentTrips, read_report
 from launch.proxy.nodes import (
@@ -35,16 +31,12 @@ from launch.proxy.nodes import (
     NodePools,
     Refusal,
     check_status,
-    client_headers,
-    passed_on,
     read_all,
-    read_some,
     refusal_of,
     send,
 )
 from launch.proxy.prefixes import NamedPrompt, PromptTokens, RoutedPrompt
-from launch.proxy.relay import Shortcut
-from launch.proxy.routing import Attempts, Hop, Reason
+from launch.proxy.routing import Attempts, Hop
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.decoding import one_line
 from pd_cache.sparse_log import SparseLog
@@ -53,7 +45,6 @@ from pd_cache.tracing import TraceSpan
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_LIST_AT_ONE_S = 1.0
 _MOST_REFUSALS = 2
 """How many prefill nodes may refuse a prompt until the decode node gets it."""
 _STREAM_ID = "-stream"
@@ -138,13 +129,13 @@ class Hops:
                     await asyncio.to_thread(completion.for_render),
                     read_rendered,
                 )
-            return await self._whole(exchange, exchange.span, "POST", node + path, body, read)
+            return await self.whole(exchange, exchange.span, "POST", node + path, body, read)
         except (HopError, Refusal) as error:
             if self._sparse.admit((node, "tokens")) is not None:
                 log.info("request %s: node %s did not return a prompt's tokens: %s", exchange.id, node, error)
             return "no decode node has returned its tokens"
 
-    async def _whole(
+    async def whole(
         self,
         exchange: Exchange,
         span: TraceSpan,
@@ -155,7 +146,7 @@ class Hops:
     ) -> T:
         """Returns what `read` makes of a node's whole answer. Raises Refusal if the node refuses the request,
         HopError if it fails."""
-        answer = await send(self.session, method, url, exchange.headers(self._keys, span), body)
+        answer = await send(self.session, method, url, exchange.node_headers(self._keys, span), body)
         try:
             await check_status(answer)
             if answer.status >= 400:
@@ -166,7 +157,7 @@ class Hops:
         finally:
             answer.close()
 
-    def _failed(
+    def failed(
         self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError
     ) -> None:
         """Notes how a node failed. Without `attempts`, only a connection that cannot be made counts against
@@ -203,8 +194,8 @@ class Hops:
             exchange.nodes["prefill"] = node
             try:
                 with pool.working(node, prompt), exchange.hop_span("prefill", node) as span:
-                    url = node + exchange.request.path
-                    asking = self._whole(
+                    url = node + exchange.path
+                    asking = self.whole(
                         exchange,
                         span,
                         "POST",
@@ -218,9 +209,9 @@ class Hops:
                 # a second node is not to blame if the first one left it too little time
                 whole = left > limit_s / 2
                 failure = HopError("timeout", f"no answer within {left:.3g} s")
-                self._failed(exchange, "prefill", node, attempts if whole else None, failure)
+                self.failed(exchange, "prefill", node, attempts if whole else None, failure)
             except HopError as error:
-                self._failed(exchange, "prefill", node, attempts, error)
+                self.failed(exchange, "prefill", node, attempts, error)
             except Refusal as refusal:
                 free_frames(refusal)
                 refused += 1
@@ -271,7 +262,7 @@ class Hops:
 
         async def held() -> int:
             with self.pools["decode"].working(node), exchange.hop_span("stream", node) as span:
-                headers = {**exchange.headers(self._keys, span), ID_HEADER: exchange.id + name}
+                headers = {**exchange.node_headers(self._keys, span), ID_HEADER: exchange.id + name}
                 try:
                     async with asyncio.timeout(most_s):
                         answer = await send(self.session, "POST", node + path, headers, body)
@@ -285,110 +276,6 @@ class Hops:
         task = asyncio.create_task(held())
         task.add_done_callback(lambda _: share.give_back())
         return task
-
-    # --- the decode hop -------------------------------------------------------------------------------------
-
-    async def decode(self, exchange: Exchange, body: bytes) -> web.StreamResponse:
-        pool = self.pools["decode"]
-        attempts = Attempts(pool, exchange.trial, first=exchange.decodes)
-        refusals: dict[Reason, Refusal] = {}
-        while (node := attempts.next(time.monotonic())) is not None:
-            exchange.nodes["decode"] = node
-            answer: aiohttp.ClientResponse | None = None
-            try:
-                with pool.working(node), exchange.hop_span("decode", node) as span:
-                    try:
-                        url, headers = node + exchange.request.path, exchange.headers(self._keys, span)
-                        answer = await send(self.session, "POST", url, headers, body)
-                        await check_status(answer)
-                        first = await read_some(answer)  # a node that dies before this can still be replaced
-                    except HopError as error:
-                        self._failed(exchange, "decode", node, attempts, error)
-                        if error.refusal is not None:
-                            refusals[error.reason] = error.refusal
-                        span.end(f"{error.reason}: {error}")
-                        continue
-                    attempts.answered(node, time.monotonic(), well=answer.status < 300)
-                    exchange.first_byte_s = time.monotonic() - exchange.started
-                    self._metrics.first_byte_seconds.observe(exchange.first_byte_s)
-                    exchange.until_answered.close()
-                    body = b""
-                    exchange.share.give_back()
-                    return await self._relay(exchange, node, answer, first)
-            finally:
-                if answer is not None:
-                    answer.close()
-        refusal = (None if attempts.blamed else refusals.get("busy")) or refusals.get("error")
-        if refusal is not None:
-            return passed_on(refusal)
-        if attempts.blamed:
-            raise ApiError(
-                502, "This request failed on two nodes and is not tried on others", code="node_failed"
-            )
-        raise overloaded("No decode node could answer")
-
-    async def _relay(
-        self, exchange: Exchange, node: str, answer: aiohttp.ClientResponse, first: bytes
-    ) -> web.StreamResponse:
-        """Passes on the node's answer as it comes, beginning with `first`. Raises HopError if it breaks
-        off."""
-        response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
-        response.headers[ID_HEADER] = exchange.id
-        if exchange.hinted is not None:
-            response.headers[HINTS_HEADER] = (await exchange.hinted).decode()
-        exchange.response = response
-        if exchange.request.version < aiohttp.HttpVersion11:
-            response.force_close()  # that is how the client knows the answer's end
-        try:
-            await response.prepare(exchange.request)
-            data = first
-            while data:
-                exchange.note_sent(data)
-                if answer.content.at_eof():
-                    self._note(exchange)  # before the client can know that this is all
-                await exchange.write(data)
-                data = await Shortcut(exchange, answer).taken() or await read_some(answer)
-            self._note(exchange)
-            await response.write_eof()
-        except HopError as error:
-            self._failed(exchange, "decode", node, None, error)
-            raise
-        except ConnectionError as error:
-            raise ClientGone from error
-        return response
-
-    def _note(self, exchange: Exchange) -> None:
-        exchange.reports["decode"] = read_report(exchange.ending)
-        self.trips.note(exchange.id, exchange.trip())
-
-    # --- the list of models ---------------------------------------------------------------------------------
-
-    async def models(self, exchange: Exchange, _: bytes) -> web.Response:
-        """Returns the list of one of two decode nodes. It says nothing about how a node computes: only a
-        refused connection counts against it."""
-        pool, tried = self.pools["decode"], list[str]()
-        while len(tried) < 2 and (node := pool.out_of_turn(time.monotonic(), tried)) is not None:
-            tried.append(node)
-            exchange.nodes["decode"] = node
-            try:
-                asking = self._whole(
-                    exchange, exchange.span, "GET", node + exchange.request.path, None, read_models
-                )
-                async with asyncio.timeout(_LIST_AT_ONE_S):
-                    found = await asking
-            except TimeoutError:
-                failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
-                self._failed(exchange, "decode", node, None, failure)
-            except HopError as error:
-                self._failed(exchange, "decode", node, None, error)
-            except Refusal as refused:
-                pool.reached(node)
-                return passed_on(refused)
-            else:
-                pool.reached(node)
-                body = msgspec.json.encode({"object": "list", "data": found})
-                return web.Response(body=body, content_type="application/json")
-        raise overloaded("No decode node could answer")
 
 
 def free_frames(error: BaseException | None) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import msgspec
-from aiohttp import web
+from multidict import CIMultiDictProxy
 
 from launch.openai import ApiError, overloaded
 from pd_cache.cluster import ProxyConfig, ServerTlsConfig, TenantConfig, read_tenants
@@ -150,7 +150,7 @@ class Keys:
             raise _refused()
         return client
 
-    def in_tenant(self, client: Client, request: web.Request) -> Client:
+    def in_tenant(self, client: Client, headers: CIMultiDictProxy[str]) -> Client:
         """Returns the client of a request in the name of its tenant, which a header names if the key's tenant
         is `@HEADER`.
 
@@ -158,7 +158,7 @@ class Keys:
         """
         tenant = client.tenant
         if tenant.startswith("@"):
-            given = request.headers.getall(tenant[1:], [])
+            given = headers.getall(tenant[1:], [])
             # two of them: the gateway's, and one that its client has sent
             if len(given) != 1 or not _TENANT.fullmatch(given[0]):
                 what = f"The header {tenant[1:]} must name one tenant, in up to 63 letters, digits, . _ -"

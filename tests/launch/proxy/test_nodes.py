@@ -11,7 +11,6 @@ import time
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from launch.discovery import View
 from launch.http import BadStatus, fetch
@@ -176,7 +175,7 @@ async def test_a_shutdown_lets_requests_end_refuses_new_ones_and_tells_those_tha
                 assert await response.content.readexactly(len(EVENTS[0])) == EVENTS[0]
             waiting = asyncio.ensure_future(c.post().__aenter__())
             await until(lambda: len(c.decode[2].bodies) == 1, "all are in flight")
-            draining = asyncio.ensure_future(c.proxy.requests.drain(web.Application()))
+            draining = asyncio.ensure_future(c.proxy.requests.drain())
             await asyncio.sleep(0)
             async with c.post() as refused, c.get("/health") as health:
                 assert (refused.status, health.status) == (503, 503)

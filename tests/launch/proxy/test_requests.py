@@ -22,7 +22,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from launch.proxy import hops, nodes
+from launch.proxy import nodes, serving
 from launch.proxy import requests as requests_module
 from launch.proxy.app import Proxy
 from launch.proxy.metrics import REPORT_BYTES, read_report
@@ -107,7 +107,7 @@ async def test_the_pieces_of_an_answer_pass_without_steps_of_their_request(versi
         steps.append(answer)
         return await nodes.read_some(answer)
 
-    monkeypatch.setattr(hops, "read_some", read_some)
+    monkeypatch.setattr(serving, "read_some", read_some)
     pieces = [*EVENTS[:1] * 200, *EVENTS]
     async with cluster(0, 1) as c, aiohttp.ClientSession(version=version) as c.session:
         for length in ({}, {"Content-Length": str(len(b"".join(pieces)))}):

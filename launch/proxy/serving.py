@@ -1,0 +1,305 @@
+"""What the proxy does itself where no gateway does it: it reads the client's body, asks the decode node, and
+relays its answer, without a task for each piece."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from launch.openai import ID_HEADER, ApiError, overloaded
+from launch.proxy.bodies import ClientGone, read_body, read_models
+from launch.proxy.exchange import HINTS_HEADER, Exchange
+from launch.proxy.hints import HINTS_S, LARGEST_HINTS
+from launch.proxy.metrics import REPORT_BYTES, RecentTrips, read_report
+from launch.proxy.nodes import (
+    HopError,
+    Refusal,
+    check_status,
+    client_headers,
+    passed_on,
+    read_some,
+    send,
+)
+from launch.proxy.requests import CHAT, COMPLETIONS, MODELS, Requests
+from launch.proxy.routing import Attempts, Reason
+from pd_cache.cluster import LARGEST_BODY
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = web.RequestKey("request_id", str)
+"""The key under which the outermost handler leaves the id in aiohttp's request."""
+_LAST_WORDS_S = 1.0
+"""How long it may take to inform a client that its stream broke."""
+_MOST_UNSENT = 64 << 10
+"""The most bytes that may wait for the client in this process until no more are read from the node."""
+_LIST_AT_ONE_S = 1.0
+Serve = Callable[["Relay", bytes], Awaitable[web.StreamResponse]]
+"""Answers a request, given its body."""
+
+
+class Serving:
+    """Serves the pages of OpenAI's API."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def add_to(self, app: web.Application) -> None:
+        limit_s = self._requests.config.request_timeout_s
+        for path in (COMPLETIONS, CHAT):
+            app.router.add_post(path, partial(self._answered, self._over_nodes, LARGEST_BODY, limit_s))
+        app.router.add_post("/hints", partial(self._answered, self._hint, LARGEST_HINTS, HINTS_S))
+        app.router.add_get(MODELS, partial(self._answered, self._models, 0, limit_s), allow_head=False)
+
+    async def _answered(
+        self, serve: Serve, most: int, read_s: float, request: web.Request
+    ) -> web.StreamResponse:
+        """Reads a body of at most `most` bytes within `read_s`, and serves the request."""
+        response: web.StreamResponse | None
+        with self._requests.begun(request[REQUEST_ID], request.path, request.headers) as exchange:
+            relay = Relay(exchange, request)
+            try:
+                body = await read_body(request, exchange.share, most, read_s)
+                async with self._requests.admitted(exchange):
+                    serving = serve(relay, body)
+                    del body  # so that it takes memory only until the decode node has it
+                    response = await serving
+                exchange.status = response.status
+            except ApiError as error:
+                if (response := relay.response) is None or not response.prepared:
+                    raise
+                exchange.status, exchange.cut_status = response.status, error.status
+                self._requests.metrics.cut.labels(error.code or "").inc()
+                await relay.cut(error)
+            except ClientGone:
+                response = relay.response
+        # aiohttp needs something to return to a client that is gone; nothing reads it
+        return response or web.Response(status=499)
+
+    async def _hint(self, relay: Relay, body: bytes) -> web.StreamResponse:
+        answer = await self._requests.hints.take(body, relay.exchange)
+        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+    async def _over_nodes(self, relay: Relay, body: bytes) -> web.StreamResponse:
+        """Answers a completion. Raises ApiError if no node could answer it, HopError if the answer breaks
+        off."""
+        decoding = self._decode(relay, await self._requests.prepared(relay.exchange, body))
+        del body  # so that it takes memory only until a decode node has it
+        return await decoding
+
+    async def _decode(self, relay: Relay, body: bytes) -> web.StreamResponse:
+        exchange, hops = relay.exchange, self._requests.hops
+        pool = hops.pools["decode"]
+        attempts = Attempts(pool, exchange.trial, first=exchange.decodes)
+        refusals: dict[Reason, Refusal] = {}
+        while (node := attempts.next(time.monotonic())) is not None:
+            exchange.nodes["decode"] = node
+            answer: aiohttp.ClientResponse | None = None
+            try:
+                with pool.working(node), exchange.hop_span("decode", node) as span:
+                    try:
+                        headers = exchange.node_headers(self._requests.keys, span)
+                        answer = await send(hops.session, "POST", node + exchange.path, headers, body)
+                        await check_status(answer)
+                        first = await read_some(answer)  # a node that dies before this can still be replaced
+                    except HopError as error:
+                        hops.failed(exchange, "decode", node, attempts, error)
+                        if error.refusal is not None:
+                            refusals[error.reason] = error.refusal
+                        span.end(f"{error.reason}: {error}")
+                        continue
+                    attempts.answered(node, time.monotonic(), well=answer.status < 300)
+                    self._requests.answering(exchange)
+                    body = b""
+                    try:
+                        return await relay.pass_on(answer, first, hops.trips)
+                    except HopError as error:
+                        hops.failed(exchange, "decode", node, None, error)
+                        raise
+            finally:
+                if answer is not None:
+                    answer.close()
+        refusal = (None if attempts.blamed else refusals.get("busy")) or refusals.get("error")
+        if refusal is not None:
+            return passed_on(refusal)
+        if attempts.blamed:
+            raise ApiError(
+                502, "This request failed on two nodes and is not tried on others", code="node_failed"
+            )
+        raise overloaded("No decode node could answer")
+
+    async def _models(self, relay: Relay, _: bytes) -> web.Response:
+        """Returns the list of one of two decode nodes. It says nothing about how a node computes: only a
+        refused connection counts against it."""
+        exchange, hops = relay.exchange, self._requests.hops
+        pool, tried = hops.pools["decode"], list[str]()
+        while len(tried) < 2 and (node := pool.out_of_turn(time.monotonic(), tried)) is not None:
+            tried.append(node)
+            exchange.nodes["decode"] = node
+            try:
+                asking = hops.whole(exchange, exchange.span, "GET", node + MODELS, None, read_models)
+                async with asyncio.timeout(_LIST_AT_ONE_S):
+                    found = await asking
+            except TimeoutError:
+                failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
+                hops.failed(exchange, "decode", node, None, failure)
+            except HopError as error:
+                hops.failed(exchange, "decode", node, None, error)
+            except Refusal as refused:
+                pool.reached(node)
+                return passed_on(refused)
+            else:
+                pool.reached(node)
+                body = msgspec.json.encode({"object": "list", "data": found})
+                return web.Response(body=body, content_type="application/json")
+        raise overloaded("No decode node could answer")
+
+
+class Relay:
+    """One client's connection, and what it has got so far."""
+
+    def __init__(self, exchange: Exchange, request: web.Request) -> None:
+        self.exchange = exchange
+        self.request = request
+        self.response: web.StreamResponse | None = None
+        """Set when the first byte is about to be sent."""
+        self._ending = bytearray()
+        """At least the last `REPORT_BYTES` of what was sent so far."""
+
+    async def pass_on(
+        self, answer: aiohttp.ClientResponse, first: bytes, trips: RecentTrips
+    ) -> web.StreamResponse:
+        """Passes on a decode node's answer as it comes, beginning with `first`. Raises HopError if it breaks
+        off."""
+        exchange = self.exchange
+        response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
+        response.headers[ID_HEADER] = exchange.id
+        if exchange.hinted is not None:
+            response.headers[HINTS_HEADER] = (await exchange.hinted).decode()
+        self.response = response
+        exchange.streamed = response.content_type == "text/event-stream"
+        if self.request.version < aiohttp.HttpVersion11:
+            response.force_close()  # that is how the client knows the answer's end
+
+        def note() -> None:
+            exchange.reports["decode"] = read_report(self._ending)
+            trips.note(exchange.id, exchange.trip())
+
+        try:
+            await response.prepare(self.request)
+            data = first
+            while data:
+                self.note_sent(data)
+                if answer.content.at_eof():
+                    note()  # before the client can know that this is all
+                await response.write(data)
+                data = await _Shortcut(self, answer).taken() or await read_some(answer)
+            note()
+            await response.write_eof()
+        except ConnectionError as error:
+            raise ClientGone from error
+        return response
+
+    def note_sent(self, data: bytes) -> None:
+        self._ending += data
+        if len(self._ending) > 2 * REPORT_BYTES:
+            del self._ending[:-REPORT_BYTES]
+
+    async def cut(self, error: ApiError) -> None:
+        """Reports an error after the first byte: by an event in a stream, otherwise by breaking off."""
+        response = self.response
+        assert response is not None
+        log.warning("request %s: cut after its first byte: %s", self.exchange.id, error.message)
+        response.force_close()
+        if self.exchange.streamed and response.content_length is None:
+            between = b"" if self._ending.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
+            try:
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await response.write(between + b"data: " + error.body() + b"\n\n")
+                    await response.write_eof()
+                return
+            except (TimeoutError, ConnectionError):
+                pass
+        if self.request.transport is not None:
+            self.request.transport.abort()
+
+
+class _Shortcut(asyncio.Protocol):
+    """Writes what a node sends to its client at once, as long as the client keeps up.
+
+    It stands in for aiohttp's protocol of the node's connection, which goes on to parse what comes.
+    """
+
+    def __init__(self, relay: Relay, answer: aiohttp.ClientResponse) -> None:
+        self._relay = relay
+        self._answer = answer
+        self._over: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def taken(self) -> bytes:
+        """Returns when the answer has ended or broken off, or the client is too slow: bytes that were read,
+        but not written yet.
+
+        The rest is in `answer.content`.
+        """
+        relay, connection = self._relay, self._answer.connection
+        node, client = connection and connection.transport, relay.request.transport
+        if connection is None or node is None or client is None:
+            return b""  # all has come, or one of them is gone
+        assert relay.response is not None
+        assert connection.protocol is not None
+        self._node, self._parser, self._client = node, connection.protocol, client
+        self._chunked = "Transfer-Encoding" in relay.response.headers
+        self._node.set_protocol(self)
+        try:
+            self._pass_on()
+            return await self._over
+        finally:
+            self._end()
+
+    def _pass_on(self) -> None:
+        content, client = self._answer.content, self._client
+        while (
+            content.exception() is None
+            and not client.is_closing()
+            and client.get_write_buffer_size() <= _MOST_UNSENT
+        ):
+            data = content.read_nowait()  # meanwhile aiohttp may parse more, which it held back
+            if content.is_eof():
+                self._end(data)
+                return
+            if not data:
+                return
+            self._relay.note_sent(data)
+            client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self._end()
+
+    def _end(self, unsent: bytes = b"") -> None:
+        if not self._over.done():
+            self._over.set_result(unsent)
+        if self._node.get_protocol() is self:  # otherwise the connection may be another request's by now
+            self._node.set_protocol(self._parser)
+
+    # --- events of the node's connection --------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.data_received(data)
+        self._pass_on()
+
+    def eof_received(self) -> None:
+        self._parser.eof_received()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._parser.connection_lost(error)
+        self._end()
+
+    def pause_writing(self) -> None:
+        self._parser.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._parser.resume_writing()
