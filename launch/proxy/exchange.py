@@ -27,7 +27,6 @@ class Exchange:
         request_id: str,
         path: str,
         headers: CIMultiDictProxy[str],
-        *,
         budget: RetryBudget,
         share: BodyShare,
         tracing: Tracing,

@@ -280,7 +280,7 @@ class Hops:
 
 def free_frames(error: BaseException | None) -> None:
     """Clears the local variables in an error's traceback, and in those of its causes. They refer to bodies,
-    which would stay until the garbage collector runs: frames of `_finish` and aiohttp refer to the error,
+    which would stay until the garbage collector runs: frames of `Requests` and aiohttp refer to the error,
     too.
     """
     while error is not None:

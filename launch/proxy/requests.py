@@ -83,9 +83,7 @@ class Requests:
         is refused, and if the block raises it.
         """
         share = BodyShare(self.hops.bodies)
-        exchange = Exchange(
-            request_id, path, headers, budget=self.retries, share=share, tracing=self._tracing
-        )
+        exchange = Exchange(request_id, path, headers, self.retries, share, self._tracing)
         try:
             client = exchange.client = self.keys.client(headers.get("Authorization"))
             exchange.client = self.keys.in_tenant(client, headers)
@@ -198,13 +196,6 @@ class Requests:
             result = "no_prefill_nodes"
         self.metrics.handoffs.labels(result).inc()
         return await self._computed(nbytes, lambda: completion.for_decode(handoff))
-
-    def answering(self, exchange: Exchange) -> None:
-        """Notes that the answer has begun, and frees what was needed until then."""
-        exchange.first_byte_s = time.monotonic() - exchange.started
-        self.metrics.first_byte_seconds.observe(exchange.first_byte_s)
-        exchange.until_answered.close()
-        exchange.share.give_back()
 
     async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
         """Returns what the function returns. For a large body, the function runs on a separate thread, so

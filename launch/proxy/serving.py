@@ -115,7 +115,10 @@ class Serving:
                         span.end(f"{error.reason}: {error}")
                         continue
                     attempts.answered(node, time.monotonic(), well=answer.status < 300)
-                    self._requests.answering(exchange)
+                    exchange.first_byte_s = time.monotonic() - exchange.started
+                    self._requests.metrics.first_byte_seconds.observe(exchange.first_byte_s)
+                    exchange.until_answered.close()
+                    exchange.share.give_back()
                     body = b""
                     try:
                         return await relay.pass_on(answer, first, hops.trips)
