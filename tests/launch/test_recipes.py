@@ -39,6 +39,7 @@ def recipe(name):
     tree = yaml.safe_load(example_file("cluster" if name == "one-gpu" else name).read_text())
     if name == "one-gpu":
         page = (ROOT / "docs" / "recipes.md").read_text()
+        page = page.partition("## One GPU a machine")[2].partition("\n## ")[0]
         (sections,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
         tree |= yaml.safe_load(sections)
     return tree
