@@ -5,14 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
 from bench.lib.two_machines import Crew, Location, PeerError, Site
-from tests.support.cluster import cluster_file
 from tests.support.hosts import Network, why_not
-from tests.support.pool import ROOT, Node
+from tests.support.pool import ROOT
 
 GBPS = 1 / 8
 SMALL = ("--size", "1MiB", "--rounds", "2", "--link-gbit", "1", "--at-once")
@@ -63,31 +62,6 @@ def test_bandwidth_between_hosts_is_that_of_their_link_at_most(hosts):
     assert [one["host"] for one in told["nodes"]] == [hosts["a"].address, hosts["b"].address]
 
 
-ROLES = (("master", "a"), ("prefill", "a"), ("decode", "b"), ("proxy", "b"))
-
-
-def test_a_cluster_of_two_hosts_is_put_under_load(hosts, tmp_path):
-    more = {
-        "master": {"port": 50051, "metrics_port": 9003},
-        "prefill": {"port": 8100, "segment_size": "64MiB"},
-        "decode": {"port": 8100},
-        "proxy": {"port": 8000},
-    }
-    tree = [{"name": role, "role": role, "host": hosts[host].address, **more[role]} for role, host in ROLES]
-    file = cluster_file(tmp_path, nodes=tree)
-    with ExitStack() as stack:
-        nodes = [
-            stack.enter_context(Node(role, role, file, wait=role == "master", host=hosts[host]))
-            for role, host in ROLES
-        ]
-        for node in nodes[1:]:
-            node.wait_ready()
-        load = ("--rate", "10", "--requests", "24", "--prompt-tokens", "640", "--output-tokens", "4")
-        _, row = report(hosts["a"], "serve", *load, "-c", str(file))["results"]
-        assert (row["answered"], row["errors"]) == (24, {})
-        assert 0 < row["hit_rate"] <= row["ideal_hit_rate"]
-
-
 def test_a_machine_that_ends_in_the_middle_or_never_came_is_an_error_that_names_it(hosts):
     address = f"{hosts['b'].address}:50070"
     with started(hosts["a"], "bandwidth", "--connect", address) as alone:
@@ -109,14 +83,14 @@ class Adding(Site):
         super().__init__(location)
         self._sum = 0
 
-    def add(self, job):
+    def add(self, job: int) -> int:
         """Fails for numbers below 0."""
         if job < 0:
             raise ValueError("below 0")
         self._sum += job
         return self._sum
 
-    def sleep(self, job):
+    def sleep(self, job: None) -> None:
         """Longer than a test waits."""
         time.sleep(5.0)
 
