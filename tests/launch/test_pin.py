@@ -128,16 +128,16 @@ def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path):
 @pytest.mark.parametrize(
     "arguments, code, says",
     [
-        (["--ttl", "9"], 2, "by one of --tokens FILE, --text TEXT and --request"),
+        (["--ttl", "9"], 2, "exactly one of --tokens FILE, --text TEXT and --request"),
         (
             ["--ttl", "9", "--text", "x", "--tokens", "-"],
             2,
-            "by one of --tokens FILE, --text TEXT and --request",
+            "exactly one of --tokens FILE, --text TEXT and --request",
         ),
         (["--ttl", "9", "--tokens", "-"], 2, "expected a JSON list of token ids"),
         (["--ttl", "0", "--text", "x"], 2, "Invalid value for '--ttl'"),
-        (["--ttl", "nan", "--text", "x"], 2, "nan is no number of seconds"),
-        (["--ttl", "inf", "--text", "x"], 2, "inf is no number of seconds"),
+        (["--ttl", "nan", "--text", "x"], 2, "expected a number of seconds, got nan"),
+        (["--ttl", "inf", "--text", "x"], 2, "expected a number of seconds, got inf"),
         (["--text", "x"], 2, "Missing option '--ttl'"),
         (["--ttl", "9", "--text", "x"], 1, "no proxy has answered"),
     ],

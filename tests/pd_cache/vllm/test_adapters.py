@@ -46,7 +46,7 @@ def test_what_is_no_folder_of_an_adapter_is_refused_in_words_until_it_is_one(ada
     adapter = known(adapters, folder)
     assert (adapter.digest, adapter.why) == (b"", "adapter_unreadable")
     assert "has no adapter_config.json" in adapter.detail
-    assert "no folder of a LoRA adapter" in known(adapters, "somebody/adapter").detail
+    assert "not the folder of a LoRA adapter" in known(adapters, "somebody/adapter").detail
     write_adapter(folder)
     assert known(adapters, folder).digest
 
