@@ -400,9 +400,13 @@ def test_copy_goes_on_where_ctrl_c_ended_it_and_brings_all_that_is_intact(sound,
     with target.bare_client() as writer:
         assert writer.batch_put_session_start([begun], [1000 + TRAILER_BYTES]) == [0]
         then = copied(sound, target, code=1)
-        assert (then["there"], then["copied"]) == (first["copied"] + 1, 199 - first["copied"])
-        assert writer.batch_put_session_revoke([begun]) == [0]
-    assert copied(sound, target, code=1)["copied"] == 1
+        # a master gives the key of a writer that takes 5 s to the next one
+        busy = then["there"] - first["copied"]
+        assert busy in (0, 1)
+        assert then["copied"] == 200 - first["copied"] - busy
+        if busy:
+            assert writer.batch_put_session_revoke([begun]) == [0]
+    assert copied(sound, target, code=1)["copied"] == busy
     assert then["damaged"] == {sound.segment(0): 1}
     assert target.keys() == keys, "and nothing of another program"
     assert raw(target, keys) == raw(sound, keys) == before
