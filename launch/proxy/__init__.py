@@ -4,8 +4,8 @@ node.
 It guarantees:
 
 1. A request is answered within `request_timeout_s`, whatever the nodes do.
-2. The prefill hop is an optimisation: if it fails, the decode node computes the prompt itself. It is skipped
-   if it would gain nothing (`direct`). Only a prefill node's refusal of the *request* (4xx) is final.
+2. The prefill hop is an optimisation: if prefill nodes fail or refuse, the decode node computes the prompt
+   itself, and only its refusal goes to the client. The hop is skipped if it would gain nothing (`direct`).
 3. Until the first byte of the answer, a node that fails is replaced by another; after it, the client gets an
    error.
 4. What the prefill node hands over (`kv_transfer_params`) is forwarded unread, and never accepted from a
