@@ -5,8 +5,8 @@ With some, engines store everything, and the pool forgets:
 - `oracle`: what is asked for last, or never (Belady's MIN). No policy finds more.
 - `mooncake`: a tenth of the pool at once, of what was asked for longest ago.
 - `s3fifo`: as local tiers do.
-- `tinylfu` (W-TinyLFU): of the next block that leaves the window and that on trial for longest, the one that
-  was asked for less often.
+- `tinylfu` (W-TinyLFU): a block that leaves the window meets the oldest block on trial; the one with fewer
+  requests goes.
 
 With the others, the pool is an LRU, and engines store:
 

@@ -1,5 +1,5 @@
-"""A request from its key to its end, whoever has its connection: admission, its deadline, an error that the
-client can read, its accounts, and a completion's way until its decode node."""
+"""The life of a request, without its connection: key, place, deadline, errors in words for the client,
+counts, and a completion's way until its decode node."""
 
 from __future__ import annotations
 

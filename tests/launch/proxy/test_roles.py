@@ -32,7 +32,7 @@ def look(roles, now, nodes, kinds=("both",) * 6, order=NODES):
 
 
 def steady(roles, begin, seconds, does):
-    """What nodes do after they have reported what `does` says of them and their roles for so long."""
+    """Looks until `seconds` are over, with the reports of `does`. Returns the number of prefill nodes."""
     now = begin
     while now <= begin + seconds:
         look(roles, now, {node: (True, does(node, roles)) for node in NODES})
