@@ -94,6 +94,8 @@ def test_an_existing_mooncake_cluster_serves_whose_master_nobody_of_ours_has_sta
             )
             answers = [complete(running["proxy"].address, prompt) for _ in range(2)]
             assert [answer.cached for answer in answers] == [(0, 4 * CHUNK), (4 * CHUNK, 4 * CHUNK)]
+            verified = cli_json("pool", "verify", "-c", file)
+            assert (verified["objects"], verified["done"], verified["damaged"]) == (4, 4, {})
             cli("reset", "-c", file, "--all", "--version", "w1")
             assert complete(running["proxy"].address, prompt).cached == (0, 4 * CHUNK)
             (old, new) = sorted(cli_json("pool", "ls", "-c", file)["namespaces"], key=lambda one: one["name"])

@@ -3,6 +3,7 @@ file, as `pd-cache up` runs it."""
 
 import itertools
 import json
+import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from launch.proxy.bodies import tenant_salt
+from launch.proxy.roles import read_report
 from launch.run.up import quiet
 from launch.run.up import running as running_cluster
 from pd_cache.cluster import dump_config, read_config
@@ -312,6 +314,20 @@ def test_a_client_that_leaves_ends_its_request_at_both_nodes(served, plain, new_
     served.settle()
     for prompt in prompts:
         assert served.proxy.complete(prompt).tokens == plain.tokens(prompt)
+
+
+def test_the_proxy_reads_from_a_nodes_metrics_what_it_does(served, new_prompt):
+    def report():
+        with urllib.request.urlopen(served.decode.url + "/metrics", timeout=600) as page:
+            return read_report(page.read(), 0)
+
+    before = report()
+    assert not before.busy
+    with served.proxy.abandoned(new_prompt(1500), 2000):
+        wait_for(lambda: report().running and report().used, "the answer")
+    served.settle()
+    served.proxy.complete(new_prompt(100))
+    assert report().ended > before.ended
 
 
 # --- hints --------------------------------------------------------------------------------------------------
