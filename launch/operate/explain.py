@@ -88,7 +88,7 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
     """
     nodes = cluster_status(config).nodes
     rows = [row for role in ("proxy", *ENGINES) for row in nodes if row.record.role == role]
-    names = {row.record.address.rstrip("/"): row.name for row in rows}
+    names = {row.record.address: row.name for row in rows}
     unanswered = {row.name: f"down: {row.why}" for row in rows if row.state == "down"}
     records = [row.record for row in rows if row.state != "down"]
     access = proxy_access(config)
@@ -119,7 +119,7 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
             if trip is None:  # no proxy knows its way
                 hops = [hop for _, found in own for hop in found]
             else:
-                reports = {record.address.rstrip("/"): found[-1].report for record, found in own}
+                reports = {record.address: found[-1].report for record, found in own}
                 hops = [
                     HopReport(hop.hop, names.get(hop.node, hop.node), hop.report or reports.get(hop.node))
                     for hop in trip

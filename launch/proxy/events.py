@@ -206,7 +206,7 @@ class CacheView:
         caches: dict[tuple[str, str], KnownCache] = {}
         nodes = {}
         for record in records:
-            url = record.address.rstrip("/")
+            url = record.address
             nodes[url] = record
             if record.events is None or record.replays is None:
                 continue

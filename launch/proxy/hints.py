@@ -335,7 +335,7 @@ class Hints:
         node = pool.pick(now)
         if node is None:
             raise HintRefusedError("no decode node can be asked")
-        streams = pool.streams(node)
+        streams = pool.target(node).streams
         if not streams and not self._direct.grouped:
             raise HintRefusedError(
                 "decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)"

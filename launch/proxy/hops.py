@@ -240,7 +240,7 @@ class Hops:
         if not self._direct.streams(tokens, found) or self.bodies.used > self.bodies.limit // 2:
             return None
         node = exchange.decodes = exchange.decodes or pool.pick(time.monotonic())
-        return node if node is not None and pool.streams(node) else None
+        return node if node is not None and pool.target(node).streams else None
 
     def stream(
         self,

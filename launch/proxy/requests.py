@@ -20,7 +20,6 @@ from launch.proxy.hints import Hints
 from launch.proxy.hops import Hops, free_frames
 from launch.proxy.keys import Admission, Keys
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.nodes import HopError
 from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.routing import RetryBudget
 from launch.proxy.ui import EndedRequest, RecentRequests
@@ -124,10 +123,6 @@ class Requests:
                     yield
             except (ApiError, ClientGone):
                 raise
-            except HopError as error:
-                raise ApiError(
-                    502, f"The decode node failed while it answered: {error.reason}", code="node_failed"
-                ) from error
             except asyncio.CancelledError:
                 if not self.admission.closing:
                     raise  # the client has gone

@@ -185,10 +185,6 @@ class NodePool:
     def target(self, url: str) -> Target:
         return self._node(url).target
 
-    def streams(self, url: str) -> bool:
-        """Returns whether the node can load a prompt while another node computes it."""
-        return self._node(url).target.streams
-
     def out_of_turn(self, now: float, tried: Collection[str] = (), *, renders: bool = False) -> str | None:
         """Returns any node that is not skipped and is not in `tried`, with `renders` any that renders chats;
         None if there is none.

@@ -87,8 +87,7 @@ class Serving:
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
     async def _over_nodes(self, relay: Relay, body: bytes) -> web.StreamResponse:
-        """Answers a completion. Raises ApiError if no node could answer it, HopError if the answer breaks
-        off."""
+        """Answers a completion. Raises ApiError if no node could answer it, or if the answer breaks off."""
         decoding = self._decode(relay, await self._requests.prepared(relay.exchange, body))
         del body  # so that it takes memory only until a decode node has it
         return await decoding
@@ -124,7 +123,8 @@ class Serving:
                         return await relay.pass_on(answer, first, hops.trips)
                     except HopError as error:
                         hops.failed(exchange, "decode", node, None, error)
-                        raise
+                        what = f"The decode node failed while it answered: {error.reason}"
+                        raise ApiError(502, what, code="node_failed") from error
             finally:
                 if answer is not None:
                     answer.close()
