@@ -21,7 +21,7 @@ from aiohttp import web
 from launch.discovery import View
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.events import CacheView
-from launch.proxy.roles import NodeReport, Roles, read_report
+from launch.proxy.roles import NodeReport, Roles, read_metrics
 from launch.proxy.routing import Hop, NodePool, Reason, Target
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ENGINES, About, NodeRecord, ProxyConfig, differences, read_about
@@ -213,7 +213,6 @@ class NodePools:
         self.pools: dict[Hop, NodePool] = {hop: NodePool(hop, config.policy) for hop in _HOPS}
         self.roles = Roles(config.roles) if config.roles.auto else None
         """What nodes that can do both do; None if they do both."""
-        self._reports: dict[str, NodeReport] = {}
         self.caches = CacheView(config.index_blocks, config.load_bytes)
         """What the nodes' events say."""
         self._direct = direct
@@ -231,9 +230,8 @@ class NodePools:
         for name in sorted(before.keys() - now.keys()):
             log.info("node %s is gone", name)
         self._view = view
-        urls = {record.address.rstrip("/") for record in view.by_role(*ENGINES)}
+        urls = {record.address for record in view.by_role(*ENGINES)}
         self._abouts = {url: about for url, about in self._abouts.items() if url in urls}
-        self._reports = {url: report for url, report in self._reports.items() if url in urls}
         self._compare()
 
     def note_about(self, url: str, about: About) -> None:
@@ -242,22 +240,16 @@ class NodePools:
             self._abouts[url] = about
             self._compare()
 
-    def note_report(self, url: str, page: bytes) -> None:
-        """Notes what a node's metrics say."""
-        target = next((pool.target(url) for pool in self.pools.values() if url in pool.urls()), Target(url))
-        if (report := read_report(page, target.max_running)) is not None:
-            self._reports[url] = report
-
-    def part(self, now: float) -> None:
-        """Has nodes that can do both do one thing."""
+    def part(self, now: float, reports: Mapping[str, NodeReport]) -> None:
+        """Has nodes that can do both do one thing. `reports`: those of the nodes that report now."""
         if self.roles is None:
             return
         health: dict[str, bool] = {}
         for pool in self.pools.values():
             for url, well in pool.health(now).items():
                 health[url] = well and health.get(url, True)
-        roles = {record.address.rstrip("/"): record.role for record in self._view.by_role(*ENGINES)}
-        self.roles.look(now, roles, health, dict(self._reports))
+        roles = {record.address: record.role for record in self._view.by_role(*ENGINES)}
+        self.roles.look(now, roles, health, reports)
         for hop, pool in self.pools.items():
             pool.resting = self.roles.resting(hop)
 
@@ -278,9 +270,7 @@ class NodePools:
         }
 
     def _compare(self) -> None:
-        known = (
-            (record, self._abouts.get(record.address.rstrip("/"))) for record in self._view.by_role(*ENGINES)
-        )
+        known = ((record, self._abouts.get(record.address)) for record in self._view.by_role(*ENGINES))
         records = [record if about is None else record.telling(about) for record, about in known]
         for hop, pool in self.pools.items():
             pool.update(_target(record) for record in records if record.role in (hop, "both"))
@@ -320,9 +310,13 @@ class NodePools:
 
 def _target(record: NodeRecord) -> Target:
     capacity = record.capacity
-    address = record.address.rstrip("/")
     return Target(
-        address, record.instance, capacity.kv_tokens, capacity.max_running, record.streams, record.renders
+        record.address,
+        record.instance,
+        capacity.kv_tokens,
+        capacity.max_running,
+        record.streams,
+        record.renders,
     )
 
 
@@ -357,13 +351,17 @@ async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
         if any(changed):
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")
         if not why and nodes.roles is not None:
-            with contextlib.suppress(HopError, TimeoutError):  # what it reported last is known
+            with contextlib.suppress(HopError, TimeoutError):
                 async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                    nodes.note_report(url, (await _page(session, f"{url}/metrics", _MAX_METRICS))[1])
+                    _, page = await _page(session, f"{url}/metrics", _MAX_METRICS)
+                most = max(pool.target(url).max_running for pool in nodes.pools.values())
+                if (report := read_metrics(page, most)) is not None:
+                    reports[url] = report
 
+    reports: dict[str, NodeReport] = {}
     urls = {url for pool in nodes.pools.values() for url in pool.urls()}
     await asyncio.gather(*(check(url) for url in urls))
-    nodes.part(time.monotonic())
+    nodes.part(time.monotonic(), reports)
 
 
 async def _why_ill(nodes: NodePools, session: aiohttp.ClientSession, url: str) -> str:

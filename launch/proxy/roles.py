@@ -53,7 +53,7 @@ class NodeReport(NamedTuple):
         return self.queued + self.running > 0
 
 
-def read_report(page: bytes, max_running: int) -> NodeReport | None:
+def read_metrics(page: bytes, max_running: int) -> NodeReport | None:
     """Returns what the metrics of vLLM or of the reference engine say; None if they are those of another
     program.
 
@@ -112,7 +112,7 @@ class Roles:
         """Decides anew.
 
         `roles`: those of all known nodes, by the nodes' addresses; `alive`: whether each can be used;
-        `reports`: the last ones, of those that have reported.
+        `reports`: those of the nodes that report now.
         """
         passed = now - self._past[-1][0] if self._past else 0.0
         self._past.append((now, reports))
@@ -165,7 +165,7 @@ class Roles:
         }
 
     def _work(self, live: Mapping[str, str]) -> dict[Hop, float]:
-        """Returns the work of each kind, in nodes."""
+        """Returns the work of each kind, in nodes. Those that report nothing have as much as the others."""
         prefilling = sorted(
             (node in self.now, node)
             for node, role in live.items()
@@ -174,13 +174,16 @@ class Roles:
         steady = [node for _, node in prefilling if node not in self._mixed] or [
             node for _, node in prefilling
         ]
+        seen = {
+            node: found
+            for node in live
+            if (found := [(at, reports[node]) for at, reports in self._past if node in reports])
+        }
+        sample = [node for node in steady if node in seen]
         # those near the cut may have answers from other proxies
-        sample = steady[: (len(steady) + 1) // 2]
+        sample = sample[: (len(sample) + 1) // 2]
         busy = seconds = ended = queued = answers = 0.0
-        for node in live:
-            found = [(at, reports[node]) for at, reports in self._past if node in reports]
-            if not found:
-                continue
+        for node, found in seen.items():
             (begin, first), (end, last) = found[0], found[-1]
             if node in sample:
                 share = _mean([float(report.queued + report.running > 0) for _, report in found])
@@ -192,7 +195,11 @@ class Roles:
                 answers += _mean([report.used for _, report in found])
                 answers += last.used * last.queued / max(1.0, last.running)
         waiting = queued * seconds / max(1.0, ended) / _CATCH_UP_S
-        return {"prefill": (busy + waiting) * len(prefilling) / max(1, len(sample)), "decode": answers}
+        decoding = len(seen.keys() - steady)
+        return {
+            "prefill": (busy + waiting) * len(prefilling) / max(1, len(sample)),
+            "decode": answers * (len(live) - len(steady)) / max(1, decoding),
+        }
 
     def _cost(
         self, before: list[str], live: Mapping[str, str], work: Mapping[Hop, float]

@@ -159,6 +159,12 @@ def _settings_of_an_engine(config: ClusterConfig, node: EngineNode) -> Iterator[
             )
         if any(argument(args, "kv-events-config") is not None for args in (node.args, engine.args)):
             yield "events_port", "sets vLLM's kv-events-config, which `args` sets, too; use one of them"
+    args = (node.args, engine.args) if isinstance(engine, VllmEngineConfig) else ()
+    if config.proxy.roles.auto and any(argument(given, "disable-log-stats") for given in args):
+        yield (
+            "args",
+            "vLLM gets disable-log-stats, and then reports no load to proxy.roles.auto; leave it out",
+        )
     if node.cache_server is None:
         return
     server = config.node(node.cache_server)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from launch.proxy.bodies import tenant_salt
-from launch.proxy.roles import read_report
+from launch.proxy.roles import read_metrics
 from launch.run.up import quiet
 from launch.run.up import running as running_cluster
 from pd_cache.cluster import dump_config, read_config
@@ -319,7 +319,7 @@ def test_a_client_that_leaves_ends_its_request_at_both_nodes(served, plain, new_
 def test_the_proxy_reads_from_a_nodes_metrics_what_it_does(served, new_prompt):
     def report():
         with urllib.request.urlopen(served.decode.url + "/metrics", timeout=600) as page:
-            return read_report(page.read(), 0)
+            return read_metrics(page.read(), 0)
 
     before = report()
     assert not before.busy

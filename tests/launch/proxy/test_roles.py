@@ -1,10 +1,18 @@
 """Which nodes of the role `both` prefill, and which decode."""
 
+from contextlib import AsyncExitStack
+from functools import partial
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.proxy.roles import NodeReport, Roles, read_report
-from pd_cache.cluster import RolesConfig
+from launch.discovery import View
+from launch.proxy.app import Proxy
+from launch.proxy.roles import NodeReport, Roles, read_metrics
+from pd_cache.cluster import NodeRecord, ProxyConfig, RolesConfig
+from tests.support.proxy import Node, says, scenario
+from tests.support.waiting import Clock
 
 NODES = [f"http://node-{number}" for number in range(6)]
 IDLE = NodeReport(0, 0, 0.0, 0)
@@ -91,6 +99,38 @@ def test_nodes_go_where_the_work_is_and_come_back():
     assert "answers for" in roles.now[NODES[4]].why
 
 
+def test_a_node_that_reports_nothing_does_not_hide_the_work_of_the_others():
+    def blind(node, roles, busy, does):
+        if node in (NODES[0], NODES[5]):
+            return None
+        return busy if node in roles.now and roles.now[node].does == does else IDLE
+
+    assert steady(Roles(RolesConfig()), 0, 90, partial(blind, busy=PROMPTS, does="prefill")) == 5
+    assert steady(Roles(RolesConfig()), 0, 120, partial(blind, busy=ANSWERS, does="decode")) == 1
+
+
+@scenario
+async def test_what_a_node_reported_before_its_metrics_broke_is_forgotten(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("launch.proxy.nodes.time", SimpleNamespace(monotonic=clock))
+    metrics = "vllm:num_requests_running %s\nvllm:num_requests_waiting 0\n"
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(Node(says(metrics % 0))) for _ in range(4)]
+        engines.sort(key=lambda node: node.url)
+        engines[0].default, engines[0].script = says(b"", 404), [says(metrics % 1)]
+        proxy = Proxy(ProxyConfig(roles=RolesConfig(auto=True)))
+        await proxy.setup()
+        stack.push_async_callback(proxy.close)
+        records = [
+            NodeRecord(name=f"n{at}", role="both", address=node.url) for at, node in enumerate(engines)
+        ]
+        proxy.update(View(tuple(records)))
+        for clock.now in range(0, 100, 2):
+            await proxy.check_nodes()
+        roles = proxy._pools.describe(clock.now)["roles"]
+        assert [roles[node.url]["does"] for node in engines] == ["prefill", "prefill", "decode", "decode"]
+
+
 def test_a_balanced_load_moves_nothing():
     roles = Roles(RolesConfig())
 
@@ -136,7 +176,7 @@ vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.1
 vllm:request_success_total{engine="0",finished_reason="stop"} 1.2e+02
 vllm:request_success_total{engine="0",finished_reason="length"} 5.0
 """
-    assert read_report(vllm, 0) == NodeReport(2.0, 4.0, 0.3, 125.0)
+    assert read_metrics(vllm, 0) == NodeReport(2.0, 4.0, 0.3, 125.0)
     reference = b"""pd_cache_reference_queue_length 0.0
 pd_cache_reference_running 2.0
 pd_cache_reference_free_blocks 300.0
@@ -144,7 +184,7 @@ pd_cache_reference_blocks 400.0
 pd_cache_reference_requests_total{outcome="length"} 9.0
 pd_cache_reference_requests_created{outcome="length"} 1.7e+09
 """
-    assert read_report(reference, 8) == NodeReport(0.0, 2.0, 0.25, 9.0)
-    assert read_report(reference, 4) == NodeReport(0.0, 2.0, 0.5, 9.0)
+    assert read_metrics(reference, 8) == NodeReport(0.0, 2.0, 0.25, 9.0)
+    assert read_metrics(reference, 4) == NodeReport(0.0, 2.0, 0.5, 9.0)
     for other in (b"", b"<html>", b"vllm:num_requests_running 1.0.0\nvllm:num_requests_waiting 1\n"):
-        assert read_report(other, 0) is None
+        assert read_metrics(other, 0) is None

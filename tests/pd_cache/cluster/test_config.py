@@ -222,6 +222,18 @@ def test_the_least_of_each_role_is_at_most_the_number_of_nodes():
     )
 
 
+@pytest.mark.parametrize("flag", ["disable-log-stats", "disable_log_stats"])
+def test_roles_that_follow_the_load_need_what_vllm_counts(flag):
+    head, _, nodes = GOOD.replace("role: prefill", "role: both").partition("engine:")
+    engine = (
+        f"proxy: {{roles: {{auto: true}}}}\nengine: {{kind: vllm, model: m, args: {{{flag}: true}}}}\nnodes:"
+    )
+    refused(
+        head + engine + nodes.partition("nodes:")[2],
+        "vLLM gets disable-log-stats, and then reports no load to proxy.roles.auto; leave it out",
+    )
+
+
 LOCAL, DISK = "{kind: local, capacity: 1GiB}", "{kind: disk, path: /a, capacity: 1GiB}"
 
 
