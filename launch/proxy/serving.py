@@ -107,6 +107,8 @@ class Serving:
                         answer = await send(hops.session, "POST", node + exchange.path, headers, body)
                         await check_status(answer)
                         first = await read_some(answer)  # a node that dies before this can still be replaced
+                        if not first and answer.status < 300:
+                            raise HopError("garbage", "the answer is empty")
                     except HopError as error:
                         hops.failed(exchange, "decode", node, attempts, error)
                         if error.refusal is not None:

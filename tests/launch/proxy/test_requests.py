@@ -89,6 +89,14 @@ async def test_requests_are_spread_over_the_nodes_and_connections_to_them_are_us
 
 
 @scenario
+async def test_a_node_that_answers_nothing_is_replaced_by_another():
+    async with cluster(0, 2) as c:
+        c.decode[0].default = says(b"")
+        assert json.loads(await c.ask())["id"] == "d"
+        assert c.metric("hop_failures_total", hop="decode", reason="garbage") == 1
+
+
+@scenario
 async def test_a_large_prompt_and_a_large_answer_pass():
     prompt, answer = list(range(400_000)), os.urandom(3 << 20)
     async with cluster() as c:
