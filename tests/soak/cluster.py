@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-import yaml
 
 from tests.soak.oracle import CHUNK, VOCABULARY
 from tests.support.hosts import Network
@@ -255,7 +254,7 @@ class Cluster:
     def write(self, segment=SEGMENT):
         """Writes the nodes' files; `segment` is what stores give to the pool."""
         for node in NODES:
-            self.file(node).write_text(yaml.safe_dump(self._tree(node, segment), sort_keys=False))
+            self.file(node).write_text(self._text(node, segment))
 
     @property
     def ready(self):
@@ -312,48 +311,51 @@ class Cluster:
         role = {"cache": "cache-server"}.get(name, name.split("-")[0])
         return (sys.executable, "-m", "launch", "launch", role, "-c", file, "--node", name)
 
-    def _tree(self, node, segment):
-        address, pool = self._address, {"kind": "mooncake"}
+    def _text(self, node, segment):
         tiers = {
-            "engine-a": [
-                {"kind": "local", "capacity": "32MiB"},
-                {"kind": "disk", "path": str(self.disk), "capacity": DISK_CAPACITY, "retry_s": 3},
-                pool,
-            ],
-            "cache": [{"kind": "local", "capacity": "32MiB"}, pool],
-            "prefill": [{"kind": "local", "capacity": "8MiB"}, pool],
-        }
-        model = {"seed": 3, "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "kv_heads": 2}  # fmt: skip
-
-        def at(name, role, **fields):
-            port = {"port": _PORTS[name]} if name in _PORTS else {}
-            return {"name": name, "role": role, "host": address[name], **port, **fields}
-
-        return {
-            "name": "soak",
-            "discovery": {"kind": "etcd", "endpoints": [f"{address['etcd']}:{_PORTS['etcd']}"]},
-            "transfer": {
-                "staging_size": "64MiB" if node in (*ENGINES, "cache") else "8MiB",
-                # generous: calls have their own deadlines, and the pool gets time to do harm
-                "timeouts": {"get_ms": LONGEST_MS, "put_ms": LONGEST_MS},
-            },
-            "cache": {"chunk_size": CHUNK, "tiers": tiers.get(node, [pool])},
-            "engine": {
-                "kind": "reference", "model": {"name": "tiny", "random": model}, "block_size": CHUNK, "num_blocks": 512,
-                "max_model_len": 1024, "step_tokens": 16, "threads": 1,
-            },
-            "handoff": {"wait_ms": 1000, "stream": "always"},
-            "proxy": {"request_timeout_s": REQUEST_S, "prefill_timeout_s": 8.0, "direct_tokens": 1},
-            "supervisor": {"ready_timeout_s": _READY_S, "stop_grace_s": 10},
-            "nodes": [
-                at("master", "master", metrics_port=_PORTS["metrics"], lease_ttl_ms=LONGEST_MS),
-                *(at(name, "store", segment_size=segment) for name in STORES),
-                at("cache", "cache-server", url=f"ipc://{self.folder}/cache.sock", metrics_port=_PORTS["scraped"]),
-                at("prefill", "prefill"),
-                at("decode", "decode"),
-                at("proxy", "proxy"),
-            ],
+            "engine-a": f"{{kind: local, capacity: 32MiB}}, {{kind: disk, path: {self.disk}, capacity: {DISK_CAPACITY}, retry_s: 3}}, ",
+            "cache": "{kind: local, capacity: 32MiB}, ",
+            "prefill": "{kind: local, capacity: 8MiB}, ",
         }  # fmt: skip
+        nodes = {
+            "master": f"role: master, metrics_port: {_PORTS['metrics']}, lease_ttl_ms: {LONGEST_MS}",
+            **dict.fromkeys(STORES, f"role: store, segment_size: {segment}"),
+            "cache": f"role: cache-server, url: 'ipc://{self.folder}/cache.sock', metrics_port: {_PORTS['scraped']}",
+            **{role: f"role: {role}" for role in ("prefill", "decode", "proxy")},
+        }
+        lines = []
+        for name, fields in nodes.items():
+            port = f", port: {_PORTS[name]}" if name in _PORTS else ""
+            lines.append(f"  - {{name: {name}, {fields}, host: {self._address[name]}{port}}}")
+        # calls have their own deadlines, and the pool gets time to do harm: time-outs are generous
+        return f"""
+name: soak
+discovery:
+  kind: etcd
+  endpoints: ['{self._address["etcd"]}:{_PORTS["etcd"]}']
+transfer:
+  staging_size: {"64MiB" if node in (*ENGINES, "cache") else "8MiB"}
+  timeouts:
+    get_ms: {LONGEST_MS}
+    put_ms: {LONGEST_MS}
+cache:
+  chunk_size: {CHUNK}
+  tiers: [{tiers.get(node, "")}{{kind: mooncake}}]
+engine:
+  kind: reference
+  model:
+    name: tiny
+    random: {{seed: 3, vocab_size: {VOCABULARY}, hidden_size: 64, intermediate_size: 128, layers: 2, heads: 4, kv_heads: 2}}
+  block_size: {CHUNK}
+  num_blocks: 512
+  max_model_len: 1024
+  step_tokens: 16
+  threads: 1
+handoff: {{wait_ms: 1000, stream: always}}
+proxy: {{request_timeout_s: {REQUEST_S}, prefill_timeout_s: 8.0, direct_tokens: 1}}
+supervisor: {{ready_timeout_s: {_READY_S}, stop_grace_s: 10}}
+nodes:
+""" + "\n".join(lines)
 
 
 class Footprint(NamedTuple):
