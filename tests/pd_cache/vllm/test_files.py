@@ -128,23 +128,16 @@ def test_reports_are_found_by_vllms_id_and_by_the_id_that_the_client_sent(file):
     assert find_reports(report_file(file), "one") == [REPORT] * 4
 
 
-def test_the_files_never_grow_beyond_their_bound_and_keep_the_last_reports(tmp_path):
-    file = tmp_path / "requests"
-    writer = ReportWriter(file, most_bytes=1000)
-    for number in range(100):
-        writer.write(f"r{number}", REPORT)
-        assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 2000
-    assert find_reports(file, "r99") == find_reports(file, "r95") == [REPORT]
-    assert find_reports(file, "r1") == []
-
-
-def test_data_parallel_ranks_share_the_file_and_its_bound(tmp_path):
+def test_the_files_of_all_data_parallel_ranks_never_grow_beyond_their_bound_and_keep_the_last_reports(
+    tmp_path,
+):
     file = tmp_path / "requests"
     ranks = [ReportWriter(file, most_bytes=1000) for _ in range(2)]
     for number in range(100):
         ranks[number % 2].write(f"r{number}", REPORT)
         assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 2000
-    assert find_reports(file, "r99") == find_reports(file, "r98") == [REPORT]
+    assert find_reports(file, "r99") == find_reports(file, "r94") == [REPORT]
+    assert find_reports(file, "r1") == []
 
 
 def test_what_is_half_written_or_wrong_is_no_report(tmp_path):
