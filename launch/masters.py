@@ -30,7 +30,7 @@ class MasterHealth(msgspec.Struct, frozen=True):
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-"""Bounded so that every ratio of two of them is a number."""
+"""A size in bytes or a count. The bound keeps every ratio of two sizes finite."""
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class Segment(msgspec.Struct, frozen=True):
     allocator_used_bytes: _Size = 0
     protocol: str = ""
     status: Annotated[str, msgspec.Meta(pattern=r"^[A-Z_]{0,40}\Z")] = "OK"
-    """`OK`; `DRAINING` or `DRAINED`, when nothing is put there any more; or another word of Mooncake's."""
+    """`OK`, or another word of Mooncake's. A segment that is `DRAINING` or `DRAINED` takes no new objects."""
 
     @property
     def host(self) -> str:
@@ -65,8 +65,8 @@ class _Segments(msgspec.Struct, frozen=True):
 
 
 def segments_at(metrics: str) -> list[Segment]:
-    """Returns the segments that the master with these metrics knows. Raises OSError or ValueError if it does
-    not answer."""
+    """Returns the segments of a master, from its metrics address. Raises OSError or ValueError if the master
+    does not answer."""
     return read_segments(fetch(f"{metrics}/get_segments_detail"))
 
 
@@ -98,8 +98,8 @@ def read_copies(body: bytes) -> dict[str, list[Copy]]:
 
 
 def copies_at(metrics: str, keys: Iterable[str], timeout: float = ANSWER_S) -> dict[str, list[Copy]]:
-    """Returns the copies in memory of each key, as its master says; none of a key that is gone. No lease is
-    taken.
+    """Returns each key's copies in memory, as the master reports them. A key that is gone has none. Takes no
+    lease.
 
     `keys` are at most `KEYS_IN_A_URL`, none of them longer than `LONGEST_IN_A_URL` or with a comma. Raises
     OSError or ValueError if the master does not answer.
@@ -109,20 +109,20 @@ def copies_at(metrics: str, keys: Iterable[str], timeout: float = ANSWER_S) -> d
 
 
 def keys_at(metrics: str, timeout: float) -> Iterator[bytes]:
-    """Yields the keys of all objects of the default tenant that are whole, as the master lists them. No lease
-    is taken.
+    """Yields the keys of all complete objects of the default tenant, as the master lists them. Takes no
+    lease.
 
-    The master makes the list, of 55 bytes a key, before it sends the first one. `timeout` bounds all of it.
-    Raises OSError or ValueError if the master does not answer.
+    The master makes the whole list, about 55 bytes a key, before it sends the first key. `timeout` bounds the
+    whole call. Raises OSError or ValueError if the master does not answer.
     """
     return fetch_lines(f"{metrics}/get_all_keys", timeout)
 
 
 def keys_in(metrics: str, endpoint: str, timeout: float) -> tuple[list[str], list[str]]:
-    """Returns the keys of `keys_at` that have a copy at an endpoint; and those that may have one, because
-    they cannot be asked for: other programs' keys with a comma, or too long for a URL. Takes two seconds for
-    each 100,000 keys of the pool; `timeout` bounds all of it. Raises OSError or ValueError if the master does
-    not answer.
+    """Returns two lists: the keys that have a copy at `endpoint`, and the keys that may have one. The master
+    cannot be asked about the latter, because they contain a comma or are too long for a URL; they belong to
+    other programs. Takes two seconds for each 100,000 keys of the pool; `timeout` bounds the listing. Raises
+    OSError or ValueError if the master does not answer.
     """
     keys = (key.decode(errors="replace") for key in keys_at(metrics, timeout))
     found, unknown = list[str](), list[str]()
@@ -152,8 +152,8 @@ class DrainJob(msgspec.Struct, frozen=True):
     failed_units: _Size
     """Attempts that failed. The master makes three for each object."""
     blocked_units: _Size
-    """Objects that it leaves alone for now: leased, still being written, or without another segment to go
-    to."""
+    """Objects that the master leaves alone for now: they are leased, are still being written, or fit into no
+    other segment."""
     active_units: _Size
     migrated_bytes: _Size
 
@@ -167,8 +167,8 @@ class _Begun(msgspec.Struct, frozen=True):
 
 
 def begin_drain(metrics: str, segments: Sequence[str], at_a_time: int) -> str | None:
-    """Has the master move all objects out of these segments; returns the job's id, or None if one of them is
-    being drained already.
+    """Makes the master move all objects out of `segments`. Returns the job's id, or None if one of the
+    segments is already being drained.
 
     `at_a_time`: how many moves may wait or be under way. Raises OSError or ValueError if the master does not
     answer, or refuses.
@@ -185,8 +185,8 @@ def begin_drain(metrics: str, segments: Sequence[str], at_a_time: int) -> str | 
 
 
 def drain_job(metrics: str, job: str) -> DrainJob | None:
-    """Returns how a job stands; None if the master knows no such job, as after its start. Raises OSError or
-    ValueError if it does not answer."""
+    """Returns the state of a job; None if the master does not know it, for example because the master was
+    restarted. Raises OSError or ValueError if the master does not answer."""
     try:
         return decode_json(
             fetch(f"{metrics}/api/v1/drain_jobs/query?job_id={urllib.parse.quote(job)}"), DrainJob
@@ -198,7 +198,7 @@ def drain_job(metrics: str, job: str) -> DrainJob | None:
 
 
 def cancel_drain(metrics: str, job: str) -> None:
-    """Cancels a job: its segments take objects again. Does nothing while any move is under way. Raises
-    OSError or ValueError if there is no answer."""
+    """Cancels a job, so that its segments take objects again. The master refuses this while a move is under
+    way. Raises OSError or ValueError if there is no answer."""
     with contextlib.suppress(BadStatus):
         fetch(f"{metrics}/api/v1/drain_jobs/cancel?job_id={urllib.parse.quote(job)}", body=b"{}")

@@ -20,7 +20,7 @@ from transfer.staging import StagingPool
 
 _ALL = slice(None)
 _COPIED_TOGETHER = 64 << 20
-"""Bytes of a batch of `CopiedPool`, as many as the engine hands over together."""
+"""Bytes of a batch of `CopiedPool`: as many as the engine passes on at a time."""
 
 
 CHUNK, BLOCK = 256, 16
@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tokens: two for each number of K and V."""
+        """Bytes of all tokens. Each number of K and V takes two bytes."""
         return self.tokens * self.layers * _KV_HEADS * 2 * _HEAD_DIM * 2
 
     @property
@@ -59,8 +59,7 @@ class Shape(NamedTuple):
 
     @property
     def pool_bytes(self) -> int:
-        """Room for what raw and ours hold at the same time, below the level at which the master begins to
-        evict."""
+        """Room for the objects of both benches, raw and ours, without evictions by the master."""
         return int(2.5 * self.chunks * self.object_bytes) + (256 << 20)
 
     @property
@@ -89,7 +88,7 @@ class RawPool:
         assert not any(codes), codes
 
     def get(self, part: slice = _ALL) -> None:
-        """Gets them."""
+        """Gets all objects, or those of this part, with one call."""
         sizes = self._sizes[part]
         assert self._client.batch_get_into(self.keys[part], self._addresses[part], sizes) == sizes
 
@@ -98,12 +97,12 @@ class RawPool:
 
 
 class FlatCopy:
-    """One copy between pieces of host memory and as many contiguous bytes on the device: the copy that a
-    paged cache cannot do without."""
+    """One copy between pieces of host memory and as many contiguous bytes on the device: the least copy that
+    a paged cache needs."""
 
     def __init__(self, pieces: Sequence[memoryview], device: torch.Tensor) -> None:
-        """`device` is uint8 `[pieces, bytes of each]`. The pieces have to be page-locked, if it is on a
-        GPU."""
+        """`device` is uint8 `[pieces, bytes of each]`. If it is on a GPU, the pieces have to be
+        page-locked."""
         self._host = [torch.frombuffer(piece, dtype=torch.uint8) for piece in pieces]
         self._device = device
 
@@ -134,8 +133,8 @@ def settle(tensor: torch.Tensor) -> None:
 
 
 class CopiedPool:
-    """A `RawPool` for what lies in ordinary memory: each batch is copied to or from registered memory beside
-    the call before."""
+    """A `RawPool` for bytes in ordinary memory. Each batch is copied to or from registered memory while the
+    previous call runs."""
 
     def __init__(self, raw: RawPool, device: Device) -> None:
         count = max(1, _COPIED_TOGETHER // raw.object_bytes)
@@ -163,7 +162,7 @@ class CopiedPool:
 
 
 class PagedPrompt:
-    """One prompt's KV in random blocks of a paged cache, and other random blocks to load it into."""
+    """A prompt's KV in random blocks of a paged cache, and other random blocks into which it is loaded."""
 
     def __init__(self, shape: Shape, device: Device) -> None:
         tokens, block = shape.tokens, BLOCK
@@ -178,7 +177,7 @@ class PagedPrompt:
         self.tokens = list(range(tokens))
         self.whole_tokens = shape.whole_tokens
         self.nbytes = shape.whole_tokens * self.layout.token_bytes
-        """Of all whole chunks."""
+        """The bytes of all whole chunks."""
         orders = (torch.randperm(blocks), blocks + torch.randperm(blocks))
         self._orders = [order.to(device) for order in orders]
         self._whole_blocks = shape.whole_tokens // block

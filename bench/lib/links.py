@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment of its vLLM. Without UCX_TLS, NIXL would go past the link, through the machine's
+        """The environment of its vLLM. Without UCX_TLS, NIXL would bypass the link, through the machine's
         memory."""
         hosts = dict.fromkeys(("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST"), self.host)
         ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + self.core)}
@@ -39,15 +39,15 @@ class Place(NamedTuple):
 
     @property
     def before(self) -> tuple[str, ...]:
-        """A command that runs another one there."""
+        """The beginning of a command line that runs a program there."""
         return self.enter if self.gpu else (*self.enter, "taskset", "-c", str(self.core))
 
 
 @contextmanager
 def linked(rate: str | None, *, gpu: bool) -> Iterator[tuple[Place, Place]]:
-    """Yields the prefill node's place and the decode node's. `rate`, as `tc` writes it, is that of their link
-    in each direction; None means loopback. Raises ClickException if this user or machine cannot have such a
-    link."""
+    """Yields the prefill node's place and the decode node's. `rate`, in the form of `tc`, is the rate of
+    their link in each direction; None means loopback. Raises ClickException if this user or machine cannot
+    have such a link."""
     if rate is None:
         yield Place("127.0.0.1", 0, 0, (), gpu), Place("127.0.0.1", 1, 0, (), gpu)
         return
@@ -79,7 +79,7 @@ def linked(rate: str | None, *, gpu: bool) -> Iterator[tuple[Place, Place]]:
 
 
 def limit(places: Iterable[Place], rate: str) -> None:
-    """Gives the link between two places of `linked` another rate."""
+    """Changes the rate of the link between two places of `linked`."""
     shape = ("root", "tbf", "rate", rate, "burst", "128k", "latency", "100ms")
     for place in places:
         _run(*place.enter, "tc", "qdisc", "replace", "dev", place.device, *shape)

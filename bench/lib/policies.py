@@ -1,22 +1,24 @@
-"""Which chunks would a pool best keep? Hits and writes under several policies, in simulation. Pure.
+"""Which chunks should a pool keep? Hits and writes under several policies, in simulation. Pure.
 
-With some, engines store everything, and the pool forgets:
+Under four policies, engines store everything, and the pool evicts:
 
-- `oracle`: what is asked for last, or never (Belady's MIN). No policy finds more.
-- `mooncake`: a tenth of the pool at once, of what was asked for longest ago.
-- `s3fifo`: as local tiers do.
+- `oracle`: the chunks that are requested again last, or never (Belady's MIN). No policy finds more.
+- `mooncake`: the chunks that were requested longest ago, a tenth of the pool at once.
+- `s3fifo`: as local tiers with this policy do.
 - `tinylfu` (W-TinyLFU): a block that leaves the window meets the oldest block on trial; the one with fewer
   requests goes.
 
-With the others, the pool is an LRU, and engines store:
+Under the others, the pool is an LRU, and engines store:
 
 - `lru`: everything.
-- `second_sight`: what they were asked for before. Of eight engines, each prompt goes to any.
+- `second_sight`: the chunks that were requested from them before. With eight engines (`second_sight_of_8`),
+  each prompt goes to a random engine.
 - `shallow`: the first 64 blocks of a prompt.
-- `cut`: behind what was found, each next block with a probability of 0.95, up to the first that is not.
+- `cut`: the blocks after the found prefix, each with a probability of 0.95, up to the first block that is
+  left out.
 
-Engines and `tinylfu` count exactly what was asked for; a sketch of fixed size knows less. Hand-offs, whose
-chunks must be stored, are not simulated.
+Engines and `tinylfu` count requests exactly; a real sketch of fixed size would be less exact. Hand-offs,
+whose chunks must be stored, are not simulated.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from pd_cache.tiers.index import S3FIFO
 
 
 class Oracle(dict[int, tuple[float, int]]):
-    """Its blocks, by what goes first: what is asked for last, and of one prompt the end."""
+    """Its blocks, in the order of eviction: blocks that are requested last go first, and within a prompt its
+    end goes first."""
 
     def __init__(self, room: int, requests: Sequence[Request]) -> None:
         self._room, self._heap = room, list[tuple[tuple[float, int], int]]()
@@ -71,7 +74,8 @@ class S3Fifo(set[int]):
 
 
 class TinyLfu(dict[int, OrderedDict[int, None]]):
-    """Its blocks, and the part in which each is. A block that is found on trial becomes safe."""
+    """Its blocks, and the part of the cache that each is in. A block on trial becomes safe when it is
+    found."""
 
     def __init__(self, room: int) -> None:
         self._room, self._asked, self._count = room, Counter[int](), 0
@@ -117,7 +121,7 @@ def cut(rng: Random, blocks: Sequence[int], found: int) -> Sequence[int]:
 
 
 def compare(requests: Sequence[Request], room: int) -> list[dict[str, Any]]:
-    """Returns a row per policy, for a pool with room for so many blocks."""
+    """Returns a row for each policy, for a pool with room for `room` blocks."""
     pools: dict[str, Cache] = {
         "oracle": Oracle(room, requests),
         "mooncake": SimulatedLru[int](room, batch=room // 10),

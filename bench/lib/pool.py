@@ -1,4 +1,4 @@
-"""Clusters and pools that belong to the bench alone, so that it and the cluster's pool do not disturb each
+"""Clusters and pools of the bench's own, so that the bench and the cluster's pool do not disturb each
 other."""
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def local_pool(
     transfer: TransferSettings | None = None,
     master: MasterNode | None = None,
 ) -> Iterator[str]:
-    """Yields `host:port` of a master of a pool, for clients on any machine. No other process knows of it.
+    """Yields `host:port` of the master of a new pool, for clients on any machine. No other process knows it.
 
-    A store node with `segment_size` bytes, prefaulted, runs beside it if that is not 0. `master` says how it
-    evicts.
+    If `segment_size` is not 0, a store node with as many prefaulted bytes runs beside the master. `master`
+    says how the master evicts.
     """
     nodes: list[Node] = [
         msgspec.structs.replace(master or MasterNode(name="master"), host=host, port=0, metrics_port=0)
@@ -56,8 +56,8 @@ def local_pool(
 
 
 def bench_transfer(config: ClusterConfig) -> TransferSettings:
-    """Returns the file's `transfer` section for a client of a bench's own pool: without a segment unless it
-    is given one."""
+    """Returns the file's `transfer` section for a client of a bench's own pool. The client has no segment,
+    unless the caller adds one."""
     return msgspec.structs.replace(config.transfer, metadata="P2PHANDSHAKE", segment_size=0)
 
 
@@ -65,8 +65,8 @@ def bench_transfer(config: ClusterConfig) -> TransferSettings:
 def raw_client(
     master: str, host: str = "127.0.0.1", transfer: TransferSettings | None = None
 ) -> Iterator[Any]:
-    """Yields a bare Mooncake client without a segment: the raw thing that benches compare with, in the same
-    environment."""
+    """Yields a bare Mooncake client without a segment, in the same environment. Benches compare pd-cache with
+    it."""
     settings = transfer or TransferSettings()
     prepare(settings)  # read at the first setup() of a process, and this is it
     client = load_mooncake().MooncakeDistributedStore()

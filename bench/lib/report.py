@@ -30,7 +30,7 @@ from pd_cache.cluster import ClusterConfig
 from transfer.settings import ByteSize, mooncake_version
 
 _WIDTH = 160
-"""Columns of what is not a terminal."""
+"""Columns, if the output is not a terminal."""
 option = functools.partial(click.option, show_default=True)
 
 
@@ -81,12 +81,12 @@ def all_at_most(figures: Mapping[str, float], **limits: float) -> list[Check]:
 # --- how it was measured ------------------------------------------------------------------------------------
 
 _LOAD = " ".join(f"{value:.1f}" for value in os.getloadavg())
-"""Before the bench, which is a load itself."""
+"""The machine's load before the bench, which itself adds load."""
 
 
 def about(config: ClusterConfig | None = None) -> dict[str, str]:
-    """Returns what a reader needs to compare figures with others: the command, when and where it ran,
-    versions, and those of the file's settings that bear on speed, unless they are the defaults."""
+    """Returns what a reader needs to compare the figures with others: the command, when and where it ran,
+    versions, and the file's settings that affect speed and differ from the defaults."""
     facts = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
@@ -138,8 +138,8 @@ def finish(
 ) -> None:
     """Prints the report of the click command that runs; with `strict`, exits with 1 if a check failed.
 
-    `results` are all figures. For people, each list of rows is a table, and all else another. `config`: the
-    cluster's file, if there was one.
+    `results` are all figures. In the tables for people, each list of rows is a table; the other figures share
+    one. `config`: the cluster's file, if there was one.
     """
     facts, listed = about(config), list(checks)
     ok = all(check.ok for check in listed)
@@ -165,8 +165,8 @@ Row = Sequence[object]
 
 
 def laid_out(rows: Sequence[Mapping[str, object]]) -> tuple[Sequence[str], Iterable[Row]]:
-    """Returns columns and cells of rows that have their columns' names. A few long rows stand side by side:
-    their names are the first column."""
+    """Returns the columns and the cells of `rows`. A row maps columns to values. If there are few rows with
+    many columns, each row becomes a column of the table, and the names of its values are the first column."""
     names = list(rows[0])
     if len(names) <= 4 * len(rows):
         return names, [list(row.values()) for row in rows]
@@ -192,8 +192,8 @@ def _draw(console: Console, title: str, columns: Iterable[str], rows: Iterable[R
 
 
 def shown(value: object) -> str:
-    """Returns a cell's text: floats with three digits behind the point, or none from 1000 on; `a: 1, b: 2`
-    for a dict."""
+    """Returns a cell's text. A float has three digits after the point, or none from 1000 on. A dict becomes
+    `a: 1, b: 2`."""
     if value is None:
         return ""
     if isinstance(value, dict):

@@ -23,7 +23,7 @@ _CLASSES: dict[ModelKind, tuple[str, str]] = {
     "mamba2": ("NemotronHConfig", "NemotronHForCausalLM"),
     "ernie": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM"),
 }
-"""Of the package transformers."""
+"""Architecture names of the package transformers."""
 
 
 def write_model(
@@ -57,13 +57,14 @@ def write_model(
         "bos_token_id": 0,
         "eos_token_id": 1,
         "tie_word_embeddings": False,
-        "initializer_range": 0.05,  # far from each other, so that rounding never decides which token is next
+        "initializer_range": 0.05,  # so large that rounding never decides which token is next
         **_own_settings(kind, hidden, layers, heads, kv_heads),
     }
     config, model = (getattr(transformers, name) for name in _CLASSES[kind])
     made = model(config(**settings))
     for name, parameter in made.named_parameters():
-        # states that take in every token and keep it for a hundred, so that a wrong state gives wrong tokens
+        # states take in every token and keep it for about a hundred tokens, so that a wrong state gives wrong
+        # tokens
         if name.endswith(".A_log"):
             parameter.data.fill_(-5)
         elif name.endswith(".dt_bias"):
@@ -82,7 +83,7 @@ def write_model(
 
 
 def _own_settings(kind: ModelKind, hidden: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """Returns what a kind of model has besides, or in place of, what all have."""
+    """Returns the settings of a kind of model that extend or replace the common settings."""
 
     def every(nth: int, this: str, others: str) -> list[str]:
         return [this if (index + 1) % nth == 0 else others for index in range(layers)]
@@ -121,7 +122,7 @@ def _own_settings(kind: ModelKind, hidden: int, layers: int, heads: int, kv_head
         }
     if kind == "mamba2":
         return {
-            "initializer_range": 0.1,  # with less, attention hardly changes what comes out
+            "initializer_range": 0.1,  # with less, attention hardly changes the output
             "head_dim": head_dim,
             "layers_block_type": every(4, "attention", "mamba"),
             "mamba_num_heads": heads // 2,

@@ -1,4 +1,4 @@
-"""Times of functions in turn, and quantiles."""
+"""Times functions in turn, and computes quantiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.lib.report import progress
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """Returns the least value that at least `part` (0 to 1) of the values do not exceed; nan without
+    """Returns the smallest value that at least `part` (0 to 1) of the values do not exceed; nan without
     values."""
     # a little less: 0.07 * 100 is 7.000000000000001
     return float(np.quantile(values, part * (1 - 1e-12), method="inverted_cdf")) if len(values) else math.nan
@@ -27,8 +27,8 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def in_turn(rounds: int, steps: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Returns the seconds of each step, taken in turn, after one round that does not count. Not of those
-    whose name begins with `_`: they prepare others."""
+    """Runs the steps in turn, `rounds` times, after a round that does not count. Returns the seconds of each
+    step, except for steps whose name begins with `_`: these prepare others."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     with progress() as bar:
         for _ in bar.track(range(rounds + 1), description="rounds"):
@@ -38,5 +38,5 @@ def in_turn(rounds: int, steps: Mapping[str, Callable[[], object]]) -> dict[str,
 
 
 def gbps(nbytes: int, seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """`NAME_gbps` of each, from the median of its seconds. GB are of 10^9 bytes."""
+    """Returns `NAME_gbps` for each step, from the median of its seconds. A GB is 10^9 bytes."""
     return {f"{name}_gbps": nbytes / statistics.median(values) / 1e9 for name, values in seconds.items()}

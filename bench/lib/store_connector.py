@@ -17,12 +17,12 @@ from pd_cache.chunks import CacheMetadata, LayerGroup
 from pd_cache.vllm.layers import NO_DRAFT, kept_layers, parts_of, specs_of
 
 BLOCK = 256
-"""Tokens per block of the layers that keep every token."""
+"""Tokens per block, for the layers that keep every token."""
 _LAYERS = 43
 
 
 def vllm_config(layout: str = "BLHNC") -> Any:
-    """Returns what the functions below read of vLLM's settings. `layout` is the name of a layout of KV
+    """Returns the part of vLLM's settings that the functions below read. `layout` names a layout of KV
     tensors."""
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -50,9 +50,9 @@ def layer_groups(config: Any) -> list[Any]:
 
 
 def layer_specs(layers: int) -> dict[str, Any]:
-    """Returns the specs of the first layers, by name: every layer has a window; all but two keep compressed
-    tokens besides, and a compressor's state, which vLLM treats as a window; those of ratio 4 have an indexer
-    with the same two (`vllm/models/deepseek_v4`)."""
+    """Returns the specs of the first layers, by name (`vllm/models/deepseek_v4`). Every layer has a window.
+    All layers but two also keep compressed tokens, and a compressor's state, which vLLM treats as a window.
+    Layers of ratio 4 have an indexer, with the same two specs."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
     def kept(ratio: int, size: int) -> Any:
@@ -106,10 +106,11 @@ def metadata_of(model: str, groups: Sequence[Any]) -> list[CacheMetadata]:
 
 @contextmanager
 def their_lookup(raw: Any, config: Any, groups: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields vLLM's `LookupKeyClient`, which asks over ZMQ, and the `MooncakeStoreWorker` that answers, here
-    on a thread of this process.
+    """Yields vLLM's `LookupKeyClient`, which asks over ZMQ, and the `MooncakeStoreWorker` that answers. The
+    worker runs on a thread of this process.
 
-    The worker has what its `lookup` uses, made by its own methods, and asks the master by `raw`.
+    The worker has only the attributes that its `lookup` uses, made by its own methods. It asks the master
+    through `raw`.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import coordinator, data, metrics, worker
     from vllm.v1.core import kv_cache_utils

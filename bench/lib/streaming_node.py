@@ -1,5 +1,5 @@
-"""A node that computes nothing: it streams as many tokens as requested, at a steady pace. The proxy is
-measured against it.
+"""A node that computes nothing. It streams as many tokens as requested, at a steady pace. Benches of the
+proxy use it.
 
 python -m bench.lib.streaming_node NAME       prints `ready NAME URL` and serves until SIGTERM
 """

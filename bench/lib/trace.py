@@ -1,17 +1,18 @@
-"""Traces of requests, and what a cache of whole blocks would find of their prompts, in simulation. Pure.
+"""Reads traces of requests, and simulates which part of their prompts a cache of whole blocks would find.
+Pure.
 
 The format is that of Mooncake's FAST'25 traces: one JSON object a line, gzipped or not:
 
 `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`: one number for each block of
-512 prompt tokens; the last block may be partial. Two requests have equal numbers up to the block's end up to
-which their prompts are equal. Public traces are in https://github.com/kvcache-ai/Mooncake under
-FAST25-release/traces. The format of `aiperf synthesize agentic-code` is read, too. There a line has a
-`session_id`, what the call adds to its session, and the ms after the previous answer.
+512 prompt tokens; the last block may be partial. Two requests have the same number for a block if their
+prompts are equal up to the end of that block. Public traces are in https://github.com/kvcache-ai/Mooncake
+under FAST25-release/traces. The format of `aiperf synthesize agentic-code` is read, too. There a line has a
+`session_id`, the tokens that the call adds to its session, and the ms since the previous answer.
 
-A cache takes in a prompt's blocks, and returns how many of them, from the first, it held before. It keeps as
-many blocks as it has room for. The **hit rate** of a trace is the found tokens divided by all prompt tokens.
-Only whole blocks have names in the pool, so the tokens of a partial block, and those behind a hole, are only
-in the denominator.
+A simulated cache takes in a prompt's blocks, and returns how many of them, from the first, it held before. It
+keeps as many blocks as it has room for. The **hit rate** of a trace is the found tokens divided by all prompt
+tokens. Only whole blocks have names in the pool. So the tokens of a partial block, and those after a missing
+block, count only in the denominator.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ BLOCK_TOKENS = 512
 
 _LONGEST_LINE = 16 << 20
 _SESSIONS_MS, _ANSWER_MS = 3_600_000.0, 1000 / 60
-"""AIPerf's sessions begin one after the other within the first of these times, and a token of an answer takes
-the second: so its own report assumes."""
+"""All sessions of AIPerf begin within `_SESSIONS_MS`, one after the other. A token of an answer takes
+`_ANSWER_MS`. AIPerf's own report assumes the same."""
 _Block = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class TraceError(click.ClickException):
-    """A file that is no trace. The message names the line."""
+    """The file is no trace. The message names the line."""
 
 
 class Request(msgspec.Struct):
@@ -56,13 +57,13 @@ class Request(msgspec.Struct):
 
     @property
     def whole_blocks(self) -> list[int]:
-        """The blocks that are full: what a cache of whole chunks can hold of this prompt."""
+        """The prompt's full blocks: a cache of whole chunks can hold no others."""
         return self.hash_ids[: self.input_length // BLOCK_TOKENS]
 
 
 class _Call(msgspec.Struct):
-    """A line of AIPerf's. Its `hash_ids` count only where the session begins: blocks of what is added are not
-    those of the prompt."""
+    """A line of AIPerf's. Its `hash_ids` count only in the first call of a session: in later calls they are
+    blocks of the added tokens, not of the prompt."""
 
     session_id: str
     input_length: Annotated[int, msgspec.Meta(ge=1)]
@@ -96,8 +97,8 @@ def _checked(request: Request) -> Request:
 
 
 def read_trace(file: Path) -> list[Request]:
-    """Returns the requests of a trace, in the order of their times. TraceError names the line
-    that does not fit."""
+    """Returns the requests of a trace, in the order of their times. Raises TraceError, which names the line,
+    if a line does not fit."""
     requests: list[Request] = []
     sessions: dict[str, list[Request]] = {}
     fresh = count(1 << 61)
@@ -117,8 +118,8 @@ def read_trace(file: Path) -> list[Request]:
 
 
 def _read_call(line: bytes, sessions: dict[str, list[Request]], fresh: Iterator[int]) -> Request:
-    """Adds a call to its session, whose prompt is all that was said in it before. Its time is that since the
-    session began."""
+    """Adds a call to its session. The call's prompt is everything in the session before it; its time counts
+    from the session's beginning."""
     try:
         call = _decode_call(line)
     except (ValueError, RecursionError) as error:
@@ -144,7 +145,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
                 number += 1
                 if line.strip():
                     yield number, line
-    except (OSError, EOFError, zlib.error) as error:  # gzip's own are among them
+    except (OSError, EOFError, zlib.error) as error:  # gzip raises all three
         raise TraceError(f"{file}, after line {number}: cannot be read on: {error}") from None
 
 
@@ -154,22 +155,23 @@ B = TypeVar("B", bound=Hashable)
 
 
 class SimulatedLru(Generic[B]):
-    """Forgets the least recently used blocks; of one prompt, the last block first, because it is useless
-    without those before."""
+    """Forgets the least recently used blocks. Of a prompt, it forgets the last block first, because that is
+    useless without those before it."""
 
     def __init__(self, capacity: int = sys.maxsize, batch: int = 0) -> None:
-        """`capacity` in blocks; by default it never forgets, which is a trace's ideal. `batch`: how many more
-        than it must it forgets at once."""
+        """`capacity` is in blocks. By default the cache never forgets, which gives a trace's ideal. `batch`:
+        how many blocks it forgets at a time beyond those that it must."""
         self._capacity, self._batch = capacity, batch
         self._blocks: OrderedDict[B, None] = OrderedDict()
         self.gone: list[B] = []
-        """What the last use displaced."""
+        """The blocks that the last use displaced."""
 
     def __contains__(self, block: object) -> bool:
         return block in self._blocks
 
     def find(self, blocks: Sequence[B]) -> int:
-        """Returns how many blocks of a prompt, from the first, it holds. That counts as a use of these."""
+        """Returns how many blocks of a prompt, from the first, it holds. This counts as a use of these
+        blocks."""
         found = leading(blocks, self._blocks)
         for block in reversed(blocks[:found]):
             self._blocks.move_to_end(block)
@@ -193,14 +195,14 @@ class Cache(Protocol):
 
 
 class Outcome(NamedTuple):
-    """What a cache, empty at first, makes of a trace."""
+    """The result of a trace on a cache that was empty at first."""
 
     hit_rate: float
     """From 0 to 1."""
     written: int
-    """Blocks that it took in, and still held when their request had ended."""
+    """The blocks that the cache took in, and still held when their request ended."""
     read: int
-    """How many of these were found before it forgot them."""
+    """How many of the written blocks were found before the cache forgot them."""
 
 
 def measure(
@@ -208,8 +210,8 @@ def measure(
     cache: Cache,
     admits: Callable[[Sequence[int], int], Sequence[int]] | None = None,
 ) -> Outcome:
-    """Shows the requests to a cache. `admits` returns the blocks of a prompt that are stored if they are not
-    there, and gets how many were found; without it, all are."""
+    """Runs the requests against a cache. `admits` gets a request and how many of its blocks were found, and
+    returns the blocks to store unless they are there. Without it, all blocks are stored."""
     hit = total = written = read = 0
     unread = set[int]()
     for request in requests:

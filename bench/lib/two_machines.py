@@ -1,13 +1,14 @@
-"""Benches on one machine or two: one serves, the other connects, leads and prints the report.
+"""Runs benches on one machine or two. Of two machines, one serves; the other connects, leads and prints the
+report.
 
     pd-cache bench bandwidth --serve 10.0.0.1:50070      on one machine: until Ctrl-C, bench after bench
     pd-cache bench bandwidth --connect 10.0.0.1:50070      on the other
 
-A bench is a `Site`, whose methods `(self, job) -> result` are steps, and a function that leads. Each site has
-a process of its own, on this machine or the other. The machine that connects leads: it makes the sites do
-steps at the same time (`Crew.run`). Jobs and results are what msgspec encodes. A site that needs further
-processes, such as many clients, has a crew of its own. Every wait of the leading machine has a deadline.
-Nothing is authenticated.
+A bench is a `Site` and a function that leads. The site's methods `(self, job) -> result` are steps. Each site
+has a process of its own, on this machine or the other. The machine that connects leads: it makes the sites do
+steps at the same time (`Crew.run`). msgspec encodes jobs and results. A site that needs further processes,
+such as many clients, has a crew of its own. Every wait of the leading machine has a deadline. Nothing is
+authenticated.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from pd_cache.errors import ConfigError, PdCacheError
 J = TypeVar("J")
 R = TypeVar("R")
 MOST = 1024
-"""Processes of a crew."""
+"""The most processes of a crew."""
 _OPEN, _LEAVE = b"+", b"-"
-"""In place of a step's name."""
+"""Sent in place of a step's name."""
 _HELLO_S, _START_S, _GRACE_S = 30.0, 300.0, 20.0
-"""Time for the other machine to answer; for a crew's processes to start, with the bench's imports; and for
-them to end."""
+"""The time in which the other machine must answer; in which a crew's processes must start, with the bench's
+imports; and in which they must end."""
 _LARGEST = 256 << 20
 
 
@@ -56,8 +57,8 @@ class PeerError(PdCacheError):
 
 @dataclass(frozen=True)
 class Location:
-    """Where a site is: its machine's name, its address as the other machine reaches it, and the cluster's
-    file of that machine."""
+    """Where a site is: the name of its machine, the address at which the other machine reaches it, and its
+    machine's cluster file."""
 
     node: str
     host: str
@@ -65,20 +66,19 @@ class Location:
 
     @classmethod
     def here(cls) -> Location:
-        """This machine, for a bench that has no cluster's file."""
+        """Returns this machine, for a bench without a cluster file."""
         return cls(
             "node", "127.0.0.1", ClusterConfig(name="bench", nodes=(MasterNode(name="master", port=0),))
         )
 
 
 class Site:
-    """Base of a bench's own class. A site is made when a bench begins, and closed at its end, whatever
-    happened."""
+    """Base of a bench's own class. A site is made when a bench begins, and is always closed at its end."""
 
     def __init__(self, location: Location) -> None:
         self.location = location
         self.held = ExitStack()
-        """What it has opened."""
+        """Everything that the site has opened."""
 
     def close(self) -> None:
         """Releases everything, in a bounded time."""
@@ -107,11 +107,11 @@ def conduct(
     connect: str | None,
     **output: Any,
 ) -> None:
-    """Takes part in a bench. The machine that leads reports what `lead` returns; one that serves does so
-    until Ctrl-C.
+    """Takes part in a bench. The leading machine reports what `lead` returns. A serving machine serves until
+    Ctrl-C.
 
-    On this machine alone, without `serve` and `connect`, there are `local` sites. `site` is a class that can
-    be imported. `output` is for `finish`.
+    Without `serve` and `connect`, `local` sites run on this machine. `site` is a class that can be imported.
+    `output` is for `finish`.
     """
     config = Location.here().config if file is None else read_config(file)[0]
     if serve is not None:
@@ -130,11 +130,11 @@ class Crew:
     """The sites of a bench, by name: `NODE-0`, `NODE-1` …, where `NODE` is the location's."""
 
     def __init__(self, site: type[Site], location: Location, count: int, connect: str | None = None) -> None:
-        """Starts `count` processes on this machine, which end with this one, and asks the machine that serves
-        at `connect`. Waits until each has its site. `site` is a class that can be imported."""
+        """Starts `count` processes on this machine, which end with this process. Asks the machine that serves
+        at `connect`, if given. Waits until each has its site. `site` is a class that can be imported."""
         self.location = location
         self.later = ExitStack()
-        """Closed after all sites, such as a pool."""
+        """Things to close after all sites, such as a pool."""
         self._folder = tempfile.TemporaryDirectory(prefix="pd-cache-bench-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._peers: dict[str, Peer] = {}
@@ -163,7 +163,8 @@ class Crew:
         return tuple(self._peers)
 
     def run(self, method: Callable[[Any, J], R], jobs: Mapping[str, J], *, timeout_s: float) -> dict[str, R]:
-        """Makes sites, by name, do their jobs at the same time. Returns their results. Raises PeerError."""
+        """Makes the named sites do their jobs at the same time. Returns their results. Raises PeerError if a
+        site fails or does not answer in time."""
         deadline = time.monotonic() + timeout_s
         for node, job in jobs.items():
             self._peers[node].begin(method, job)
@@ -174,7 +175,7 @@ class Crew:
         return self.run(method, dict.fromkeys(self._peers, job), timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Closes all sites, and ends the processes of this machine; kills those that do not end."""
+        """Closes all sites, and ends the processes of this machine. Kills processes that do not end."""
         with self.later:
             for peer in [*self._peers.values()][len(self._processes) :]:
                 peer.leave()
@@ -188,19 +189,19 @@ class Peer:
     """A site in another process. For one thread."""
 
     def __init__(self, site: type[Site], address: str) -> None:
-        """Asks the process at `address` to open the site: `end` waits for that."""
+        """Asks the process at `address` to open the site; `end` waits until it has."""
         self._address = address
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
-        # the site can be closed although an answer is still to come
+        # so that the site can be closed while an answer is outstanding
         self._socket.setsockopt(zmq.REQ_RELAXED, 1)
         self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
         self._socket.connect(address)
         self._socket.send_multipart(_hello(site))
 
     def begin(self, method: Callable[[Any, J], Any], job: J) -> None:
-        """Sends a job, whose result `result` waits for."""
+        """Sends a job; `result` waits for its result."""
         self._socket.send_multipart([method.__name__.encode(), msgspec.msgpack.encode(job)])
 
     def result(self, method: Callable[[Any, Any], R], deadline: float) -> R:
@@ -223,7 +224,8 @@ class Peer:
         return answer
 
     def leave(self) -> None:
-        """Has the site closed, if it answers: otherwise it is gone, or closes its site by itself."""
+        """Asks the process to close the site. A process that does not answer is gone, or closes its site by
+        itself."""
         with suppress(PeerError):
             self._socket.send_multipart([_LEAVE])
             self.end(time.monotonic() + _HELLO_S)
@@ -233,8 +235,8 @@ class Peer:
 
 
 def serve_site(site: type[Site], address: str, location: Location) -> None:
-    """Does what comes to this address, for one bench after the other, until an exception ends it. A site is
-    closed when its bench ends, or the next one begins."""
+    """Serves one bench after the other at this address, until an exception ends it. A site is closed when its
+    bench ends, or when the next bench begins."""
     listener: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
     listener.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
     listener.setsockopt(zmq.LINGER, 1000)
@@ -247,7 +249,7 @@ def serve_site(site: type[Site], address: str, location: Location) -> None:
         try:
             while True:
                 asked = listener.recv_multipart()
-                # to be opened anew, if the machine that led has gone without a word
+                # opened anew, in case the last leading machine has disappeared
                 if current is not None and asked[0] in (_OPEN, _LEAVE):
                     current.close()
                     current = None
@@ -299,7 +301,7 @@ def towards(address: str) -> str:
 
 
 def main(site: str, address: str, host: str) -> None:
-    """A process of a crew."""
+    """Runs a process of a crew."""
     module, _, name = site.partition(":")
     kind: type[Site] = getattr(importlib.import_module(module), name)
     path = Path(address.removeprefix("ipc://"))

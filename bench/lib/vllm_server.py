@@ -21,7 +21,7 @@ CHUNK, BLOCK = 256, 128
 ENV = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0-1",  # "auto" gives one server more cores than another
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",  # "auto" may give two servers different numbers of cores
     "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
     "VLLM_NO_USAGE_STATS": "1",
     "MC_LOG_LEVEL": "ERROR",
@@ -46,10 +46,10 @@ def vllm_server(
     port: int = 0,
     before: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """Yields a server of `model` under the name `name`, by default on a free port of this machine; its URL.
-    `program` is vLLM's command, `before` a command that runs it.
+    """Runs a server of `model` under the name `name`, by default on a free port of this machine. Yields its
+    URL. `program` is vLLM's command; `before` is the beginning of a command line that runs it.
 
-    RoleError, with the last lines that it printed, if it ends or is not ready in time.
+    Raises RoleError, with the last lines that the server printed, if it ends or is not ready in time.
     """
     if not port:
         with bound_socket(host, 0) as free:
@@ -91,7 +91,8 @@ class OpenAIServer:
         self.url = url
 
     def first_token(self, prompt: Sequence[int], **fields: object) -> float:
-        """Returns the seconds from sending a request, with these fields besides, to its first token."""
+        """Returns the seconds from sending a request, with the further fields `fields`, to its first
+        token."""
         body = {"model": "bench", "prompt": list(prompt), "max_tokens": 1, "temperature": 0, "stream": True}
         encoded = json.dumps({**body, "return_token_ids": True, **fields}).encode()
         start = time.perf_counter()
@@ -115,7 +116,7 @@ class OpenAIServer:
             time.sleep(0.1)
 
     def ask(self, path: str, body: bytes | None = None, timeout: float = 30) -> http.client.HTTPResponse:
-        """Returns the answer, which the caller closes."""
+        """Returns the answer, which the caller must close."""
         request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
         answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
         return answer
@@ -125,7 +126,7 @@ class OpenAIServer:
         return sum(self.metric(name, label, value).values())
 
     def metric(self, name: str, label: str = "", value: str = "") -> dict[str, float]:
-        """Returns the values of a metric, of all label sets in which `label` has this value."""
+        """Returns the values of a metric, for all label sets in which `label` has the value `value`."""
         with self.ask("/metrics") as answer:
             lines = answer.read().decode().splitlines()
         wanted = f'{label}="{value}"' if label else ""

@@ -1,16 +1,17 @@
 """Decides whether it pays to load a prefix, from the recent times of loads and steps. Pure.
 
-1. A cost is seconds a token, as a line over one other figure: for loads 1 / tokens, because each load takes
-   some time of its own; for steps the position of the tokens. Least squares fit the line. Each measurement
-   counts by its tokens, and each further one takes a fifth of the weight of those before.
+1. A cost is in seconds a token, and is a linear function of one variable, fitted by least squares. For loads
+   the variable is 1 / tokens, because each load also takes a fixed time. For steps it is the position of the
+   tokens. A measurement's weight is its number of tokens; each later measurement takes a fifth of the weight
+   away.
 2. A measurement of more than 1.5 times the expected time, or of less than 1 / 1.5 of it, is left out: it may
    be a stall. If the next is as odd, both replace everything before them.
-3. Loads share the link. A load is measured by what it would have taken alone (`LinkTime`), and is expected to
-   end after those that are under way. vLLM computes a prompt before it goes on with requests that were loaded
-   meanwhile, so what they would wait for it counts against computing.
+3. Loads share the link. A load's measurement is the time that it would have taken alone (`LinkTime`). A new
+   load is expected to end after the loads under way. If the prompt is computed instead, vLLM continues
+   requests that finish loading meanwhile only after it; their wait counts against computing.
 4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
 5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is
-   loaded, so that a wrong figure is corrected; not behind other loads, which correct it, too.
+   loaded, so that a wrong figure is corrected. If other loads are under way, they correct it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from typing import NamedTuple
 
 _PROBE_S = 60.0
 _MARGIN = 1.05
-"""How much longer than computing a load may take, so that equals do not alternate."""
+"""A load may take this many times as long as computing, so that the decision does not alternate between
+equals."""
 _KEPT = 0.8
 _FAR, _SLACK_S = 1.5, 0.05
-"""How many times as long is odd; and what a slow measurement takes beyond that, because less hurts nobody."""
+"""A measurement is odd if it is more than `_FAR` times the expected time plus `_SLACK_S`, because a smaller
+delay does no harm, or less than 1 / `_FAR` of the expected time."""
 _RIDGE = 0.01
 _ENOUGH = 3
 _STEP_TOKENS = 128
@@ -40,7 +43,7 @@ class StepWork(NamedTuple):
     tokens: int
     """All tokens."""
     positions: float
-    """The sum of their positions."""
+    """The sum of the positions of all tokens."""
 
 
 class NotWorth(NamedTuple):
@@ -48,9 +51,9 @@ class NotWorth(NamedTuple):
 
     load_s: float
     compute_s: float
-    """With the prompts in front of it."""
+    """Includes the prompts that are computed before it."""
     probe: bool
-    """Whether to load some of it all the same."""
+    """Whether to load a small part all the same."""
 
 
 class _Line:
@@ -61,7 +64,7 @@ class _Line:
         """When the last measurement began."""
         self._measured = 0
         self._sums = [0.0] * 5
-        """Of the weights, and by weight of x, y, xx and xy; y is seconds a token."""
+        """The sum of the weights, and the weighted sums of x, y, xx and xy; y is seconds a token."""
         self.odd: tuple[float, float, float] | None = None
         """The last measurement, if it was left out."""
 
@@ -71,7 +74,7 @@ class _Line:
         return self._measured >= _ENOUGH
 
     def seconds(self, tokens: float, x: float) -> float:
-        """Returns how long `tokens` probably take. Something has to be measured."""
+        """Returns how long `tokens` probably take. Needs at least one measurement."""
         mean_x, mean_y, xx, xy = (total / self._sums[0] for total in self._sums[1:])
         slope = max(0.0, (xy - mean_x * mean_y) / (xx - mean_x**2 + _RIDGE * mean_x**2))
         base = mean_y - slope * mean_x
@@ -98,16 +101,17 @@ class _Line:
 
 
 class LinkTime:
-    """The time of a link that loads share: each second is divided among those that run. So what a load gets
-    of it is what it would take alone, and all loads together get as long as the link was busy."""
+    """The time of a link that loads share: each second is divided equally among the loads that run. So a load
+    gets as much of it as it would take alone, and all loads together get the time for which the link was
+    busy."""
 
     def __init__(self) -> None:
         self._running = 0
         self._now = self._total = 0.0
 
     def passed(self, now: float, more: int) -> float:
-        """Returns the time so far, in seconds. A load gets what passes while it runs. From now on, `more`
-        loads run: 1, or -1 for one less."""
+        """Returns the link's time so far, in seconds. A load's own time is the difference between its begin
+        and its end. From now on, `more` further loads run: 1, or -1 when a load ends."""
         self._total += (now - self._now) / max(1, self._running)
         self._now, self._running = now, self._running + more
         return self._total
@@ -117,22 +121,22 @@ class _Load(NamedTuple):
     began: float
     line: _Line
     tokens: int
-    """Those from the farthest tier."""
+    """The tokens that come from the farthest tier."""
 
     @property
     def expected(self) -> float:
-        """How long it probably takes alone; 0 for unknown."""
+        """How long the load probably takes alone; 0 if that is unknown."""
         return self.line.seconds(self.tokens, 1 / self.tokens) if self.line.known else 0.0
 
 
 class Costs:
-    """The costs of one engine. Tokens by tier are those in this host's memory, on its disk, and in the pool:
-    what comes from the farthest of them decides how long a load takes."""
+    """The costs of an engine. *Tokens by tier* are the tokens in this host's memory, on its disk, and in the
+    pool. The tokens from the farthest tier decide how long a load takes."""
 
     def __init__(self) -> None:
         self._loading: dict[str, _Load] = {}
         self._loaded_until = 0.0
-        """Until when the link was busy with loads that have ended, and since when with those under way."""
+        """The link was busy until then with loads that have ended; loads under way have had it since then."""
         self._of_loads = [_Line() for _ in range(3)]
         self._of_steps = _Line()
         self._reported = 0.0
@@ -143,8 +147,8 @@ class Costs:
     ) -> NotWorth | None:
         """Returns why a prefix is not worth loading; None if it is, or if that is unknown.
 
-        `tokens` by tier would be loaded behind `position` others. `ahead`: how many tokens are computed
-        before these can be, and their mean position, for each prompt.
+        `tokens`, by tier, would be loaded behind `position` other tokens of the prompt. `ahead` describes
+        each prompt that vLLM would compute first: its number of tokens, and their mean position.
         """
         load = self._load(tokens, now)
         if not load.line.known or not self._of_steps.known:
@@ -162,15 +166,16 @@ class Costs:
         return NotWorth(load_s, compute_s, probe) if load_s > _MARGIN * compute_s + delays_s else None
 
     def load_began(self, request_id: str, tokens: Sequence[int], now: float) -> None:
-        """Notes that a load of these tokens by tier has begun. `load_ended` has to follow."""
+        """Notes that a load of `tokens`, by tier, has begun. A call of `load_ended` has to follow."""
         load = self._loading[request_id] = self._load(tokens, now)
         load.line.tried = now
 
     def load_ended(
         self, request_id: str, seconds: float | None, *, whole: bool = True
     ) -> tuple[int, float] | None:
-        """Notes the end of a load, which took `seconds` of `LinkTime`; None if that is unknown. If it is not
-        `whole`, it would have taken longer. Returns its tokens and seconds, if they count."""
+        """Notes the end of a load, which took `seconds` of `LinkTime` (None if that is unknown). A load that
+        is not `whole` brought only a part, so all of it would have taken longer. Returns its tokens and
+        seconds; None if it is not measured."""
         since = self._busy_since(0.0)
         load = self._loading.pop(request_id, None)
         if load is None or seconds is None:

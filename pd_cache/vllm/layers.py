@@ -7,8 +7,9 @@
 | `MambaSpec`, mode `align` | the states that vLLM hands over | the state at the end |
 
 While vLLM computes, it frees the blocks that lie before a window, and overwrites states. So the connector
-must store what a load will need when it is computed: at the end of a prompt, and where the lookup has found
-that prompts part. vLLM follows the same rule for `prefix_cache_retention_interval: 0`.
+must store windows and states as soon as they are computed. It stores those at the end of a prompt, and at the
+point where the lookup found that prompts diverge. vLLM follows the same rule for
+`prefix_cache_retention_interval: 0`.
 
 vLLM may put the layers of a draft model into a group with layers of the model itself. Here they are layer
 groups of their own, over the same blocks, so that nodes with and without a draft model share everything else.
@@ -38,11 +39,11 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 
 
 class KeptLayers(NamedTuple):
-    """A layer group: the layers of one of vLLM's groups. If some of them belong to a draft model, these are a
-    layer group, and so are the others."""
+    """A layer group: the layers of one of vLLM's groups. If only some of these layers belong to a draft
+    model, they and the others are two layer groups."""
 
     number: int
-    """The place of vLLM's group among vLLM's groups."""
+    """The index of vLLM's group."""
     block_size: int
     """Tokens per block."""
     kind: Literal["full", "window", "state"] = "full"
@@ -51,10 +52,9 @@ class KeptLayers(NamedTuple):
     latent: bool = False
     """Whether the layers keep latents (MLA), which are the same on all tensor-parallel ranks."""
     state: str = ""
-    """What a state consists of."""
+    """The types and shapes of a state's tensors."""
     drafts: Literal["", "same", "next"] = ""
-    """Empty for layers of the model itself. For those of a draft model, which tokens it reads; see
-    `DraftLayers.reads`."""
+    """Which tokens the draft model reads (`DraftLayers.reads`); empty for layers of the model itself."""
 
     def tail(self, chunk_size: int) -> int:
         """Returns how many of the last chunks a load needs; 0 for all."""
@@ -79,15 +79,15 @@ class KeptLayers(NamedTuple):
 
     @property
     def ahead(self) -> int:
-        """1 if a chunk's KV depends on the token behind it, so that it is stored under the name of the next
-        chunk."""
+        """1 if a chunk's KV depends on the token after the chunk, so that it is stored under the name of the
+        next chunk; otherwise 0."""
         return 1 if self.drafts == "next" else 0
 
     @property
     def divisible(self) -> bool:
-        """Whether a load may end a token before a chunk's end. A state belongs to a single place, so its load
-        may not. Nor may that of a window that begins with a block's last token: a token earlier, it reaches a
-        block further back than its tail."""
+        """Whether a load may end one token before a chunk's end. A state may not, because it belongs to a
+        single position. A window that begins with a block's last token may not, either: if the load ended one
+        token earlier, the window would reach a block further back than `tail` says."""
         return self.kind == "full" or (self.kind == "window" and (self.window - 1) % self.block_size != 0)
 
 
@@ -96,16 +96,16 @@ class DraftLayers(NamedTuple):
 
     names: frozenset[str] = frozenset()
     reads: Literal["same", "next"] = "next"
-    """`same`: it reads the same tokens as the model. `next`: at a token's place it reads the token after it,
-    and the hidden state that the model computed for the token itself."""
+    """`same`: the draft model reads the same tokens as the model. `next`: at each position, it reads the next
+    token and the hidden state that the model computed at this position."""
 
 
 NO_DRAFT = DraftLayers()
 
 
 def kept_layers(kv_cache_config: KVCacheConfig, draft: DraftLayers = NO_DRAFT) -> list[KeptLayers]:
-    """Returns the layer groups of a model that `check_supported` accepts: those of full attention first,
-    those of a draft model last."""
+    """Returns the layer groups of a model that `check_supported` accepts: full attention first, draft models
+    last."""
     groups: list[KeptLayers] = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         kept, drafted = _kept(number, group.kv_cache_spec), draft.names.intersection(group.layer_names)
@@ -118,12 +118,12 @@ def kept_layers(kv_cache_config: KVCacheConfig, draft: DraftLayers = NO_DRAFT) -
 
 
 def own_hit(tokens: int, groups: Sequence[KeptLayers]) -> int:
-    """Returns the most tokens that vLLM's own prefix cache restores of a prompt of `tokens` tokens: whole
-    blocks, without the last token.
+    """Returns how many tokens of a prompt of `tokens` tokens vLLM's own prefix cache can restore at most:
+    whole blocks, without the last token.
 
-    A draft model that reads the next token costs a block more. With one of vLLM's groups, vLLM 0.32 drops the
-    last block that it finds. With several, it looks one block further in the draft model's group, and drops
-    that (`find_longest_cache_hit` in `v1/core/kv_cache_coordinator.py`).
+    A draft model that reads the next token costs another block. If vLLM has one group, vLLM 0.32 drops the
+    last block that it finds. If it has several, it looks one block further in the draft model's group, and
+    drops that block (`find_longest_cache_hit` in `v1/core/kv_cache_coordinator.py`).
     """
     unit = math.lcm(*(group.block_size for group in groups))
     end = (tokens - 1) // unit * unit
@@ -142,8 +142,8 @@ def cache_tokens(kv_cache_config: KVCacheConfig) -> int:
 
 
 def specs_of(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
-    """Returns the specs of the layers of one of vLLM's groups. In vLLM's scheduler, the first one stands for
-    all."""
+    """Returns the spec of each layer of one of vLLM's groups. In vLLM's scheduler, the first layer's spec
+    stands for all."""
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(
         group.layer_names, group.kv_cache_spec
     )
@@ -154,8 +154,8 @@ def specs_of(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
 def parts_of(
     group: KeptLayers, kv_cache_config: KVCacheConfig, draft: DraftLayers
 ) -> list[tuple[KeptLayers, list[str]]]:
-    """Returns the layers of a group: for each of their specs, what they keep, and their names.
-    `kv_cache_config` is a worker's."""
+    """Returns the parts of a layer group, one for each spec: the part's own `KeptLayers`, and the names of
+    its layers. `kv_cache_config` is a worker's."""
     found: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs_of(kv_cache_config.kv_cache_groups[group.number]).items():
         if (name in draft.names) == bool(group.drafts):
@@ -232,9 +232,9 @@ def described(
 
 
 def _ranges(names: Sequence[str], others: Collection[str]) -> str:
-    """Returns the numbers of the layers in short form, e.g. `0-4,6`; or their names, if two have the same
-    number, or any has none. If `others` have the same numbers, the rest of a name follows, e.g.
-    `0-4.indexer`."""
+    """Returns the numbers of the layers in short form, e.g. `0-4,6`. Returns their names instead if two
+    layers have the same number, or a layer has none. If layers of `others` have the same numbers, the rest of
+    a name follows, e.g. `0-4.indexer`."""
     numbers, further = (
         {int(match[0]) for name in some if (match := re.search(r"\d+", name))} for some in (names, others)
     )
@@ -268,11 +268,12 @@ def group_tensors(
     model: str,
     chunk_size: int,
 ) -> GroupTensors:
-    """Returns the tensors of the layers `names`, in `blocks` blocks.
+    """Returns the KV tensors of the layers `names`, which have `blocks` blocks.
 
-    States move as opaque pages, and so do blocks that the attention kernel cuts into smaller blocks, and
-    blocks of compressed tokens. If not all blocks of a chunk are kept, the layout's blocks have as many more
-    tokens. Raises UnsupportedModelError if a block of a tensor is not contiguous.
+    States move as opaque pages. So do blocks that the attention kernel cuts into smaller blocks, and blocks
+    of compressed tokens. If only some blocks of a chunk are kept, each counts as more tokens in the layout,
+    so that a chunk has `chunk_size` tokens. Raises UnsupportedModelError if a block of a tensor is not
+    contiguous.
     """
     block_size = chunk_size // group.kept_blocks(chunk_size)
     found: dict[int, torch.Tensor | Sequence[torch.Tensor]] = {}

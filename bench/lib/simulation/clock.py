@@ -1,5 +1,5 @@
 """Discrete events: simulated time, processes that wait in it, and stations at which work queues. A process is
-a generator that yields what it waits for."""
+a generator. It yields the events for which it waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 Process = Generator["Happening", Any, Any]
-"""Yields happenings to wait for, and gets their values back."""
+"""Yields each happening for which it waits, and gets its value back."""
 
 
 class Happening:
@@ -24,7 +24,7 @@ class Happening:
         self._then: list[Callable[[Any], None]] = []
 
     def happen(self, value: Any = None) -> None:
-        """Resumes what waits for it. Only the first call counts."""
+        """Resumes everything that waits for it. Only the first call counts."""
         if self.done:
             return
         self.done, self.value = True, value
@@ -41,7 +41,7 @@ class Happening:
 
 
 class SimulatedTime:
-    """The time, in seconds, and what is due."""
+    """The simulated time, in seconds, and the calls that are due."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -53,14 +53,14 @@ class SimulatedTime:
         heapq.heappush(self._due, (max(when, self.now), next(self._numbers), call))
 
     def after(self, seconds: float) -> Happening:
-        """Returns what happens in `seconds` seconds."""
+        """Returns a happening that happens in `seconds` seconds."""
         happening = Happening()
         self.call_at(self.now + seconds, happening.happen)
         return happening
 
     def start(self, process: Process) -> Happening:
-        """Runs a process up to its first wait, and returns what happens at its end, with the value that it
-        returns."""
+        """Runs a process up to its first wait. Returns a happening for the process's end, whose value is what
+        the process returns."""
         ended = Happening()
 
         def go_on(value: Any) -> None:
@@ -77,7 +77,7 @@ class SimulatedTime:
         return ended
 
     def run(self) -> None:
-        """Goes on until nothing is due any more."""
+        """Runs until nothing is due any more."""
         while self._due:
             self.now, _, call = heapq.heappop(self._due)
             call()
@@ -91,10 +91,10 @@ class Station:
         self._free = servers
         self._waiting: deque[tuple[float, Happening]] = deque()
         self.asked = 0.0
-        """Seconds of all work that ever came."""
+        """The seconds of all work so far."""
 
     def run(self, seconds: float) -> Happening:
-        """Queues work that takes one server `seconds` seconds. Returns what happens when it is done."""
+        """Queues work that occupies a server for `seconds` seconds. Returns a happening for its end."""
         done = Happening()
         self.asked += seconds
         self._waiting.append((seconds, done))
@@ -115,7 +115,7 @@ class Station:
 
 
 def first_of(*happenings: Happening) -> Happening:
-    """Returns what happens with the first of these."""
+    """Returns a happening that happens with the first of `happenings`."""
     either = Happening()
     for happening in happenings:
         happening.then(either.happen)
@@ -123,6 +123,6 @@ def first_of(*happenings: Happening) -> Happening:
 
 
 def wait_for_all(happenings: list[Happening]) -> Process:
-    """Waits for the last of these."""
+    """Waits until all of `happenings` have happened."""
     for happening in happenings:  # noqa: UP028 - a list takes no values that are sent back
         yield happening

@@ -37,10 +37,10 @@ class ClusterPlan(NamedTuple):
     decode: int
     proxies: int = 1
     pool_chunks: int = 1 << 40
-    """Room of the whole pool."""
+    """Room of the whole pool, in chunks."""
     proxy: ProxyConfig = ProxyConfig()
     both: int = 0
-    """Nodes that prefill or decode, as the proxies decide from what they report."""
+    """Nodes of the role `both`: the proxies decide from the nodes' reports which of them prefill."""
 
 
 class RequestOutcome(msgspec.Struct, kw_only=True):
@@ -52,7 +52,7 @@ class RequestOutcome(msgspec.Struct, kw_only=True):
     """When its first token came; None if none came."""
     last: float = 0.0
     tokens: int = 0
-    """Generated."""
+    """Tokens that were generated."""
     cached: int | None = None
     """Prompt tokens that no node had to compute."""
     error: str = ""
@@ -60,9 +60,10 @@ class RequestOutcome(msgspec.Struct, kw_only=True):
 
 
 class SimulatedPool:
-    """Chunks by name, with the number of the node in whose memory each is.
+    """Chunks by name, each with the number of the node that holds it.
 
-    The master evicts as Mooncake's does: those used longest ago, a share of all, when little room is left.
+    It evicts as Mooncake's master does: when little room is left, it removes a share of all chunks, those
+    used longest ago.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -72,18 +73,18 @@ class SimulatedPool:
         self._owner: OrderedDict[bytes, int] = OrderedDict()
 
     def leading(self, names: Sequence[bytes]) -> int:
-        """Returns how many of the names, from the first, are there. To be looked up counts as a use."""
+        """Returns how many of the names, from the first, are there. A lookup counts as a use."""
         for name in names:
             if name in self._owner:
                 self._owner.move_to_end(name)
         return leading(names, self._owner)
 
     def owners(self, names: Sequence[bytes]) -> list[int]:
-        """Returns the owners of the names, from the first, up to one that is gone."""
+        """Returns the owners of the names, from the first up to the first missing name."""
         return [self._owner[name] for name in names[: leading(names, self._owner)]]
 
     def missing(self, names: Sequence[bytes]) -> list[bytes]:
-        """Returns the names that are not there, in order, each once."""
+        """Returns the missing names, in order, each once."""
         return [name for name in dict.fromkeys(names) if name not in self._owner]
 
     def put(self, name: bytes, owner: int) -> None:
@@ -116,7 +117,7 @@ class _Node:
     def take(
         self, request: SimulatedRequest, output: int, announced: int, on_tokens: Callable[[int], None]
     ) -> Process:
-        """Accepts a request. Returns what its engine makes of it, or None if the queue is full."""
+        """Accepts a request. Returns its `Generating` in the engine, or None if the queue is full."""
         costs = self._cluster.costs.node
         yield self.serving.run(costs.request_s + costs.token_s * request.tokens)
         if self.engine.full:
@@ -126,7 +127,7 @@ class _Node:
         return generating
 
     def load(self, generating: Generating) -> Process:
-        """Looks up once, or until what was announced is there; then loads, if that pays."""
+        """Looks up once, or until the announced prefix is there. Then loads it, if that pays."""
         learned, cluster, names = self.engine.learned, self._cluster, generating.request.names
         size, time = cluster.costs.engine.chunk_tokens, cluster.time
         deadline, pause = time.now + (_WAIT_S if generating.announced else 0.0), next_pause()
@@ -191,19 +192,19 @@ class SimulatedCluster:
         self._every = list(self.by_url.values())
         self.nodes = {hop: [self.by_url[url] for url, role in self.roles.items() if role in (hop, "both")] for hop in ("prefill", "decode")}  # fmt: skip
         self.first_turns = random.Random(0)
-        """Says at which nodes proxies begin."""
+        """Decides at which node each proxy begins."""
         self.proxies = [_Proxy(self) for _ in range(plan.proxies)]
         self._rng = random.Random(0)
 
     def remember(self, names: Sequence[bytes]) -> None:
-        """Puts the chunks of a prompt that passed before the load into the pool."""
+        """Puts the chunks of an earlier prompt into the pool."""
         for name in self.pool.missing(names):
             self.pool.put(name, self._rng.randrange(len(self._every)))
 
     def run(self, requests: Sequence[SimulatedRequest]) -> tuple[list[RequestOutcome], dict[str, float]]:
-        """Sends every request when it is due. Returns what became of each, and what all resources of each
-        kind were asked for until the last one came, as a share of what they can do; above 1, it can never be
-        done."""
+        """Sends every request when it is due. Returns the outcome of each request, and the use of each kind
+        of resource until the last request came: the work as a share of its capacity. A share above 1 means
+        that the resource cannot keep up."""
         outcomes = []
         for index, request in enumerate(requests):
             outcome = RequestOutcome(due=request.due, prompt_tokens=request.tokens, error="never ended")
@@ -224,7 +225,7 @@ class SimulatedCluster:
         return outcomes, uses
 
     def _look(self, proxy: _Proxy, offset: float, until: float) -> Process:
-        """Has a proxy decide about roles before the load, and as often as it asks nodes for their health."""
+        """Makes a proxy decide about roles: before the load, and whenever it asks nodes for their health."""
         proxy.look(self)
         yield self.time.after(offset)
         while self.time.now < until:
@@ -369,13 +370,13 @@ class SimulatedCluster:
             "proxy's places": _mean([proxy.most_admitted for proxy in self.proxies])
             / self.plan.proxy.max_requests,
             "prefill": _mean([node.engine.asked for node in self.nodes["prefill"]]) / seconds,
-            # a step of one request and a step of many take nearly as long: room is what decode nodes run out
-            # of
+            # a step takes nearly as long for many requests as for one, so decode nodes run out of room, not
+            # of time
             "decode": _mean(
                 [node.engine.held() / self.costs.engine.kv_tokens for node in self.nodes["decode"]]
             )
             / seconds,
-            # that of the node with the chunk that all prompts begin with
+            # the link of the node that holds the first chunk of all prompts
             "busiest link": max(max(machine.outgoing.asked, machine.incoming.asked) for machine in machines)
             / seconds,
             "nodes' cores": _mean([machine.cores.asked for machine in machines]) / cores,

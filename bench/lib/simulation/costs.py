@@ -1,8 +1,8 @@
 """Unit costs of each step of a request, in seconds of one core unless the name says otherwise.
 
-The defaults of services and of the pool were measured on two cores without a network; those of machines and
-engines are assumed, for one accelerator a node. A YAML file may give others. A cost that grows with two
-things is a sum, such as `request_s + token_s * tokens`.
+The defaults for services and the pool were measured on two cores without a network. The defaults for machines
+and engines are assumed, for one accelerator a node. A YAML file may replace them. A cost that depends on two
+figures is a sum, such as `request_s + token_s * tokens`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class ServiceCosts(_CostSection, frozen=True):
     event_s: Cost = 0.0
     """For each token of the answer."""
     hop_s: Cost = 0.0
-    """For a prefill node on the way; of the proxy only."""
+    """For a prefill hop. Only the proxy has this cost."""
     node_s: Cost = 0.0
-    """For each node that is chosen from; of the proxy only."""
+    """For each node from which the proxy chooses. Only the proxy has this cost."""
 
 
 class PrefillCosts(_CostSection, frozen=True):
@@ -53,10 +53,10 @@ class PrefillCosts(_CostSection, frozen=True):
     step_s: Cost = 0.003
     token_s: Cost = 8e-5
     context_s: Cost = 0.0
-    """For each token and each token before it."""
+    """For each pair of a computed token and a token before it."""
 
     def step(self, tokens: int, position: int) -> float:
-        """Returns the seconds of a step that computes `tokens` tokens behind `position` others."""
+        """Returns the seconds of a step that computes `tokens` tokens after `position` others."""
         return self.step_s + self.token_s * tokens + self.context_s * tokens * (position + tokens / 2)
 
 
@@ -89,7 +89,7 @@ class PoolCosts(_CostSection, frozen=True):
 
 
 class EngineShape(_CostSection, frozen=True):
-    """What an engine holds and does at a time."""
+    """The limits of an engine."""
 
     chunk_tokens: Count = 512
     kv_bytes_per_token: Count = 131072
@@ -102,7 +102,7 @@ class EngineShape(_CostSection, frozen=True):
 
 
 class UnitCosts(_CostSection, frozen=True):
-    """Everything that a simulated cluster needs to know about time."""
+    """All costs of a simulated cluster."""
 
     machine: MachineCosts = MachineCosts()
     engine: EngineShape = EngineShape()
@@ -128,7 +128,7 @@ class UnitCosts(_CostSection, frozen=True):
 
 
 def read_costs(file: Path) -> UnitCosts:
-    """Returns the costs of a YAML file; what it leaves out is as by default.
+    """Returns the costs of a YAML file. Costs that the file leaves out keep their defaults.
 
     Raises ConfigError, which names the file and the key, for a file that holds anything else.
     """
@@ -139,7 +139,7 @@ def read_costs(file: Path) -> UnitCosts:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
     tree = parse_document(text, file).tree
     try:
-        # to YAML, 1e-4 is a text
+        # YAML reads 1e-4 as a string
         return msgspec.convert({} if tree is None else tree, UnitCosts, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {error}") from None

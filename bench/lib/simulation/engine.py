@@ -1,10 +1,10 @@
 """An engine in simulation: continuous batching as in `launch/engines/reference`, on an accelerator of its
 own.
 
-Requests wait for room, then for their prefix from the pool, then compute their prompt step by step, then one
-token a tick. A tick computes one step of one prompt and a token of every request that decodes. The blocks
-that a request needs are reserved when it leaves the queue. Ticks that only produce tokens are taken together,
-up to `GRAIN` of them, until a request comes.
+A request waits for room, and then for its prefix from the pool. Then the engine computes its prompt step by
+step, and after that a token a tick. A tick computes one step of one prompt, and a token of every request that
+decodes. The blocks that a request needs are reserved when it leaves the queue. Up to `GRAIN` ticks that only
+produce tokens are simulated together, until a request comes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Generating:
         self, request: SimulatedRequest, output: int, announced: int, on_tokens: Callable[[int], None]
     ) -> None:
         """`output`: tokens to generate. `announced`: tokens that a prefill node is storing. `on_tokens` is
-        called with the number of tokens that have come, the first one alone."""
+        called with the number of new tokens; the first token comes alone."""
         self.request, self.output, self.announced, self.on_tokens = request, output, announced, on_tokens
         self.loaded = self.stored = 0
-        """Prompt tokens that were loaded, and that were loaded or are being stored."""
+        """The prompt tokens that were loaded; and those that were loaded, were stored or are being stored."""
         self.position = 0
         self.produced = 0
         self.first, self.ended = Happening(), Happening()
         self.storing = Happening()
-        """The engine's blocks are free of the last store of its prompt's chunks."""
+        """The last store of its prompt's chunks needs the engine's blocks no longer."""
         self.storing.happen()
 
     @property
@@ -55,8 +55,9 @@ class SimulatedEngine:
         load: Callable[[Generating], Process],
         store: Callable[[Generating], Happening],
     ) -> None:
-        """`load` loads what the pool has of a prompt, and sets `loaded`. `store` begins to store what was
-        computed, from token `stored` to `position`; it happens when the engine's blocks are free of it."""
+        """`load` loads the prefix of a prompt that the pool has, and sets `loaded`. `store` begins to store
+        the computed tokens from `stored` to `position`; its happening comes when the store needs the engine's
+        blocks no longer."""
         self._time, self._costs, self._load_prefix, self._store = time, costs, load, store
         self._waiting: deque[Generating] = deque()
         self._prefilling: deque[Generating] = deque()
@@ -66,7 +67,7 @@ class SimulatedEngine:
         self._wake = Happening()
         self.learned, self.link = Costs(), LinkTime()
         self.asked = 0.0
-        """Seconds of all steps."""
+        """The seconds of all steps so far."""
         self._held, self._since = 0.0, 0.0
         self._ended = 0
         time.start(self._run())
@@ -89,8 +90,8 @@ class SimulatedEngine:
 
     @property
     def ahead(self) -> Iterator[tuple[int, float]]:
-        """For each prompt that is being computed, the tokens that are left, and their mean position; see
-        `Costs.judge`."""
+        """Yields, for each prompt that is being computed, how many tokens are left and their mean position;
+        see `Costs.judge`."""
         for generating in self._prefilling:
             end = generating.request.tokens
             yield end - generating.position, (generating.position + end) / 2
@@ -155,7 +156,7 @@ class SimulatedEngine:
         generating.position = end
         if (
             end == generating.request.tokens or generating.storing.done
-        ):  # what is complete goes to the pool while the rest is computed
+        ):  # complete chunks go to the pool while the rest is computed
             generating.storing = self._store(generating)
             generating.stored = end
         if end < generating.request.tokens:

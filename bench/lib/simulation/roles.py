@@ -1,10 +1,10 @@
-"""What are roles that follow the load worth? Every split of six nodes against `proxy.roles: {auto: true}` at
-four proxies, in simulation.
+"""What do roles that follow the load bring? Compares every split of six nodes with `proxy.roles: {auto:
+true}` at four proxies, in simulation.
 
-What counts is requests a second within limits: the first token within 30 s, the others within 0.1 s on the
-average. A load comes at the highest rate at which any split keeps these limits for 95 % of the requests.
-Beside two traces there is a *day* with long prompts before noon and long answers after it, two hours each. An
-hour lasts 300 s. The minute before the first hour is not counted.
+The figure is requests a second within limits: the first token comes within 30 s, the others within 0.1 s on
+average. A load comes at the highest rate at which any split keeps 95 % of the requests within these limits.
+The loads are two traces, and a *day* with long prompts in the two hours before noon and long answers in the
+two hours after it. An hour lasts 300 s. The minute before the first hour is not counted.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ LARGE = UnitCosts(
     prefill=PrefillCosts(step_s=0.01, token_s=2.5e-4),
     decode=DecodeCosts(step_s=0.025, sequence_s=1e-4),
 )
-"""A model a few times slower than by default, so that the proxies can pass on all of its tokens."""
+"""The costs of a model that is a few times slower than the default, so that the proxies can pass on all of
+its tokens."""
 _NODES, _PROXIES = 6, 4
 _FIRST_S, _TOKEN_S, _KEPT = 30.0, 0.1, 0.95
 _NIGHT_S, _HOUR_S = 60.0, 300.0
 _WARM, _DEPTH = 1000, 2000
 _STEP = 1.06
-"""Between two rates that are tried."""
+"""The ratio of two rates that are tried one after the other."""
 
 
 class Load(NamedTuple):
-    """Requests to come, at any rate."""
+    """A source of requests, at any rate."""
 
     arrivals: Callable[[float], list[Arrival]]
     hours: range
-    """Those that are counted."""
+    """The hours that are counted."""
     rate: float
-    """A rate to begin with."""
+    """The first rate that is tried."""
     copied: CopiedTrace | None = None
-    """The trace whose first prompts the pool has seen."""
+    """The trace whose first prompts are in the pool when the load begins."""
 
 
 class Kept(NamedTuple):
-    """What became of a load."""
+    """The result of a load."""
 
     per_s: list[float]
     """Requests a second within the limits, by hour."""
     share: float
-    """Those within the limits, of all."""
+    """The share of all requests that kept the limits."""
 
 
 def run(load: Load, rate: float, split: int | None, costs: UnitCosts) -> Kept:
@@ -76,7 +77,7 @@ def run(load: Load, rate: float, split: int | None, costs: UnitCosts) -> Kept:
 
 
 def best_split(load: Load, costs: UnitCosts) -> tuple[float, int, Kept]:
-    """Returns the highest rate at which any split keeps the limits, the split, and what became of the
+    """Returns the highest rate at which any split keeps the limits, that split, and the result of the
     load."""
     found: tuple[float, int, Kept] | None = None
     rate, splits, step = load.rate, list(range(1, _NODES)), _STEP
@@ -85,7 +86,7 @@ def best_split(load: Load, costs: UnitCosts) -> tuple[float, int, Kept]:
         if well := [split for split in splits if kept[split].share >= _KEPT]:
             best = max(well, key=lambda split: kept[split].share)
             found = rate, best, kept[best]
-            splits = well  # what fails fails at a higher rate, too
+            splits = well  # a split that fails would also fail at a higher rate
         elif found is None:
             step = 1 / _STEP
         if found is not None and (not well or step < 1):
@@ -96,8 +97,8 @@ def best_split(load: Load, costs: UnitCosts) -> tuple[float, int, Kept]:
 def compare_roles(
     trace: Sequence[Request], agents: Sequence[Request], costs: UnitCosts
 ) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Returns a row for each load and hour, and the targets. A row has how many nodes prefill in the best
-    split, and requests a second within the limits with it and with `auto`."""
+    """Returns a row for each load and hour, and the targets. A row has the number of prefill nodes in the
+    best split, and the requests a second within the limits with that split and with `auto`."""
     noon = 2
     loads = {
         "conversation": _of_trace(trace, 1.5),

@@ -13,21 +13,21 @@ from launch.proxy.prefixes import RoutedPrompt
 
 _COMMON = 0.1
 _ODD = 2654435761
-"""Spreads numbers over 32 bits."""
+"""Multiplying by this spreads numbers over 32 bits."""
 _TEXT_BLOCK_BYTES = 2048
 _JSON_BYTES_A_TOKEN = 6.8
-"""A token id below 128k and a comma, at random."""
+"""The average length of a random token id below 128k and a comma."""
 
 
 class Part(NamedTuple):
-    """Tokens that follow from a seed: equal seeds, equal tokens."""
+    """Tokens that a seed determines: equal seeds give equal tokens."""
 
     seed: int
     tokens: int
 
 
 class Arrival(NamedTuple):
-    """A request of a trace, as it comes."""
+    """A request of a trace, and when it comes."""
 
     due: float
     """Seconds from the start of the load."""
@@ -41,8 +41,8 @@ class Arrival(NamedTuple):
 
 
 def poisson(rate: float, count: int) -> list[float]:
-    """`count` times of arrival, in seconds, `rate` a second on the average, each independent of the others;
-    the same ones each time."""
+    """Returns `count` random times of arrival, in seconds, at `rate` a second on average. Each call returns
+    the same times."""
     rng, now, times = random.Random(0), 0.0, []
     for _ in range(count):
         now += rng.expovariate(rate)
@@ -56,11 +56,11 @@ class SimulatedRequest(NamedTuple):
     due: float
     """Seconds from the start."""
     tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     output: int
     """Tokens to generate, at least 1."""
     names: Sequence[bytes]
-    """Of its whole chunks."""
+    """The names of its whole chunks."""
     routed: RoutedPrompt
     """What the proxy knows of the prompt."""
 
@@ -94,18 +94,19 @@ def names_of(prompt: Iterable[Part], size: int) -> list[bytes]:
 
 
 def of_some_users(trace: Sequence[Request], share: float) -> list[Request]:
-    """Returns the requests of a share (0 to 1) of a trace's users. Requests with more than their first block
-    in common are one user's."""
+    """Returns the requests of a share (0 to 1) of a trace's users. Requests that share more than their first
+    block belong to the same user."""
     return [request for request in trace if request.hash_ids[:2][-1] * _ODD % (1 << 32) < share * (1 << 32)]
 
 
 class CopiedTrace:
-    """A trace, as many times as a cluster needs it. A copy stands for other users: its blocks are its own,
-    except for first blocks that a tenth of all requests begin with: system prompts, which all share."""
+    """A trace, copied as many times as a cluster needs. Each copy stands for other users, so it has blocks of
+    its own. All copies share the system prompts: the first blocks with which at least a tenth of all requests
+    begin."""
 
     def __init__(self, trace: Sequence[Request], warm: int, depth: int) -> None:
-        """The first `warm` requests have passed already; the next `depth`, or what there is, come. Of a trace
-        that is too short for both, all requests come and none has passed."""
+        """The first `warm` requests have passed already; the next `depth`, or as many as there are, come. If
+        the trace is too short for both, all its requests come, and none has passed."""
         if warm + depth > len(trace):
             warm = max(0, min(warm, len(trace) - depth))
         self.passed, self._coming = trace[:warm], trace[warm : warm + depth]
@@ -117,9 +118,9 @@ class CopiedTrace:
         return -(-count // len(self._coming))
 
     def arrivals(self, count: int, rate: float) -> list[Arrival]:
-        """Returns `count` requests at `rate` a second, at random times (Poisson), each in turn of another
-        copy. Each copy comes as far as the others, so that the share of a prompt that its user has sent
-        before does not depend on the number of copies."""
+        """Returns `count` requests at `rate` a second, at random times (Poisson), from the copies in turn.
+        All copies advance equally far, so the share of a prompt that its user has sent before does not depend
+        on the number of copies."""
         copies, arrivals = self.copies(count), []
         for number, now in enumerate(poisson(rate, count)):
             index, copy = divmod(number, copies)
