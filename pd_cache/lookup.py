@@ -227,7 +227,7 @@ class PrefixLookup(LooksUp):
             return Found(at_hand, at_hand, "not_asked")
         label = self.version.state.label
         if label is None:
-            self.metrics.tokens("lookup", "requested", (len(names) - at_hand) * self.groups.first.chunk_size)
+            self.metrics.counts.looked_up((len(names) - at_hand) * self.groups.first.chunk_size, 0)
             self.metrics.trouble("lookup", "weights_unnamed")
             return Found(at_hand, at_hand, "weights_unnamed")
         keys = self.groups.keys(names[at_hand:], label)
@@ -245,10 +245,9 @@ def count_found(
     `statuses` are those of the chunks after the first `at_hand`, in the order of `LayerGroups.keys`, in the
     weights version `label`.
     """
-    groups, counts, history, asked = lookup.groups, lookup.metrics.counts, lookup.history, names[at_hand:]
+    groups, history, asked = lookup.groups, lookup.history, names[at_hand:]
     size, found = groups.first.chunk_size, judge(groups, statuses)
-    counts.add("tokens", "lookup", "requested", by=len(asked) * size)
-    counts.add("tokens", "lookup", "hit", by=found.chunks * size)
+    lookup.metrics.counts.looked_up(len(asked) * size, found.chunks * size)
     reason, near = found.reason, TierChunks()
     if reason != "none":
         lookup.metrics.outages("lookup", statuses)

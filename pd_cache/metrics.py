@@ -119,6 +119,14 @@ class Counts(Collector):
             with self._lock:
                 self._added[key] = self._added.get(key, 0.0) + by
 
+    def looked_up(self, asked: int, hit: int) -> None:
+        """Counts the tokens that a lookup asked for, and those that it found."""
+        with self._lock:
+            for outcome, by in (("requested", asked), ("hit", hit)):
+                if by:
+                    key = ("tokens", "lookup", outcome)
+                    self._added[key] = self._added.get(key, 0.0) + by
+
     def took(self, op: str, seconds: float) -> None:
         """Counts an operation and its duration."""
         with self._lock:
@@ -140,8 +148,8 @@ class Counts(Collector):
         return added
 
     def collect(self) -> Iterator[Metric]:
+        totals = self.totals()
         with self._lock:
-            totals = _add(dict(self._before), self._added)
             buckets = {op: list(accumulate(counts)) for op, counts in self._buckets.items()}
         for family, (labels, text) in COUNTERS.items():
             counter = CounterMetricFamily(f"pd_cache_{family}", text, labels=labels)

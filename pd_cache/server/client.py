@@ -21,6 +21,7 @@ from pd_cache.chunks import (
     check_names,
 )
 from pd_cache.config import NodeSettings
+from pd_cache.errors import CacheServerError
 from pd_cache.layout import KVCaches, KVLayout, PageKind, layer_tensors
 from pd_cache.lookup import LooksUp, LookupClient
 from pd_cache.metrics import CacheMetrics
@@ -201,10 +202,7 @@ class RemoteCache(LooksUp):
         timeout: Timeout = None,
     ) -> UnderWay[list[StoreOutcome]]:
         """Begins to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
-        pending = UnderWay(self, "store", functools.partial(self._stored, len(names)))
-        label = self.label if label == PRESENT else label
-        self._begin(pending, Store, session, names, blocks, after, label, timeout)
-        return pending
+        return self._begin(Store, self._stored, session, names, blocks, after, label, timeout)
 
     def begin_retrieve(
         self,
@@ -217,10 +215,7 @@ class RemoteCache(LooksUp):
         timeout: Timeout = None,
     ) -> UnderWay[Loaded]:
         """Begins to load; arguments as for `load`. The server may write to the blocks until it has ended."""
-        label = self.label if label == PRESENT else label
-        pending = UnderWay(self, "retrieve", functools.partial(self._loaded, len(names), label))
-        self._begin(pending, Retrieve, session, names, blocks, after, label, timeout)
-        return pending
+        return self._begin(Retrieve, self._loaded, session, names, blocks, after, label, timeout)
 
     def end(self, session: str) -> None:
         """Releases what a session protects. Does nothing if there is no such session."""
@@ -250,16 +245,20 @@ class RemoteCache(LooksUp):
 
     def _begin(
         self,
-        pending: UnderWay[Any],
         kind: type[Store] | type[Retrieve],
+        judge: Callable[[int, str | None, Answer | str], R],
         session: str,
         names: Names,
         blocks: BlocksOrSlots,
         after: Any,
         label: str | None,
         timeout: Timeout,
-    ) -> None:
+    ) -> UnderWay[R]:
+        """`judge` gets the number of chunks, their label and the answer; see `UnderWay`."""
         seconds = self._move_timeout_s if timeout is None else timeout
+        label = self.label if label == PRESENT else label
+        op = "store" if kind is Store else "retrieve"
+        pending = UnderWay(self, op, functools.partial(judge, len(names), label))
         layers = self.connection.hello.engine.layers
         may_leave_out = leaving_out(loads=kind is Retrieve, keeps_tail=layers is not None and layers.tail > 0)
         if self._layout is None:
@@ -267,7 +266,7 @@ class RemoteCache(LooksUp):
         ids: list[int] = []
         for chunk in plan_named(names, blocks, self._layout, self.chunk_size, may_leave_out=may_leave_out):
             ids += chunk.tolist()
-        self.metrics.tokens(pending.op, "requested", len(names) * self.chunk_size)
+        self.metrics.tokens(op, "requested", len(names) * self.chunk_size)
         if not self.connection.ready:
             pending.outcome = "server_lost"
         elif outdated := self.version.why_not(label):
@@ -283,6 +282,7 @@ class RemoteCache(LooksUp):
             except BaseException:
                 pending.give_up()
                 raise
+        return pending
 
     # --- what answers mean ----------------------------------------------------------------------------------
 
@@ -290,8 +290,8 @@ class RemoteCache(LooksUp):
         """Returns the result of a lookup of `chunks` chunks, including those at hand. Counts it."""
         if not isinstance(answer, Found):
             return Found(at_hand, at_hand, self._failed("lookup", 1, answer))
-        self.metrics.counts.add("tokens", "lookup", "requested", by=(chunks - at_hand) * self.chunk_size)
-        self.metrics.counts.add("tokens", "lookup", "hit", by=(answer.chunks - at_hand) * self.chunk_size)
+        size = self.chunk_size
+        self.metrics.counts.looked_up((chunks - at_hand) * size, (answer.chunks - at_hand) * size)
         return answer
 
     def _loaded(self, chunks: int, label: str | None, answer: Answer | str) -> Loaded:
@@ -306,7 +306,7 @@ class RemoteCache(LooksUp):
             self.metrics.trouble("retrieve", "not_loaded")
         return answer
 
-    def _stored(self, chunks: int, answer: Answer | str) -> list[StoreOutcome]:
+    def _stored(self, chunks: int, label: str | None, answer: Answer | str) -> list[StoreOutcome]:
         """Returns the outcome of each chunk of a store. Counts them."""
         if not isinstance(answer, Stored):
             self._failed("store", chunks, answer)
@@ -317,8 +317,8 @@ class RemoteCache(LooksUp):
         return [StoreOutcome(outcome) for outcome in answer.outcomes]
 
     def _failed(self, op: str, chunks: int, answer: Answer | str) -> MissReason:
-        """Returns why there was no proper answer. `answer` is the word of `Future.outcome`, or an answer to
-        something else. Counts it."""
+        """Returns why there was no proper answer. `answer` is a word that says why there was none, or an
+        answer to something else. Counts it."""
         word = answer if isinstance(answer, str) else "nonsense"
         self.metrics.trouble(op, word, chunks)
         reason = miss_reason(word)
@@ -354,12 +354,14 @@ class UnderWay(Generic[R]):
         if self.result is not None:
             return True
         if self.future is not None and (self.outcome is None or self.place is not None):
-            if not self.future.query():
+            if self.future.answer is None and not self._cache.connection.link.look(self.future):
                 return False
             if self.place is not None and not self._cache.connection.fence.revoke(*self.place):
                 return False  # the connection was lost in the middle of a copy into the blocks
             self.place = self.event = None
-            self.outcome = self.outcome or self.future.outcome()
+            answer = self.future.answer
+            why = answer.reason if isinstance(answer, CacheServerError) else answer
+            self.outcome = self.outcome or why
         assert self.outcome is not None
         self.result = self._judge(self.outcome)
         return True

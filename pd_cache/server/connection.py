@@ -104,7 +104,9 @@ class ServerConnection:
     def ask(self, request: Request, timeout: float, descriptors: Sequence[int] | None = None) -> Answer:
         """Sends any request and waits for its answer; see `ClientLink.request`. Raises CacheServerError if
         there is none."""
-        return self.link.request(request, timeout, descriptors).result()
+        future = self.link.request(request, timeout, descriptors)
+        self.link.wait(future)
+        return future.result()
 
     def register(self, kv_caches: KVCaches, layout_kind: PageKind | None = None) -> None:
         """Lends the server this worker's KV tensors, now and after each time the server was away.
@@ -255,7 +257,7 @@ class ServerConnection:
             future = self.link.request(request, _REGISTER_S, [self.fence.descriptor, *shared.descriptors])
         finally:
             close_all(shared.descriptors)
-        while not future.query():
+        while not self.link.look(future):
             # no other thread would notice that the server has ended meanwhile
             if not self.link.watch(_SOON_S):
                 self._lose("the cache server ended while it mapped the KV tensors")

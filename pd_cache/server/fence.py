@@ -138,11 +138,6 @@ class Fence:
             del self._taken[slot]
             return True
 
-    @property
-    def taken(self) -> int:
-        """How many slots have a ticket."""
-        return len(self._taken)
-
     def close(self, timeout: float = 0.0) -> int:
         """Removes all tickets, so that the server touches no block any more, and unmaps the page. Idempotent.
 

@@ -70,7 +70,8 @@ def path_beside(url: str) -> Path:
 
 
 class _Wire:
-    """A ZMQ socket that any thread may use, and for which one thread at a time may wait."""
+    """A ZMQ socket that any thread may use while it holds the lock, and for which one thread at a time may
+    wait."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
@@ -80,18 +81,6 @@ class _Wire:
         self._poll.register(socket.getsockopt(zmq.FD), select.POLLIN)  # type: ignore[arg-type]
         self._poll.register(self._wakeup, select.POLLIN)
         self.closed = False
-
-    def send(self, frames: list[bytes]) -> None:
-        """Sends without waiting, unless the socket cannot take the message now. Call with the lock held."""
-        with suppress(zmq.ZMQError):  # full, not connected, or closed
-            self.socket.send_multipart(frames, _NOW)
-
-    def receive(self) -> list[bytes] | None:
-        """Returns the next message, or None if there is none now. Call with the lock held."""
-        try:
-            return self.socket.recv_multipart(_NOW)
-        except zmq.ZMQError:  # there is none, or the socket is closed
-            return None
 
     def wait(self, timeout: float, awake: float = 0.0) -> None:
         """Waits until a message may be there, until `wake`, or for `timeout` seconds. Only one thread may
@@ -124,33 +113,18 @@ class _Wire:
 
 
 class Future:
-    """An answer to come. `query` is cheap, and runs on the calling thread."""
+    """An answer to come: `ClientLink.look` and `ClientLink.wait` look for it."""
 
-    __slots__ = ("_link", "answer", "deadline", "number")
+    __slots__ = ("answer", "deadline", "number")
 
-    def __init__(self, link: ClientLink, number: int, deadline: float) -> None:
-        self._link = link
+    def __init__(self, number: int, deadline: float) -> None:
         self.answer: Answer | CacheServerError | None = None
         """Set by the link, once, to the answer or the reason why there is none."""
         self.number = number
         self.deadline = deadline
 
-    def query(self) -> bool:
-        """Looks for an answer without waiting. Returns True once there is one, or once it is clear that none
-        will come."""
-        return self.answer is not None or self._link.look(self)
-
-    def outcome(self) -> Answer | str:
-        """Waits for the answer, at most until the deadline. Returns it, or why there is none: a word that
-        names a counter."""
-        if self.answer is None:
-            self._link.wait(self)
-        assert self.answer is not None
-        return self.answer.reason if isinstance(self.answer, CacheServerError) else self.answer
-
     def result(self) -> Answer:
-        """Does the same, and raises a `CacheServerError` if there is no answer."""
-        self._link.wait(self)
+        """Returns the answer, once it is known. Raises a `CacheServerError` if there is none."""
         assert self.answer is not None
         if isinstance(self.answer, CacheServerError):
             raise self.answer
@@ -217,7 +191,7 @@ class ClientLink:
         duplicates of them.
         """
         with self._changed:
-            future = Future(self, self._next, time.monotonic() + timeout)
+            future = Future(self._next, time.monotonic() + timeout)
             self._next += 1
             frame = encode(future.number, message)
             problem: CacheServerError | None = None
@@ -245,7 +219,8 @@ class ClientLink:
     def notify(self, message: Message) -> None:
         """Sends a request that needs no answer, unless there is no connection."""
         with self._changed:
-            self._wire.send([encode(0, message)])
+            with suppress(zmq.ZMQError):  # full, not connected, or closed
+                self._wire.socket.send(encode(0, message), _NOW)
             if self._waited_for is not None:
                 self._read()
 
@@ -354,19 +329,21 @@ class ClientLink:
 
     def _read(self) -> None:
         """Settles the futures whose answers have arrived. Call with the lock held."""
-        while self._futures and (frames := self._wire.receive()) is not None:
-            answer: Answer | CacheServerError
-            try:
-                number, answer = decode_answer(frames[-1])
-            except FrameError as error:
-                number, answer = error.number, error.refused
-            if isinstance(answer, Refused):
-                answer = ServerRefusedError(answer.reason, answer.message)
-                if answer.reason == "unknown_client":
-                    self._forgotten()
-            if (future := self._futures.pop(number, None)) is not None:
-                future.answer = answer
-                self._tell()
+        answer: Answer | CacheServerError
+        with suppress(zmq.ZMQError):  # there is none, or the socket is closed
+            while self._futures:
+                frames = self._wire.socket.recv_multipart(_NOW)
+                try:
+                    number, answer = decode_answer(frames[-1])
+                except FrameError as error:
+                    number, answer = error.number, error.refused
+                if isinstance(answer, Refused):
+                    answer = ServerRefusedError(answer.reason, answer.message)
+                    if answer.reason == "unknown_client":
+                        self._forgotten()
+                if (future := self._futures.pop(number, None)) is not None:
+                    future.answer = answer
+                    self._tell()
 
     def _tell(self) -> None:
         """Wakes the threads whose futures were settled. Call with the lock held."""
@@ -465,7 +442,8 @@ class ServerLink:
         if number:
             frame, wire = encode(number, answer), self._wire
             with wire.lock:
-                wire.send([client, frame])
+                with suppress(zmq.ZMQError):  # full, not connected, or closed
+                    wire.socket.send_multipart([client, frame], _NOW)
                 # the send may have swallowed the edge of a request
                 if self._waiting and not wire.closed and int(wire.socket.getsockopt(_EVENTS)) & _READABLE:
                     wire.wake()
@@ -496,12 +474,14 @@ class ServerLink:
     def _receive(self) -> None:
         while not self._stopping:
             with self._wire.lock:
-                frames = self._wire.receive()
-                self._waiting = frames is None
-            if frames is None:
+                frames: list[bytes] = []
+                with suppress(zmq.ZMQError):  # there is none, or the socket is closed
+                    frames = self._wire.socket.recv_multipart(_NOW)
+                self._waiting = not frames
+            if frames:
+                self._serve(frames[0], frames[-1])
+            else:
                 self._wire.wait(_WAIT_SLICE_S)
-                continue
-            self._serve(frames[0], frames[-1])
 
     def _serve(self, client: bytes, frame: bytes, descriptors: Sequence[int] | None = None) -> None:
         """Handles a request, and answers it unless another thread will."""

@@ -81,16 +81,6 @@ class Sessions:
         self._keys = 0
         """How many keys the sessions were opened with."""
 
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    @property
-    def pinned(self) -> int:
-        """How many keys all sessions hold. A key that several sessions hold counts several times."""
-        with self._lock:
-            held = [pins for session in self._sessions.values() for pins in session.pins.values()]
-            return sum(len(pins.pinned) + len(pins.leased) for pins in held)
-
     def open(self, client: str, name: str, found: Sequence[FoundChunks], lifetime: float) -> None:
         """Pins the chunks that a lookup found. Ends the client's earlier session of this name."""
         pins, size = {}, 0
@@ -176,18 +166,15 @@ class LookupJob(NamedTuple):
     client: str
     request: Lookup
 
-    def found(self, end: int) -> list[FoundChunks]:
-        """Returns, for each layer group, the chunks that a load up to `end` needs."""
-        found = []
-        for model, needed in zip(
-            self.models, self.prefix.groups.needed(self.request.at_hand, end), strict=True
-        ):
-            names = self.request.names[needed.start : needed.stop]
-            database, shards = model.database, model.database.namespace.shards
-            keys = database.keys(names, label=self.request.label)
+    def found(self, keys: Sequence[Sequence[str]], end: int) -> list[FoundChunks]:
+        """Returns, for each layer group, the chunks that a load up to `end` needs. `keys`: for each layer
+        group, those of the chunks that are not at hand."""
+        found, first = [], self.request.at_hand
+        for model, own, needed in zip(self.models, keys, self.prefix.groups.needed(first, end), strict=True):
+            shards, names = model.database.namespace.shards, self.request.names[needed.start : needed.stop]
+            chunks = range(needed.start - first, needed.stop - first)
             by_rank = [
-                [keys[chunk + shard] for chunk in range(0, len(keys), shards) for shard in model.shards[rank]]
-                for rank in range(model.group.world_size)
+                [own[chunk * shards + shard] for chunk in chunks for shard in held] for held in model.shards
             ]
             found.append(FoundChunks(model.group, model.mover.backend, names, by_rank))
         return found
@@ -200,17 +187,17 @@ def answer_lookups(
 
     The chunks that a job found are pinned for its session, for `session_s` seconds.
     """
-    asked: list[list[tuple[StorageBackend, int]]] = []
-    """For each job, the backends and how many keys each is asked for."""
+    asked: list[list[list[str]]] = []
+    """For each job, the keys that are wanted of each model."""
     wanted: dict[StorageBackend, list[str]] = {}
     for job in jobs:
-        first, parts = job.request.at_hand, []
+        first = job.request.at_hand
         names = job.request.names[first : first + max(1, MOST_KEYS // job.prefix.groups.keys_per_chunk)]
+        asked.append([])
         for model in job.models:
             keys = model.database.keys(names, label=job.request.label)
             wanted.setdefault(model.mover.backend, []).extend(keys)
-            parts.append((model.mover.backend, len(keys)))
-        asked.append(parts)
+            asked[-1].append(keys)
     known: dict[StorageBackend, Iterator[Status] | Refused] = {}
     begun = time.perf_counter()
     for backend, keys in wanted.items():
@@ -224,20 +211,20 @@ def answer_lookups(
             known[backend] = failed(error)
     metrics.counts.took("lookup", time.perf_counter() - begun)
     answers = []
-    for job, parts in zip(jobs, asked, strict=True):
+    for job, by_model in zip(jobs, asked, strict=True):
         statuses: list[Status] = []
         answer: Answer | None = None
-        for backend, count in parts:
-            if isinstance(found_there := known[backend], Refused):
+        for model, keys in zip(job.models, by_model, strict=True):
+            if isinstance(found_there := known[model.mover.backend], Refused):
                 answer = found_there
             else:
-                statuses += itertools.islice(found_there, count)
+                statuses += itertools.islice(found_there, len(keys))
         client, request = job.client, job.request
         try:
             if answer is None:
                 answer = count_found(job.prefix, request.names, request.at_hand, statuses, request.label)
                 if request.session and answer.chunks > request.at_hand:
-                    sessions.open(client, request.session, job.found(answer.chunks), session_s)
+                    sessions.open(client, request.session, job.found(by_model, answer.chunks), session_s)
                     for model in job.models:
                         if model.mover.closed:  # a backend was released meanwhile, together with its sessions
                             sessions.end(client, request.session)

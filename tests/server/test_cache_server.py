@@ -30,6 +30,7 @@ from tests.support.server import (
     PER_CHUNK,
     Engine,
     move_unchecked,
+    pinned_keys,
     served,
     store_surely,
 )
@@ -137,7 +138,7 @@ def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(
     model = next(model for model in server.models if model.group.model == engine.model)
     engine.store(name, tokens)
     keys = model.database.keys(model.database.name_chunks(tokens))
-    before = server.sessions.pinned
+    before = pinned_keys(server)
     for turn in (1 << 30, 1):
         monkeypatch.setattr(clients, "TURN_BYTES", turn)
         engine.store(name, tokens)
@@ -149,7 +150,7 @@ def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(
         assert engine.retrieve(name, tokens, first_block=20) == set(range(20 + PER_CHUNK, 20 + 3 * PER_CHUNK))
         assert engine.holds(tokens[:CHUNK], first_block=20)
         assert engine.worker.get_block_ids_with_load_errors() == set(), "bad blocks are reported once"
-        assert server.sessions.pinned == before
+        assert pinned_keys(server) == before
 
 
 def test_each_request_of_a_batch_ends_by_itself_with_its_own_bad_blocks(engine, tokens):
@@ -245,7 +246,7 @@ def test_a_mistake_takes_no_ticket_and_counts_nothing(cache, tokens):
     ):
         with pytest.raises(ValueError, match=message):
             cache.store(cache.name_chunks(tokens), places)
-    assert not cache.connection.fence.taken
+    assert not cache.connection.fence._taken
     assert ("tokens", "store", "requested") not in {
         key for key, value in cache.metrics.totals().items() if value
     }
@@ -275,7 +276,7 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
     ends = msgspec.structs.replace(identity, layers=window, shards_per_rank=3)
     asking = msgspec.structs.replace(whole, further=(FurtherLayers(window, BLOCK, 1, 3),))
     with caches(own_server, whole, ends, asking=asking) as (scheduler, first, second):
-        before = own_server.sessions.pinned
+        before = pinned_keys(own_server)
         assert first.store(NAMES, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
         assert scheduler.find(NAMES) == Found(0, 5, "no_tail")
         end = [-1, *range(1, 2 * PER_CHUNK)]
@@ -283,13 +284,13 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
         with pytest.raises(ValueError, match="blocks must lie"):
             first.store(NAMES[:2], end)
         assert scheduler.find(NAMES, session="a") == Found(4, 5, "no_tail")
-        assert own_server.sessions.pinned == before + 4 + 2 * 3
+        assert pinned_keys(own_server) == before + 4 + 2 * 3
         assert scheduler.find(NAMES, at_hand=3) == Found(4, 5, "no_tail")
         into = range(20, 20 + 4 * PER_CHUNK)
         assert first.load(NAMES[:4], into, session="a").chunks == 4
-        assert own_server.sessions.pinned == before + 2 * 3
+        assert pinned_keys(own_server) == before + 2 * 3
         assert second.load(NAMES[2:4], [-1, *range(31, 30 + 2 * PER_CHUNK)], session="a").chunks == 2
-        assert own_server.sessions.pinned == before
+        assert pinned_keys(own_server) == before
         for one in first._tensors:
             assert same_tensors([one[list(into)]], [one[: 4 * PER_CHUNK]])
 
@@ -305,13 +306,13 @@ def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins
         assert own.store(NAMES, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
         assert scheduler.find(NAMES).chunks == 0
         assert other.store(NAMES[1:], range(4 * PER_CHUNK)) == [StoreOutcome.NEW] * 4
-        before = own_server.sessions.pinned
+        before = pinned_keys(own_server)
         assert scheduler.find(NAMES, session="a") == Found(4, 4, "none")
-        assert own_server.sessions.pinned == before + 4 + 4
+        assert pinned_keys(own_server) == before + 4 + 4
         assert scheduler.find(NAMES, at_hand=2) == Found(4, 4, "none")
         assert scheduler.find(NAMES[:3]) == Found(2, 2, "none")
         assert other.load(NAMES[1:], range(4 * PER_CHUNK), session="a").chunks == 4
-        assert own_server.sessions.pinned == before + 4
+        assert pinned_keys(own_server) == before + 4
 
 
 # --- how chunks are named and sized -------------------------------------------------------------------------
@@ -365,9 +366,9 @@ def test_engines_of_different_tensor_parallel_size_share_chunks(server, tokens, 
             rank.worker.submit_store_request(name, rank.op(tokens))
             rank.finish_store(name)
         assert alone.lookup(name, tokens) == 3 * CHUNK
-        pinned = server.sessions.pinned
+        pinned = pinned_keys(server)
         assert alone.retrieve(name, tokens, 20) == set()
-        assert server.sessions.pinned == pinned - 6, (
+        assert pinned_keys(server) == pinned - 6, (
             "three chunks of two shards, all of which this rank has loaded"
         )
         assert same_tensors(
@@ -378,16 +379,16 @@ def test_engines_of_different_tensor_parallel_size_share_chunks(server, tokens, 
         alone.worker.submit_store_request("back", alone.op(longer, 20))
         alone.finish_store("back")
         assert first.lookup("back", longer) == 3 * CHUNK
-        pinned = server.sessions.pinned
+        pinned = pinned_keys(server)
         for number, rank in enumerate((first, second)):
-            assert server.sessions.pinned == pinned - 3 * number, (
+            assert pinned_keys(server) == pinned - 3 * number, (
                 "the other rank's shards are still to be loaded"
             )
             assert rank.retrieve("back", longer, 40) == set()
             assert same_tensors(
                 [one[40 : 40 + blocks] for one in rank.cache], [one[:blocks] for one in rank.cache]
             )
-        assert server.sessions.pinned == pinned - 6
+        assert pinned_keys(server) == pinned - 6
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
@@ -549,7 +550,7 @@ def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool, tmp_path
 
         wait_for(lambda: refused(control) == 0, "the lease of what no session holds to end")
         assert refused(held) == 3
-        assert server.sessions.pinned == 3
+        assert pinned_keys(server) == 3
         server.sessions._clock = lambda: time.monotonic() + 24 * LATE_S
         wait_for(lambda: refused(held) == 0, "the session to end at its deadline, and then the last lease")
-        assert not len(server.sessions)
+        assert not server.sessions._sessions

@@ -19,7 +19,7 @@ from tests.support.engines import CHUNK, troubles
 from tests.support.kv import make_cache, same_tensors
 from tests.support.leaks import open_files
 from tests.support.pool import Process
-from tests.support.server import Engine, ServerProcess, running_at, served, store_surely
+from tests.support.server import Engine, ServerProcess, pinned_keys, running_at, served, store_surely
 from tests.support.waiting import beside, wait_for
 
 TOKENS = list(range(4 * CHUNK))
@@ -72,10 +72,10 @@ def test_kill_9_of_an_engine_frees_sessions_pins_mappings_and_shared_memory(serv
             wait_for(
                 lambda: sum(client.worker is not None for client in server._clients.copy().values()) == 2
             )
-            assert server.sessions.pinned == 4
+            assert pinned_keys(server) == 4
             assert shared_maps() > maps
             process.send(signal.SIGKILL)
-            wait_for(lambda: len(server._clients) == 2 and not server.sessions.pinned, "it being forgotten")
+            wait_for(lambda: len(server._clients) == 2 and not pinned_keys(server), "it being forgotten")
             wait_for(
                 lambda: shared_maps() == maps and not (server._lookups.in_flight or server._copies.in_flight),
                 "its memory being unmapped",
@@ -97,7 +97,7 @@ def test_an_engine_that_says_goodbye_takes_everything_with_it(server):
             assert again.lookup("x", TOKENS) == 4 * CHUNK
     del again  # its tensors are a file of this process's, too
     gc.collect()
-    wait_for(lambda: not server._clients and not server.sessions.pinned)
+    wait_for(lambda: not server._clients and not pinned_keys(server))
     wait_for(lambda: shared_files() <= files, "every file being closed")
     assert shared_maps() <= maps
 

@@ -120,7 +120,7 @@ def test_a_slot_that_is_used_again_has_another_ticket(fence, view):
     fence.revoke(*old)
     new = use_again(fence, old[0])
     assert fence.revoke(*old), "nothing is left of the old move"
-    assert fence.taken == 1
+    assert len(fence._taken) == 1
     assert refused(view, old)
     with view.writing(*new):
         pass
@@ -144,10 +144,10 @@ def test_a_load_that_is_late_does_not_release_the_lock_of_its_slots_next_move(fe
 def test_slots_are_bounded_and_come_back(fence):
     places = [admit(fence) for _ in range(SLOTS)]
     assert fence.admit(loads=True) is None
-    assert fence.taken == SLOTS
+    assert len(fence._taken) == SLOTS
     for place in places:
         fence.revoke(*place)
-    assert fence.taken == 0
+    assert len(fence._taken) == 0
 
 
 def test_the_lock_of_a_process_that_was_killed_in_the_middle_is_gone(fence):

@@ -27,6 +27,12 @@ LATE_S = 60.0
 NAME = b"a" * 32
 
 
+def outcome(client, future):
+    """Returns the answer, or the word that says why there is none."""
+    client.wait(future)
+    return future.answer if isinstance(future.answer, Done) else future.answer.reason
+
+
 class End:
     """A server's end whose handler each test chooses."""
 
@@ -49,7 +55,9 @@ class End:
         own = name.decode() or uuid.uuid4().hex
         with contextlib.closing(ClientLink(self.link.url, None, own, lambda: None)) as client:
             assert not attached or client.attach()
-            wait_for(lambda: client.request(EndSession("x"), LATE_S).outcome() == Done(), "ZMQ's connection")
+            wait_for(
+                lambda: outcome(client, client.request(EndSession("x"), LATE_S)) == Done(), "ZMQ's connection"
+            )
             yield client
 
 
@@ -76,11 +84,11 @@ def test_descriptors_come_with_their_request_and_are_closed_when_its_handler_ret
 
     end.handle = handle
     before = open_files("pipe:")
-    for outcome in (Done(), Done(), "failed"):
+    for expected in (Done(), Done(), "failed"):
         read, write = os.pipe()
         os.write(write, b"hello")
         os.close(write)
-        assert client.request(Unregister(), LATE_S, [read]).outcome() == outcome
+        assert outcome(client, client.request(Unregister(), LATE_S, [read])) == expected
         os.close(read)
     assert received == [b"hello"] * 3
     wait_for(lambda: open_files("pipe:") == before, "the server's duplicates being closed")
@@ -95,7 +103,7 @@ def test_a_client_is_gone_once_when_its_last_unix_socket_ends(end):
             wait_for(lambda: end.link._attached[NAME] is not before)
             one.detach()
             wait_for(lambda: len(end.link._connections) == 1)
-            assert other.request(Unregister(), LATE_S, ()).outcome() == Done()
+            assert outcome(other, other.request(Unregister(), LATE_S, ())) == Done()
             assert not end.gone, "it has attached again"
     wait_for(lambda: end.gone == [NAME])
     assert not end.link._attached
@@ -111,7 +119,7 @@ def test_the_end_of_the_unix_socket_alone_is_the_end_of_the_server(end):
 
 def test_without_a_unix_socket_a_request_with_descriptors_fails_at_once(end):
     with end.connected(attached=False) as client:
-        assert client.request(Unregister(), LATE_S, ()).outcome() == "server_lost"
+        assert outcome(client, client.request(Unregister(), LATE_S, ())) == "server_lost"
         end.close()
         assert not client.attach()
 
@@ -126,11 +134,11 @@ def test_a_handler_that_takes_long_for_one_clients_memory_holds_up_that_client_o
     end.handle = handle
     with end.connected(NAME) as slow, end.connected() as other:
         held_up = slow.request(Unregister(), LATE_S, ())
-        assert other.request(Unregister(), LATE_S, ()).outcome() == Done()
-        assert slow.request(EndSession("x"), LATE_S).outcome() == Done()
-        assert not held_up.query()
+        assert outcome(other, other.request(Unregister(), LATE_S, ())) == Done()
+        assert outcome(slow, slow.request(EndSession("x"), LATE_S)) == Done()
+        assert not slow.look(held_up)
         go_on.set()
-        assert held_up.outcome() == Done()
+        assert outcome(slow, held_up) == Done()
 
 
 def test_an_answer_that_is_late_is_dropped(end, client):
@@ -142,10 +150,10 @@ def test_an_answer_that_is_late_is_dropped(end, client):
 
     end.handle = handle
     late = client.request(EndSession("x"), 0.05)
-    assert late.outcome() == "timeout"
+    assert outcome(client, late) == "timeout"
     end.link.answer(kept[0].client, kept[0].number, Done())
-    assert client.request(EndSession("x"), LATE_S).outcome() == Done()
-    assert late.outcome() == "timeout"
+    assert outcome(client, client.request(EndSession("x"), LATE_S)) == Done()
+    assert outcome(client, late) == "timeout"
 
 
 def test_what_is_not_sent_is_refused_at_once(end, client):
@@ -154,11 +162,11 @@ def test_what_is_not_sent_is_refused_at_once(end, client):
     end.handle = lambda incoming: None
     futures = [client.request(EndSession("x"), LATE_S) for _ in range(3)]
     client.fail_all("the server is gone")
-    assert {one.outcome() for one in futures} == {"server_lost"}
+    assert {outcome(client, one) for one in futures} == {"server_lost"}
     client.close()
     client.close()
     client.nudge()
-    assert client.request(EndSession("x"), LATE_S).outcome() == "server_lost"
+    assert outcome(client, client.request(EndSession("x"), LATE_S)) == "server_lost"
     client.notify(EndSession("x"))
 
 
@@ -174,8 +182,10 @@ def test_many_threads_get_their_own_answers(end, client):
     def ask(thread):
         for number in range(200):
             client.notify(EndSession("nothing"))
+            future = client.request(Lookup(f"{thread} {number}", ()), LATE_S)
+            client.wait(future)
             with pytest.raises(ServerRefusedError) as refused:
-                client.request(Lookup(f"{thread} {number}", ()), LATE_S).result()
+                future.result()
             outcomes.append(str(refused.value) == f"{thread} {number}")
 
     together(*(partial(ask, str(index)) for index in range(8)))

@@ -57,7 +57,7 @@ def test_what_a_session_holds_is_not_evicted_from_the_servers_memory(pool, tmp_p
         assert [status.name for status in local.batched_contains(keys)] == ["OK"] * 4
         local.index.check_integrity()
         engine.scheduler.end_session("held")
-        wait_for(lambda: not len(server.sessions))
+        wait_for(lambda: not server.sessions._sessions)
         for index in range(10):
             engine.store(uuid.uuid4().hex, [index + 70] * 3 * CHUNK)
         assert [status.name for status in local.batched_contains(keys)] == ["MISSING"] * 4

@@ -221,3 +221,9 @@ def running_at(metrics):
     """How many operations wait or run at the cache server with these metrics. Raises OSError or ValueError if
     it does not answer."""
     return total(read_samples(fetch(f"{metrics}/metrics", 60.0).decode()), "pd_cache_server_running")
+
+
+def pinned_keys(server):
+    """How many keys all sessions hold. A key that several sessions hold counts several times."""
+    held = [pins for session in list(server.sessions._sessions.values()) for pins in session.pins.values()]
+    return sum(len(pins.pinned) + len(pins.leased) for pins in held)
