@@ -1,1 +1,2 @@
-"""Values of any size by name, in the same pool and tiers as chunks, for programs that have no paged cache."""
+"""Stores values of any size by name, in the same pool and tiers as chunks. For programs without a paged
+cache."""

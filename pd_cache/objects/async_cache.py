@@ -1,5 +1,5 @@
-"""AsyncObjectCache: `ObjectCache` for programs with an asyncio loop. Calls run on threads of its own, so that
-none blocks the loop."""
+"""AsyncObjectCache: `ObjectCache` for programs with an asyncio loop. Its calls run on its own threads, so
+that no call blocks the loop."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _CLOSE_S = 5.0
 
 
 class AsyncObjectCache:
-    """The calls of `ObjectCache` as coroutines, on any number of loops. Each does the same as the method of
-    its name.
+    """The methods of `ObjectCache` as coroutines, for any number of loops.
 
-    A call that is cancelled, or whose time is over, copies nothing more of the caller's memory, which the
-    caller may then change. A wait that has begun goes on, on its thread.
+    When a call is cancelled or its time is over, it stops reading the caller's memory, which the caller may
+    then change. A wait that has begun continues on its thread.
 
-    There is no `read_into`: a cancelled call could still write to the caller's memory.
+    There is no `read_into`, because a cancelled call could still write to the caller's memory.
     """
 
     def __init__(
         self, cache: ObjectCache, *, threads: int = 4, most_waiting: int = 256, usual_timeout: float = 60.0
     ) -> None:
-        """Takes over `cache`. `threads`: how many calls run at the same time. `most_waiting`: how many run or
-        wait; one more is refused as OVERLOADED. `usual_timeout` (s) bounds calls without a time-out."""
+        """Takes over `cache`. `threads`: how many calls run at the same time. `most_waiting`: how many calls
+        run or wait; further calls are refused as OVERLOADED. `usual_timeout` (s) bounds calls without a
+        time-out."""
         self.cache = cache
         self._usual_timeout = usual_timeout
         self._closed = False
@@ -60,29 +60,29 @@ class AsyncObjectCache:
         """Stores a value: bytes, anything else with a contiguous buffer, or a tensor. Returns OK if other
         nodes can get it now.
 
-        `timeout` is in seconds. Returns OK, too, if the name already has a value, whatever it is. Raises
-        ValueError for a value longer than the cache's `most_bytes`.
+        `timeout` is in seconds. If the name already has a value, any value, nothing is stored and the status
+        is OK, too. Raises ValueError for a value longer than the cache's `most_bytes`.
         """
         return (await self.put_many([name], [value], timeout=timeout))[0]
 
     async def get(self, name: Name, *, timeout: Timeout = None) -> bytes | None:
-        """Returns the bytes of a value, also of a tensor; None for a miss, or if `timeout` (s) is over.
-        `get_many` says why."""
+        """Returns the bytes of a value or tensor; None for a miss, or if `timeout` (s) is over. `get_many`
+        also returns the reason."""
         return (await self.get_many([name], timeout=timeout))[0].value
 
     async def get_tensor(self, name: Name, *, timeout: Timeout = None) -> torch.Tensor | None:
-        """Returns a new tensor on the CPU, as it was put; None for a miss, for a value that is no tensor, or
-        if `timeout` (s) is over."""
+        """Returns a stored tensor, as a new tensor on the CPU; None for a miss, for a value that is no
+        tensor, or if `timeout` (s) is over."""
         return await self._call(self.cache.get_tensor, name, timeout=timeout, refused=lambda _: None)
 
     async def exists(self, name: Name, *, timeout: Timeout = None) -> bool:
-        """Returns whether there is a value; False, too, if `timeout` (s) is over. A get may still miss: of a
-        long value, a part may be gone."""
+        """Returns whether there is a value; False, too, if `timeout` (s) is over. A get may still miss,
+        because a part of a long value may be gone."""
         return (await self.exists_many([name], timeout=timeout))[0] is Status.OK
 
     async def remove(self, name: Name, *, timeout: Timeout = None) -> Status:
-        """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was
-        none. `timeout` is in seconds."""
+        """Removes a value. Callers that are reading it get a miss. Returns MISSING if there was no value.
+        `timeout` is in seconds."""
         return await self._call(self.cache.remove, name, timeout=timeout, refused=lambda status: status)
 
     async def put_many(
@@ -109,7 +109,7 @@ class AsyncObjectCache:
         )
 
     async def exists_many(self, names: Sequence[Name], *, timeout: Timeout = None) -> list[Status]:
-        """Returns OK or MISSING for each name, with one request; any other status says why the answer is
+        """Returns a status for each name, with one request: OK, MISSING, or the reason why the answer is
         unknown. `timeout` is in seconds."""
         return await self._call(
             self.cache.exists_many, names, timeout=timeout, refused=lambda status: [status] * len(names)
@@ -120,7 +120,7 @@ class AsyncObjectCache:
         self._closed = True
 
         def close() -> None:
-            self.cache.close()  # first: calls under way then end at once
+            self.cache.close()  # closed first, so that calls under way end at once
             self._threads.close(_CLOSE_S)
 
         await asyncio.to_thread(close)
@@ -128,8 +128,8 @@ class AsyncObjectCache:
     async def _call(
         self, function: Callable[..., T], *given: object, timeout: Timeout, refused: Callable[[Status], T]
     ) -> T:
-        """Runs `function` with what it is given and its deadline. Returns `refused` of the reason if it
-        cannot run, or not in time."""
+        """Runs `function` with its arguments and its deadline, on a thread. Returns `refused(reason)` if it
+        cannot run, or does not end in time."""
         seconds = self._usual_timeout if timeout is None else timeout
         deadline = Deadline(seconds)
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -142,7 +142,7 @@ class AsyncObjectCache:
                     answer.set_exception(error)
 
         def end() -> None:
-            if not answer.done() and answer.set_running_or_notify_cancel():  # the call was never begun
+            if not answer.done() and answer.set_running_or_notify_cancel():  # the call has not begun
                 answer.set_result(refused(Status.CLOSED if self._closed else Status.TIMEOUT))
 
         call = self._threads.submit(run, time.monotonic() + seconds, end)
@@ -153,7 +153,7 @@ class AsyncObjectCache:
             done, _ = await asyncio.wait({waited}, timeout=seconds)
             return waited.result() if done else refused(Status.TIMEOUT)
         finally:
-            # from here on the caller may change its memory, and errors go nowhere
+            # the caller may change its memory from here on; later errors are dropped
             deadline.cut()
             waited.cancel()
             call.abandon()

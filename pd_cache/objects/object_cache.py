@@ -1,12 +1,12 @@
-"""ObjectCache: bytes and tensors by name, in the same pool and tiers as chunks. For programs that have no
-paged cache.
+"""ObjectCache: bytes and tensors by name, in the same pool and tiers as chunks. For programs without a paged
+cache.
 
 1. A name is bytes or text, of any length. It stands for its contents: while a name has a value, a put of the
    same name changes nothing. So a program that changes a value gives it another name, or another namespace.
-2. A get returns what was put, byte for byte, or it is a miss. The checksum is made over the caller's bytes,
-   on the way out and on the way in (`values`, `tiers`). Damage is removed, so that the next put replaces it.
-3. Nothing raises because the pool is in trouble: a put returns a status, and a miss has a reason. The
-   caller's mistakes are ValueErrors.
+2. A get returns the bytes that were put, or it is a miss. Checksums cover the caller's own bytes, in a put
+   and in a get (`values`, `tiers`). Damaged objects are removed, so that the next put replaces them.
+3. No call raises because of trouble in the pool: a put returns a status, and a miss has a reason. The
+   caller's mistakes raise ValueError.
 4. Every call has a deadline. Memory is bounded: by the staging memory, and by `most_bytes` for each value.
 
 Objects have no weights version: see docs/adapters.md.
@@ -49,33 +49,34 @@ if TYPE_CHECKING:
     from pd_cache.objects.values import AnyValue
 
 PART_BYTES = 4 << 20
-"""The bytes of a value in an object, unless the caller wants another size."""
+"""How many bytes of a value are in one object, unless the caller chooses another size."""
 MOST_BYTES = 1 << 30
-"""The longest value, unless the caller wants another length or the parts are small."""
+"""The longest value, unless the caller chooses another length or the parts are small."""
 _BATCH_BYTES = 12 << 20
-"""About the bytes of a transfer call: few, because a peer's task is short, and the bytes of a call are copied
-while the next call runs."""
+"""About how many bytes a transfer call moves. They are few, because a peer's task is short, and because one
+call's bytes are copied while the next call runs."""
 _RETRIES = 8
-"""How often a damaged object is read again: once for each tier, which removes it."""
+"""How often a damaged object is read again. Each tier that returns it damaged removes it, so the next read
+comes from another tier."""
 _DAMAGED = frozenset(damage.value for damage in Damage)
 INCOMPLETE = "incomplete"
-"""The reason of a miss: the head is there, but a part is gone. The head is removed."""
+"""A miss, because the head is there but a part is gone. The head is then removed."""
 OTHER_SIZE = "other_size"
-"""The reason of a miss: the value is of another length than the caller's memory, or longer than
+"""A miss, because the value and the caller's memory differ in length, or the value is longer than
 `most_bytes`."""
 OTHER_FORM = "other_form"
-"""The reason of a miss: the value was put with another form than the caller wants."""
+"""A miss, because the value was put with another form than the caller asks for."""
 NOT_A_TENSOR = "not_a_tensor"
-"""The reason of a miss: the value was put as bytes, or its form is none of a tensor."""
+"""A miss, because the value was put as bytes, or its form is not that of a tensor."""
 
 Target = Callable[[PartHeader], Memory | str]
-"""Returns memory for a whole value, or the reason why the caller does not want it. Runs before the header is
-known to be intact."""
+"""Returns memory for a whole value, or the reason why the caller does not want the value. Runs before the
+header's checksum is verified."""
 
 
 class Deadline:
-    """The time by which an operation has to end: `timeout` seconds from now, or never, but at once after
-    `cut`."""
+    """The time by which an operation has to end: `timeout` seconds from now, or never. After `cut`, it is
+    now."""
 
     def __init__(self, timeout: Timeout) -> None:
         self.end = end_in(timeout)
@@ -90,13 +91,14 @@ class Deadline:
         return self.end is not None and time.monotonic() >= self.end
 
     def cut(self) -> None:
-        """Makes the deadline pass now. Any thread may call this. Does not interrupt a wait that has begun."""
+        """Makes the deadline pass now. Any thread may call it. It does not interrupt a wait that has
+        begun."""
         self.end = 0.0
 
 
 Until = float | Deadline | None
-"""The time for a call: seconds, or a deadline that another thread can cut; None for the configured
-time-outs."""
+"""The time for a call: a number of seconds, or a deadline that another thread can cut; None for the
+configured time-outs."""
 
 
 class ObjectOutcome(NamedTuple):
@@ -126,8 +128,8 @@ class _Reading:
         self.reason = ""
 
     def take(self, number: int, payload: memoryview, part_bytes: int) -> tuple[str, int | None]:
-        """Copies a part to its place. Returns why the payload is useless, and the checksum of the bytes that
-        were used; None for damage."""
+        """Copies a part to its place. Returns the reason if the payload is useless, otherwise an empty text;
+        and the checksum of the bytes that were used, or None for damage."""
         # copied before it is parsed, because the slot may change
         before = bytes(payload[:OVERHEAD])
         header = PartHeader.parsed(before, len(payload))
@@ -148,7 +150,7 @@ class _Reading:
 
 
 class ObjectCache:
-    """Values by name, in a namespace. Thread-safe. The module's docstring has its promises."""
+    """Values by name, in a namespace. Thread-safe. The module's docstring lists its promises."""
 
     def __init__(
         self,
@@ -159,8 +161,8 @@ class ObjectCache:
         most_bytes: int | None = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """Takes over `backend`, whose payloads must have room for `part_bytes` and `values.OVERHEAD`. `open`
-        makes one.
+        """Takes over `backend`, whose payloads must have room for `part_bytes` and `values.OVERHEAD`. To make
+        the backend, too, call `open`.
 
         `most_bytes`: the longest value, by default 1 GiB or 65,536 parts, whichever is less. Raises
         ValueError for sizes that do not fit.
@@ -223,17 +225,17 @@ class ObjectCache:
         """Stores a value: bytes, anything else with a contiguous buffer, or a tensor. Returns OK if other
         nodes can get it now.
 
-        Returns OK, too, if the name already has a value, whatever it is. Raises ValueError for a value longer
-        than `most_bytes`.
+        If the name already has a value, any value, nothing is stored and the status is OK, too. Raises
+        ValueError for a value longer than `most_bytes`.
         """
         return self.put_many([name], [value], timeout=timeout)[0]
 
     def get(self, name: Name, *, timeout: Until = None) -> bytes | None:
-        """Returns the bytes of a value, also of a tensor; None for a miss."""
+        """Returns the bytes of a value or tensor; None for a miss."""
         return self.get_many([name], timeout=timeout)[0].value
 
     def get_tensor(self, name: Name, *, timeout: Until = None) -> torch.Tensor | None:
-        """Returns a new tensor on the CPU, as it was put; None for a miss, or for a value that is no
+        """Returns a stored tensor, as a new tensor on the CPU; None for a miss, or for a value that is no
         tensor."""
         import torch
 
@@ -248,7 +250,7 @@ class ObjectCache:
             raw = torch.empty(header.value_bytes, dtype=torch.uint8)
             try:
                 memory[:] = [raw.view(dtype).reshape(header.form.shape)]
-            except (RuntimeError, TypeError):  # without elements, a shape may say anything
+            except (RuntimeError, TypeError):  # a damaged shape without elements may have any dimensions
                 return NOT_A_TENSOR
             return memoryview(raw.numpy().data)
 
@@ -260,8 +262,7 @@ class ObjectCache:
         return self.exists_many([name], timeout=timeout)[0] is Status.OK
 
     def remove(self, name: Name, *, timeout: Until = None) -> Status:
-        """Removes a value, also while others read it; for them it is a miss. Returns MISSING if there was
-        none."""
+        """Removes a value. Callers that are reading it get a miss. Returns MISSING if there was no value."""
         return self.remove_many([name], timeout=timeout)[0]
 
     # --- many values ----------------------------------------------------------------------------------------
@@ -275,12 +276,12 @@ class ObjectCache:
         timeout: Until = None,
     ) -> list[Status]:
         """Stores values. Returns a status for each, as `put` does. `timeout` (s) bounds the whole call;
-        without it, the configured timeout bounds each transfer. `forms`: what `read_into` may ask for; by
-        default that of each tensor.
+        without it, the configured timeout bounds each transfer. `forms`: the form of each value, for which
+        `read_into` may ask; by default a tensor's own.
 
-        The caller must not change the values meanwhile: a mixture of old and new bytes could be stored. Bytes
-        that are copied after the deadline are not stored. `timeout` may be a `Deadline`, which another thread
-        can cut.
+        The caller must not change the values before the call returns: a mixture of old and new bytes could be
+        stored. Bytes that are copied after the deadline are not stored. `timeout` may be a `Deadline`, which
+        another thread can cut.
         """
         heads = self._heads(names)
         if len(values) != len(heads):
@@ -335,12 +336,12 @@ class ObjectCache:
         """Reads each value into the caller's memory: contiguous writable buffers or CPU tensors, each exactly
         as long as its value.
 
-        Returns the reason of each miss, and an empty text for each hit. A buffer of a miss may hold anything.
-        Nothing is written to any buffer after the call has returned, however late a transfer is. `timeout` as
-        in `put_many`.
+        Returns a text for each name: empty for a hit, otherwise the reason of the miss. After a miss, the
+        buffer's contents are undefined. No buffer is written after the call has returned, however late a
+        transfer is. `timeout` as in `put_many`.
 
-        With `forms`, a value that was put with another form is a miss: memory of equal size may be of another
-        shape or type.
+        With `forms`, a value that was put with another form is a miss, because memory of equal size may have
+        another shape or type.
         """
         views = [writable_bytes_of(buffer) for buffer in buffers]
         if len(views) != len(names):
@@ -361,10 +362,11 @@ class ObjectCache:
         return self._read(names, [target_of(index) for index in range(len(views))], timeout)
 
     def exists_many(self, names: Sequence[Name], *, timeout: Until = None) -> list[Status]:
-        """Returns OK or MISSING for each name, with one request; any other status says why the answer is
+        """Returns a status for each name, with one request: OK, MISSING, or the reason why the answer is
         unknown.
 
-        The pool protects what it finds from eviction until the lease ends, so ask only for what will be read.
+        The pool protects found values from eviction until their lease ends, so ask only for values that you
+        will read.
         """
         heads = self._heads(names)
         if self._unusable:
@@ -374,8 +376,8 @@ class ObjectCache:
         return statuses
 
     def remove_many(self, names: Sequence[Name], *, timeout: Until = None) -> list[Status]:
-        """Removes values. Parts of long ones stay until they are evicted; without the head they are never
-        read."""
+        """Removes values, by their heads. Other parts stay until they are evicted; without the head they are
+        never read."""
         heads = self._heads(names)
         if self._unusable:
             return [Status.CLOSED] * len(heads)
@@ -389,8 +391,8 @@ class ObjectCache:
         return not self._unusable and self.backend.available
 
     def wait_available(self, timeout: float) -> None:
-        """Waits until the cache is open. Raises PoolUnavailableError after `timeout` seconds, or if it is
-        closed."""
+        """Waits until the cache is open. Raises PoolUnavailableError after `timeout` seconds, or if the cache
+        is closed."""
         if self._unusable:
             raise PoolUnavailableError("this cache is closed")
         self.backend.wait_available(timeout)
@@ -406,7 +408,8 @@ class ObjectCache:
 
     @property
     def _unusable(self) -> bool:
-        """Whether it is closed. True in a forked child, too: the threads of its tiers do not exist there."""
+        """Whether the cache is closed. True in a forked child, too, because the threads of the tiers do not
+        exist there."""
         return self._closed or os.getpid() != self._process
 
     def _heads(self, names: Sequence[Name]) -> list[str]:
@@ -425,12 +428,12 @@ class ObjectCache:
         statuses: dict[int, Status],
         deadline: Deadline,
     ) -> None:
-        """Puts the values with these indices: first all parts but the heads, then the heads of values whose
-        parts are there."""
+        """Puts the values with these indices: first all parts except the heads, then the heads of the values
+        whose parts were stored."""
         headers: dict[int, PartHeader] = {}
         for index in lacking:
             raw, form = given[index]
-            # a value of one part needs no name for the others
+            # a value of one part needs no keys for further parts
             total = checksum_of(raw) if len(raw) > self.part_bytes else 0
             headers[index] = PartHeader.of(len(raw), total, 0, self.part_bytes, form)
         parts = [(index, number) for index in lacking for number in range(1, headers[index].parts)]
@@ -453,11 +456,11 @@ class ObjectCache:
                 self.metrics.moved("put", len(given[index][0]))
 
     def _put(self, pieces: Sequence[_Piece], deadline: Deadline) -> list[Status]:
-        """Puts objects. One batch is filled while those before it are on their way."""
+        """Puts objects. Fills a batch while the batches before it are being sent."""
         outcomes: list[PutOutcome] = []
         begun = 0
         while begun < len(pieces):
-            # one object first: it is on its way while the others are copied
+            # the first batch is one object, which is sent while the others are copied
             batch = pieces[begun : begun + (self.backend.batch_size if begun else 1)]
             staged = self._stage(batch, deadline)
             if not staged:
@@ -477,8 +480,8 @@ class ObjectCache:
         return Status.TIMEOUT if deadline.passed else Status.OVERLOADED
 
     def _stage(self, batch: Sequence[_Piece], deadline: Deadline) -> list[Staged]:
-        """Fills memory with objects, from the first, as far as there is memory. Only the first object waits
-        for memory.
+        """Copies objects, from the first, into memory, as long as there is memory. Waits for memory only for
+        the first object.
 
         Returns an empty list after the deadline, because the caller may change the values from then on.
         """
@@ -502,20 +505,20 @@ class ObjectCache:
         return staged
 
     def _read(self, names: Sequence[Name], targets: Sequence[Target], timeout: Until) -> list[str]:
-        """Reads values. Returns the reason of each miss; empty for a hit."""
+        """Reads values. Returns a text for each name: empty for a hit, otherwise the reason of the miss."""
         heads = self._heads(names)
         if self._unusable:
             return [Status.CLOSED.value] * len(heads)
         deadline = Deadline.of(timeout)
         readings = [_Reading(head, target) for head, target in zip(heads, targets, strict=True)]
         waiting = readings
-        while waiting:  # a name that occurs again is read in a second round: no key may occur twice in one
+        while waiting:  # a key may occur only once in a round, so a repeated name is read in a further round
             once = {reading.head: reading for reading in reversed(waiting)}
             now = [reading for reading in waiting if once[reading.head] is reading]
             waiting = [reading for reading in waiting if once[reading.head] is not reading]
             for reading, reason in self._fetch({reading.head: (reading, 0) for reading in now}, deadline):
                 reading.reason = reason
-            # intact, and useless: a put would find it there
+            # intact but useless: unless it is removed, a put would find it and store nothing
             self._drop([reading.head for reading in now if reading.reason == Damage.FOREIGN.value], deadline)
             self._read_parts(now, deadline)
         for reading in readings:
@@ -539,17 +542,19 @@ class ObjectCache:
         self._drop(list(broken), deadline)
 
     def _drop(self, heads: list[str], deadline: Deadline) -> None:
-        """Removes heads of values that cannot be read, so that the next put of their names stores all of
-        them."""
+        """Removes heads of values that cannot be read, so that the next put of their names stores the whole
+        values."""
         if heads:
             self.backend.batched_remove(heads, end=deadline.end, force=True)
 
     def _fetch(
         self, wanted: Mapping[str, tuple[_Reading, int]], deadline: Deadline
     ) -> Iterator[tuple[_Reading, str]]:
-        """Reads parts of values, by key. Yields each reading with the reason of a part's miss, in any order.
+        """Reads parts of values, by key. For each part, yields its reading and the reason of a miss, in any
+        order.
 
-        A damaged object is read again, because another tier may have a good one; its own has removed it.
+        A damaged object is read again: the tier that returned it has removed it, and another tier may have an
+        intact copy.
         """
         left, known, attempts = list(wanted), dict[str, str](), 0
         while left:
@@ -565,7 +570,7 @@ class ObjectCache:
                     try:
                         if fetched.payload is None:
                             reason = fetched.reason or Status.CLOSED.value
-                            # it is gone because it was damaged
+                            # the object is missing because it was damaged and removed
                             yield (
                                 reading,
                                 known.get(key, reason) if reason == Status.MISSING.value else reason,

@@ -1,9 +1,8 @@
 """The format of a value of any size in objects of bounded size: a head, and further parts if the value is
 long.
 
-The head begins with 64 bytes about the value, then comes what describes a tensor (up to 192 bytes), then the
-value's first `part_bytes` bytes. Each further part begins with 64 bytes about itself, and has the next
-`part_bytes` bytes.
+The head begins with a header of 64 bytes. A tensor's description (up to 192 bytes) follows, and then the
+value's first `part_bytes` bytes. Each further part has a header of 64 bytes, and the next `part_bytes` bytes.
 
     offset  size
     0       8     length of the object's payload, these bytes included (`tiers.memory.SELF_SIZED`)
@@ -16,9 +15,9 @@ value's first `part_bytes` bytes. Each further part begins with 64 bytes about i
     38      2     length of the description of a tensor
     40      24    zero
 
-All fields are little-endian. The keys of a value's parts depend on its contents. So two writers that store
-different values under one name at the same time never mix them: the head that is stored first decides whose
-parts are read. A writer stores the head last.
+All fields are little-endian. The keys of a value's parts depend on its contents. So if two writers store
+different values under one name at the same time, the values never mix: the head that is stored first decides
+which parts are read. A writer stores the head last.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 KEY_FORMAT = "pdo1"
-"""The version of the names of keys and of this format: nodes of another version never find these objects."""
+"""The version of this format and of its keys. Nodes of another version never find these objects."""
 
 _HEADER = struct.Struct("<QQQII4sHH24x")
 _MAGIC = b"PDV1"
@@ -47,7 +46,7 @@ OVERHEAD = HEADER_BYTES + MOST_DESCRIPTION
 MOST_PARTS = 65_536
 
 _STEP_BYTES = 512 << 10
-"""Bytes are hashed in steps of this size while they are in the processor's cache."""
+"""Bytes are copied and hashed in steps of this size, so that they are still in the processor's cache."""
 
 _DESCRIPTION = re.compile(
     r"([a-z][a-z0-9_]{0,30}):((?:0|[1-9][0-9]{0,18})(?:,(?:0|[1-9][0-9]{0,18})){0,8})?", re.ASCII
@@ -59,7 +58,7 @@ Name = str | bytes
 
 
 class Scattered:
-    """A value that lies in several places of the caller's memory, one after another."""
+    """A value that is the concatenation of several pieces of the caller's memory."""
 
     __slots__ = ("_bytes", "_views")
 
@@ -76,7 +75,7 @@ class Scattered:
         return any(view.readonly for view in self._views)
 
     def part(self, data: slice) -> Iterator[memoryview]:
-        """Yields the bytes from `data.start` to before `data.stop`, in order."""
+        """Yields the bytes of the slice `data`, in order."""
         at = 0
         for view in self._views:
             start, stop = max(data.start - at, 0), min(data.stop - at, len(view))
@@ -89,8 +88,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """Returns the bytes of a contiguous tensor on the CPU, as a view of its own memory."""
     import torch
 
-    # not by `reshape`: torch calls a tensor of at most one element contiguous whatever its strides, and keeps
-    # them
+    # not `reshape`: torch calls a tensor of at most one element contiguous whatever its strides, and
+    # `reshape` keeps these strides
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy().data)
 
@@ -101,10 +100,10 @@ if TYPE_CHECKING:
 
 
 class TensorForm(NamedTuple):
-    """The type and shape that a tensor has besides its bytes."""
+    """A tensor's type and shape."""
 
     dtype: str
-    """As torch writes it, without `torch.`."""
+    """torch's name of the type, without `torch.`."""
     shape: tuple[int, ...]
 
     def described(self) -> bytes:
@@ -132,7 +131,7 @@ class TensorForm(NamedTuple):
 
 
 class PartHeader(NamedTuple):
-    """An object's header: the value that it is a part of, and which part."""
+    """An object's header: it identifies a value, and a part of it."""
 
     payload_bytes: int
     value_bytes: int
@@ -140,11 +139,11 @@ class PartHeader(NamedTuple):
     number: int
     part_bytes: int
     form: TensorForm | None = None
-    """In the head of a tensor."""
+    """The form of a tensor; only in its head."""
 
     @property
     def parts(self) -> int:
-        """How many parts the value has, the head included."""
+        """How many parts the value has, including the head."""
         return parts_of(self.value_bytes, self.part_bytes)
 
     @property
@@ -188,8 +187,8 @@ class PartHeader(NamedTuple):
 
     @classmethod
     def parsed(cls, start: bytes, payload_bytes: int) -> PartHeader | None:
-        """Returns the header of a payload of this size; None if it has none. `start` are the payload's first
-        `OVERHEAD` bytes."""
+        """Returns the header of a payload of `payload_bytes` bytes; None if it has none. `start` is the
+        payload's first `OVERHEAD` bytes."""
         if len(start) < HEADER_BYTES:
             return None
         size, value_bytes, checksum, number, part_bytes, magic, kind, text = _HEADER.unpack(
@@ -213,8 +212,8 @@ class ValueKeys:
     """The keys of a namespace's values."""
 
     def __init__(self, namespace: str, part_bytes: int) -> None:
-        """Caches with different `part_bytes` have different keys, because neither can read what the other
-        wrote.
+        """Caches with different `part_bytes` have different keys, because they cannot read each other's
+        objects.
 
         Raises ValueError if the namespace is not a str.
         """
@@ -236,7 +235,8 @@ class ValueKeys:
 
     @staticmethod
     def part(head: str, header: PartHeader, number: int) -> str:
-        """Returns the key of a part of the value whose head has `header`."""
+        """Returns the key of part `number` of a value. `head` is the key of the value's head, and `header`
+        the head's header."""
         return f"{head}/{header.checksum:016x}/{number}"
 
 
@@ -244,7 +244,7 @@ class ValueKeys:
 
 
 def bytes_of(value: AnyValue) -> tuple[Memory, TensorForm | None]:
-    """Returns a value's bytes, and the form of a tensor. Copies only tensors that are not contiguous or not
+    """Returns a value's bytes and, for a tensor, its form. Copies only tensors that are not contiguous or not
     on the CPU."""
     if isinstance(value, Scattered):
         return value, None
@@ -276,8 +276,8 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> tuple[memoryview, TensorForm]:
 
 
 def writable_bytes_of(buffer: Any) -> Memory:
-    """Returns the bytes of the caller's memory. Raises ValueError unless it is contiguous, or scattered, and
-    writable."""
+    """Returns the bytes of the caller's memory. Raises ValueError unless the memory is writable, and
+    contiguous or `Scattered`."""
     if isinstance(buffer, Scattered):
         if buffer.readonly:
             raise ValueError("a buffer must be writable")
@@ -298,8 +298,8 @@ def writable_bytes_of(buffer: Any) -> Memory:
 
 
 def copy_in(header: PartHeader, value: Memory, payload: memoryview) -> int:
-    """Fills a payload with a part of a value. Returns the checksum that the payload must have: of the
-    caller's bytes."""
+    """Fills a payload with a part of a value. Returns the checksum that the payload must have, computed from
+    the caller's bytes."""
     before = header.packed()
     digest = Digest(before)
     payload[: len(before)] = before

@@ -38,7 +38,7 @@ class _Adapter:
 
     @property
     def available(self) -> bool:
-        """Whether the server is there, and has the KV tensors if any were registered."""
+        """Whether the server is connected, and has the KV tensors if any were registered."""
         return self._cache.available
 
     def num_blocks_per_chunk(self) -> int:
@@ -46,8 +46,8 @@ class _Adapter:
         return self._cache.blocks_per_chunk
 
     def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`. Call it for the scheduler
-        and for each worker, before their next op. An op with another label moves nothing."""
+        """Notes that the engine's weights have changed; see `LookupClient.reset`. Call it on the scheduler's
+        adapter and on each worker's, before their next op. An op with another label moves nothing."""
         self._cache.reset(version)
 
     def shutdown(self) -> None:
@@ -56,7 +56,7 @@ class _Adapter:
 
 
 class SchedulerAdapter(_Adapter):
-    """Lookups for an engine. Any failure is a miss, with a counter for each reason."""
+    """Lookups for an engine. Every failure is a miss, counted by its reason."""
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class SchedulerAdapter(_Adapter):
     ) -> None:
         """Begins a lookup for a request, unless one has already begun.
 
-        Needs exactly one of `block_hashes` (one per block; hash mode) and `token_ids` (token mode); raises
-        ValueError otherwise. The found chunks are protected from eviction until they are retrieved, until
-        `end_session`, or until the session's deadline at the server. `extra_keys` is the request's isolation
-        (cache salt, LoRA name, ...), in token mode.
+        Needs either `block_hashes` (hash mode, one per block) or `token_ids` (token mode). Raises ValueError
+        for both or neither. The server protects the found chunks from eviction until they are retrieved,
+        until `end_session`, or until the session's deadline. `extra_keys` is the request's isolation (cache
+        salt, LoRA name, ...), in token mode.
         """
         if request_id not in self._lookups:
             names = self._cache.name_chunks(token_ids, block_hashes, extra_keys)
@@ -120,13 +120,12 @@ class SchedulerAdapter(_Adapter):
         return lookup.wait().chunks * self.chunk_size if lookup.query() else None
 
     def cleanup_lookup_result(self, request_id: str) -> None:
-        """Forgets a request's lookup. Does nothing if there is none. A later lookup with that id is a new
-        one."""
+        """Forgets a request's lookup, so that a later lookup with the same id is new. Does nothing if there
+        is none."""
         self._lookups.pop(request_id, None)
 
     def end_session(self, request_id: str) -> None:
-        """Informs the server that a request has ended, so that it need not protect the found chunks any
-        longer."""
+        """Informs the server that a request has ended. The server then stops protecting the found chunks."""
         self._cache.end(request_id)
 
 
@@ -145,12 +144,12 @@ class LoadStoreOp:
     start: int = 0
     """Token mode: a whole number of chunks."""
     end: int = 0
-    """Token mode: the tokens behind the last whole chunk are left out."""
+    """Token mode: tokens after the last whole chunk are left out."""
     extra_keys: tuple[ExtraKey, ...] = ()
     """Token mode: the request's isolation."""
     label: str | None = PRESENT
-    """The label of the weights (`SchedulerAdapter.label`): for a store, from before the first of these tokens
-    was computed."""
+    """The label of the weights (`SchedulerAdapter.label`). For a store, read the label before the first of
+    these tokens is computed."""
 
     def __len__(self) -> int:
         return len(self.block_ids)
@@ -192,7 +191,7 @@ class WorkerAdapter(_Adapter):
         self._stores: list[_Submitted] = []
         self._retrieves: list[_Submitted] = []
         self._waiting: set[str] = set()
-        """Requests that the engine has finished, but whose stores have not ended."""
+        """Requests that the engine has finished while their stores still run."""
         self._reported: OrderedDict[str, None] = OrderedDict()
         """Requests whose stores were reported as finished, the latest last."""
         self._bad_blocks: set[int] = set()
@@ -203,8 +202,8 @@ class WorkerAdapter(_Adapter):
         """Lends the paged KV cache to the server: layer names to tensors, in layer order.
 
         CPU tensors move to shared memory, in place. `layout_kind` is needed only if shapes fit two kinds
-        (`KVLayout`). Raises ServerRefusedError, with the server's reason, if it does not take them, and
-        SharingError if they cannot be shared.
+        (`KVLayout`). Raises ServerRefusedError, with the server's reason, if the server does not take the
+        tensors, and SharingError if they cannot be shared.
         """
         self._cache.register_kv_caches(kv_caches, layout_kind)
 
@@ -232,8 +231,8 @@ class WorkerAdapter(_Adapter):
     def batched_submit_store_requests(
         self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None
     ) -> None:
-        """Does `submit_store_request` for each; each ends by itself. Raises ValueError, with nothing begun,
-        for an op that does not fit."""
+        """Calls `submit_store_request` for each request; each store ends by itself. Raises ValueError for an
+        op that does not fit, before any store begins."""
         self._check_batch(request_ids, ops)
         for request_id, op in zip(request_ids, ops, strict=True):
             self.submit_store_request(request_id, op, event)
@@ -241,19 +240,20 @@ class WorkerAdapter(_Adapter):
     def batched_submit_retrieve_requests(
         self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None
     ) -> None:
-        """Does `submit_retrieve_request` for each; each ends by itself. Raises ValueError as for stores."""
+        """Calls `submit_retrieve_request` for each request; each retrieve ends by itself. Raises ValueError
+        for an op that does not fit, before any retrieve begins."""
         self._check_batch(request_ids, ops)
         for request_id, op in zip(request_ids, ops, strict=True):
             self.submit_retrieve_request(request_id, op, event)
 
     def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Returns the requests whose stores have ended, and those whose retrieves have, since the last call.
-        Cheap, never waits.
+        """Returns the requests whose stores have ended since the last call, and those whose retrieves have
+        ended. Cheap, never waits.
 
-        The first set holds only requests that the engine has reported here as finished, now or before. Each
-        is returned once, even if the engine reports it again (as vLLM does with asynchronous scheduling). A
-        request without a store is returned immediately. Failed requests are included: see
-        `get_block_ids_with_load_errors`.
+        The first set holds only requests that the engine has passed to this method as finished, now or
+        before. Each request is returned once, even if the engine passes it again (as vLLM does with
+        asynchronous scheduling). A request without a store is returned immediately. Failed stores and
+        retrieves are included: see `get_block_ids_with_load_errors`.
         """
         self._stores = [op for op in self._stores if not op.pending.query()]
         ended = [op for op in self._retrieves if op.pending.query()]
@@ -272,8 +272,8 @@ class WorkerAdapter(_Adapter):
         return stored, retrieved
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the blocks of ended retrieves that hold no loaded KV and must be computed. Each is returned
-        once."""
+        """Returns the blocks of ended retrieves that hold no loaded KV, so that the engine must compute them.
+        Each block is returned once."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 

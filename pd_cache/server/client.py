@@ -1,5 +1,5 @@
-"""The cache in this host's cache server: `RemoteCache`, by chunk names and block ids, and the lookup client
-over it."""
+"""The client of this host's cache server: `RemoteCache`, which takes chunk names and block ids, and the
+lookup client over it."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _GIVE_UP_S = 5.0
 class RemoteCache(LooksUp):
     """A `BlockCache` (see there) over the connection of an engine rank. Thread-safe.
 
-    Each operation has a twin that only begins it, for callers that must not wait. What the server cannot do
-    is counted when the caller sees the end of the operation.
+    Each operation has a twin that only begins it, for callers that must not wait. A failure is counted when
+    the caller sees the end of the operation.
     """
 
     def __init__(
@@ -69,17 +69,18 @@ class RemoteCache(LooksUp):
     ) -> None:
         """Connects to the server at `url`, e.g. `ipc:///run/pd-cache.sock`.
 
-        kind: a scheduler only looks up. context: a ZMQ context to use, None to create one. If `identity`
-        leaves the chunk size to the server, this waits up to `connect_timeout_s` for it. An operation without
-        a time-out of its own is given up after `lookup_timeout_s` or `move_timeout_s`. version: the version
-        of the engine's weights; by default a new one. Raises the errors of `ServerConnection`.
+        kind: a scheduler only looks up. context: a ZMQ context; None to create it here. If `identity` leaves
+        the chunk size to the server, this waits up to `connect_timeout_s` for the server's answer. An
+        operation without a time-out of its own is given up after `lookup_timeout_s` or `move_timeout_s`.
+        version: the version of the engine's weights; by default a new one. Raises the errors of
+        `ServerConnection`.
         """
         super().__init__(version, metrics)
         self.connection = ServerConnection(url, context, kind, identity, connect_timeout_s=connect_timeout_s)
         self.chunk_size = self.connection.chunk_size
         self.block_size = identity.block_size
         self.blocks_per_chunk = self.chunk_size // self.block_size
-        """A whole number; otherwise the server refuses the engine."""
+        """Always a whole number: the server refuses an engine for which it is not."""
         self._namer = ChunkNamer(self.chunk_size, self.blocks_per_chunk)
         self._lookup_timeout_s = lookup_timeout_s
         self._move_timeout_s = move_timeout_s
@@ -89,15 +90,15 @@ class RemoteCache(LooksUp):
 
     @property
     def available(self) -> bool:
-        """Whether the server is there, and has the KV tensors if any were registered."""
+        """Whether the server is connected, and has the KV tensors if any were registered."""
         return self.connection.ready
 
     def register_kv_caches(self, kv_caches: KVCaches, kind: PageKind | None = None) -> None:
         """Lends the paged KV cache to the server: one tensor per layer, in layer order.
 
         CPU tensors move to shared memory, in place. `kind` is needed only if shapes fit two kinds
-        (`KVLayout`). Raises ServerRefusedError, with the server's reason, if it does not take them, and
-        SharingError if they cannot be shared.
+        (`KVLayout`). Raises ServerRefusedError, with the server's reason, if the server does not take the
+        tensors, and SharingError if they cannot be shared.
         """
         tensors = layer_tensors(kv_caches)
         layout = KVLayout.from_tensors(tensors, kind, block_size=self.block_size)
@@ -112,7 +113,7 @@ class RemoteCache(LooksUp):
 
         The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the
         request's isolation, and go with token ids only. Raises ValueError for both or neither, and for the
-        form by which the namespace does not name chunks.
+        form that does not fit the namespace's hash mode.
         """
         if (welcome := self.connection.welcome) is not None:
             self._namer.mode = welcome.hash_mode
@@ -124,9 +125,8 @@ class RemoteCache(LooksUp):
         """Returns how many chunks, from the first, the server's cache holds with every shard, and why not
         more.
 
-        The first `at_hand` chunks are not looked up and count as found. The server protects what it found
-        from eviction for `session`, until the session has loaded it or ends. `timeout` (s) is
-        `lookup_timeout_s` by default.
+        The first `at_hand` chunks are not looked up and count as found. The server protects the found chunks
+        from eviction until `session` has loaded them or ends. `timeout` (s) is `lookup_timeout_s` by default.
         """
         return self.begin_lookup(names, at_hand=at_hand, session=session, timeout=timeout).wait()
 
@@ -159,8 +159,8 @@ class RemoteCache(LooksUp):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> Loaded:
-        """Loads chunks into `blocks` of the registered tensors. Returns how many of them, from the first, are
-        there now, and why not more.
+        """Loads chunks into `blocks` of the registered tensors. Returns how many of them, from the first,
+        were loaded, and why not more.
 
         Waits until the server no longer writes to the blocks, usually at most `timeout` (s), by default
         `move_timeout_s`. The other arguments are those of `BlockCache.load`. Raises ValueError for tensors
@@ -180,7 +180,7 @@ class RemoteCache(LooksUp):
         pending = UnderWay(self, "lookup", functools.partial(self._found, len(names), at_hand))
         if at_hand == len(names):
             pending.result = Found(at_hand, at_hand)
-        elif not self.connection.ready:  # a server answers only clients that it knows
+        elif not self.connection.ready:  # the server answers only registered clients
             pending.outcome = "server_lost"
         elif (label := self.version.state.label) is None:
             pending.outcome = "weights_unnamed"
@@ -201,7 +201,7 @@ class RemoteCache(LooksUp):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> UnderWay[list[StoreOutcome]]:
-        """Begins to store; arguments as for `store`. The blocks must stay as they are until it has ended."""
+        """Begins to store; arguments as for `store`. The blocks must not change until the store has ended."""
         return self._begin(Store, self._stored, session, names, blocks, after, label, timeout)
 
     def begin_retrieve(
@@ -214,7 +214,8 @@ class RemoteCache(LooksUp):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> UnderWay[Loaded]:
-        """Begins to load; arguments as for `load`. The server may write to the blocks until it has ended."""
+        """Begins to load; arguments as for `load`. The server may write to the blocks until the load has
+        ended."""
         return self._begin(Retrieve, self._loaded, session, names, blocks, after, label, timeout)
 
     def end(self, session: str) -> None:
@@ -222,8 +223,8 @@ class RemoteCache(LooksUp):
         self.connection.link.notify(EndSession(session))  # if the server is gone, there is nothing to release
 
     def mark(self) -> Any:
-        """Returns a mark of the work that the calling thread has given the device so far: `store(after=…)`
-        waits for it."""
+        """Returns a mark of the work that the calling thread has queued on the device so far.
+        `store(after=…)` waits for this work."""
         if not self._tensors:
             raise ValueError("no KV tensors: call register_kv_caches first")
         return record_event(self._tensors[0])
@@ -235,8 +236,8 @@ class RemoteCache(LooksUp):
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _check(self, kv_caches: Any) -> None:
-        """Raises ValueError for tensors other than the registered ones: a server copies only tensors that it
-        was lent."""
+        """Raises ValueError for tensors that were not registered: the server copies only tensors that this
+        engine lent to it."""
         if kv_caches is None:
             return
         tensors = layer_tensors(kv_caches)
@@ -295,8 +296,7 @@ class RemoteCache(LooksUp):
         return answer
 
     def _loaded(self, chunks: int, label: str | None, answer: Answer | str) -> Loaded:
-        """Returns how many of `chunks` chunks of the weights version `label` are in their blocks. Counts
-        them."""
+        """Returns how many of `chunks` chunks of the weights version `label` were loaded. Counts them."""
         if not isinstance(answer, Loaded):
             return Loaded(0, self._failed("retrieve", chunks, answer))
         if outdated := self.version.why_not(label):
@@ -335,22 +335,24 @@ class UnderWay(Generic[R]):
     by one thread."""
 
     def __init__(self, cache: RemoteCache, op: str, judge: Callable[[Answer | str], R]) -> None:
-        """`judge` makes the result from the answer, or from the word that says why there is none, and counts
+        """`judge` turns the answer, or the word that says why there is none, into the result, and counts
         it."""
         self._cache = cache
         self._judge = judge
         self.op = op
         self.result: R | None = None
-        """Known once it has ended."""
+        """The result; None until the operation has ended."""
         self.future: Future | None = None
         self.place: tuple[int, int] | None = None
-        """Its slot and ticket of the fence, until the blocks are the engine's again; None for a lookup."""
+        """Its slot and ticket of the fence, until the server cannot touch the blocks any more; None for a
+        lookup."""
         self.event: object = None  # kept alive: the server opens it by its handle
         self.outcome: Answer | str | None = None
         """The answer, or why there is none; None while it is under way."""
 
     def query(self) -> bool:
-        """Looks without waiting. Returns True once it has ended and its blocks are the engine's again."""
+        """Checks, without waiting, whether it has ended. Returns True once it has, and the server cannot
+        touch its blocks any more."""
         if self.result is not None:
             return True
         if self.future is not None and (self.outcome is None or self.place is not None):
@@ -400,7 +402,8 @@ class UnderWay(Generic[R]):
 
 
 class ServerLookupClient(LookupClient):
-    """Asks the cache server of this host, which protects what it finds for the request that asks."""
+    """Looks prompts up in the cache server of this host. The server protects the found chunks for the
+    request."""
 
     def __init__(
         self,
@@ -413,7 +416,7 @@ class ServerLookupClient(LookupClient):
         metrics: CacheMetrics | None = None,
         version: WeightsVersion | None = None,
     ) -> None:
-        """Begins to connect; lookups find nothing while there is no server. Raises ValueError for a bad
+        """Begins to connect. Lookups find nothing while no server is connected. Raises ValueError for a bad
         address.
 
         A lookup waits at most `timeout_s` for its answer. `further` are the model's other layer groups, if it

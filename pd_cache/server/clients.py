@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 _UNMAP_S = 5.0
 TURN_BYTES = 1 << 30
-"""The bytes that a store or retrieve moves before others have their turn: about a second's work."""
+"""The bytes that a store or retrieve moves before the next operation has its turn: about a second's work."""
 
 
 class MappedTensors:
@@ -61,11 +61,11 @@ class MappedTensors:
         shards_per_rank: int = 1,
         block_size: int = 0,
     ) -> None:
-        """Maps the memory of the descriptors (in the order of the CPU storages; the caller keeps them) and of
-        the handles.
+        """Maps the memory of the descriptors and of the handles. The descriptors have the order of the CPU
+        storages, and stay the caller's.
 
-        `shards_per_rank` is how many shards of each chunk the tensors hold, `block_size` the engine's, which
-        opaque pages do not show. Takes over `fence`, which copies must pass. Raises SharingError or
+        `shards_per_rank` is how many shards of each chunk the tensors hold. `block_size` is the engine's,
+        which opaque pages do not show. Takes over `fence`, which guards every copy. Raises SharingError or
         LayoutError, with nothing left open, if the parts do not fit together.
         """
         self.fence = fence
@@ -118,10 +118,10 @@ class MappedTensors:
                     self._lock.notify_all()
 
     def unmap(self, timeout: float) -> bool:
-        """Lets no more copies begin, and waits up to `timeout` seconds for running copies. Returns True if
-        the memory is then unmapped.
+        """Stops new copies, and waits up to `timeout` seconds for running copies. Returns True if the memory
+        is then unmapped.
 
-        Otherwise, the thread that still copies will unmap it.
+        Otherwise, the thread that still copies unmaps it later.
         """
         with self._lock:
             if not self._closed:
@@ -147,7 +147,7 @@ class MappedTensors:
             self._copiers.pop().close()
         maps, self._maps = self._maps, []
         for memory in maps:
-            # a traceback may still hold a view: the memory goes with it
+            # a traceback may still hold a view; the memory is unmapped when the view is gone
             with contextlib.suppress(BufferError):
                 memory.close()
         self.fence.close()
@@ -168,7 +168,7 @@ def _view(view: TensorView, bases: list[Tensor]) -> Tensor:
 
 
 class Worker(NamedTuple):
-    """A registration: mapped tensors, which the server touches as their fence allows."""
+    """A registration: a worker's mapped tensors. The server touches them only as their fence allows."""
 
     model: Model
     rank: int
@@ -189,8 +189,8 @@ class Worker(NamedTuple):
             raise RefusalError("invalid", str(error)) from None
         shards = self.model.shards[self.rank]
         keys = database.keys(request.names, shards, request.label)
-        # a stream for the request, whose turns change threads: only this request's copies wait for the
-        # engine's event
+        # the request has a stream of its own, so that only its copies wait for the engine's event; its turns
+        # may run on different threads
         pages = functools.partial(self.tensors.copiers, request, end, own_stream(self.tensors.device))
         if request.event:
             with pages():  # an engine that has given up the request has no event any more
@@ -199,15 +199,15 @@ class Worker(NamedTuple):
 
 
 class EngineClient:
-    """A client that has said hello."""
+    """A client that has sent `Hello`."""
 
     def __init__(self, hello: Hello, groups: Sequence[EngineGroup]) -> None:
-        """`groups`: the engine groups of its tensors, or of its lookups."""
+        """`groups`: the engine groups of the client's tensors or lookups."""
         self.hello = hello
         self.groups = tuple(groups)
         self.worker: Worker | None = None
         self.models: Sequence[Model] = ()
-        """The models of its groups at its last lookup."""
+        """The models of the client's groups at its last lookup."""
         self.prefix: PrefixLookup | None = None
         self.gone = False
         self.registering = threading.Lock()
@@ -244,7 +244,7 @@ class EngineClient:
         return Done()
 
     def leave(self) -> None:
-        """Begins no more of the client's work, and unmaps its tensors as soon as nothing copies. Never waits.
+        """Stops new work of the client, and unmaps its tensors as soon as no copy runs. Never waits.
 
         Called when the client is gone.
         """
@@ -262,7 +262,7 @@ class EngineClient:
         fence = FenceView(descriptors[0])
         tensors = MappedTensors(request, descriptors[1:], fence, engine.shards_per_rank, engine.block_size)
         try:
-            with on_device(tensors.device):  # in whose context staging memory is page-locked
+            with on_device(tensors.device):  # staging memory is page-locked in this device's context
                 model = models.serve(self.groups[0], tensors.layout, self.hello.client, engine.object_sizes)
             self.worker = Worker(model, engine.rank, tensors)
         except BaseException:
@@ -288,7 +288,7 @@ def turns(
 
     The engine gives the request up at `end`. A retrieve releases the chunks that its session in `sessions`
     holds for the client. Raises RefusalError if the request does not fit or is late, AbandonedError if the
-    engine has given it up, and errors of the memory.
+    engine has given it up, and the memory's own errors.
     """
     if (worker := client.worker) is None:
         raise RefusalError("unknown_client", "register the KV tensors first")

@@ -1,8 +1,8 @@
 """A connection of an engine process to its cache server, which outlives the server.
 
-The calling thread sends requests (`link.py`). A thread of the connection keeps it up: it says hello,
-registers the KV tensors, notices when the server is gone, and does all that again when a server is back.
-Meanwhile every request fails at once, with an error that adapters turn into a miss.
+The calling thread sends requests (`link.py`). A thread of the connection, the keeper, keeps it up: it says
+hello, registers the KV tensors, notices when the server is gone, and does all this again when a server is
+back. Meanwhile every request fails at once, with an error that adapters turn into a miss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _GREETING_S = 2.0
 _REGISTER_S = 120.0
-"""Mapping and touching a large cache, and opening the backend for it, take a while."""
+"""How long a registration may take: the server maps and touches a large cache, and opens a backend for it."""
 _SOON_S, _AGAIN_S = 0.02, 0.2
 """The first and the longest pause between attempts to connect, or to say hello: ZMQ connects a moment later
 than the Unix socket."""
@@ -59,10 +59,10 @@ class ServerConnection:
         """Connects to the server at `url`, e.g. `ipc:///run/pd-cache.sock`. `context` is a ZMQ context; None
         to create one. An observer has no identity.
 
-        If `identity` has a chunk size, this does not wait: a server that is not there yet is like a server
-        that comes back. Otherwise it waits up to `connect_timeout_s` for the server's chunk size. Raises
-        ServerRefusedError if the server does not take this engine, NoAnswerError if it does not answer,
-        ValueError for a bad address.
+        If `identity` has a chunk size, this does not wait: the keeper connects when a server appears.
+        Otherwise it waits up to `connect_timeout_s` for the server's chunk size. Raises ServerRefusedError if
+        the server does not take this engine, NoAnswerError if it does not answer, ValueError for a bad
+        address.
         """
         self.url = url
         self.client = uuid.uuid4().hex
@@ -71,7 +71,7 @@ class ServerConnection:
         self.welcome: Welcome | None = None
         """The server's latest welcome; None before its first answer."""
         self.ready = False
-        """Whether the server is there, and knows this client and its tensors."""
+        """Whether the server is connected, and knows this client and its tensors."""
         self._lent: tuple[KVCaches, PageKind | None] | None = None
         """The KV tensors that the server has, or will have."""
         self._problem: CacheServerError | SharingError | None = None
@@ -98,7 +98,7 @@ class ServerConnection:
     def chunk_size(self) -> int:
         """Tokens per chunk."""
         size = self.hello.engine.chunk_size if self.welcome is None else self.welcome.chunk_size
-        assert size is not None  # or the constructor has waited for the welcome
+        assert size is not None  # otherwise the constructor has waited for the welcome
         return size
 
     def ask(self, request: Request, timeout: float, descriptors: Sequence[int] | None = None) -> Answer:
@@ -111,8 +111,9 @@ class ServerConnection:
     def register(self, kv_caches: KVCaches, layout_kind: PageKind | None = None) -> None:
         """Lends the server this worker's KV tensors, now and after each time the server was away.
 
-        Does not wait for a server that is away: it gets the tensors when it comes back. Raises SharingError
-        if they cannot be shared, and ServerRefusedError, with the server's reason, if it does not take them.
+        Does not wait for a server that is away; the server gets the tensors when it is back. Raises
+        SharingError if they cannot be shared, and ServerRefusedError, with the server's reason, if the server
+        does not take them.
         """
         share = share_tensors(kv_caches)
         close_all(share.descriptors)
@@ -135,7 +136,7 @@ class ServerConnection:
             self._closing = True
             self._changed.notify_all()
         self.link.nudge()
-        self.link.fail_all("the connection is being closed")  # also what the keeper asks
+        self.link.fail_all("the connection is being closed")  # also the keeper's own requests
         self._keeper.join()
         if self.ready and self._lent is not None:
             with contextlib.suppress(CacheServerError):
@@ -151,8 +152,8 @@ class ServerConnection:
             )
 
     def wait_ready(self, timeout: float, *, only_connected: bool = False) -> None:
-        """Waits for the server. Raises NoAnswerError after `timeout` seconds, ServerRefusedError if it does
-        not take this engine.
+        """Waits until the server is ready. Raises NoAnswerError after `timeout` seconds, ServerRefusedError
+        if the server does not take this engine.
 
         With `only_connected`, raises NoAnswerError as soon as no server is there.
         """
@@ -169,8 +170,8 @@ class ServerConnection:
                 raise NoAnswerError(f"no cache server answered at {self.url} within {timeout:g} s")
 
     def _forgotten(self) -> None:
-        """Called, with the link's lock, if the server does not know us: it was restarted, or counted us as
-        dead."""
+        """Called, with the link's lock held, if the server does not know this client: the server was
+        restarted, or took the client for dead."""
         self.ready = False
         self.link.nudge()
 
@@ -212,7 +213,7 @@ class ServerConnection:
         passes = problem is None or getattr(problem, "reason", "") in ("busy", "unknown_client", "closing")
         lasts = isinstance(problem, SharingError | ServerRefusedError) and not passes
         with self._changed:
-            # the server has, or has refused, tensors that are not in use any more: again
+            # the tensors were replaced meanwhile: register again
             if lent is not self._lent:
                 self.link.nudge()
                 return
@@ -258,10 +259,10 @@ class ServerConnection:
         finally:
             close_all(shared.descriptors)
         while not self.link.look(future):
-            # no other thread would notice that the server has ended meanwhile
+            # no other thread would notice if the server has ended meanwhile
             if not self.link.watch(_SOON_S):
                 self._lose("the cache server ended while it mapped the KV tensors")
-            if self._closing:  # after `close` has failed what was outstanding
+            if self._closing:  # `close` has already failed the outstanding requests
                 raise ServerLostError("the connection is being closed")
         done = future.result()
         if not isinstance(done, Done):

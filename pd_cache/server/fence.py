@@ -1,19 +1,19 @@
 """Decides which process may touch an engine's blocks: a page that an engine and its server share, and the
 kernel's locks on it.
 
-A server that is late, stopped or cut off may still be about to copy blocks that its engine has given to
-another request. So each load or store gets a *slot* of the fence, with its *ticket* in it. The server copies
-only while the ticket is there. An engine that gives up a load or store removes the ticket.
+A server that is late, stopped or cut off may still copy blocks that its engine has given to another request.
+So each load or store gets a *slot* of the fence, with its *ticket* in it. The server copies only while the
+ticket is there. An engine that gives up a load or store removes the ticket.
 
-A load writes to the blocks. So the server locks the slot's bytes around each copy, of one chunk or of several
-that are there together, and the engine removes the ticket under the same lock: after that, no part of the
-load can touch the blocks. The kernel drops the locks of a process that dies, so a dead server delays no
-engine. A stopped server delays an engine only if it was stopped in the middle of a copy.
+A load writes to the blocks. So the server locks the slot's bytes around each copy of one or several chunks,
+and the engine removes the ticket under the same lock. After that, no part of the load can touch the blocks.
+The kernel drops the locks of a process that dies, so a dead server delays no engine. A stopped server delays
+an engine only if it was stopped in the middle of a copy.
 
-A store reads the blocks, without a lock: the server looks for the ticket again after each copy, and if it is
-gone, does not use the copied bytes. So nothing delays an engine that gives up a store. The ticket's removal
-must be seen before later writes to the blocks: x86 keeps the order of writes, and on other processors both
-sides have taken locks of their own in between.
+A store reads the blocks, without a lock. The server looks for the ticket again after each copy; if the ticket
+is gone, it does not use the copied bytes. So nothing delays an engine that gives up a store. The server must
+see the ticket's removal before later writes to the blocks. x86 keeps the order of writes; on other
+processors, both sides take locks of their own in between.
 """
 
 from __future__ import annotations
@@ -91,21 +91,21 @@ class Fence:
     def __init__(self) -> None:
         descriptor = new_memory("pd-cache-fence", _NBYTES)
         self._page = _Page(descriptor)
-        self._page.clear()  # so that the page's memory is allocated, and charged to this process
+        self._page.clear()  # this allocates the page's memory, and charges it to this process
         self.descriptor = descriptor
         self._taken: dict[int, _Admitted] = {}
         """The slots that are taken."""
         self._next = 1
         self._closed = False
-        """No ticket is given out any more."""
+        """If true, `admit` returns no more tickets."""
         self._unmapped = False
         self._lock = threading.Lock()
 
     def admit(self, *, loads: bool) -> tuple[int, int] | None:
         """Returns a slot with a new ticket in it, as (slot, ticket); None if all slots are taken.
 
-        `loads`: whether it writes to the blocks; otherwise it reads them. The caller must `revoke` the ticket
-        in the end.
+        `loads`: whether the operation writes to the blocks; otherwise it reads them. The caller must `revoke`
+        the ticket in the end.
         """
         with self._lock:
             if self._closed or len(self._taken) == SLOTS:
@@ -121,8 +121,8 @@ class Fence:
             return slot, ticket
 
     def revoke(self, slot: int, ticket: int) -> bool:
-        """Removes the ticket and frees the slot. Returns False while the server copies into the blocks under
-        it: try again later.
+        """Removes the ticket and frees the slot. Returns False, and changes nothing, while the server copies
+        into the blocks: try again later.
 
         Returns True if the ticket is not there any more, for example after `close`.
         """
@@ -165,12 +165,12 @@ class FenceView:
 
     def __init__(self, descriptor: int) -> None:
         """Maps the fence. The caller keeps ownership of `descriptor`."""
-        # a passed descriptor shares the engine's open file, whose locks are the engine's; our own locks need
-        # our own open file
+        # the passed descriptor shares the engine's open file, and locks belong to the open file; the server
+        # needs an open file of its own
         self._page = _Page(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
         self._turns = [threading.Lock() for _ in range(SLOTS)]
-        """The kernel's locks do not distinguish this process's threads: a late thread would release the lock
-        of the slot's next user."""
+        """A lock for each slot. The kernel's locks do not distinguish this process's threads: a late thread
+        would release the lock of the slot's next user."""
 
     @contextlib.contextmanager
     def writing(self, slot: int, ticket: int) -> Iterator[None]:
@@ -187,8 +187,8 @@ class FenceView:
 
     @contextlib.contextmanager
     def reading(self, slot: int, ticket: int) -> Iterator[None]:
-        """Raises AbandonedError if the ticket is gone, before or after the block. Then the bytes that it read
-        may be another request's."""
+        """Checks the ticket before and after the `with` block. Raises AbandonedError if it is gone: the bytes
+        that were read may then be another request's."""
         self._check(slot, ticket)
         yield
         self._check(slot, ticket)

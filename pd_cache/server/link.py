@@ -1,16 +1,16 @@
 """The connections between engines and their cache server. No other module of the server uses ZMQ.
 
 Requests and answers travel over ZMQ. Each engine also opens a Unix socket to its server, for two things that
-ZMQ cannot do. It carries file descriptors, so that shared memory needs no name and nothing is left over when
-a process is killed: a request with descriptors goes over this socket, and its answer over ZMQ. And the kernel
-closes it when a process ends, so that the other side notices at once.
+ZMQ cannot do. First, it carries file descriptors, so that shared memory needs no name, and nothing is left
+over when a process is killed. A request with descriptors goes over this socket, and its answer over ZMQ.
+Second, the kernel closes the socket when a process ends, so the other side notices at once.
 
-Only one thread at a time may use a ZMQ socket. If a thread of ours owned it, each request would cost two
-thread switches, and beside a thread that spins, the owner would get the GIL milliseconds late. So no thread
-owns the socket. Each thread that sends or looks for answers uses it, under a lock that no thread holds while
-it waits. One thread at a time waits for the socket's file descriptor, outside the lock. That descriptor is
-edge-triggered, and any use of the socket may swallow the edge. So a thread that used the socket and finds
-frames left to read wakes the waiting thread.
+Only one thread at a time may use a ZMQ socket. If one thread owned it, each request would cost two thread
+switches, and beside a spinning thread the owner would get the GIL milliseconds late. So no thread owns the
+socket. Each thread that sends, or looks for answers, uses it under a lock, which no thread holds while it
+waits. One thread at a time waits for the socket's file descriptor, outside the lock. That descriptor is
+edge-triggered, and any use of the socket may swallow the edge. So a thread that has used the socket, and
+finds frames left to read, wakes the waiting thread.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ _MAX_DESCRIPTORS = 250  # of the 253 that the kernel takes in a message
 _BESIDE_BYTES = 1 << 20
 """The largest message over the Unix socket, more than the kernel usually sends at once."""
 _AWAKE_S = 0.0002
-"""How long a thread polls for an answer before it sleeps. A lookup takes less, and to fall asleep and wake up
-would take as long as its other steps together."""
+"""How long a thread polls for an answer before it sleeps. A lookup takes less time than this. Falling asleep
+and waking up would take as long as all other steps of a lookup."""
 
 
 def path_beside(url: str) -> Path:
-    """Returns where the Unix socket of the server at `url` listens."""
+    """Returns the path of the Unix socket of the server at `url`."""
     return Path(f"{url.removeprefix('ipc://')}.fds")
 
 
@@ -142,7 +142,7 @@ class ClientLink:
         self, url: str, context: Context[zmq.Socket[bytes]] | None, name: str, forgotten: Callable[[], None]
     ) -> None:
         """`name` identifies this client to the server. `forgotten` is called if the server does not know the
-        client; it must be quick.
+        client; the call must be quick.
 
         Raises ValueError if ZMQ does not understand `url`.
         """
@@ -161,7 +161,7 @@ class ClientLink:
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 500),
             (zmq.HEARTBEAT_IVL, 500),
-            # only a stopped server is silent: one that dies closes its sockets
+            # only a stopped server is silent; a server that dies closes its sockets
             (zmq.HEARTBEAT_TIMEOUT, 5000),
         ):
             requests.setsockopt(option, value)
@@ -230,7 +230,7 @@ class ClientLink:
         with self._changed:
             self._read()
             if future.answer is None and time.monotonic() >= future.deadline:
-                self._futures.pop(future.number, None)  # an answer that still comes is dropped
+                self._futures.pop(future.number, None)  # a later answer is dropped
                 future.answer = NoAnswerError(f"no answer from {self.url} in time")
                 self._tell()
             return future.answer is not None
@@ -370,9 +370,9 @@ class ServerLink:
     """Receives requests from any number of clients, and answers them. An error of one request does not stop
     the others.
 
-    A thread reads ZMQ's socket. Another one accepts connections of the Unix socket, and each connection has a
-    thread, which also handles the requests that come over it: to map an engine's memory takes seconds, and
-    holds up that engine only.
+    One thread reads ZMQ's socket. Another thread accepts connections of the Unix socket. Each connection has
+    a thread, which also handles the requests that come over it: mapping an engine's memory takes seconds, and
+    delays only this engine.
     """
 
     def __init__(
@@ -408,7 +408,7 @@ class ServerLink:
             requests.setsockopt(option, value)
         try:
             requests.bind(url)
-            self.path.unlink(missing_ok=True)  # that of a dead server
+            self.path.unlink(missing_ok=True)  # a dead server's socket
             self._listener.bind(str(self.path))
             self.path.chmod(0o600)
             self._listener.listen(64)
@@ -420,7 +420,7 @@ class ServerLink:
         self.url = bytes(requests.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         self._wire = _Wire(requests)
         self._waiting = False
-        """Whether the receiving thread found nothing to read, and waits or is about to wait."""
+        """Whether the receiving thread has found nothing to read, and now waits or is about to wait."""
         self._stopping = False
         self._attached: dict[bytes, socket.socket] = {}
         """The Unix socket of each client that has one."""
@@ -465,7 +465,7 @@ class ServerLink:
         """Stops listening, after `stop`."""
         self._listener.close()
         self.path.unlink(missing_ok=True)
-        self._receiver.join()  # it must not use a closed socket
+        self._receiver.join()  # the receiving thread must not use a closed socket
         self._wire.close()
         self._context.term()
 

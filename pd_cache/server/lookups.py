@@ -1,10 +1,10 @@
-"""Answers lookups, and protects the chunks that they found. Lookups that wait at the same time become one
-request to each backend.
+"""Answers lookups, and protects the found chunks. All lookups that wait at the same time share one request to
+each backend.
 
-A *session* protects the chunks that a lookup found until they are loaded, or until a deadline. It belongs to
-the client that made the lookup, and holds the keys, shard by shard. In local tiers a key is pinned by
-reference count. To protect the pool's objects, the server looks them up again before their lease ends, with
-one `batch_is_exist` for all sessions together.
+A *session* protects the chunks that a lookup found, until they are loaded or until a deadline. It belongs to
+the client that made the lookup, and holds the keys, shard by shard. Local tiers pin a key by a reference
+count. In the pool, a lookup's lease protects an object, so the server looks it up again before its lease
+ends, with one `batch_is_exist` for all sessions.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ MOST_KEYS = 1 << 18
 """The most keys that a lookup asks for. Further keys count as not found."""
 
 MAX_KEYS = 1 << 20
-"""The most keys of all sessions. More keys end the oldest sessions."""
+"""The most keys of all sessions. Beyond it, the oldest sessions end."""
 
 
 class FoundChunks(NamedTuple):
-    """The chunks that a lookup found of a model, that is, of a layer group of an engine."""
+    """The chunks that a lookup found for one model, that is, for one layer group of an engine."""
 
     model: Hashable
     backend: StorageBackend
     names: Names
     shards: Sequence[Sequence[str]]
-    """The chunks' keys, a list for each rank, which loads its own."""
+    """The chunks' keys: a list for each rank, because each rank loads its own shards."""
 
 
 class _Pins(NamedTuple):
@@ -54,7 +54,7 @@ class _Pins(NamedTuple):
     pinned: Sequence[str]
     """The keys that a local tier has pinned."""
     leased: Sequence[str]
-    """The other keys, which only a lease keeps."""
+    """The other keys, which only a lease protects."""
 
 
 class Session(NamedTuple):
@@ -92,18 +92,18 @@ class Sessions:
                 size += len(keys)
         session = Session(client, name, self._clock() + lifetime, pins, size)
         with self._lock:
-            self._end(client, name)  # only now, when the new one already holds the same keys
+            self._end(client, name)  # only after the new session holds the keys
             self._sessions[client, name] = session
             self._keys += size
             while self._keys > self._most_keys:
                 self._end(*next(iter(self._sessions)))
 
     def loaded(self, name: str, model: Hashable, rank: int, names: Names) -> None:
-        """Releases the chunks that the request's session holds for a rank, which has loaded them.
+        """Releases the chunks that the request's session holds for a rank, after the rank has loaded them.
 
-        The client that looks up and the client that loads belong to the same engine. If several engines of a
-        model have requests of the same name, any session that holds these chunks will do, because it holds
-        the same keys.
+        The client that loads is not the client that looked up, but belongs to the same engine. If several
+        engines of a model have requests of the same name, this releases any session that holds the chunks,
+        because all hold the same keys.
         """
         with self._lock:
             for session in self._sessions.values():
@@ -129,12 +129,12 @@ class Sessions:
         self._end_all(lambda session: any(pins.backend is backend for pins in session.pins.values()))
 
     def expire(self) -> int:
-        """Ends the sessions whose deadline has passed. Returns how many."""
+        """Ends the sessions whose deadline has passed. Returns their number."""
         now = self._clock()
         return self._end_all(lambda session: session.deadline <= now)
 
     def leases(self) -> list[tuple[StorageBackend, list[str]]]:
-        """Returns, for each backend, the keys that only a lease keeps, each once."""
+        """Returns, for each backend, the keys that only a lease protects, each once."""
         by_backend: dict[StorageBackend, dict[str, None]] = {}
         with self._lock:
             for session in self._sessions.values():
@@ -226,7 +226,7 @@ def answer_lookups(
                 if request.session and answer.chunks > request.at_hand:
                     sessions.open(client, request.session, job.found(by_model, answer.chunks), session_s)
                     for model in job.models:
-                        if model.mover.closed:  # a backend was released meanwhile, together with its sessions
+                        if model.mover.closed:  # closed meanwhile, with its sessions
                             sessions.end(client, request.session)
         except Exception as error:  # an error of one lookup must not stop the others
             log.exception("a lookup failed")

@@ -33,15 +33,15 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def new_memory(name: str, nbytes: int) -> int:
-    """Returns a descriptor of `nbytes` of new shared memory, all zero. The caller closes it."""
+    """Returns a descriptor of `nbytes` of new shared memory, all zero. The caller must close it."""
     descriptor = os.memfd_create(name)
     os.truncate(descriptor, nbytes)
     return descriptor
 
 
 def reseat(source: int, address: int, nbytes: int) -> None:
-    """Moves the memory at `address` out of /dev/shm, which may be small, in place. The memory must be a
-    shared mapping of all of `source`.
+    """Moves the memory at `address` out of /dev/shm, which may be small, without changing its address. The
+    memory must be a shared mapping of the whole of `source`.
 
     Afterwards the same addresses map new memory with the same contents, and the descriptor `source` refers to
     that memory. Nothing may write there meanwhile. Raises OSError, with nothing changed, if there is not
@@ -89,7 +89,7 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 class SharingError(PdCacheError):
-    """KV tensors that cannot be shared, or that are not where the engine says."""
+    """Raised if KV tensors cannot be shared, or are not where the engine says."""
 
 
 class Shared(NamedTuple):
@@ -105,8 +105,8 @@ def share_tensors(kv_caches: KVCaches) -> Shared:
     """Makes the tensors' memory mappable by another process, and returns its description. CPU storages move
     to shared memory, once.
 
-    Pointers into a CPU storage that were taken before become invalid; tensors and views stay valid. Raises
-    SharingError if the tensors cannot be shared, for example for want of shared memory.
+    Earlier pointers into a CPU storage become invalid; tensors and views stay valid. Raises SharingError if
+    the tensors cannot be shared, for example because shared memory is full.
     """
     storages: list[Storage] = []
     places: dict[int, int] = {}
@@ -146,8 +146,8 @@ def share_tensors(kv_caches: KVCaches) -> Shared:
 
 
 def record_event(tensor: torch.Tensor) -> Any:
-    """Returns a CUDA event behind all work on the calling thread's present stream of the tensor's device;
-    None on a CPU."""
+    """Returns a CUDA event that follows all work on the calling thread's current stream of the tensor's
+    device; None on a CPU."""
     if tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
@@ -167,15 +167,15 @@ def wait_for_event(device: torch.device, handle: bytes) -> None:
 
 
 def own_stream(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Returns a function whose contexts give the calling thread a new stream of a GPU, always the same. For a
-    CPU they are empty."""
+    """Makes a new stream of a GPU. Returns a function whose contexts make it the calling thread's current
+    stream. For a CPU, the contexts are empty."""
     if device.type != "cuda":
         return contextlib.nullcontext
     return functools.partial(torch.cuda.stream, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Returns a context in which a GPU is the calling thread's present one; an empty context for a CPU."""
+    """Returns a context in which a GPU is the calling thread's current device; an empty context for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -196,7 +196,7 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
                 f"could not move {nbytes} bytes of KV cache to shared memory: {error}"
             ) from None
     descriptor, _ = storage._share_fd_cpu_()
-    return os.dup(descriptor)  # the storage owns the other one
+    return os.dup(descriptor)  # the storage keeps and closes its own descriptor
 
 
 def gpus() -> list[str]:
@@ -216,8 +216,8 @@ def _export_cuda(storage: torch.UntypedStorage) -> CudaStorage:
 
 
 def import_cuda(storage: CudaStorage) -> torch.Tensor:
-    """Returns the bytes of an engine's storage. Raises SharingError if this process lacks its GPU, or CUDA
-    refuses."""
+    """Maps an engine's storage and returns its bytes. Raises SharingError if this process does not have the
+    storage's GPU, or if CUDA refuses."""
     here = gpus()
     if storage.gpu not in here:
         raise SharingError(

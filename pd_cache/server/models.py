@@ -26,7 +26,8 @@ _MAX_BACKENDS = 8
 
 
 class EngineGroup(NamedTuple):
-    """The part of an engine's identity by which it shares chunks, if its tensors agree, too."""
+    """The part of an engine's identity that decides with which engines it shares chunks, if their tensors
+    agree, too."""
 
     model: str
     world_size: int
@@ -37,11 +38,11 @@ class EngineGroup(NamedTuple):
     hash_seed: str
     chunk_size: int
     layers: LayerGroup | None
-    """The layer group; None for all of the model's layers."""
+    """The layer group; None if the model's layers form a single group."""
 
 
 class Model:
-    """An engine group of which a worker has registered."""
+    """The model of an engine group. It exists once a worker of the group has registered."""
 
     def __init__(
         self,
@@ -67,12 +68,12 @@ class Model:
 
 
 def memory_size(payload_bytes: int, object_sizes: Sequence[int]) -> int:
-    """Returns the slot size for the payloads of a layer group, in bytes: `payload_bytes`, or a larger one of
-    `object_sizes`.
+    """Returns the slot size for the payloads of a layer group, in bytes: `payload_bytes`, or a larger size
+    from `object_sizes`.
 
-    `object_sizes` are the payload sizes of all layer groups of the engine. They are nearly the same, so not
-    every group needs a backend of its own. A slot is at most twice as large as its payload. The result does
-    not depend on the order in which the groups register.
+    `object_sizes` are the payload sizes of all layer groups of the engine. Groups of similar size share a
+    backend. A slot is at most twice as large as its payload. The result does not depend on the order in which
+    the groups register.
     """
     size = 0
     for larger in sorted({payload_bytes, *object_sizes}, reverse=True):
@@ -98,7 +99,7 @@ class ServedModels:
         self._released = released
         self._opening = threading.Lock()
         self.by_group: dict[EngineGroup, Model] = {}
-        """The model of each engine group of which a worker has registered."""
+        """The model of each engine group with a registered worker, now or before."""
         self._backends: dict[int, StorageBackend] = {}
         """By payload size."""
         self._segment_of: int | None = None
@@ -139,8 +140,8 @@ class ServedModels:
     def serve(
         self, group: EngineGroup, layout: KVLayout, client: str, object_sizes: Sequence[int] = ()
     ) -> Model:
-        """Adds this client to the workers of the engine group's model, and returns the model. The first
-        worker makes it.
+        """Adds this client to the workers of the engine group's model, and returns the model. Makes the model
+        for its first worker.
 
         `object_sizes` are the payload sizes of all layer groups of the worker; see `memory_size`.
 
@@ -214,8 +215,8 @@ class ServedModels:
         return opened
 
     def _make_room(self) -> None:
-        """Closes the backends without a worker, because engines of another size need the memory. The backend
-        with the segment goes only if there is no place otherwise, because other nodes have chunks in it."""
+        """Closes the backends that have no worker, because engines with another size need the memory. Keeps
+        the backend with the segment if there is room without it, because other nodes' chunks are in it."""
         used = {id(model.mover.backend) for model in self if model.workers}
         idle = [size for size, backend in self._backends.items() if id(backend) not in used]
         for size in sorted(idle, key=lambda size: size == self._segment_of):

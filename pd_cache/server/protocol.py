@@ -8,8 +8,8 @@ A frame is a 16-byte header and a msgpack body:
     6       2     zero
     8       8     number of the request, which its answer repeats; 0 for a request that needs no answer
 
-All numbers are little-endian. Neither the header nor `Refused` ever changes, so any two versions can find out
-that they differ. KV bytes never travel in messages: they stay in memory that both sides map.
+All numbers are little-endian. Neither the header nor `Refused` ever changes, so two sides of different
+versions notice that they differ. KV bytes never travel in messages: they stay in memory that both sides map.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _MAGIC = b"PDCM"
 
 MAX_CHUNKS = 1 << 16
 MAX_FRAME = 4 << 20
-"""The most bytes of a frame. A store of three million tokens in blocks of 16 takes a quarter of them."""
+"""The most bytes of a frame. A store of three million tokens in blocks of 16 takes a quarter of this."""
 
 Text = Annotated[str, Meta(min_length=1, max_length=512)]
 Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Positive = Annotated[int, Meta(ge=1, le=1 << 40)]
 Block = Annotated[int, Meta(ge=-1, le=1 << 31)]
-"""A block of an engine's paged cache; -1 for one that is left out."""
+"""A block of an engine's paged cache; -1 for a block that is left out."""
 Name = Annotated[bytes, Meta(min_length=NAME_WIDTHS[0], max_length=NAME_WIDTHS[-1])]
 Names = Annotated[tuple[Name, ...], Meta(max_length=MAX_CHUNKS)]
 
@@ -66,13 +66,14 @@ class FurtherLayers(Struct, frozen=True, array_like=True):
     layers: LayerGroup
     block_size: BlockSize
     world_size: Shards
-    """As in `EngineIdentity`, for these layers. For example, all ranks hold the same latents, and each rank a
-    part of the states beside them."""
+    """As in `EngineIdentity`, for these layers. It may differ between groups: all ranks hold the same
+    latents, but each rank holds its own part of the states."""
     shards_per_rank: Shards
 
 
 class EngineIdentity(Struct, frozen=True, kw_only=True):
-    """Engines with equal identities share chunks, if their tensors agree, too."""
+    """Identifies an engine's rank. Engines with equal identities share chunks, if their tensors agree,
+    too."""
 
     model: Annotated[str, Meta(max_length=4096)]
     """Identifies the weights."""
@@ -89,10 +90,10 @@ class EngineIdentity(Struct, frozen=True, kw_only=True):
     """Whether this engine names chunks by tokens or by its blocks' hashes; empty to use the setting in the
     server's file."""
     hash_seed: Annotated[str, Meta(max_length=4096)] = ""
-    """What those hashes depend on besides tokens; empty to use the setting in the server's file."""
+    """The seed of these hashes; empty to use the setting in the server's file."""
     layers: LayerGroup | None = None
-    """Which of the model's layers; None if all are kept alike. An engine has a connection for each layer
-    group."""
+    """The layer group of this connection; None if all layers are kept alike. An engine has a connection for
+    each layer group."""
     further: Annotated[tuple[FurtherLayers, ...], Meta(max_length=256)] = ()
     """The other layer groups that lookups ask for."""
     object_sizes: Annotated[tuple[ObjectSize, ...], Meta(max_length=256)] = ()
@@ -117,8 +118,8 @@ class EngineIdentity(Struct, frozen=True, kw_only=True):
     def of(
         cls, metadata: CacheMetadata, cache: CacheConfig, further: Sequence[CacheMetadata] = ()
     ) -> EngineIdentity:
-        """Returns the identity of an engine's rank, whose chunks are sized and named as `cache` says.
-        `further` are its other layer groups, for lookups."""
+        """Returns the identity of an engine's rank. `cache` says how chunks are sized and named. `further`
+        are the engine's other layer groups, for lookups."""
         return cls(
             model=metadata.model,
             block_size=metadata.block_size,
@@ -187,9 +188,9 @@ class TensorView(Message, frozen=True):
 
 
 class Register(Message, frozen=True, tag="register"):
-    """Lends the server a worker's KV tensors. The answer is `Done`, once they are mapped.
+    """Lends a worker's KV tensors to the server. The answer is `Done`, once they are mapped.
 
-    It comes over the Unix socket, with the file descriptors of the fence and of each CPU storage.
+    The request comes over the Unix socket, with the file descriptors of the fence and of each CPU storage.
     """
 
     storages: Annotated[tuple[Storage, ...], Meta(min_length=1, max_length=200)]
@@ -199,8 +200,8 @@ class Register(Message, frozen=True, tag="register"):
 
 
 class Unregister(Message, frozen=True, tag="unregister"):
-    """Takes the KV tensors back. The answer is `Done`, once nothing touches them. It comes over the Unix
-    socket."""
+    """Takes the KV tensors back. The answer is `Done`, once nothing touches them. The request comes over the
+    Unix socket."""
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
@@ -218,7 +219,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
 
 class BlockRequest(Message, frozen=True):
-    """Chunks of a request, and the blocks from or to which they are copied. The blocks of the first chunk
+    """The chunks of a request, and the blocks to or from which they are copied. The blocks of the first chunk
     come first.
 
     A retrieve may leave out blocks at the start that the engine already holds.
@@ -314,8 +315,8 @@ _read_refusal = msgpack_decoder(Refused)
 
 
 class FrameError(RefusalError):
-    """A frame that cannot be read. `number` is that of the request, or 0 if the header could not be read
-    either."""
+    """Raised for a frame that cannot be read. `number` is the request's number, or 0 if the header could not
+    be read, either."""
 
     def __init__(self, reason: Literal["version", "malformed"], message: str, number: int = 0) -> None:
         super().__init__(reason, message)

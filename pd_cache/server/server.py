@@ -1,9 +1,9 @@
 """CacheServer: the cache of one host, for any number of engines.
 
 The link's threads receive requests, and answer those that need no waiting. The thread of an engine's
-connection maps the memory that the engine lends. One thread answers lookups, so that no transfer holds them
-up; it takes all waiting lookups at once. A pool of threads moves bytes, in turns, so that a long store lets
-others in between. One thread keeps house: it renews leases and ends late sessions.
+connection maps the memory that the engine lends. One thread answers lookups, all waiting lookups at once, so
+that no transfer delays them. A pool of threads moves bytes, in turns, so that a long store lets others in
+between. One thread keeps house: it renews leases and ends late sessions.
 
 When a client disconnects or is killed, the server gives up the client's tensors and its sessions.
 """
@@ -55,8 +55,8 @@ log = logging.getLogger(__name__)
 
 _CLOSING = Refused("closing", "the cache server is closing")
 MAX_IN_FLIGHT = 256
-"""The most lookups, and the most stores and retrieves, that are queued or running. The answer to one more is
-`busy`, a miss for engines."""
+"""The most lookups that are queued or running; and, counted separately, the most stores and retrieves. The
+answer to one more is `busy`, which engines treat as a miss."""
 _TICK_S = 0.5
 _LEASE_BATCH = 1000
 _MOST_QUESTIONS = 32
@@ -74,7 +74,7 @@ def own_address(url: str, stack: contextlib.ExitStack) -> None:
         path = Path(url.removeprefix("ipc://"))
         if path.parent == runtime_folder() or path.parent.parent == _SHARED:
             with own_folder(path.parent):
-                pass  # this stays true: no other user can replace the folder
+                pass  # no other user can replace the folder later
         else:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not stack.enter_context(lock_file(path.with_name(f"{path.name}.lock"))):
@@ -95,8 +95,8 @@ class Item(NamedTuple, Generic[T]):
 class WorkQueue(Generic[T]):
     """Holds items that wait, and counts those that run. Thread-safe.
 
-    At most `limit` items wait or run. A client may have as many as it leaves free, so a client alone gets
-    half of them.
+    At most `limit` items wait or run. A client may have as many items as there are free places, so a single
+    client gets at most half of them.
     """
 
     def __init__(self, limit: int) -> None:
@@ -121,7 +121,7 @@ class WorkQueue(Generic[T]):
             return True
 
     def put_back(self, item: Item[T]) -> bool:
-        """Queues an item that was taken again, behind all others. Returns False if the queue is closed.
+        """Queues an item again after `take`, behind all others. Returns False if the queue is closed.
 
         If it returns True, the item keeps its place, and the caller must not pass it to `finished`.
         """
@@ -132,7 +132,7 @@ class WorkQueue(Generic[T]):
             return not self._closed
 
     def take(self, most: int = 1) -> list[Item[T]]:
-        """Waits for an item, and returns up to `most` of those that wait. Returns none once the queue is
+        """Waits for an item, and returns up to `most` waiting items. Returns an empty list once the queue is
         closed.
 
         The caller must pass each of them to `finished` in the end.
@@ -160,7 +160,8 @@ class WorkQueue(Generic[T]):
                 self.finished(item)
 
     def close(self) -> list[Item[T]]:
-        """Makes every further `take` return nothing. Returns the items that still waited."""
+        """Closes the queue, so that `take` returns nothing from now on. Returns the items that still
+        waited."""
         with self._something:
             self._closed = True
             self._something.notify_all()
@@ -220,7 +221,7 @@ class CacheServer:
 
     @property
     def available(self) -> bool:
-        """False while the pool of an engine's chunks is known to be down. True as long as no engine has
+        """False while the pool behind any engine's chunks is known to be down. True as long as no engine has
         registered."""
         return all(backend.available for backend in self.models.backends)
 
@@ -321,15 +322,14 @@ class CacheServer:
     # --- the threads that work ------------------------------------------------------------------------------
 
     def _find(self) -> None:
-        """The thread that answers lookups. It takes together all lookups that came during its last
-        request."""
+        """The thread that answers lookups. It answers all lookups together that came while it was busy."""
         while items := self._lookups.take(_MOST_QUESTIONS):
             wanted = [item for item in items if not item.client.gone]
             answers = answer_lookups(
                 [item.work for item in wanted], self.sessions, self.metrics, self.node.session_s
             )
             for item, answer in zip(wanted, answers, strict=True):
-                if item.client.gone:  # it left during the lookup: nothing else would end its session
+                if item.client.gone:  # the client left during the lookup; nothing else would end its session
                     self.sessions.end_client(item.client.hello.client)
                 self._link.answer(item.incoming.client, item.incoming.number, answer)
             for item in items:
