@@ -27,18 +27,25 @@ _HEAD = "it may have 128 headers, and lines of 8190 bytes"
 
 
 class ApiError(PdCacheError):
-    """An error for the client: an HTTP status and an error object. A 429 or 503 asks the client to come back
-    in a second."""
+    """An error for the client: an HTTP status and an error object."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int = 1,
     ) -> None:
-        """`param`: the field of the request that is wrong."""
+        """`param`: the field of the request that is wrong. `retry_after`: in how many seconds the client of a
+        429 or 503 should come back."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after = retry_after
 
     def body(self) -> bytes:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -46,7 +53,7 @@ class ApiError(PdCacheError):
         return msgspec.json.encode({"error": error})
 
     def response(self) -> web.Response:
-        headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
+        headers = {"Retry-After": str(self.retry_after)} if self.status in (429, 503) else {}
         return web.Response(
             status=self.status, body=self.body(), content_type="application/json", headers=headers
         )

@@ -7,6 +7,7 @@ costs are assumed; a file may give others.
     pd-cache bench scale --trace FILE
     pd-cache bench scale --trace FILE --costs mine.yaml      with those costs that the file gives
     pd-cache bench scale --trace FILE --roles                every split of six nodes against proxy.roles.auto
+    pd-cache bench scale --trace FILE --limits               more load than six nodes can do, with limits
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import msgspec
 from bench.lib.report import finish, option, output_options, progress
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import UnitCosts, read_costs
+from bench.lib.simulation.limits import compare_limits
 from bench.lib.simulation.roles import LARGE, compare_roles
 from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
 from bench.lib.stats import quantile
@@ -105,7 +107,7 @@ def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int) -> floa
     return guess
 
 
-def limits(asked: Mapping[int, dict[str, float]]) -> list[dict[str, Any]]:
+def full_from(asked: Mapping[int, dict[str, float]]) -> list[dict[str, Any]]:
     """Returns for each resource at how many nodes, between those that were simulated, it is full (None if it
     never is); the first to be full first. `asked`: what each number of nodes was asked for."""
     kinds = next(iter(asked.values()))
@@ -137,6 +139,7 @@ def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
 @option("--proxies", default=1, type=click.IntRange(1, 10_000))
 @option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip
 @option("--roles", is_flag=True, help="Compare fixed roles with roles that follow the load, on the trace, on agents, and on a day that turns at noon.")  # fmt: skip
+@option("--limits", is_flag=True, help="Compare requests a second within limits with proxy.limits and without, at up to three times the load that six nodes can do.")  # fmt: skip
 @output_options
 def main(
     trace: Path,
@@ -144,14 +147,20 @@ def main(
     proxies: int,
     file: Path | None,
     roles: bool,
+    limits: bool,
     **output: Any,
 ) -> None:
     """A cluster of 1 to 1,000 nodes, in simulation."""
     requests = read_trace(trace)
-    if roles:
-        if counts or proxies > 1:
-            raise click.UsageError("--roles has six nodes and four proxies: leave out --nodes and --proxies")
-        rows, checks = compare_roles(requests, agent_trace(400), LARGE if file is None else read_costs(file))
+    if roles or limits:
+        if counts or proxies > 1 or roles == limits:
+            what = "--roles and --limits have six nodes and four proxies: give one of them, without --nodes and --proxies"
+            raise click.UsageError(what)
+        costs = LARGE if file is None else read_costs(file)
+        compared = (
+            compare_limits(requests, costs) if limits else compare_roles(requests, agent_trace(400), costs)
+        )
+        rows, checks = compared
         finish({"results": rows}, checks, **output)
         return
     costs = UnitCosts() if file is None else read_costs(file)
@@ -159,7 +168,7 @@ def main(
     with progress() as bar:
         sizes = bar.track(sorted(set(counts or _NODES)), description="nodes")
         steps = [grow(requests, costs, proxies, nodes, per_node) for nodes in sizes]
-    found = limits({row["nodes"]: asked for row, asked in steps})
+    found = full_from({row["nodes"]: asked for row, asked in steps})
     results = {
         "rate_per_node": per_node,
         "limits": found,

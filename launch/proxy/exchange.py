@@ -11,6 +11,7 @@ from multidict import CIMultiDictProxy
 from launch.openai import ID_HEADER
 from launch.proxy.bodies import BodyShare
 from launch.proxy.keys import Client, Keys
+from launch.proxy.limits import Predicted
 from launch.proxy.prefixes import NamedPrompt
 from launch.proxy.routing import Hop, RetryBudget, Trial
 from launch.proxy.trips import HopReport, Trip
@@ -46,6 +47,10 @@ class Exchange:
         """How long the decode node's first byte took; None before it."""
         self.prefill_s: float | None = None
         """How long the prefill hop took; None without one."""
+        self.tokens = 1.0
+        """How many tokens the prompt of a completion has."""
+        self.predicted = Predicted()
+        """What was predicted when it was admitted."""
         self.status = 499
         """The status that its client gets; 499 until there is one."""
         self.cut_status: int | None = None

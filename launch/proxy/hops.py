@@ -61,6 +61,7 @@ class Hops:
         """For requests to nodes. Set while the proxy runs."""
         self.bodies = BodyMemory(config.body_memory)
         self.pools = nodes.pools
+        self.limits = nodes.limits
         self.trips = RecentTrips()
         """The last requests."""
         self._config = config
@@ -176,9 +177,10 @@ class Hops:
     # --- the prefill hop ------------------------------------------------------------------------------------
 
     async def prefill(
-        self, exchange: Exchange, body: bytes, prompt: RoutedPrompt
+        self, exchange: Exchange, body: bytes, prompt: RoutedPrompt, first: str | None
     ) -> tuple[str, HandedOver | None]:
-        """Returns the outcome, and what a prefill node handed over; None if none computed the prompt.
+        """Returns the outcome, and what a prefill node handed over; None if none computed the prompt. `first`
+        is the node to try first.
 
         The decode node gets the request even if prefill nodes refuse it. It may accept longer prompts or
         other adapters, or have a shorter queue. If it refuses, too, its answer is about the client's own
@@ -187,13 +189,18 @@ class Hops:
         limit_s, refused = self._config.prefill_timeout_s, 0
         until = time.monotonic() + limit_s
         pool = self.pools["prefill"]
-        attempts = Attempts(pool, exchange.trial, prompt)
+        attempts = Attempts(pool, exchange.trial, prompt, first=first)
         while refused < _MOST_REFUSALS:
             if (left := until - time.monotonic()) <= 0 or (node := attempts.next(time.monotonic())) is None:
                 break
             exchange.nodes["prefill"] = node
             try:
-                with pool.working(node, prompt), exchange.hop_span("prefill", node) as span:
+                work, now = pool.work(node, prompt), time.monotonic()
+                with (
+                    pool.working(node, prompt),
+                    self.limits.asking("prefill", node, work, now) as asked,
+                    exchange.hop_span("prefill", node) as span,
+                ):
                     url = node + exchange.path
                     asking = self.whole(
                         exchange,
@@ -205,6 +212,7 @@ class Hops:
                     )
                     async with asyncio.timeout(left):
                         handoff, report = await asking
+                    asked.answered(time.monotonic())
             except TimeoutError:
                 # a second node is not to blame if the first one left it too little time
                 whole = left > limit_s / 2

@@ -89,6 +89,17 @@ class ProxyMetrics:
             "pd_cache_proxy_first_byte_seconds",
             "From a completion's arrival to its first byte from the decode node",
         )
+        self.refused = counter(
+            "pd_cache_proxy_refused",
+            "Requests that were refused with 429, by why: rate_limit_exceeded, over_ttft_s, over_token_s",
+            ["code"],
+        )
+        self.prediction_error = Histogram(
+            "pd_cache_proxy_prediction_error",
+            "How far the predicted time of a first byte was from the measured one, as a share of that",
+            buckets=(0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0),
+            registry=self.registry,
+        )
 
 
 REPORT_BYTES = 1 << 14

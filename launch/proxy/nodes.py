@@ -21,10 +21,11 @@ from aiohttp import web
 from launch.discovery import View
 from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.events import CacheView
+from launch.proxy.limits import Limits
 from launch.proxy.roles import NodeReport, Roles, read_metrics
 from launch.proxy.routing import Hop, NodePool, Reason, Target
 from pd_cache.chunks import Namespace
-from pd_cache.cluster import ENGINES, About, NodeRecord, ProxyConfig, differences, read_about
+from pd_cache.cluster import ENGINES, About, LimitsConfig, NodeRecord, ProxyConfig, differences, read_about
 from pd_cache.errors import PdCacheError
 from pd_cache.versions import FIRST
 
@@ -213,6 +214,8 @@ class NodePools:
         self.pools: dict[Hop, NodePool] = {hop: NodePool(hop, config.policy) for hop in _HOPS}
         self.roles = Roles(config.roles) if config.roles.auto else None
         """What nodes that can do both do; None if they do both."""
+        self.limits = Limits(self.pools)
+        self.reads_metrics = config.roles.auto or bool(config.tenants_file) or config.limits != LimitsConfig()
         self.caches = CacheView(config.index_blocks, config.load_bytes)
         """What the nodes' events say."""
         self._direct = direct
@@ -240,8 +243,9 @@ class NodePools:
             self._abouts[url] = about
             self._compare()
 
-    def part(self, now: float, reports: Mapping[str, NodeReport]) -> None:
-        """Has nodes that can do both do one thing. `reports`: those of the nodes that report now."""
+    def look(self, now: float, reports: Mapping[str, NodeReport]) -> None:
+        """Uses the reports of the nodes that report now. Has nodes that can do both do one thing."""
+        self.limits.look(now, reports)
         if self.roles is None:
             return
         health: dict[str, bool] = {}
@@ -350,7 +354,7 @@ async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
         changed = [pool.checked(url, alive=not why) for pool in nodes.pools.values() if url in pool.urls()]
         if any(changed):
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")
-        if not why and nodes.roles is not None:
+        if not why and nodes.reads_metrics:
             with contextlib.suppress(HopError, TimeoutError):
                 async with asyncio.timeout(HEALTH_TIMEOUT_S):
                     _, page = await _page(session, f"{url}/metrics", _MAX_METRICS)
@@ -361,7 +365,7 @@ async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
     reports: dict[str, NodeReport] = {}
     urls = {url for pool in nodes.pools.values() for url in pool.urls()}
     await asyncio.gather(*(check(url) for url in urls))
-    nodes.part(time.monotonic(), reports)
+    nodes.look(time.monotonic(), reports)
 
 
 async def _why_ill(nodes: NodePools, session: aiohttp.ClientSession, url: str) -> str:

@@ -23,7 +23,7 @@ from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.routing import RetryBudget
 from launch.proxy.ui import EndedRequest, RecentRequests
-from pd_cache.cluster import ProxyConfig
+from pd_cache.cluster import LimitsConfig, ProxyConfig
 from pd_cache.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 _FEW_RETRIES = 100
+_UNLIMITED = LimitsConfig()
 _LARGE = 1 << 18
 """The size in bytes from which parsing a body takes too long for the event loop."""
 
@@ -90,6 +91,8 @@ class Requests:
             yield exchange
         except ApiError as error:
             exchange.status = error.status
+            if error.status == 429:
+                self.metrics.refused.labels(error.code).inc()
             free_frames(error)
             raise
         finally:
@@ -102,6 +105,8 @@ class Requests:
             exchange.span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
             exchange.span.end(f"status {status}" if status >= 500 else "")
             took = time.monotonic() - exchange.started
+            if exchange.first_byte_s is not None and status == 200 and exchange.cut_status is None:
+                self.hops.limits.ended(took - exchange.first_byte_s)
             log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.summary())
             if path != MODELS and (exchange.nodes or status >= 500):
                 trip, status = exchange.trip(), exchange.cut_status or status
@@ -162,6 +167,13 @@ class Requests:
                     self.metrics.tenant_tokens.labels(tenant, "requested").inc(named.tokens)
                     self.metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
             span.note(direct=why or "")
+        prompt = prompt._replace(named=named)
+        exchange.tokens = prompt.tokens if named is None else named.tokens
+        now, prefills = time.monotonic(), why is None and bool(hops.pools["prefill"].urls())
+        first = hops.pools["prefill"].pick(now, prompt) if prefills else None
+        if (limits := self.keys.limits(tenant).limits or self.config.limits) != _UNLIMITED:
+            exchange.predicted = hops.limits.predict(first, prompt, now, now - exchange.started)
+            hops.limits.check(exchange.predicted, limits)
         if named is not None:
             hints.note(exchange.client, exchange.id, named)
             if (prefetched := hints.prefetched(named)) is not None:
@@ -172,8 +184,7 @@ class Requests:
         result: str
         if why is not None:
             result = why
-        elif hops.pools["prefill"].urls():
-            prompt = prompt._replace(named=named)
+        elif prefills:
             if (node := hops.streaming_node(exchange, prompt)) is not None:
                 stream = hops.stream(
                     exchange, node, completion.path, await self._computed(nbytes, completion.for_stream)
@@ -181,7 +192,7 @@ class Requests:
                 if stream is not None:
                     exchange.until_answered.callback(stream.cancel)
             result, handoff = await hops.prefill(
-                exchange, await self._computed(nbytes, completion.for_prefill), prompt
+                exchange, await self._computed(nbytes, completion.for_prefill), prompt, first
             )
             exchange.prefill_s = time.monotonic() - exchange.started
             self.metrics.prefill_seconds.observe(exchange.prefill_s)
@@ -191,6 +202,13 @@ class Requests:
             result = "no_prefill_nodes"
         self.metrics.handoffs.labels(result).inc()
         return await self._computed(nbytes, lambda: completion.for_decode(handoff))
+
+    def note_first_byte(self, exchange: Exchange) -> None:
+        exchange.first_byte_s = time.monotonic() - exchange.started
+        self.metrics.first_byte_seconds.observe(exchange.first_byte_s)
+        error = self.hops.limits.measured(exchange.predicted, exchange.first_byte_s)
+        if error is not None:
+            self.metrics.prediction_error.observe(error)
 
     async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
         """Returns what the function returns. For a large body, the function runs on a separate thread, so

@@ -32,7 +32,8 @@ _IDLE = 0.02
 """The work of each kind that is assumed of each node, so that single requests decide nothing."""
 _SAMPLE = re.compile(
     rb"^(?:vllm:|pd_cache_reference_)(num_requests_waiting|num_requests_running|kv_cache_usage_perc"
-    rb"|request_success_total|queue_length|running|free_blocks|blocks|requests_total)(?:\{.*\})? ([0-9.e+-]+)\r?$",
+    rb"|request_success_total|inter_token_latency_seconds_sum|inter_token_latency_seconds_count|queue_length|running|free_blocks|blocks|requests_total"
+    rb"|token_seconds_sum|token_seconds_count)(?:\{.*\})? ([0-9.e+-]+)\r?$",
     re.MULTILINE,
 )
 
@@ -47,6 +48,10 @@ class NodeReport(NamedTuple):
     """The share of its room that is taken, 0 to 1."""
     ended: float
     """Requests that it has finished since its start."""
+    tokens: float = 0.0
+    """The tokens of answers since its start, without each answer's first."""
+    token_s: float = 0.0
+    """The seconds between these and the tokens before them, together."""
 
     @property
     def busy(self) -> bool:
@@ -76,9 +81,12 @@ def read_metrics(page: bytes, max_running: int) -> NodeReport | None:
         1 - total.get(b"free_blocks", blocks) / blocks,
         running / max_running if max_running else 0.0,
     )
-    return NodeReport(
-        queued, running, used, total.get(b"request_success_total", total.get(b"requests_total", 0.0))
+    ended = total.get(b"request_success_total", total.get(b"requests_total", 0.0))
+    tokens, token_s = (
+        total.get(b"inter_token_latency_seconds_" + what, total.get(b"token_seconds_" + what, 0.0))
+        for what in (b"count", b"sum")
     )
+    return NodeReport(queued, running, used, ended, tokens, token_s)
 
 
 class RoleNow(NamedTuple):

@@ -150,6 +150,17 @@ class NodePool:
         """Returns, for each node, whether it would be tried at `now`."""
         return {url: node.alive and node.breaker.allows(now) for url, node in self._nodes.items()}
 
+    def usable(self, now: float) -> list[str]:
+        """Returns the nodes that `pick` chooses from."""
+        return [node.target.url for node in self._candidates(now, ())]
+
+    def work(self, url: str, prompt: RoutedPrompt) -> float:
+        """Returns how many tokens of the prompt the node would compute, at least 1."""
+        return max(1.0, self._prefix_work(self._node(url), prompt))
+
+    def load(self, url: str) -> float:
+        return self._node(url).load
+
     def loads(self) -> Mapping[str, float]:
         return {url: node.load for url, node in self._nodes.items()}
 
@@ -203,7 +214,7 @@ class NodePool:
     @contextmanager
     def working(self, url: str, prompt: RoutedPrompt = NO_PROMPT) -> Iterator[None]:
         node = self._node(url)
-        work = 1.0 if self._hop == "decode" else max(1.0, self._prefix_work(node, prompt))
+        work = 1.0 if self._hop == "decode" else self.work(url, prompt)
         if self._learns:
             node.prefixes.add(prompt)
         cache, named = node.cache, prompt.named

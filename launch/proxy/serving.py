@@ -101,7 +101,11 @@ class Serving:
             exchange.nodes["decode"] = node
             answer: aiohttp.ClientResponse | None = None
             try:
-                with pool.working(node), exchange.hop_span("decode", node) as span:
+                with (
+                    pool.working(node),
+                    hops.limits.asking("decode", node, exchange.tokens, time.monotonic()) as asked,
+                    exchange.hop_span("decode", node) as span,
+                ):
                     try:
                         headers = exchange.node_headers(self._requests.keys, span)
                         answer = await send(hops.session, "POST", node + exchange.path, headers, body)
@@ -116,8 +120,9 @@ class Serving:
                         span.end(f"{error.reason}: {error}")
                         continue
                     attempts.answered(node, time.monotonic(), well=answer.status < 300)
-                    exchange.first_byte_s = time.monotonic() - exchange.started
-                    self._requests.metrics.first_byte_seconds.observe(exchange.first_byte_s)
+                    if answer.status < 300:
+                        asked.answered(time.monotonic())
+                    self._requests.note_first_byte(exchange)
                     exchange.until_answered.close()
                     exchange.share.give_back()
                     body = b""

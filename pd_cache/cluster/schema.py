@@ -442,6 +442,16 @@ class RolesConfig(Section, frozen=True, kw_only=True):
     min_decode: Positive = 1
 
 
+class LimitsConfig(Section, frozen=True, kw_only=True):
+    """The `proxy.limits` section: completions that would probably take longer are refused; None for no
+    limit."""
+
+    ttft_s: Seconds | None = None
+    """From a completion's arrival to its first token."""
+    token_s: Seconds | None = None
+    """Between two tokens, on average."""
+
+
 class TenantConfig(Section, frozen=True, kw_only=True):
     """The limits of a tenant; None for no limit. Each of several proxies grants an equal part of `pins`."""
 
@@ -449,6 +459,8 @@ class TenantConfig(Section, frozen=True, kw_only=True):
     """How much of the pool its pins may keep."""
     max_requests: Positive | None = None
     """The most requests in flight at a proxy. The answer to one more is 429 with Retry-After."""
+    limits: LimitsConfig | None = None
+    """Replaces `proxy.limits` for the tenant."""
 
 
 class TenantsFile(Section, frozen=True, kw_only=True):
@@ -484,12 +496,13 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     prompt."""
     hints: HintsConfig = HintsConfig()
     roles: RolesConfig = RolesConfig()
+    limits: LimitsConfig = LimitsConfig()
     api_keys_file: Line | None = None
     """A file with lines of `NAME KEY` or `NAME KEY TENANT`. If it is given, clients need one of these keys.
     It is read again when it changes."""
     tenants_file: Line | None = None
-    """A YAML file with `tenants: {NAME: {pins, max_requests}}`. Tenants that it does not name are refused.
-    Read again when it changes."""
+    """A YAML file with `tenants: {NAME: {pins, max_requests, limits}}`. Tenants that it does not name are
+    refused. Read again when it changes."""
     monitor_keys_file: Line | None = None
     """A file with lines of `NAME KEY`, for `/metrics` and all of `/health`. None: clients' keys open
     these."""

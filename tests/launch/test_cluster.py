@@ -239,6 +239,43 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
                 wait_for(evicted, "chunks that went with their node count as evicted")
 
 
+# --- limits that hold ---------------------------------------------------------------------------------------
+
+
+def test_an_overload_is_refused_in_part_and_answered_right_in_part(tmp_path, alone, prompt):
+    settings = {"direct_tokens": 0, "limits": {"ttft_s": 0.01}}
+    nodes = [free_node(name) for name in ("master", "store-0", "prefill-0", "decode-0", "proxy")]
+    with started(tmp_path, nodes=nodes, proxy=settings) as cluster:
+        url, tokens = cluster.urls["proxy"], prompt(6 * CHUNK + 6)
+        answers, stop = [], threading.Event()
+
+        def ask(client):
+            for number in itertools.count():
+                if stop.is_set():
+                    return
+                # a salt of its own, so that the pool has nothing of it
+                answers.append(complete(url, tokens, cache_salt=f"{client}.{number}"))
+
+        with ThreadPoolExecutor(8) as threads:
+            asking = [threads.submit(ask, client) for client in range(8)]
+            try:
+                for status in (200, 429):
+                    wait_for(lambda status=status: sum(one.status == status for one in answers) > 8, "answers of both kinds")  # fmt: skip
+            finally:
+                stop.set()
+        for client in asking:
+            client.result()
+        refused = [answer for answer in answers if answer.status != 200]
+        assert {(one.status, one.body["error"]["code"]) for one in refused} == {(429, "over_ttft_s")}
+        assert all(int(one.headers["Retry-After"]) >= 1 for one in refused)
+        expected = alone(tokens)
+        assert all(answer.tokens == expected for answer in answers if answer.status == 200)
+        assert complete(url, tokens, cache_salt="after").status == 200
+        measured = metric_at(url, "pd_cache_proxy_prediction_error_count")
+        assert 0 < measured <= len(answers) - len(refused) + 1
+        assert metric_at(url, "pd_cache_proxy_refused_total") == len(refused)
+
+
 # --- roles that follow the load -----------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ file, as `pd-cache up` runs it."""
 import itertools
 import json
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -327,7 +328,33 @@ def test_the_proxy_reads_from_a_nodes_metrics_what_it_does(served, new_prompt):
         wait_for(lambda: report().running and report().used, "the answer")
     served.settle()
     served.proxy.complete(new_prompt(100))
-    assert report().ended > before.ended
+    after = report()
+    assert after.ended > before.ended
+    assert after.tokens > before.tokens
+    assert after.token_s > before.token_s
+
+
+def test_beyond_its_limits_a_tenant_is_refused_and_another_is_answered(served, plain, new_prompt):
+    file = served.file.parent / "tenants"
+    prompts, text = [new_prompt(LENGTH) for _ in range(6)], file.read_text()
+
+    def crowd(key):
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(lambda prompt: served.asked({"prompt": prompt}, **bearer(key)), prompts))
+
+    def refused():
+        return [answer for answer in crowd(OF_A) if answer.status == 429]
+
+    file.write_text("tenants: {a: {limits: {ttft_s: 0.001}}, b: {limits: {ttft_s: 600, token_s: 60}}}")
+    try:
+        (late, *_) = wait_for(refused, "one that would be late")
+        assert late.body["error"]["code"] == "over_ttft_s"
+        assert int(late.headers["Retry-After"]) >= 1
+        assert [answer.status for answer in crowd(OF_B)] == [200] * len(prompts)
+        alone = served.asked({"prompt": prompts[0], "return_token_ids": True}, **bearer(OF_A))
+        assert alone.body["choices"][0]["token_ids"] == plain.tokens(prompts[0])
+    finally:
+        file.write_text(text)
 
 
 # --- hints --------------------------------------------------------------------------------------------------

@@ -19,11 +19,12 @@ from bench.lib.simulation.workload import SimulatedRequest
 from launch.openai import ApiError
 from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
 from launch.proxy.keys import Admission, Client
+from launch.proxy.limits import Limits, Predicted
 from launch.proxy.nodes import HEALTH_INTERVAL_S
-from launch.proxy.prefixes import leading
+from launch.proxy.prefixes import NamedPrompt, RoutedPrompt, leading
 from launch.proxy.roles import Roles
 from launch.proxy.routing import Attempts, Hop, NodePool, RetryBudget, Target, Trial
-from pd_cache.cluster import HandoffConfig, MasterNode, ProxyConfig, TenantConfig
+from pd_cache.cluster import HandoffConfig, LimitsConfig, MasterNode, ProxyConfig, TenantConfig
 from pd_cache.handoff import next_pause
 
 _WAIT_S = HandoffConfig().wait_ms / 1000
@@ -167,13 +168,15 @@ class _Proxy:
         self.pools = {hop: NodePool(hop, plan.proxy.policy, rng=cluster.first_turns) for hop in hops}
         for hop, pool in self.pools.items():
             pool.update(Target(url, kv_tokens=shape.kv_tokens, max_running=shape.max_running) for url, role in cluster.roles.items() if role in (hop, "both"))  # fmt: skip
-        self.roles = Roles(plan.proxy.roles)
+        self.roles, self.limits = Roles(plan.proxy.roles), Limits(self.pools)
 
     def look(self, cluster: SimulatedCluster) -> None:
         reports = {url: node.engine.report() for url, node in cluster.by_url.items()}
-        self.roles.look(cluster.time.now, cluster.roles, dict.fromkeys(reports, True), reports)
-        for hop, pool in self.pools.items():
-            pool.resting = self.roles.resting(hop)
+        self.limits.look(cluster.time.now, reports)
+        if cluster.plan.both:
+            self.roles.look(cluster.time.now, cluster.roles, dict.fromkeys(reports, True), reports)
+            for hop, pool in self.pools.items():
+                pool.resting = self.roles.resting(hop)
 
 
 class SimulatedCluster:
@@ -195,6 +198,9 @@ class SimulatedCluster:
         """Decides at which node each proxy begins."""
         self.proxies = [_Proxy(self) for _ in range(plan.proxies)]
         self._rng = random.Random(0)
+        self.limited = plan.proxy.limits != LimitsConfig()
+        self.errors: list[float] = []
+        """Of predictions, as shares of what was measured."""
 
     def remember(self, names: Sequence[bytes]) -> None:
         """Puts the chunks of an earlier prompt into the pool."""
@@ -212,7 +218,7 @@ class SimulatedCluster:
             way = self._serve(self.proxies[index % len(self.proxies)], request, outcome)
             self.time.call_at(request.due, functools.partial(self.time.start, way))
         last_due = requests[-1].due
-        for number, proxy in enumerate(self.proxies if self.plan.both else ()):
+        for number, proxy in enumerate(self.proxies if self.plan.both or self.limited else ()):
             # each at moments of its own
             offset = number / len(self.proxies) * HEALTH_INTERVAL_S
             self.time.start(self._look(proxy, offset, last_due))
@@ -247,51 +253,85 @@ class SimulatedCluster:
             trial = Trial(proxy.budget)
             proxy.budget.asked(self.time.now)
             announced = 0
-            why = yield from self._needs_no_prefill(proxy, request)
+            why, found = yield from self._needs_no_prefill(proxy, request)
+            prompt, first, predicted = request.routed, None, Predicted()
+            if self.limited:
+                prompt = prompt._replace(named=NamedPrompt("", request.tokens, pool_tokens=found))
+                now = self.time.now
+                if why is None and self.nodes["prefill"]:
+                    first = proxy.pools["prefill"].pick(now, prompt)
+                predicted = proxy.limits.predict(first, prompt, now, now - request.due)
+                try:
+                    proxy.limits.check(predicted, self.plan.proxy.limits)
+                except ApiError as error:
+                    outcome.error = f"http {error.status}"
+                    return
             if why is None and self.nodes["prefill"]:
-                announced, outcome.cached = yield from self._prefill(proxy, request, trial)
-            yield from self._decode(proxy, request, trial, announced, outcome)
+                announced, outcome.cached = yield from self._prefill(proxy, prompt, request, trial, first)
+            yield from self._decode(proxy, request, trial, announced, outcome, predicted)
 
     def _needs_no_prefill(self, proxy: _Proxy, request: SimulatedRequest) -> Process:
         size, tokens = self.costs.engine.chunk_tokens, self.plan.proxy.direct_tokens
         direct = DirectRule(size if tokens is None else tokens)
         why = direct.why(request.tokens)
         if why is not None or tokens == 0 or proxy.looking >= MAX_WAITING:
-            return why
+            return why, 0
         proxy.looking += 1
         looking = self.time.start(self.look_up(proxy.machine, request.names))
         looking.then(lambda found: setattr(proxy, "looking", proxy.looking - 1))
         yield first_of(looking, self.time.after(LOOKUP_TIMEOUT_S))
-        return direct.why(request.tokens, looking.value * size) if looking.done else None
+        found = looking.value * size if looking.done else 0
+        return direct.why(request.tokens, found), found
 
-    def _prefill(self, proxy: _Proxy, request: SimulatedRequest, trial: Trial) -> Process:
+    def _prefill(
+        self,
+        proxy: _Proxy,
+        prompt: RoutedPrompt,
+        request: SimulatedRequest,
+        trial: Trial,
+        first: str | None,
+    ) -> Process:
         """Returns how long a prefix a prefill node has announced, and how much of it that node had loaded."""
         pool = proxy.pools["prefill"]
-        attempts = Attempts(pool, trial, request.routed)
+        attempts = Attempts(pool, trial, prompt, first=first)
         while (url := attempts.next(self.time.now)) is not None:
             yield proxy.loop.run(self.costs.proxy.node_s * len(self.nodes["prefill"]))
             node = self.by_url[url]
-            with pool.working(url, request.routed):
+            work = pool.work(url, prompt)
+            with (
+                pool.working(url, prompt),
+                proxy.limits.asking("prefill", url, work, self.time.now) as asked,
+            ):
                 generating = yield from node.take(request, 1, 0, lambda tokens: None)
                 if generating is None:
                     attempts.failed(url, "busy", self.time.now)
                     continue
                 yield generating.first
                 yield node.serving.run(self.costs.node.event_s)
+                asked.answered(self.time.now)
             attempts.answered(url, self.time.now, well=True)
             yield proxy.loop.run(self.costs.proxy.hop_s)
             return len(request.names) * self.costs.engine.chunk_tokens, generating.loaded
         return 0, None
 
     def _decode(
-        self, proxy: _Proxy, request: SimulatedRequest, trial: Trial, announced: int, outcome: RequestOutcome
+        self,
+        proxy: _Proxy,
+        request: SimulatedRequest,
+        trial: Trial,
+        announced: int,
+        outcome: RequestOutcome,
+        predicted: Predicted,
     ) -> Process:
         pool = proxy.pools["decode"]
         attempts = Attempts(pool, trial)
         while (url := attempts.next(self.time.now)) is not None:
             yield proxy.loop.run(self.costs.proxy.node_s * len(self.nodes["decode"]))
             node = self.by_url[url]
-            with pool.working(url):
+            with (
+                pool.working(url),
+                proxy.limits.asking("decode", url, request.tokens, self.time.now) as asked,
+            ):
                 arrived: list[Happening] = []
 
                 def on_tokens(tokens: int, node: _Node = node, arrived: list[Happening] = arrived) -> None:
@@ -305,7 +345,11 @@ class SimulatedCluster:
                     continue
                 yield generating.first
                 attempts.answered(url, self.time.now, well=True)
+                asked.answered(first := self.time.now)
+                error = proxy.limits.measured(predicted, first - request.due)
+                self.errors += [error] if error is not None else []
                 yield generating.ended
+                proxy.limits.ended(self.time.now - first)
                 yield from wait_for_all(arrived)
             if outcome.cached is None:
                 outcome.cached = min(generating.loaded, request.tokens - 1)

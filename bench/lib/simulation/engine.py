@@ -34,6 +34,8 @@ class Generating:
         """The prompt tokens that were loaded; and those that were loaded, were stored or are being stored."""
         self.position = 0
         self.produced = 0
+        self.at = 0.0
+        """When its last token came."""
         self.first, self.ended = Happening(), Happening()
         self.storing = Happening()
         """The last store of its prompt's chunks needs the engine's blocks no longer."""
@@ -69,7 +71,9 @@ class SimulatedEngine:
         self.asked = 0.0
         """The seconds of all steps so far."""
         self._held, self._since = 0.0, 0.0
-        self._ended = 0
+        self._ended = self._tokens = 0
+        self._token_s = 0.0
+        """Seconds between `_tokens` and the tokens before them, together."""
         time.start(self._run())
 
     @property
@@ -86,7 +90,7 @@ class SimulatedEngine:
         running = len(self._prefilling) + len(self._decoding) + self._loading
         shape = self._costs.engine
         used = max(1 - self._free / shape.kv_tokens, running / shape.max_running)
-        return NodeReport(len(self._waiting), running, used, self._ended)
+        return NodeReport(len(self._waiting), running, used, self._ended, self._tokens, self._token_s)
 
     @property
     def ahead(self) -> Iterator[tuple[int, float]]:
@@ -162,7 +166,7 @@ class SimulatedEngine:
         if end < generating.request.tokens:
             return
         self._prefilling.popleft()
-        generating.produced = 1
+        generating.produced, generating.at = 1, self._time.now
         generating.first.happen()
         generating.on_tokens(1)
         if generating.produced >= generating.output:
@@ -184,7 +188,10 @@ class SimulatedEngine:
             ticks = min(ticks, int((self._time.now - begun) / max(each, 1e-12)) + 1)
         self.asked += each * ticks
         yield self._time.after(begun + each * ticks - self._time.now)
+        self._tokens += ticks * len(batch)
         for generating in batch:
+            self._token_s += self._time.now - generating.at
+            generating.at = self._time.now
             generating.produced += ticks
             generating.on_tokens(ticks)
             if generating.produced >= generating.output:

@@ -18,7 +18,9 @@ from bench.lib.report import Check, at_least
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import DecodeCosts, EngineShape, PrefillCosts, UnitCosts
 from bench.lib.simulation.workload import Arrival, CopiedTrace, Part, names_of, of_arrival
+from bench.lib.stats import quantile
 from bench.lib.trace import Request
+from pd_cache.cluster import LimitsConfig, ProxyConfig
 
 LARGE = UnitCosts(
     engine=EngineShape(max_running=64),
@@ -28,9 +30,10 @@ LARGE = UnitCosts(
 """The costs of a model that is a few times slower than the default, so that the proxies can pass on all of
 its tokens."""
 _NODES, _PROXIES = 6, 4
-_FIRST_S, _TOKEN_S, _KEPT = 30.0, 0.1, 0.95
+FIRST_S, TOKEN_S, _KEPT = 30.0, 0.1, 0.95
 _NIGHT_S, _HOUR_S = 60.0, 300.0
 _WARM, _DEPTH = 1000, 2000
+NO_LIMITS = LimitsConfig()
 _STEP = 1.06
 """The ratio of two rates that are tried one after the other."""
 
@@ -54,12 +57,22 @@ class Kept(NamedTuple):
     """Requests a second within the limits, by hour."""
     share: float
     """The share of all requests that kept the limits."""
+    error: float
+    """The median error of the predicted first tokens, as a share of the measured ones."""
 
 
-def run(load: Load, rate: float, split: int | None, costs: UnitCosts) -> Kept:
+def run(
+    load: Load,
+    rate: float,
+    split: int | None,
+    costs: UnitCosts,
+    limits: LimitsConfig = NO_LIMITS,
+    proxies: int = _PROXIES,
+) -> Kept:
     """Simulates a load. `split`: how many nodes prefill; None if the proxies decide."""
     prefill, both = (0, _NODES) if split is None else (split, 0)
-    cluster = SimulatedCluster(ClusterPlan(prefill, _NODES - prefill - both, _PROXIES, both=both), costs)
+    plan = ClusterPlan(prefill, _NODES - prefill - both, proxies, proxy=ProxyConfig(limits=limits), both=both)
+    cluster = SimulatedCluster(plan, costs)
     arrivals, size = load.arrivals(rate), costs.engine.chunk_tokens
     if load.copied is not None:
         for request in load.copied.passed:
@@ -71,9 +84,10 @@ def run(load: Load, rate: float, split: int | None, costs: UnitCosts) -> Kept:
         if (hour := int((outcome.due - _NIGHT_S) // _HOUR_S)) in kept:
             counted += 1
             first, rest = outcome.first or 0.0, max(1, outcome.tokens - 1)
-            in_time = first <= _FIRST_S and outcome.last - first <= _TOKEN_S * rest
+            in_time = first <= FIRST_S and outcome.last - first <= TOKEN_S * rest
             kept[hour] += in_time and not outcome.error
-    return Kept([count / _HOUR_S for count in kept.values()], sum(kept.values()) / max(1, counted))
+    per_s = [count / _HOUR_S for count in kept.values()]
+    return Kept(per_s, sum(kept.values()) / max(1, counted), quantile(cluster.errors or [0.0], 0.5))
 
 
 def best_split(load: Load, costs: UnitCosts) -> tuple[float, int, Kept]:
@@ -101,8 +115,8 @@ def compare_roles(
     best split, and the requests a second within the limits with that split and with `auto`."""
     noon = 2
     loads = {
-        "conversation": _of_trace(trace, 1.5),
-        "agents": _of_trace(agents, 1.2),
+        "conversation": of_trace(trace, 1.5),
+        "agents": of_trace(agents, 1.2),
         "morning": Load(partial(requests_of, 0), range(noon), 2.4),
         "evening": Load(partial(requests_of, 1), range(noon, 2 * noon), 4.2),
     }
@@ -135,7 +149,7 @@ def compare_roles(
     return rows, checks
 
 
-def _of_trace(trace: Sequence[Request], rate: float) -> Load:
+def of_trace(trace: Sequence[Request], rate: float) -> Load:
     copied, hours = CopiedTrace(trace, _WARM, _DEPTH), range(2)
     seconds = _NIGHT_S + len(hours) * _HOUR_S
     return Load(lambda rate: copied.arrivals(round(rate * seconds), rate), hours, rate, copied)

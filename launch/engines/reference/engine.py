@@ -88,6 +88,8 @@ class _Active:
         """Tokens whose KV is in the pages."""
         self.produced = 0
         self.last_token = 0
+        self.emitted = 0.0
+        """When that was generated."""
 
 
 class ReferenceEngine:
@@ -548,6 +550,9 @@ class ReferenceEngine:
     def _emit(self, active: _Active, logits: torch.Tensor) -> None:
         active.phase = _Phase.DECODE
         active.last_token = int(logits.argmax())
+        now, before, active.emitted = time.monotonic(), active.emitted, time.monotonic()
+        if active.produced:
+            self.metrics.token_s.observe(now - before)
         active.produced += 1
         last = active.produced >= active.generation.request.max_tokens
         if last:
@@ -630,3 +635,6 @@ class EngineMetrics:
         self.loads = Counter(name("loads"), loads, ["outcome"], registry=own)
         self.stores = Counter(name("stores"), stores, ["outcome"], registry=own)
         self.ttft = Histogram(name("ttft_seconds"), first, buckets=_SECONDS, registry=own)
+        self.token_s = Histogram(
+            name("token_seconds"), "Between two tokens of an answer", buckets=_SECONDS, registry=own
+        )

@@ -49,6 +49,7 @@ def body(**fields):
         ("tenants: {a/b: {}}", "1 to 63 letters"),
         ("tenants:\n  a: {quota: 1GiB}", r":2: tenants.a.quota: .*unknown key"),
         ("tenants: {a: {max_requests: 0}}", "tenants.a.max_requests: 0"),
+        ("tenants: {a: {limits: {ttft_s: 0}}}", "tenants.a.limits.ttft_s: 0"),
         ("tenants: {a: {}, a: {}}", "given twice"),
     ],
 )
