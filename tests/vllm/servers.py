@@ -345,6 +345,19 @@ def running(*files, wait=True):
 
 
 @contextlib.contextmanager
+def before(file, urls, **settings):
+    """A proxy before the nodes of a file that are at these URLs, by their names."""
+    tree = yaml.safe_load(file.read_text())
+    ports = {name: {"port": int(url.rpartition(":")[2])} for name, url in urls.items()}
+    listed = [{**node, **ports.get(node["name"], {})} for node in tree["nodes"]]
+    tree |= {"nodes": [*listed, {"name": "proxy", "role": "proxy", "port": 0}], "proxy": settings}
+    described = file.with_suffix(".proxy.yaml")
+    described.write_text(yaml.safe_dump(tree))
+    with Node("proxy", "proxy", described) as node:
+        yield Server(node.address)
+
+
+@contextlib.contextmanager
 def begun(server):
     """Starts `server` meanwhile; what is yielded waits until it is ready, and raises what its start
     raised."""

@@ -1,7 +1,6 @@
 """Prompts with images: nobody gets the KV of another image, whatever names it."""
 
 import base64
-import contextlib
 import io
 import itertools
 import json
@@ -10,11 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import yaml
 from PIL import Image
 
 from launch.proxy.bodies import Completion
-from tests.support.pool import Node
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (
     CHUNK,
@@ -22,6 +19,7 @@ from tests.vllm.servers import (
     MODEL_NAME,
     PdCacheServer,
     Server,
+    before,
     by_hand,
     close,
     cluster_file,
@@ -100,26 +98,6 @@ class Servers(NamedTuple):
     proxy: Server
 
 
-@contextlib.contextmanager
-def before(*nodes):
-    """A proxy before these nodes of one file."""
-    tree = yaml.safe_load(nodes[0].file.read_text())
-    ports = {node.node.name: int(node.url.rpartition(":")[2]) for node in nodes}
-    listed = [{**node, "port": ports.get(node["name"], node["port"])} for node in tree["nodes"]]
-    tree |= {
-        "nodes": [*listed, {"name": "proxy", "role": "proxy", "port": 0}],
-        "proxy": {"direct_tokens": CHUNK},
-    }
-    file = nodes[0].file.with_suffix(".proxy.yaml")
-    file.write_text(yaml.safe_dump(tree))
-    with Node("proxy", "proxy", file) as node:
-        proxy = Server(node.address)
-        wait_for(
-            lambda: proxy.ask("/health")["media_lookups"] == "on", what="the proxy looks up chats with images"
-        )
-        yield proxy
-
-
 @pytest.fixture(scope="module")
 def servers(vllm_pool, tmp_path_factory):
     model, folder = write_llava(tmp_path_factory.mktemp("models") / "llava"), tmp_path_factory.mktemp("media")
@@ -131,8 +109,12 @@ def servers(vllm_pool, tmp_path_factory):
         folder, vllm_pool, model, {"prefill-0": {"args": HASHING}, "prefill-1": {"args": NUMBERING}},
         connector={"trust_media_ids": True}, cache={"chunk_size": CHUNK, "hash_mode": "tokens"},
     )  # fmt: skip
-    with running(by_blocks, by_tokens) as nodes, by_hand(model, *PLAIN) as plain, before(*nodes[:2]) as proxy:
-        yield Servers(*nodes, plain, proxy)
+    with running(by_blocks, by_tokens) as nodes, by_hand(model, *PLAIN) as plain:
+        urls = {node.node.name: node.url for node in nodes[:2]}
+        with before(by_blocks, urls, direct_tokens=CHUNK) as proxy:
+            looks_up = "the proxy looks up chats with images"
+            wait_for(lambda: proxy.ask("/health")["media_lookups"] == "on", looks_up)
+            yield Servers(*nodes, plain, proxy)
 
 
 _numbers = itertools.count()

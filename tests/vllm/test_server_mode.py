@@ -1,9 +1,16 @@
 """What only a cache server shows: its death and return, one memory for several engines, and a vLLM that knows
-nothing but its address."""
+nothing but its address; and what vLLM does whose role changes."""
 
+import contextlib
+import itertools
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 from pd_cache.cluster import load_config
@@ -17,6 +24,7 @@ from tests.vllm.servers import (
     WHOLE,
     PdCacheServer,
     Server,
+    before,
     begun,
     by_hand,
     cache_server,
@@ -38,8 +46,8 @@ def server_of(file):
 
 
 class Sharing(NamedTuple):
-    """Two engines of a host, and the cache server between them, which has memory of its own. The engines
-    serve adapters."""
+    """Two engines of a host that prefill and decode, and the cache server between them, which has memory of
+    its own. The engines serve adapters."""
 
     file: Path
     cache: Node
@@ -52,12 +60,14 @@ class Sharing(NamedTuple):
 def sharing(model, vllm_pool, plain, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharing")
     args = {"enable-lora": True}
-    file = cluster_file(folder, vllm_pool, model, {"decode-0": {}}, mode="server", cache=TIERS, args=args)
+    file = cluster_file(
+        folder, vllm_pool, model, {"both-0": {}, "both-1": {}}, mode="server", cache=TIERS, args=args
+    )
     ours = {"kv_connector_module_path": "pd_cache.vllm.connector", "kv_load_failure_policy": "recompute"}
     flag = connector("PdCacheConnector", "kv_producer", {"server_url": server_of(file)[0]}, **ours)
     by_flags = by_hand(model, flag, "--enable-lora", "--async-scheduling")
     with cache_server(file) as cache, begun(by_flags) as server:
-        launched = PdCacheServer("decode-0", file)
+        launched = PdCacheServer("both-0", file)
         try:
             launched.wait_ready()
             yield Sharing(file, cache, server(), launched)
@@ -109,6 +119,64 @@ def test_a_producer_loads_under_asynchronous_scheduling(sharing, plain, new_prom
     server.forget_prefixes()
     answers = server.complete_all(prompts, **ANNOUNCED)
     assert [answer.outcome for answer in answers] == [(WHOLE, plain.tokens(prompt)) for prompt in prompts]
+
+
+@contextlib.contextmanager
+def stopped(server):
+    """The server and its engine, a group of processes, stand still while the block runs."""
+    port = int(server.url.rpartition(":")[2])
+    sockets = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
+    group = os.getpgid(next(one.pid for one in sockets if one.laddr.port == port))
+    os.killpg(group, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(group, signal.SIGCONT)
+
+
+def test_vllm_takes_a_stopped_nodes_role_and_gives_it_back_and_each_token_stays_right(
+    sharing, plain, new_prompt
+):
+    urls = {"both-0": sharing.launched.url, "both-1": sharing.by_hand.url}
+    prompts, stop, answers = [new_prompt(LENGTH) for _ in range(3)], threading.Event(), []
+
+    def ask(first):
+        for prompt in itertools.islice(itertools.cycle(prompts), first, None):
+            tokens = [token for event in proxy.stream(prompt, 32) for token in event]
+            answers.append(tokens == plain.tokens(prompt, 32))
+            if stop.is_set():
+                return
+
+    def does():
+        return [role["does"] for _, role in sorted(proxy.ask("/health")["roles"].items())]
+
+    def answered():
+        count = len(answers)
+        wait_for(lambda: len(answers) > count + 2, "answers")
+
+    for prompt in prompts:
+        plain.tokens(prompt, 32)
+    with (
+        before(sharing.file, urls, direct_tokens=0, roles={"auto": True}) as proxy,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        second = max(sharing.by_hand, sharing.launched, key=lambda server: server.url)
+        try:
+            wait_for(lambda: does() == ["prefill", "decode"], "each does something else")
+            asking = [threads.submit(ask, number) for number in range(2)]
+            answered()
+            with stopped(second):
+                wait_for(lambda: does() == ["decode", "decode"], "the first takes the place of the second")
+                asking += [threads.submit(ask, number) for number in range(2)]
+                answered()
+            wait_for(lambda: does() == ["prefill", "decode"], "each does again what it did")
+            answered()
+        finally:
+            stop.set()
+        for client in asking:
+            client.result()
+        assert all(answers)
+        assert not proxy.metric("pd_cache_proxy_answers_cut_total")
 
 
 def serve_adapter(server, adapter, folder, new_prompt):
