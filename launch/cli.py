@@ -710,11 +710,8 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
         return
     mine = machine.local_nodes(config)
     problems = [*machine.machine_problems(config, mine), *machine.further_problems(config, mine)]
-    engines = (
-        [node for node in mine if isinstance(node, EngineNode)]
-        if isinstance(config.engine, VllmEngineConfig)
-        else []
-    )
+    engine = config.engine if isinstance(config.engine, VllmEngineConfig) else None
+    engines = [node for node in mine if engine is not None and isinstance(node, EngineNode)]
     ours = [node for node in mine if not isinstance(node, ProxyNode) and node not in engines]
     if ours:
         place = ("nodes", config.nodes.index(ours[0]))
@@ -724,20 +721,16 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
             if finding.verdict is Verdict.BROKEN
         ]
     warnings = []
-    if (
-        isinstance(config.engine, VllmEngineConfig)
-        and engines
-        and machine.find_program(config.engine.executable)
-    ):
+    if engine is not None and engines and machine.find_program(engine.executable):
         click.echo("asking vLLM about its flags; this takes up to two minutes …", err=True)
         try:
             for name, why in vllm.refused_flags(config, engines).items():
                 problems.append(Problem(("engine",), f"vLLM cannot run {name}: {why}"))
         except RoleError as error:
             warnings.append(f"vLLM's flags are not checked: {error}")
-        if (hub := machine.missing_model(config.engine)) is not None:
+        if (hub := machine.missing_model(engine)) is not None:
             warnings.append(
-                f"engine.model: {config.engine.model} is neither a folder nor at {hub}: vLLM will download it"
+                f"engine.model: {engine.model} is neither a folder nor at {hub}: vLLM will download it"
             )
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)

@@ -404,6 +404,7 @@ class CacheMetadata(Struct, frozen=True, kw_only=True):
 
     def namespace(self, cache: CacheConfig) -> Namespace:
         """Returns the namespace of all nodes whose KV is interchangeable with this one's."""
+        group = self.group or LayerGroup(layers="", keeps="", tail=0)
         return Namespace(
             model=self.model,
             kv_dtype=self.kv_dtype,
@@ -415,10 +416,10 @@ class CacheMetadata(Struct, frozen=True, kw_only=True):
             shards=self.world_size * self.shards_per_rank,
             hash_mode=cache.named_by,
             hash_seed=cache.hash_seed,
-            group="" if self.group is None else self.group.layers,
-            keeps="" if self.group is None else self.group.keeps,
-            tail=0 if self.group is None else self.group.tail,
-            ahead=0 if self.group is None else self.group.ahead,
+            group=group.layers,
+            keeps=group.keeps,
+            tail=group.tail,
+            ahead=group.ahead,
         )
 
 

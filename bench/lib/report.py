@@ -155,7 +155,16 @@ def finish(
             if value and isinstance(value, list):
                 _draw(console, "" if name == "results" else name, *laid_out(value))
         _draw(console, "", ("", "value"), [item for item in results.items() if not isinstance(item[1], list)])
-        _draw(console, "Targets", ("target", "value", "limit", ""), map(_judged, listed))
+        judged = [
+            (
+                check.name,
+                check.value,
+                f"{'≥' if check.from_below else '≤'} {shown(check.limit)}",
+                Text("met", "green") if check.ok else Text("missed", "red"),
+            )
+            for check in listed
+        ]
+        _draw(console, "Targets", ("target", "value", "limit", ""), judged)
         _draw(console, "How it was measured", ("", ""), facts.items())
     if strict and not ok:
         sys.exit(1)
@@ -173,11 +182,6 @@ def laid_out(rows: Sequence[Mapping[str, object]]) -> tuple[Sequence[str], Itera
     first, *others = names
     heads = [f"{first} {shown(row[first])}" for row in rows]
     return ["", *heads], [[name, *(row[name] for row in rows)] for name in others]
-
-
-def _judged(check: Check) -> Row:
-    limit = f"{'≥' if check.from_below else '≤'} {shown(check.limit)}"
-    return check.name, check.value, limit, Text("met", "green") if check.ok else Text("missed", "red")
 
 
 def _draw(console: Console, title: str, columns: Iterable[str], rows: Iterable[Row]) -> None:

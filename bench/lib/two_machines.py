@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from bench.lib.pool import config_option
 from bench.lib.report import Check, finish
 from launch.run.supervise import end, spawn_child
 from pd_cache.cluster import ClusterConfig, MasterNode, dump_config, load_config, read_config
+from pd_cache.cluster.machine import source_address
 from pd_cache.decoding import msgpack_decoder
 from pd_cache.errors import ConfigError, PdCacheError
 
@@ -293,9 +293,7 @@ def _address(text: str) -> tuple[str, int]:
 def towards(address: str) -> str:
     """Returns this machine's address as the host of `address` (HOST:PORT) sees it."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(_address(address))
-            return str(probe.getsockname()[0])
+        return source_address(*_address(address))
     except OSError as error:
         raise ConfigError(f"{address}: {error}") from None
 

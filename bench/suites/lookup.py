@@ -254,15 +254,6 @@ class LookupSite(Site):
 # --- at the machine that leads ------------------------------------------------------------------------------
 
 
-def measure_parts(here: Location, master: str, lmcache: bool) -> list[dict[str, float]]:
-    """Lookups of 4k, 32k and 128k tokens by one client against their parts."""
-    with looking_up(here, master, metadata_of(f"bench-{uuid.uuid4().hex}")) as (client, groups, raw):
-        peer = lmcache_client(raw) if lmcache else None
-        return [
-            measure(client, groups.first, raw, peer, prompt(size, size)) for size in (4096, 32768, 131072)
-        ]
-
-
 def measure_groups(here: Location, master: str) -> list[dict[str, float]]:
     """Lookups in all layer groups of DeepSeek-V4-Flash, as the connector for vLLM does them, against those of
     vLLM's MooncakeStoreConnector.
@@ -337,7 +328,10 @@ def lead(machines: Crew, levels: Sequence[int], lmcache: bool, groups: bool) -> 
     master = machines.later.enter_context(
         local_pool(_SEGMENT, host=here.host, transfer=bench_transfer(here.config))
     )
-    parts = measure_parts(here, master, lmcache)
+    with looking_up(here, master, metadata_of(f"bench-{uuid.uuid4().hex}")) as (client, names, raw):
+        peer = lmcache_client(raw) if lmcache else None
+        sizes = (4096, 32768, 131072)
+        parts = [measure(client, names.first, raw, peer, prompt(size, size)) for size in sizes]
     grouped = measure_groups(here, master) if groups else []
     clients = measure_clients(machines, master, levels)
     return {"results": parts, "groups": grouped, "clients": clients}

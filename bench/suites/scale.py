@@ -25,7 +25,7 @@ from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import UnitCosts, read_costs
 from bench.lib.simulation.limits import compare_limits
 from bench.lib.simulation.roles import LARGE, compare_roles
-from bench.lib.simulation.workload import CopiedTrace, names_of, of_arrival, of_some_users
+from bench.lib.simulation.workload import CopiedTrace, of_arrival, of_some_users
 from bench.lib.stats import quantile
 from bench.lib.trace import Request, read_trace
 from bench.suites.routing import agent_trace
@@ -71,9 +71,7 @@ def grow(
     arrivals = copied.arrivals(count, rate)
     plan = ClusterPlan(prefill, nodes - prefill, proxies, max(1, nodes * _MEMORY // costs.chunk_bytes))
     cluster = SimulatedCluster(plan, costs)
-    for request in copied.passed:
-        for copy in range(copied.copies(count)):
-            cluster.remember(names_of(copied.parts(request, copy), size))
+    cluster.remember(copied, count)
     outcomes, asked = cluster.run([of_arrival(arrival, size) for arrival in arrivals])
     answered = [outcome for outcome in outcomes if not outcome.error]
     firsts = [outcome.first or 0.0 for outcome in answered]

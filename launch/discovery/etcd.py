@@ -298,7 +298,14 @@ class EtcdWatch(Directory):
         self._client = client
         try:
             answer = client.get_prefix_response(self._prefix)
-            self._sync([record for kv in answer.kvs if (record := _read(kv, self._prefix)) is not None])
+            records = [record for kv in answer.kvs if (record := _read(kv, self._prefix)) is not None]
+            with self._lock:
+                away_since = self._membership.view().stale_since
+                self._membership.sync(records, time.monotonic())
+                if away_since is not None:
+                    log.info("etcd answers again after %.1f s", time.monotonic() - away_since)
+                self._publish()
+            self._synced.set()
             key, since = utils.to_bytes(self._prefix), answer.header.revision + 1
             create = etcdrpc.WatchCreateRequest(
                 key=key, range_end=utils.increment_last_byte(key), start_revision=since
@@ -337,15 +344,6 @@ class EtcdWatch(Directory):
             stream.cancel()
         if client is not None:
             client.close()
-
-    def _sync(self, records: list[NodeRecord]) -> None:
-        with self._lock:
-            away_since = self._membership.view().stale_since
-            self._membership.sync(records, time.monotonic())
-            if away_since is not None:
-                log.info("etcd answers again after %.1f s", time.monotonic() - away_since)
-            self._publish()
-        self._synced.set()
 
     def _apply(self, events: Iterable[Any]) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ from launch.doctor.report import DoctorReport, Finding, Verdict, report_table, s
 from launch.operate.state import ClusterStatus
 from launch.operate.watched import cluster_status, leading_master
 from pd_cache.cluster import ClusterConfig
-from pd_cache.cluster.machine import local_nodes
+from pd_cache.cluster.machine import local_nodes, source_address
 from transfer.settings import rdma_devices
 
 __all__ = ["DoctorReport", "Finding", "Verdict", "examine", "report_table"]
@@ -93,10 +93,7 @@ def _own_host(config: ClusterConfig) -> str:
     mine = local_nodes(config)
     if mine:
         return mine[0].host
-    address = next((node.host for node in config.nodes), "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        try:
-            sender.connect((address, 9))  # nothing is sent
-            return str(sender.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    try:
+        return source_address(next((node.host for node in config.nodes), "127.0.0.1"), 9)
+    except OSError:
+        return "127.0.0.1"

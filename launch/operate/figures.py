@@ -289,7 +289,11 @@ class NodeHistory:
         """Returns what the node has done of late; None before its second reading."""
         if not self._steps:
             return None
-        recent, latest = self.recent(now), self._steps[-1]
+        recent, latest, quantiles = self.recent(now), self._steps[-1], dict[str, tuple[float, float]]()
+        for name in TIMINGS:
+            counted = {float(bound): count for bound, count in _sums(recent, name).items()}
+            if not math.isnan(median := quantile(counted, 0.5)):
+                quantiles[name] = median, quantile(counted, 0.99)
         return Rates(
             load=latest.rate(("bytes", "retrieve")),
             store=latest.rate(("bytes", "store")),
@@ -297,7 +301,7 @@ class NodeHistory:
             requests=sum(_sums([latest], "requests").values()) / latest.seconds,
             evictions={tier: count / latest.seconds for tier, count in _sums([latest], "evictions").items()},
             sources=_shares(_tokens(recent, self.last)),
-            quantiles=_quantiles(recent),
+            quantiles=quantiles,
             missed=_missed(recent, now),
         )
 
@@ -352,12 +356,6 @@ def _parts(steps: list[_Increment]) -> dict[str, float]:
 def _shares(tokens: Mapping[str, float]) -> dict[str, float] | None:
     asked = sum(tokens.values())
     return {source: tokens.get(source, 0.0) / asked for source in SOURCES} if asked else None
-
-
-def _quantiles(steps: list[_Increment]) -> dict[str, tuple[float, float]]:
-    counted = {name: {float(bound): count for bound, count in _sums(steps, name).items()} for name in TIMINGS}
-    pairs = {name: (quantile(found, 0.5), quantile(found, 0.99)) for name, found in counted.items()}
-    return {name: pair for name, pair in pairs.items() if not math.isnan(pair[0])}
 
 
 def quantile(counted: Mapping[float, float], part: float) -> float:

@@ -103,16 +103,14 @@ def _queue(node: NodeStatus) -> str:
     )
 
 
-def _staging(node: NodeStatus) -> float | None:
-    return (node.reading.staging_used or 0.0) / node.reading.staging if node.reading.staging else None
+def _staging(node: NodeStatus) -> str:
+    whole = node.reading.staging
+    return percent((node.reading.staging_used or 0.0) / whole) if whole else ""
 
 
-def _breaker(node: NodeStatus) -> str:
-    return {None: "", True: "up", False: "DOWN"}[node.reading.pool_up]
-
-
-def _evicted(node: NodeStatus) -> float | None:
-    return sum(node.rates.evictions.values()) if node.rates is not None and node.rates.evictions else None
+def _evicted(node: NodeStatus) -> str:
+    evictions = {} if node.rates is None else node.rates.evictions
+    return rate(sum(evictions.values())) if evictions else ""
 
 
 def _given(node: NodeStatus) -> str:
@@ -139,9 +137,9 @@ COLUMNS = (
     Column("p50   p99", 11, 0, lambda node: _pair(node, "first byte", "first token", "lookup")),
     Column("lookup 50 99", 12, 7, lambda node: _pair(node, "lookup")),
     Column("queue", 6, 0, _queue),
-    Column("staging", 7, 8, lambda node: percent(_staging(node))),
-    Column("breaker", 7, 8, _breaker),
-    Column("evict/s", 7, 9, lambda node: rate(_evicted(node))),
+    Column("staging", 7, 8, _staging),
+    Column("breaker", 7, 8, lambda node: {None: "", True: "up", False: "DOWN"}[node.reading.pool_up]),
+    Column("evict/s", 7, 9, _evicted),
     Column("gives", 5, 10, _given),
     Column(_WHY, 22, 11, lambda node: "" if node.rates is None else ", ".join(reason for reason, _, _ in node.rates.missed), left=True),
 )  # fmt: skip

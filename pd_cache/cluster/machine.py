@@ -267,6 +267,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
+def source_address(host: str, port: int) -> str:
+    """Returns this machine's address as `host` sees it. Raises OSError if it is not reachable."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        sender.connect((host, port))  # nothing is sent
+        return str(sender.getsockname()[0])
+
+
 def host_of(address: str) -> str:
     """Returns the host of `host:port` or of a URL; empty if there is none."""
     try:

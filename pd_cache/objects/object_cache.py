@@ -436,16 +436,14 @@ class ObjectCache:
             # a value of one part needs no keys for further parts
             total = checksum_of(raw) if len(raw) > self.part_bytes else 0
             headers[index] = PartHeader.of(len(raw), total, 0, self.part_bytes, form)
-        parts = [(index, number) for index in lacking for number in range(1, headers[index].parts)]
-        pieces = [
-            _Piece(
-                self._keys.part(heads[index], headers[index], number),
-                PartHeader.of(len(given[index][0]), headers[index].checksum, number, self.part_bytes, None),
-                given[index][0],
-            )
-            for index, number in parts
-        ]
-        for (index, _), status in zip(parts, self._put(pieces, deadline), strict=True):
+        owners, pieces = list[int](), list[_Piece]()
+        for index in lacking:
+            head, raw = headers[index], given[index][0]
+            for number in range(1, head.parts):
+                header = PartHeader.of(len(raw), head.checksum, number, self.part_bytes, None)
+                owners.append(index)
+                pieces.append(_Piece(self._keys.part(heads[index], head, number), header, raw))
+        for index, status in zip(owners, self._put(pieces, deadline), strict=True):
             if status is not Status.OK:
                 statuses[index] = status
         whole = [index for index in lacking if statuses[index] is Status.MISSING]

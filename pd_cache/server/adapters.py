@@ -9,7 +9,7 @@ has to compute; the engine gets a block back only when the server cannot touch i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -233,18 +233,14 @@ class WorkerAdapter(_Adapter):
     ) -> None:
         """Calls `submit_store_request` for each request; each store ends by itself. Raises ValueError for an
         op that does not fit, before any store begins."""
-        self._check_batch(request_ids, ops)
-        for request_id, op in zip(request_ids, ops, strict=True):
-            self.submit_store_request(request_id, op, event)
+        self._submit(self.submit_store_request, request_ids, ops, event)
 
     def batched_submit_retrieve_requests(
         self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None
     ) -> None:
         """Calls `submit_retrieve_request` for each request; each retrieve ends by itself. Raises ValueError
         for an op that does not fit, before any retrieve begins."""
-        self._check_batch(request_ids, ops)
-        for request_id, op in zip(request_ids, ops, strict=True):
-            self.submit_retrieve_request(request_id, op, event)
+        self._submit(self.submit_retrieve_request, request_ids, ops, event)
 
     def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Returns the requests whose stores have ended since the last call, and those whose retrieves have
@@ -279,11 +275,19 @@ class WorkerAdapter(_Adapter):
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _check_batch(self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp]) -> None:
+    def _submit(
+        self,
+        submit: Callable[[str, LoadStoreOp, Any], None],
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: Any,
+    ) -> None:
         if len(request_ids) != len(ops):
             raise ValueError(f"{len(request_ids)} request ids and {len(ops)} ops: one op a request")
         for op in ops:
             self._names(op)
+        for request_id, op in zip(request_ids, ops, strict=True):
+            submit(request_id, op, event)
 
     def _chunks(self, op: LoadStoreOp) -> tuple[list[bytes], list[int]]:
         """Returns the names of an op's chunks, and their blocks."""

@@ -209,7 +209,9 @@ class HybridBackend(StorageBackend):
                                 fetches.close()
                                 break
                             else:
-                                ready.append(self._outcome(level, keys[start + place], fetched))
+                                if fetched.payload is not None:
+                                    fetched.level = level, keys[start + place]
+                                ready.append(fetched)
                         start += len(ready)
                         if ready:
                             yield ready
@@ -218,12 +220,6 @@ class HybridBackend(StorageBackend):
                 together = 1 if lacking else 2 * together
                 yield from self._read(keys[start : start + lacking], size, level + 1, end)
                 start += lacking
-
-    def _outcome(self, level: int, key: str, fetched: Fetched) -> Fetched:
-        """Returns a tier's answer as this backend's."""
-        if fetched.payload is not None:
-            fetched.level = level, key
-        return fetched
 
     def _levels(self, keys: Keys, floor: int, end: End) -> list[int]:
         """Returns, for each key, the number of the first tier from `floor` on that knows it, or the last

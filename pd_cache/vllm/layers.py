@@ -277,7 +277,10 @@ def group_tensors(
     """
     block_size = chunk_size // group.kept_blocks(chunk_size)
     found: dict[int, torch.Tensor | Sequence[torch.Tensor]] = {}
-    for name in _in_layer_order(names):
+    # by the numbers in their names, an order which is the same on every node
+    for name in sorted(
+        names, key=lambda name: [int(part) if part.isdigit() else -1 for part in re.split(r"(\d+)", name)]
+    ):
         cache = kv_caches[name]
         first = cache if isinstance(cache, torch.Tensor) else cache[0]
         found.setdefault(first.data_ptr(), cache)  # layers may share a tensor
@@ -328,10 +331,3 @@ def _pages(parts: Sequence[torch.Tensor], blocks: int) -> torch.Tensor:
     view = torch.empty(0, dtype=torch.uint8, device=parts[0].device)
     view.set_(parts[0].untyped_storage(), begin, (blocks, end - begin), (strides.pop(), 1))
     return view
-
-
-def _in_layer_order(names: Sequence[str]) -> list[str]:
-    """Returns layers' names in the order of their numbers, which is the same on every node."""
-    return sorted(
-        names, key=lambda name: [int(part) if part.isdigit() else -1 for part in re.split(r"(\d+)", name)]
-    )

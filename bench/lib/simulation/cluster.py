@@ -15,7 +15,7 @@ import msgspec
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime, Station, first_of, wait_for_all
 from bench.lib.simulation.costs import PoolCosts, UnitCosts
 from bench.lib.simulation.engine import GRAIN, Generating, SimulatedEngine
-from bench.lib.simulation.workload import SimulatedRequest
+from bench.lib.simulation.workload import CopiedTrace, SimulatedRequest, names_of
 from launch.openai import ApiError
 from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
 from launch.proxy.keys import Admission, Client
@@ -202,10 +202,14 @@ class SimulatedCluster:
         self.errors: list[float] = []
         """Of predictions, as shares of what was measured."""
 
-    def remember(self, names: Sequence[bytes]) -> None:
-        """Puts the chunks of an earlier prompt into the pool."""
-        for name in self.pool.missing(names):
-            self.pool.put(name, self._rng.randrange(len(self._every)))
+    def remember(self, trace: CopiedTrace, count: int) -> None:
+        """Puts the chunks of the prompts before a load of `count` requests into the pool."""
+        for request in trace.passed:
+            for copy in range(trace.copies(count)):
+                for name in self.pool.missing(
+                    names_of(trace.parts(request, copy), self.costs.engine.chunk_tokens)
+                ):
+                    self.pool.put(name, self._rng.randrange(len(self._every)))
 
     def run(self, requests: Sequence[SimulatedRequest]) -> tuple[list[RequestOutcome], dict[str, float]]:
         """Sends every request when it is due. Returns the outcome of each request, and the use of each kind

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from bench.lib.report import Check, at_least
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import DecodeCosts, EngineShape, PrefillCosts, UnitCosts
-from bench.lib.simulation.workload import Arrival, CopiedTrace, Part, names_of, of_arrival
+from bench.lib.simulation.workload import Arrival, CopiedTrace, Part, of_arrival
 from bench.lib.stats import quantile
 from bench.lib.trace import Request
 from pd_cache.cluster import LimitsConfig, ProxyConfig
@@ -75,9 +75,7 @@ def run(
     cluster = SimulatedCluster(plan, costs)
     arrivals, size = load.arrivals(rate), costs.engine.chunk_tokens
     if load.copied is not None:
-        for request in load.copied.passed:
-            for copy in range(load.copied.copies(len(arrivals))):
-                cluster.remember(names_of(load.copied.parts(request, copy), size))
+        cluster.remember(load.copied, len(arrivals))
     outcomes, _ = cluster.run([of_arrival(arrival, size) for arrival in arrivals])
     kept, counted = dict.fromkeys(load.hours, 0), 0
     for outcome in outcomes:

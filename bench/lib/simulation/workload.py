@@ -40,16 +40,6 @@ class Arrival(NamedTuple):
         return sum(part.tokens for part in self.prompt)
 
 
-def poisson(rate: float, count: int) -> list[float]:
-    """Returns `count` random times of arrival, in seconds, at `rate` a second on average. Each call returns
-    the same times."""
-    rng, now, times = random.Random(0), 0.0, []
-    for _ in range(count):
-        now += rng.expovariate(rate)
-        times.append(now)
-    return times
-
-
 class SimulatedRequest(NamedTuple):
     """A request to come."""
 
@@ -119,10 +109,12 @@ class CopiedTrace:
 
     def arrivals(self, count: int, rate: float) -> list[Arrival]:
         """Returns `count` requests at `rate` a second, at random times (Poisson), from the copies in turn.
-        All copies advance equally far, so the share of a prompt that its user has sent before does not depend
-        on the number of copies."""
+        Each call returns the same times. All copies advance equally far, so the share of a prompt that its
+        user has sent before does not depend on the number of copies."""
         copies, arrivals = self.copies(count), []
-        for number, now in enumerate(poisson(rate, count)):
+        rng, now = random.Random(0), 0.0
+        for number in range(count):
+            now += rng.expovariate(rate)
             index, copy = divmod(number, copies)
             request = self._coming[index]
             arrivals.append(Arrival(now, self.parts(request, copy), max(1, request.output_length)))

@@ -404,12 +404,15 @@ class ReferenceEngine:
             self._use(active, stream.result)
             return
         assert self._cache is not None
-        announced = self._cache.whole_chunks(
-            min(active.generation.request.announced_prefix, len(active.prompt))
-        )
-        until = time.monotonic() + (self._handoff.wait_ms / 1000 if announced else 0.0)
-        load.deadline, load.awaited = until + self._load_timeout_s, (announced, until)
+        load.awaited = self._awaited(self._cache, active)
+        load.deadline = load.awaited[1] + self._load_timeout_s
         active.phase = _Phase.LOADING
+
+    def _awaited(self, cache: PrefixCache, active: _Active) -> tuple[int, float]:
+        """Returns how many tokens of the prompt a prefill node has announced, and how long to wait for
+        them."""
+        announced = cache.whole_chunks(min(active.generation.request.announced_prefix, len(active.prompt)))
+        return announced, time.monotonic() + (self._handoff.wait_ms / 1000 if announced else 0.0)
 
     def _start_load(self, active: _Active) -> None:
         cache, request, blocks = self._cache, active.generation.request, active.blocks
@@ -419,8 +422,7 @@ class ReferenceEngine:
         prefix = active.prefix = cache.prefix(request, active.prompt, blocks)
         if prefix is None or active.skip_cache:
             return
-        announced = cache.whole_chunks(min(request.announced_prefix, len(active.prompt)))
-        until = time.monotonic() + (self._handoff.wait_ms / 1000 if announced else 0.0)
+        announced, until = self._awaited(cache, active)
         if request.streams:
             announced, until = prefix.length, active.generation.deadline
         load = LoadAttempt(blocks, announced, until, until + self._load_timeout_s)

@@ -79,7 +79,10 @@ def parse_completion(body: bytes, model: str) -> CompletionRequest:
     for name in given.keys() - set(CompletionFields.__struct_fields__):
         if name not in _ONLY_NEUTRAL:
             raise _refused(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
-        if not any(_same(given[name], neutral) for neutral in _ONLY_NEUTRAL[name]):
+        # to Python, False is 0
+        if (type(given[name]) is bool, given[name]) not in [
+            (type(neutral) is bool, neutral) for neutral in _ONLY_NEUTRAL[name]
+        ]:
             message = f"{name} is not supported by this engine; leave it out"
             raise _refused(message, param=name, code="unsupported_parameter")
     try:
@@ -109,10 +112,6 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
     if prompt and isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return tuple(prompt)
     raise _refused("prompt must be a string or a list of token ids, and not empty", param="prompt")
-
-
-def _same(value: object, neutral: object) -> bool:
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 class AnswerBuilder:
