@@ -88,12 +88,12 @@ _MODULES = {
     "pd_cache.server.protocol": ("EngineIdentity",),
     "transfer": ("PoolUnavailableError", "TransferSettings"),
 }
-"""The imports above, at run time; a test keeps the two in step."""
+"""The same imports for use at run time; a test compares the two lists."""
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 _OLD_NAMES = {"ServerCache": "RemoteCache"}
-"""They work for one release, with a warning."""
+"""Old names and their replacements. An old name works for one release, with a warning."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,5 +1,6 @@
-"""The cache. `BlockCache` finds, stores and loads by names of chunks and ids of blocks. `CacheEngine` is the
-`BlockCache` of this process. `PromptCache` does the same by tokens, masks and slot mappings."""
+"""The cache. A `BlockCache` finds, stores and loads chunks by their names and by ids of blocks. `CacheEngine`
+is the `BlockCache` of this process. `PromptCache` offers the same operations by tokens, masks and slot
+mappings."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ class BlockCache(Protocol):
     """A cache over one paged KV cache, in this process (`CacheEngine`) or in the host's cache server
     (`RemoteCache`). Thread-safe.
 
-    If the pool or the server cannot do something, the prefix ends there or the chunk stays unstored. This is
-    counted, and never raised. The caller's mistakes raise ValueError before anything moves. No call touches a
-    block after it has returned.
+    Trouble in the pool or the server is counted and never raised: the found prefix is shorter, or a chunk is
+    not stored. The caller's mistakes raise ValueError before anything moves. No call touches a block after it
+    has returned.
     """
 
     metrics: CacheMetrics
@@ -59,7 +60,7 @@ class BlockCache(Protocol):
         once."""
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Uses these KV tensors, one per layer, in layer order, for calls that name no tensors."""
+        """Registers KV tensors, one per layer, in layer order. Calls without tensors use them."""
 
     def name_chunks(
         self, tokens: Tokens | None, hashes: Names | None = None, extra_keys: Iterable[ExtraKey] = ()
@@ -70,8 +71,8 @@ class BlockCache(Protocol):
     def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
         """Returns how many chunks, from the first, the cache holds with every shard, and why not more.
 
-        The first `at_hand` chunks are not looked up and count as found. A cache server protects what it found
-        from eviction for `session`, until the session loads it or ends. `timeout` is in seconds.
+        The first `at_hand` chunks are not looked up and count as found. A cache server protects the found
+        chunks from eviction until `session` has loaded them or ends. `timeout` is in seconds.
         """
 
     def store(
@@ -88,12 +89,12 @@ class BlockCache(Protocol):
         Returns the outcome of each.
 
         `label` is the label that the engine had before the chunks were computed, by default the present one.
-        Nothing is stored if it is None, or if the engine has another label by now. If the engine has gone
-        back to the same label in between, this cannot know it: do not store such chunks.
+        Nothing is stored if it is None, or if the engine has another label by now. Do not store chunks if the
+        engine has changed its label in between and got the same label again: the cache cannot detect this.
 
-        `after` is a `mark`: the chunks are read once the work before it is done. If only the ends of prefixes
-        need these layers (`LayerGroup.tail`), the first blocks may be -1: no load needs them, and zeros are
-        stored. `timeout` is in seconds.
+        `after` is a `mark`: the chunks are read once the work before it is done. If loads need only the last
+        chunks of these layers (`LayerGroup.tail`), the first blocks may be -1; zeros are stored for them.
+        `timeout` is in seconds.
         """
 
     def load(
@@ -106,7 +107,7 @@ class BlockCache(Protocol):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> Loaded:
-        """Loads chunks into `blocks`. Returns how many of them, from the first, are there now, from which
+        """Loads chunks into `blocks`. Returns how many of them, from the first, were loaded, from which
         tiers, and why not more.
 
         The first and the last blocks may be -1: they are skipped. Blocks of chunks that were not loaded may
@@ -119,8 +120,8 @@ class BlockCache(Protocol):
         """Releases what a session protects. Does nothing if there is no such session."""
 
     def mark(self) -> Any:
-        """Marks the work that the calling thread has given the device so far, so that a store can wait for
-        it."""
+        """Returns a mark of the work that the calling thread has queued on the device so far. A store can
+        wait for this work."""
 
     def close(self) -> None:
         """Releases the cache and the KV tensors. Idempotent."""
@@ -129,8 +130,8 @@ class BlockCache(Protocol):
 # --- the cache of this process ----------------------------------------------------------------------
 
 _REMEMBERED = 4
-"""How many sets of KV tensors an engine remembers. An engine has one; tests and new registrations have a
-few."""
+"""How many sets of KV tensors an engine remembers. An engine usually has one set; tests and new registrations
+add a few."""
 
 
 class _Pages(NamedTuple):
@@ -164,7 +165,7 @@ class CacheEngine(PrefixLookup):
         version: WeightsVersion | None = None,
     ) -> None:
         """Takes over `backend`, and closes it with the engine. `version` is the version of the weights; by
-        default the engine has one of its own. Raises ValueError if layout and metadata disagree."""
+        default a new one. Raises ValueError if layout and metadata disagree."""
         described = CacheMetadata.of(
             metadata.model,
             layout,
@@ -199,8 +200,8 @@ class CacheEngine(PrefixLookup):
         self.backend.wait_available(timeout)
 
     def register_kv_caches(self, kv_caches: KVCaches) -> None:
-        """Uses these KV tensors from now on. Raises ValueError for tensors that do not have the engine's
-        layout."""
+        """Registers the KV tensors to use from now on. Raises ValueError for tensors that do not have the
+        engine's layout."""
         self._registered = self._pages(kv_caches)
 
     def name_chunks(
@@ -210,7 +211,7 @@ class CacheEngine(PrefixLookup):
 
         The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the
         request's isolation, and go with token ids only. Raises ValueError for both or neither, and for the
-        form by which the namespace does not name chunks.
+        form that does not fit the namespace's hash mode.
         """
         return self.database.name_chunks(tokens, hashes, extra_keys)
 
@@ -244,14 +245,14 @@ class CacheEngine(PrefixLookup):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> Loaded:
-        """Loads chunks into `blocks` of `kv_caches`. Returns how many of them, from the first, are there now,
+        """Loads chunks into `blocks` of `kv_caches`. Returns how many of them, from the first, were loaded,
         and why not more.
 
         `blocks` are the ids of the chunks' blocks, `chunk_size // block_size` for each name, or the `Slots`
         of their tokens. The first and the last blocks may be -1: they are skipped. Blocks of chunks that were
         not loaded may have been overwritten. `label` is the label that this engine had before the lookup, by
-        default the present one. `timeout` is in seconds. Raises ValueError, before anything moves, for blocks
-        that the KV tensors do not have, or that are not as many as the names need.
+        default the present one. `timeout` is in seconds. Raises ValueError, before anything moves, if the KV
+        tensors do not have these blocks, or if the number of blocks does not fit the names.
         """
         end, pages = end_in(timeout), self._pages(kv_caches)
         return self.mover.load(self._run(names, blocks, label, "ends"), pages.lend, end)
@@ -260,8 +261,8 @@ class CacheEngine(PrefixLookup):
         """Does nothing: a lookup protects nothing here."""
 
     def mark(self) -> DeviceMark:
-        """Returns a mark of the work that the calling thread has given the device so far. `store(after=…)`
-        waits for that work."""
+        """Returns a mark of the work that the calling thread has queued on the device so far.
+        `store(after=…)` waits for this work."""
         return DeviceMark(self._pages(None).tensors[0])
 
     def close(self) -> None:
@@ -273,7 +274,7 @@ class CacheEngine(PrefixLookup):
             remembered = list(self._remembered.values())
             self._remembered.clear()
             self._registered = None
-        for pages in remembered:  # before the backend: the staging memory is page-locked until this closes
+        for pages in remembered:  # first: they page-lock the staging memory
             pages.close()
         self.backend.close()
 
@@ -282,7 +283,7 @@ class CacheEngine(PrefixLookup):
     def _run(
         self, names: Names, blocks: BlocksOrSlots, label: str | None, may_leave_out: LeavingOut
     ) -> ChunkRun:
-        """Checks the arguments and returns the chunks in their places."""
+        """Checks the arguments, and returns the chunks with their blocks."""
         label = self.label if label == PRESENT else label
         chunks = plan_named(names, blocks, self.layout, self.chunk_size, may_leave_out=may_leave_out)
         shards = self.metadata.shards
@@ -313,7 +314,7 @@ class CacheEngine(PrefixLookup):
             if not self.mover.closed:
                 self._remembered[place] = pages
                 if len(self._remembered) > _REMEMBERED:
-                    # the tensors that were used longest ago, apart from the registered ones
+                    # forgets the tensors that were used longest ago, but never the registered ones
                     oldest = next(
                         key for key, used in self._remembered.items() if used is not self._registered
                     )
@@ -339,7 +340,7 @@ class CacheEngineBuilder:
         backend: Callable[[NodeSettings, int], StorageBackend] | None = None,
         version: WeightsVersion | None = None,
     ) -> CacheEngine:
-        """Returns the engine with this id. Creates it if there is none, without waiting for the pool.
+        """Returns the engine with this id. If there is none, creates it, without waiting for the pool.
 
         Raises ValueError if one exists for another config, metadata or layout. `backend` replaces the
         configured tiers; `version`: see `CacheEngine`.
@@ -396,8 +397,8 @@ class PromptCache:
     """`lookup`, `store` and `retrieve` for prompts, given as token ids or as the engine's block hashes.
     Thread-safe.
 
-    What the pool cannot do is counted, and never raised. The caller's mistakes raise ValueError before
-    anything moves.
+    Trouble in the pool is counted and never raised. The caller's mistakes raise ValueError before anything
+    moves.
     """
 
     def __init__(self, cache: BlockCache) -> None:
@@ -438,11 +439,11 @@ class PromptCache:
         """Stores the whole chunks of a prompt that the pool lacks. Returns how many tokens were newly stored.
 
         The prompt is `tokens`, n ids, or `hashes`, one per block, with n = blocks * block_size. mask: bool
-        [n], `FFFTTT`; the False prefix is a whole number of chunks that need no storing. slot_mapping: int
-        [n], `block * block_size + offset` of each token. kv_caches: the engine's tensors, one per layer; by
-        default the registered ones. label: the label of the weights that computed them, if weights change
-        while the engine runs (`BlockCache.store`). timeout (s) bounds the whole call; without it, each
-        transfer has the configured timeout.
+        [n], False and then True (`FFFTTT`); its False prefix is a whole number of chunks, which are not
+        stored. slot_mapping: int [n], `block * block_size + offset` of each token. kv_caches: the engine's
+        tensors, one per layer; by default the registered ones. label: the label of the weights that computed
+        them, if weights change while the engine runs (`BlockCache.store`). timeout (s) bounds the whole call;
+        without it, each transfer has the configured timeout.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
         outcomes = self.cache.store(
@@ -462,14 +463,14 @@ class PromptCache:
         session: str = "",
         timeout: Timeout = None,
     ) -> Tensor:
-        """Loads a prompt's chunks into the paged buffer, up to the first that the pool lacks.
+        """Loads a prompt's chunks into the paged buffer, up to the first chunk that the pool lacks.
 
-        Returns a bool tensor [n] on the CPU: True for each token whose KV is now in the buffer, one
-        contiguous run from the mask's first True. Slots of wanted tokens that are False in it may have been
+        Returns a bool tensor [n] on the CPU: True for each token whose KV was loaded. These tokens are one
+        contiguous run from the mask's first True. Slots of wanted tokens that were not loaded may have been
         overwritten; all other slots are untouched.
 
-        The arguments are those of `store`, except that the mask's False prefix is not wanted, and that the
-        wanted slots may begin with whole blocks of -1. Those blocks are skipped, because the engine has them.
+        The arguments are those of `store`, with two differences. The mask's False prefix is not loaded. The
+        slots after it may begin with whole blocks of -1, for blocks that the engine has; they are skipped.
         timeout (s) bounds the whole call.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)

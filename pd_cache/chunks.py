@@ -39,7 +39,7 @@ TOKEN_BYTES = 4
 _INT32 = ("i", "<i") if sys.byteorder == "little" else ("<i",)
 """The formats of buffers of little-endian int32."""
 _TOKEN_HASH = "blake2b"
-"""Names the hash `h` in the namespace, so that a version with another one shares no chunk with this one."""
+"""The name of the hash `h` in the namespace. A release with another hash shares no chunks with this one."""
 NAME_WIDTHS = range(8, HASH_BYTES + 1)
 """How many bytes a chunk's name may have; see `stride_hashes`."""
 Size = Annotated[int, Meta(ge=1, lt=1 << 48)]
@@ -56,8 +56,8 @@ class TokenArray(Protocol):
 
 
 Tokens = TokenArray | memoryview | Sequence[int]
-"""Token ids, each of which must fit an int32. To name a NumPy array, an `array.array("i")` or a memoryview of
-int32 takes less than half of the time that a list takes, whose integers are objects."""
+"""Token ids; each must fit an int32. Naming a NumPy array, an `array.array("i")` or a memoryview of int32
+takes less than half of the time of a list, whose integers are objects."""
 
 ExtraKey = str | bytes | int
 """A part of a request's isolation: its cache_salt, the digest of its LoRA adapter, a multi-modal hash."""
@@ -69,9 +69,9 @@ class MediaItem(NamedTuple):
     name: str
     """A hash of its content."""
     offset: int
-    """The place of its first token."""
+    """The position of its first token in the prompt."""
     length: int
-    """How many tokens stand for it."""
+    """How many tokens of the prompt stand for it."""
 
 
 def salt_keys(cache_salt: str | None) -> tuple[ExtraKey, ...]:
@@ -80,18 +80,18 @@ def salt_keys(cache_salt: str | None) -> tuple[ExtraKey, ...]:
 
 
 class LayerGroup(Struct, frozen=True, kw_only=True):
-    """Layers that keep their KV alike. A model has several such groups if not all of its layers do, or if it
-    is cut into pipeline stages."""
+    """Layers that keep their KV in the same way. A model has several groups if its layers differ in this, or
+    if it is cut into pipeline stages."""
 
     layers: Annotated[str, Meta(min_length=1, max_length=4096)]
     """Which layers, e.g. `0-4,6-10`."""
     keeps: Annotated[str, Meta(min_length=1, max_length=4096)]
     """What they keep, e.g. `the last 256 tokens`."""
     tail: Annotated[int, Meta(ge=0, lt=1 << 32)]
-    """How many of its last chunks a prefix needs of them; 0 for all chunks."""
+    """How many of a prefix's last chunks a load needs from these layers; 0 for all chunks."""
     ahead: Annotated[int, Meta(ge=0, le=1)] = 0
-    """1 if a chunk's KV depends on tokens behind the chunk, and is therefore stored under the name of the
-    chunk after it."""
+    """1 if a chunk's KV depends on the token after the chunk, so that it is stored under the name of the next
+    chunk."""
 
 
 class Namespace(Struct, frozen=True, kw_only=True):
@@ -110,16 +110,16 @@ class Namespace(Struct, frozen=True, kw_only=True):
     """How many objects a chunk is cut into: the tensor-parallel size for most models, or a multiple of it."""
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str = ""
-    """Hash mode: what the engine's block hashes depend on besides tokens (algorithm and seed)."""
+    """Hash mode: the algorithm and seed of the engine's block hashes."""
     group: str = ""
-    """Which of the model's layers. Empty for all layers, if they all keep the KV of every token. Each layer
+    """The layers of this layer group; empty if all layers of the model keep the KV of every token. Each layer
     group has a namespace of its own."""
     keeps: str = ""
     """What these layers keep, if there are groups; see `LayerGroup`."""
     tail: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
-    """How many of its last chunks a prefix needs of these layers; 0 for all chunks."""
+    """How many of a prefix's last chunks a load needs from these layers; 0 for all."""
     ahead: Annotated[int, Meta(ge=0, le=1)] = 0
-    """1 if a chunk is stored under the name of the chunk after it; see `LayerGroup`."""
+    """1 if a chunk is stored under the name of the next chunk; see `LayerGroup`."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -145,8 +145,8 @@ class Namespace(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, manifest: bytes) -> Namespace:
-        """Reads what `manifest` returned. Raises ValueError for any other text, and for another version's
-        manifest."""
+        """Reads a text that `manifest` returned. Raises ValueError for any other text, and for the manifest
+        of another release."""
         fields: dict[str, str | int] = decode_json(manifest, dict[str, str | int])
         if fields.pop("format", None) != KEY_FORMAT:
             raise ValueError(f"no manifest of format {KEY_FORMAT}: {manifest[:200]!r}")
@@ -177,19 +177,19 @@ def token_bytes(tokens: Tokens) -> bytes:
                 return view.tobytes()
         count = len(tokens)
         with contextlib.suppress(struct.error):
-            # packing unsigned integers takes two thirds of the time, and they fit an int32 if the first bit
+            # packs unsigned integers, which takes two thirds of the time; they fit an int32 if the first bit
             # of each is 0
             raw = struct.Struct(f"<{count}I").pack(*tokens)
             if raw[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():
                 return raw
-        # half the time of `array.array` and of NumPy
+        # takes half the time of `array.array` and NumPy
         return struct.Struct(f"<{count}i").pack(*tokens)
     except (struct.error, TypeError, NotImplementedError) as error:
         raise ValueError(f"tokens must be integers that fit an int32: {error}") from None
 
 
 def _array_bytes(values: Any) -> bytes:
-    """Does the same for a NumPy array or a tensor."""
+    """As `token_bytes`, for a NumPy array or a tensor."""
     if hasattr(values, "untyped_storage") and not (values.is_floating_point() or values.is_complex()):
         values = values.detach().cpu().numpy()
     if values.ndim != 1 or getattr(values.dtype, "kind", None) not in ("i", "u"):
@@ -220,19 +220,19 @@ def root(extra_keys: Iterable[ExtraKey] = ()) -> bytes:
 
 
 _EMPTY = hashlib.blake2b(digest_size=HASH_BYTES)
-"""Copied for each chunk: a copy takes less time than a new hash with a `digest_size`."""
+"""Copied for each chunk, because a copy takes less time than a new hash with a `digest_size`."""
 _RUN_BYTES = 16 << 10
 """Prompts are remembered in runs of about this size, in whole chunks: 4096 tokens. With shorter runs, new
 prompts take longer."""
 _MOST_BYTES = 16 << 20
-"""The most bytes of all runs together: 4 million tokens. Their names come on top."""
+"""The most bytes of all runs together: 4 million tokens. Their names take further memory."""
 
 
 class ChunkNamer:
     """Names the chunks of prompts. Thread-safe.
 
-    It remembers runs of chunks of recent prompts, each with the name before it and the names of its chunks.
-    The run that was not used for the longest time goes first. Bytes are compared, so a remembered name is the
+    It remembers runs of chunks of recent prompts: each with the name before the run, and the names of its
+    chunks. It forgets the least recently used run first. It compares all bytes, so a remembered name is the
     name that hashing would return.
     """
 
@@ -248,13 +248,13 @@ class ChunkNamer:
         self.chunk_size = chunk_size
         self.blocks_per_chunk = blocks_per_chunk
         self.mode = mode
-        """What the namespace names chunks by, `tokens` or `blocks`; None if that is not known yet."""
+        """How the namespace names chunks: by `tokens` or by `blocks`; None if that is not known yet."""
         self._chunk_bytes = chunk_size * TOKEN_BYTES
         self._run_bytes = max(1, _RUN_BYTES // self._chunk_bytes) * self._chunk_bytes
         self._most = max(1, most_bytes // self._run_bytes)
         self._runs: OrderedDict[bytes, tuple[bytes, list[bytes]]] = OrderedDict()
-        """For the name before a run and the run's last tokens, the run and its names. Different runs rarely
-        end alike."""
+        """The key is the name before a run and the run's last tokens, because different runs rarely end
+        alike. The value is the run and its names."""
         self._lock = threading.Lock()
 
     def name_chunks(
@@ -263,7 +263,7 @@ class ChunkNamer:
         """Returns the name of each whole chunk of a prompt, given as tokens or as the engine's block hashes.
 
         The name of a chunk of tokens is its chained hash. Raises ValueError for both or neither, for the form
-        that is not the namespace's, and for a token that does not fit an int32.
+        that does not fit the namespace's mode, and for a token that does not fit an int32.
         """
         if (tokens is None) == (hashes is None):
             raise ValueError("exactly one of tokens and block hashes must be given")
@@ -288,7 +288,7 @@ class ChunkNamer:
         return names
 
     def _names(self, previous: bytes, run: bytes) -> list[bytes]:
-        """Returns the names of a run's chunks. A shorter run, at a prompt's end, is not remembered."""
+        """Returns the names of a run's chunks. A shorter run at a prompt's end is not remembered."""
         if len(run) < self._run_bytes:
             return self._chain(previous, run)
         key = previous + run[-HASH_BYTES:]
@@ -316,8 +316,8 @@ class ChunkNamer:
 
 
 def stride_hashes(block_hashes: Names, blocks_per_chunk: int) -> list[bytes]:
-    """Returns, from an engine's chained block hashes, the hash of each chunk's last block. Nothing is hashed
-    again.
+    """Returns the names of chunks from an engine's chained block hashes: for each chunk, the hash of its last
+    block. Hashes nothing again.
 
     Short hashes are kept whole; longer ones are truncated to 16 bytes.
     """
@@ -334,7 +334,7 @@ def fold_names(names: Iterable[bytes], identity: bytes) -> list[bytes]:
 
 
 def check_names(names: Names) -> None:
-    """Raises ValueError unless these can be names of a prompt's chunks: bytes, all of one width in
+    """Raises ValueError unless `names` are valid names of chunks: bytes, all of one width in
     `NAME_WIDTHS`."""
     widths = set(map(len, names)) if set(map(type, names)) <= {bytes} else {-1}
     if len(widths) > 1 or not widths <= set(NAME_WIDTHS):
@@ -349,7 +349,7 @@ class CacheMetadata(Struct, frozen=True, kw_only=True):
     namespace."""
 
     model: str
-    """Identifies the weights; a name alone is not enough: see `Namespace.model`."""
+    """Identifies the weights. A name alone is not enough; see `Namespace.model`."""
     kv_dtype: str
     page_format: str
     layers: int
@@ -362,7 +362,7 @@ class CacheMetadata(Struct, frozen=True, kw_only=True):
     """How many shards of a chunk each rank holds; each shard is an object. page_format and page_bytes
     describe one shard."""
     group: LayerGroup | None = None
-    """Which of the model's layers; None if all of them are kept alike."""
+    """The layer group; None if all layers are kept alike."""
 
     @classmethod
     def of(
@@ -445,11 +445,11 @@ class ChunkedTokenDatabase(ChunkNamer):
     def name_media_chunks(
         self, tokens: Sequence[int], extra_keys: Iterable[ExtraKey], media: Iterable[MediaItem]
     ) -> list[bytes]:
-        """Returns the name of each whole chunk of a prompt with media, which are in the order of their
-        places.
+        """Returns the name of each whole chunk of a prompt with media. `media` are in the order of their
+        positions.
 
-        An item isolates the chunk in which it begins and all chunks behind it, so prompts share the text
-        before the item.
+        An item changes the name of the chunk in which it begins and of all later chunks. So prompts share the
+        text before the item.
         """
         names: list[bytes] = []
         isolation, chunk = [*extra_keys], self.chunk_size
@@ -467,7 +467,7 @@ class ChunkedTokenDatabase(ChunkNamer):
         shards = range(self.namespace.shards) if shards is None else shards
         if len(shards) == 1:
             only = f"{start}/{shards[0]}/"
-            return [only + name.hex() for name in names]  # takes half of the time of the general form
+            return [only + name.hex() for name in names]  # takes half the time of the general form
         prefixes = [f"{start}/{shard}/" for shard in shards]
         return [prefix + name for name in (value.hex() for value in names) for prefix in prefixes]
 
@@ -479,27 +479,27 @@ SEED_VARIABLE = "PYTHONHASHSEED"
 
 
 class UnknownHashesError(PdCacheError):
-    """Block hashes that only the engine itself can compute."""
+    """Raised if only the engine itself can compute its block hashes."""
 
 
 def describe_hashes(algorithm: str, seed: str, own: str, step: int | None = None) -> str:
-    """Returns what vLLM's block hashes depend on besides tokens, for `Namespace.hash_seed`. `own` is the
-    `hash_seed` of the cluster's file. `step`: the tokens of each hash, if they are not as many as a block
-    has.
+    """Returns a description of the algorithm and seed of vLLM's block hashes, for `Namespace.hash_seed`.
+    `own` is the `hash_seed` of the cluster's file. `step` is the number of tokens of each hash, if it is not
+    the block size.
 
     The description holds a digest of the seed, so that a node with the same seed can recognise it. The digest
-    keeps no secret: PYTHONHASHSEED has 32 bits, so anyone who sees the digest can find it. The seed need not
-    be secret for sha256; for xxhash, vLLM expects it to be.
+    does not protect the seed: PYTHONHASHSEED has 32 bits, so anyone who sees the digest can find the seed.
+    For sha256 the seed need not be secret. For xxhash, vLLM expects it to be secret.
     """
     every = "" if step is None else f"/{step}"
     return f"{algorithm}{every}:{_digest(seed)}:{own}"
 
 
 class BlockHasher:
-    """Hashes blocks as the engines of one namespace do."""
+    """Hashes blocks in the same way as the engines of a namespace."""
 
     def __init__(self, block_size: int, described: str, seeds: Iterable[str] = ()) -> None:
-        """`block_size` is the namespace's, and `described` what `describe_hashes` returned. `seeds` are
+        """`block_size` is the namespace's; `described` is the result of `describe_hashes`. `seeds` are
         candidates for its seed, besides this process's own seed and the default.
 
         Raises UnknownHashesError if the hashes cannot be computed here.
@@ -526,15 +526,15 @@ class BlockHasher:
         self, tokens: Sequence[int], cache_salt: str | None = None, media: Iterable[MediaItem] = ()
     ) -> list[bytes]:
         """Returns the chained hash of each whole block, 32 bytes each. `media` are in the order of their
-        places, and do not overlap."""
+        positions, and do not overlap."""
         step, previous, items = self.block_size, self._root, deque(media)
         hashes = []
         for start in range(0, len(tokens) - step + 1, step):
             end = start + step
             while items and items[0].offset + items[0].length <= start:
                 items.popleft()
-            # a copy of each name: vLLM's names of equal items are different objects, and pickle writes an
-            # object once
+            # copies each name, because pickle writes the same object only once, and vLLM's equal names are
+            # different objects
             extra: list[tuple[str | int, ...]] = [
                 ("mm", item.name.encode().decode(), item.offset - start)
                 for item in takewhile(lambda item: item.offset < end, items)  # noqa: B023

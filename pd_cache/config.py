@@ -45,14 +45,15 @@ class LocalTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="local
     """Memory of each process that has a cache."""
 
     capacity: Bytes
-    """Besides `transfer.staging_size`. Both are one registered memory region, so that nothing is copied."""
+    """Comes on top of `transfer.staging_size`. Both are one registered memory region, so that nothing is
+    copied."""
     policy: EvictionName = "lru"
     promote: PromotionName = "always"
     """When to put a chunk that was read from a later tier into this one."""
 
 
 class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"):
-    """Files, which survive a restart."""
+    """Files on a disk, which survive a restart."""
 
     path: AbsolutePath
     """An absolute folder. Processes that share it each use a folder of their own below it."""
@@ -67,11 +68,11 @@ class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk")
     threads: Annotated[int, Meta(ge=1, le=64)] = 4
     """How many files are read at the same time, and how many are written."""
     retry_s: Seconds = 30.0
-    """How long the tier leaves a disk alone that failed or cannot be written."""
+    """For how long the tier does not use a disk that failed or cannot be written."""
 
 
 class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="mooncake"):
-    """The shared pool, and where in it this node's chunks go."""
+    """The shared pool, and where this node's chunks are put in it."""
 
     blocking: bool = True
     """Whether a store waits for the pool."""
@@ -81,7 +82,8 @@ StorageTier = LocalTier | DiskTier | MooncakeTier
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):
-    """The `cache` section: what a chunk is, and where chunks live. Nodes that share hits agree on it."""
+    """The `cache` section: how large chunks are, how they are named, and where they are kept. Nodes that
+    share hits must agree on it."""
 
     chunk_size: Positive | Literal["auto"] = "auto"
     """Tokens per chunk, a multiple of the engine's block size. `auto`: 256, or the next size that fits the
@@ -94,7 +96,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all
     nodes that share chunks. 0 means the least common multiple for the nodes in this file."""
     tiers: Annotated[tuple[StorageTier, ...], Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
-    """Where chunks live, fastest first."""
+    """Where chunks are kept, fastest first."""
 
     def fitted(self, unit: int) -> CacheConfig:
         """Returns this section with a size for `chunk_size: auto`: at least 256 tokens, and a multiple of
@@ -105,7 +107,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
 
     @property
     def pool(self) -> MooncakeTier:
-        """The pool's tier; one with the defaults if there is none."""
+        """The pool's tier. If there is none, a tier with the defaults."""
         return next((tier for tier in self.tiers if isinstance(tier, MooncakeTier)), MooncakeTier())
 
     @property
@@ -154,7 +156,7 @@ class TracingConfig(Section, frozen=True, kw_only=True):
 
 
 class ServerSettings(Section, frozen=True, kw_only=True):
-    """How a cache server divides its threads and memory among the engines of its host."""
+    """A cache server's threads, and how long it protects chunks."""
 
     threads: Annotated[int, Meta(ge=2, le=64)] = 3
     """Threads that serve engines: one thread answers lookups, the others move bytes."""

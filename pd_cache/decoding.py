@@ -1,4 +1,4 @@
-"""Decodes JSON and msgpack that other processes wrote. Only this module does.
+"""Decodes JSON and msgpack that other processes wrote. No other module does.
 
 msgspec reports bad bytes in three ways: MsgspecError for a wrong syntax or schema, UnicodeDecodeError for
 text that is not UTF-8, and RecursionError for deep nesting. If a caller catches only some of them, one bad
@@ -24,7 +24,7 @@ _preparing = threading.Lock()
 
 
 class UndecodableError(ValueError):
-    """Bytes that are not what was expected; the message says why."""
+    """The bytes do not have the expected form. The message says why."""
 
 
 @overload
@@ -36,7 +36,7 @@ def decode_json(raw: Buffer | str, kind: Any, *, strict: bool = ...) -> Any: ...
 
 
 def decode_json(raw: Buffer | str, kind: Any, *, strict: bool = True) -> Any:
-    """Returns the value of type `kind` that the JSON text holds. Unless `strict`, `"5"` and `5.0` are
+    """Returns the value of type `kind` that the JSON text holds. If not `strict`, `"5"` and `5.0` count as
     integers, too, as in pydantic.
 
     Raises UndecodableError for anything else.
@@ -83,8 +83,8 @@ def _undecodable(error: Exception) -> UndecodableError:
 
 
 def one_line(text: str) -> str:
-    """Returns text from outside in a form that a log or a terminal can show: control characters escaped, a
-    long end cut off."""
+    """Returns text from outside in a form that a log or a terminal can show: control characters are escaped,
+    and long text is cut off."""
     shown = (
         text
         if text.isprintable()

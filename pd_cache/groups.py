@@ -35,7 +35,7 @@ class LayerGroups:
         spaces = [database.namespace for database in databases]
         self._tails = [(space.tail, space.ahead) for space in spaces]
         self.ahead = max(space.ahead for space in spaces)
-        """How many names behind a prefix's end the groups need: 1 if a group is ahead, otherwise 0."""
+        """How many names after a prefix's end the groups need: 1 if a group is ahead, otherwise 0."""
         self.need_all = any(not space.tail for space in spaces)
         """Whether a group needs all chunks of a prefix."""
         self.keys_per_chunk = sum(space.shards for space in spaces)
@@ -50,8 +50,8 @@ class LayerGroups:
         return keys
 
     def needed(self, start: int, end: int) -> list[range]:
-        """Returns, for each group, which chunks a prefix up to `end` needs if those before `start` are at
-        hand, as the numbers of their names."""
+        """Returns, for each group, which chunks a prefix up to `end` needs if the chunks before `start` are
+        at hand. Chunks are given by the indices of their names."""
         return [
             range((max(start, end - tail) if tail else start) + ahead, end + ahead)
             for tail, ahead in self._tails
@@ -62,14 +62,14 @@ def judge(groups: LayerGroups, statuses: Sequence[Status]) -> Found:
     """Returns how long a prefix can be, and why it is not longer. `statuses` are those of the objects, in the
     order of `LayerGroups.keys`.
 
-    In every group that needs them, the engine has the chunks before the asked ones at hand.
+    The chunks before the looked-up chunks are at hand in every group that needs them.
     """
     count = len(statuses) // groups.keys_per_chunk
     if not groups.ahead and statuses.count(Status.OK) == len(statuses):
         return Found(count, count)
     by_group: list[tuple[int, list[Sequence[Status]], list[int]]] = []
-    """For each group: its tail; the statuses of each chunk's shards; how many chunks in a row are there, up
-    to each chunk."""
+    """For each group: its tail; the statuses of each chunk's shards; and for each chunk, how many chunks in a
+    row are there up to it."""
     start = 0
     for database in groups.databases:
         space, end = database.namespace, start + count * database.namespace.shards

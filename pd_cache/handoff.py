@@ -1,5 +1,5 @@
-"""What a prefill node tells a decode node about a prompt: our part of `kv_transfer_params`. No other module
-knows this format.
+"""The message about a prompt from a prefill node to a decode node: our part of `kv_transfer_params`. No other
+module knows this format.
 
 A proxy sends `do_remote_decode: true` to the prefill node, and forwards the node's answer to the decode node
 unread:
@@ -8,16 +8,16 @@ unread:
                                              "prefill": {"cached_tokens": 1024, "computed_tokens": 3072,
                                                          "reason": "never_stored"}}}
 
-The chunks may still be on their way when the answer arrives. The decode node waits for them, at most for
-`handoff.wait_ms`.
+When the answer arrives, the prefill node may still be storing the chunks. The decode node waits for them, at
+most for `handoff.wait_ms`.
 
 A proxy may send the prompt to the decode node earlier, in a request of its own (a *stream*), so that the node
 loads chunks as they appear in the pool: `{"do_remote_prefill": true, "pd_cache": {"stream": true}}`. The
 proxy cancels this request at the first byte of the answer, or when no prefill node computes the prompt any
 more.
 
-If a prompt has images, `media_hashed: true` beside these keys says that the proxy has removed the client's
-names of them, so that vLLM names them by hashes of their content.
+For a prompt with images, the proxy adds `media_hashed: true` if it has removed the client's names of the
+images, so that vLLM names them by hashes of their content.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class PrefillWork(Struct, frozen=True):
     cached_tokens: Count = 0
     computed_tokens: Count = 0
     reason: Annotated[str, Meta(pattern=r"^[a-z_]{0,32}\Z")] = ""
-    """Why it computed them (`pd_cache.reasons.MissReason`); empty if unknown. A later version may know other
-    reasons."""
+    """Why it computed tokens (`pd_cache.reasons.MissReason`); empty if unknown. A later release may have
+    other reasons."""
 
 
 class Announcement(Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class Announcement(Struct, frozen=True, kw_only=True):
     """The namespace and weights version of the chunks, as in their keys. A node with another one need not
     wait. Empty if unknown."""
     further: Annotated[tuple[Space, ...], Meta(max_length=256)] = ()
-    """The same for the model's other layer groups. A node that needs another one need not wait."""
+    """The same for the model's other layer groups. A node that needs another namespace need not wait."""
     prefill: PrefillWork | None = None
     stream: bool = False
     """Whether this request only loads the prompt's chunks, as they appear."""
@@ -74,14 +74,14 @@ class Announcement(Struct, frozen=True, kw_only=True):
 
 
 class TierMatch(Struct, frozen=True):
-    """Tiers by what they consist of and where they are, in capitals or not; None for any."""
+    """Identifies tiers by medium and locality, in upper or lower case; None matches any."""
 
     medium: Annotated[str, Meta(pattern=r"^(?i:CPU|STORAGE)\Z")] | None = None
     locality: Annotated[str, Meta(pattern=r"^(?i:LOCAL|REMOTE)\Z")] | None = None
 
     def matches(self, medium: str | None, locality: str) -> bool:
-        """Returns whether it names this tier. `medium` is None for a pool, whose objects may lie in memory or
-        on disks."""
+        """Returns whether it identifies this tier. `medium` is None for a pool, whose objects may be in
+        memory or on disks."""
         return (not self.medium or medium in (None, self.medium.upper())) and (
             not self.locality or locality == self.locality.upper()
         )
@@ -114,7 +114,7 @@ class Handoff(Struct, frozen=True):
     """A request's `kv_transfer_params`, as a node understands them."""
 
     announce: bool = False
-    """Whether another node decodes this prompt. Then this node announces what it stored."""
+    """Whether another node decodes this prompt, so that this node announces the prefix that it stored."""
     announced: Announcement | None = None
     media_hashed: bool = False
     """Whether the names of the prompt's images are hashes of their content."""
@@ -126,7 +126,7 @@ class Handoff(Struct, frozen=True):
     """The tiers from which to load; None for all."""
 
     def allows(self, tiers: TierChunks) -> bool:
-        """Returns whether everything lies in tiers from which the request loads."""
+        """Returns whether all of these chunks are in tiers from which the request may load."""
         named = (("CPU", "LOCAL"), ("STORAGE", "LOCAL"), (None, "REMOTE"))
         return self.load_tiers is None or all(
             not count or any(match.matches(*tier) for match in self.load_tiers)
@@ -137,7 +137,7 @@ class Handoff(Struct, frozen=True):
 def read_params(params: object) -> Handoff:
     """Parses a request's `kv_transfer_params`. Ignores keys of other connectors.
 
-    `params` may be any value that an engine received; None and an empty mapping ask for nothing. Raises
+    `params` may be any value that an engine received. None and an empty mapping give the defaults. Raises
     BadParams for a wrong value.
     """
     if params is None:

@@ -12,7 +12,7 @@ block_size, piece_bytes]`.
 | `KV_INNER` `[blocks, 2, block_size, kv_heads, head_dim]` | 1 | 2 |
 | `HEADS_LAST`: the same, in memory `[blocks, block_size, kv_heads, 2*head_dim]` | 1 | 1 |
 | `MLA` `[blocks, block_size, dim]` | 1 | 1 |
-| `OPAQUE` uint8 `[blocks, bytes]`: a state, or anything else whose inside is of no interest | 1 | – |
+| `OPAQUE` uint8 `[blocks, bytes]`: a state, or other bytes that are only copied | 1 | – |
 
 Whole blocks move as opaque pages.
 
@@ -39,10 +39,10 @@ KVCaches = Mapping[str, "torch.Tensor"] | Sequence["torch.Tensor"]
 """An engine's KV tensors, one per layer, in layer order."""
 
 Digest = xxhash.xxh3_64
-"""Takes the checksum of a chunk's payload piece by piece, in order, of the bytes that the engine has: see
+"""Computes the checksum of a chunk's payload piece by piece, in order, from the engine's own bytes; see
 `pd_cache.paged.base`."""
 checksum = xxhash.xxh3_64_intdigest
-"""Takes the checksum of a whole payload."""
+"""Computes the checksum of a whole payload."""
 
 
 class PageKind(enum.Enum):
@@ -64,7 +64,7 @@ _AXES = {
     PageKind.MLA: ("blocks", "tokens", "elements"),
     PageKind.OPAQUE: ("blocks", "elements"),
 }
-"""What each dimension of a layer's tensor counts. The elements of a piece may have several."""
+"""What each dimension of a layer's tensor counts. A piece may span several dimensions."""
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -105,7 +105,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def page_format(self) -> str:
-        """The content of a page in a word, e.g. `heads_first.8x16x512`; part of the namespace."""
+        """A short text that identifies the content of a page, e.g. `heads_first.8x16x512`; part of the
+        namespace."""
         return f"{self.kind.value}.{self.pieces}x{self.block_size}x{self.piece_bytes}"
 
     def chunk_bytes(self, chunk_size: int) -> int:
@@ -118,8 +119,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return chunk_size // self.block_size * self.block_bytes
 
     def shard(self, count: int) -> KVLayout:
-        """Returns the layout of one of `count` equal shards of each page. Raises LayoutError if pages cannot
-        be cut like that."""
+        """Returns the layout of a shard, if each page is cut into `count` equal shards. Raises LayoutError if
+        pages cannot be cut into so many."""
         if count == 1:
             return self
         if self.kind is not PageKind.HEADS_FIRST:
@@ -137,9 +138,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ) -> KVLayout:
         """Derives the layout from the engine's tensors, one per layer, in layer order.
 
-        `kind` is needed only if shapes cannot tell `KV_OUTER` from `KV_INNER` (both first dimensions are 2),
-        and for `OPAQUE`, which needs `block_size`, too. Raises LayoutError for tensors that differ from each
-        other, have an unknown shape, or have pages that are not contiguous.
+        `kind` is needed only if shapes do not distinguish `KV_OUTER` from `KV_INNER` (both first dimensions
+        are 2), and for `OPAQUE`, which needs `block_size`, too. Raises LayoutError for tensors that differ
+        from each other, have an unknown shape, or have pages that are not contiguous.
         """
         tensors = layer_tensors(kv_caches)
         if not tensors:
@@ -187,7 +188,8 @@ def layer_tensors(kv_caches: KVCaches) -> list[torch.Tensor]:
 
 
 def shard_tensors(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
-    """Returns, for each of `count` shards, the views of it in `HEADS_FIRST` tensors; see `KVLayout.shard`."""
+    """Returns, for each of `count` shards, a view of its part of each `HEADS_FIRST` tensor; see
+    `KVLayout.shard`."""
     if count == 1:
         return [list(tensors)]
     return [list(views) for views in zip(*(tensor.chunk(count, dim=1) for tensor in tensors), strict=True)]

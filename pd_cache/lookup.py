@@ -28,7 +28,7 @@ from transfer.errors import Status
 from transfer.store import MooncakeStore
 
 _RENEWED = 1 << 14
-"""How many leases a request renews. It takes 7 to 9 ms."""
+"""How many leases a request renews. Such a request takes 7 to 9 ms."""
 
 
 class LooksUp(ABC):
@@ -52,7 +52,7 @@ class LooksUp(ABC):
     @property
     @abstractmethod
     def available(self) -> bool:
-        """False while it is known that nothing can be found."""
+        """False while lookups are known to find nothing."""
 
     @abstractmethod
     def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
@@ -60,8 +60,8 @@ class LooksUp(ABC):
 
 
 class LookupClient(ABC):
-    """Finds prefixes: `lookup` counts in tokens, `find` in chunks. An error is counted, and nothing more than
-    what is at hand is found."""
+    """Finds prefixes: `lookup` counts in tokens, `find` in chunks. An error is counted, and the lookup then
+    finds nothing beyond what is at hand."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class LookupClient(ABC):
         cache: LooksUp | None = None,
         timeout: Timeout = None,
     ) -> None:
-        """`database` names the chunks, and `cache` finds them; without a cache, nothing is found. A lookup
-        waits `timeout` seconds for its answer; with None, as long as `cache` does by itself."""
+        """`database` names the chunks, and `cache` finds them; without a cache, lookups find nothing. A
+        lookup waits at most `timeout` seconds for its answer; None leaves this to `cache`."""
         self.metrics = metrics or CacheMetrics()
         self._database = database
         self._cache = cache
@@ -98,7 +98,7 @@ class LookupClient(ABC):
 
         Takes either `token_ids` or, in hash mode, the engine's `block_hashes`. `request_configs` may hold
         `extra_keys`: the request's isolation (cache_salt, LoRA name, multi-modal hashes). Whole chunks among
-        the first `at_hand` tokens are not looked up, and count as found. `lookup_id` is that of `find`.
+        the first `at_hand` tokens are not looked up, and count as found. `lookup_id`: see `find`.
         """
         configs = dict(request_configs or {})
         try:
@@ -113,10 +113,10 @@ class LookupClient(ABC):
         return self.find(names, lookup_id, at_hand=at_hand // size).chunks * size
 
     def find(self, names: Names, lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
-        """Returns how many chunks of a prompt, from the first, are found, and why not more.
+        """Returns how many chunks of a prompt, from the first, were found, and why not more.
 
         The first `at_hand` chunks are not looked up, and count as found. `lookup_id` names the request in log
-        lines. If a lookup protects what it finds, it does so for that id, until the prefix is loaded or until
+        lines. A client that protects found chunks does so under this id, until the prefix is loaded or until
         `end`.
         """
         reason: MissReason = "not_asked"
@@ -132,12 +132,12 @@ class LookupClient(ABC):
         return Found(at_hand, at_hand, "none" if at_hand == len(names) else reason)
 
     def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now. `version` is their label: up to 64 letters, digits,
+        """Notes that the engine's weights have changed. `version` is their label: up to 64 letters, digits,
         dots, dashes and underscores.
 
-        Engines with equal labels share what they store, so give equal labels to equal weights only. Without a
-        label, the engine finds, loads and stores nothing until it gets one. Raises ValueError for text that
-        cannot be a label.
+        Engines with equal labels share chunks, so give equal labels only to equal weights. Without a label,
+        the engine finds, loads and stores nothing until it gets one. Raises ValueError for text that cannot
+        be a label.
         """
         if self._cache is not None:
             self._cache.reset(version)
@@ -147,7 +147,7 @@ class LookupClient(ABC):
         evicted."""
 
     def end(self, lookup_id: str) -> None:  # noqa: B027 - only some clients protect anything
-        """Releases what the lookups of this id protect. Call this when the request is over."""
+        """Releases the chunks that lookups with this id protect. Call it when the request is over."""
 
     def renew(self, names: Names) -> tuple[str, int] | None:
         """Protects the objects of these chunks, in all layer groups, from eviction for another lease, if the
@@ -173,7 +173,7 @@ class LookupClient(ABC):
 
 
 class HoldsKeys(Protocol):
-    """Says which keys are there: tiers, or the pool alone. See `StorageBackend`."""
+    """Tiers, or the pool alone: reports which keys are there. See `StorageBackend`."""
 
     @property
     def near(self) -> Callable[[Keys], TierChunks] | None: ...
@@ -195,8 +195,8 @@ class PrefixLookup(LooksUp):
         metrics: CacheMetrics | None = None,
         history: ChunkHistory | None = None,
     ) -> None:
-        """Looks up chunks of the weights version `version`. `history` remembers the chunks that lookups find,
-        so that later misses of them are known as evictions."""
+        """Looks up chunks of the weights version `version`. `history` remembers found chunks, so that a later
+        miss of such a chunk is known as an eviction."""
         self.groups = groups
         super().__init__(version, metrics)
         self.backend = backend
@@ -210,7 +210,7 @@ class PrefixLookup(LooksUp):
 
     @property
     def _closed(self) -> bool:
-        """Whether it is closed: then it asks nothing."""
+        """Whether it is closed, so that lookups find nothing."""
         return False
 
     def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
@@ -296,10 +296,10 @@ class MooncakeLookupClient(LookupClient):
         """Begins to connect to the master at `master_addr` (`host:port`); lookups find nothing until it
         answers.
 
-        `metadata` is the engine's metadata or its namespace. `further` are the same of the model's other
-        layer groups, if it has several. With a `history`, evicted chunks are known from chunks that were
-        never stored; without it, both are `missing`. `version`: the version of the weights, by default that
-        of the engine's files.
+        `metadata` is the engine's metadata or its namespace. `further` are those of the model's other layer
+        groups. With a `history`, the client distinguishes evicted chunks from chunks that were never stored;
+        without it, both are `missing`. `version`: the version of the weights, by default that of the engine's
+        files.
         """
         spaces = (
             given if isinstance(given, Namespace) else given.namespace(config.cache)

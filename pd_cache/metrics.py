@@ -1,4 +1,4 @@
-"""Prometheus metrics of the cache, and the log lines that report troubles.
+"""Prometheus metrics of the cache, and log lines about troubles.
 
 Metrics live in a registry that the caller owns; nothing is registered globally. An outage is never counted as
 a plain miss: `pd_cache_troubles_total` has a `reason` for every chunk that could not be stored, and for every
@@ -71,14 +71,14 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 """For each family of counters, its labels, and what it counts."""
 HISTOGRAMS = {"op_seconds": (("op",), "Duration of an operation")}
-"""The same for durations."""
+"""For each family of durations, its labels, and what it measures."""
 
 
 class BackendLevels(NamedTuple):
-    """What a backend uses at the moment. Sizes are bytes."""
+    """What a backend uses now. Sizes are in bytes."""
 
     staging: int
-    """The memory between paged caches and tiers, without what local tiers keep in it."""
+    """The staging memory between paged caches and tiers, without the chunks that local tiers keep in it."""
     staging_used: int
     staging_forfeited: int
     """The memory that was given up since the start, because a transfer may still write to it."""
@@ -90,8 +90,8 @@ class BackendLevels(NamedTuple):
 
 
 class Counts(Collector):
-    """All numbers that a process has counted, by family and labels. Prometheus reads all of them; vLLM's
-    statistics read what was added since they last read. Thread-safe.
+    """All numbers that a process has counted, by family and labels. Prometheus reads the totals; vLLM's
+    statistics read the increments since their last read. Thread-safe.
 
     The durations of an operation are counted as `("op_seconds_sum", op)` and `("op_seconds_count", op)`.
     """
@@ -110,7 +110,7 @@ class Counts(Collector):
             self.show("op_seconds_count", op)
 
     def show(self, *key: str) -> None:
-        """Makes a counter appear at 0, so that its first count is an increase."""
+        """Makes a counter appear at 0, so that Prometheus sees its first count as an increase."""
         self._before.setdefault(key, 0.0)
 
     def add(self, *key: str, by: float = 1) -> None:
@@ -168,7 +168,7 @@ class Counts(Collector):
 def _add(
     totals: dict[tuple[str, ...], float], added: Mapping[tuple[str, ...], float]
 ) -> dict[tuple[str, ...], float]:
-    """Adds to totals, and returns them."""
+    """Adds further numbers to totals, and returns the totals."""
     for key, by in added.items():
         totals[key] = totals.get(key, 0.0) + by
     return totals
@@ -324,7 +324,7 @@ class CacheMetrics:
         self.counts.add("missed_tokens", report.reason, by=report.computed)
 
     def trouble(self, op: str, reason: str, chunks: int = 1, *, detail: str = "") -> None:
-        """Counts chunks that ended in `reason`, and logs it at most once in ten seconds for each reason."""
+        """Counts chunks that failed for `reason`, and logs it at most once in ten seconds for each reason."""
         if not chunks:
             return
         self.counts.add("troubles", op, reason, by=chunks)
@@ -341,8 +341,8 @@ class CacheMetrics:
         return TierMetrics(self, name)
 
     def totals(self) -> dict[tuple[str, ...], float]:
-        """Returns all numbers counted so far: (family, labels...) -> value. A duration has a sum and a
-        number, and no buckets."""
+        """Returns all numbers counted so far: (family, labels...) -> value. A duration has a sum and a count,
+        and no buckets."""
         return self.counts.totals()
 
     def take_added(self) -> dict[tuple[str, ...], float]:
@@ -359,7 +359,7 @@ class CacheMetrics:
 
     @contextmanager
     def timed(self, op: str) -> Iterator[None]:
-        """Counts the duration of the block, however it ends."""
+        """Counts the duration of the `with` block, however it ends."""
         start = time.perf_counter()
         try:
             yield

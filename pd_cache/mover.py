@@ -1,8 +1,8 @@
 """ChunkMover: moves runs of chunks between a paged cache and a backend, for an engine's own cache and for a
 cache server.
 
-Store and load are pipelines over the backend's memory: while one batch of chunks is on the network, the next
-is gathered or the last is scattered.
+Store and load are pipelines over the backend's memory. While a batch of chunks is on the network, a store
+gathers the next batch, and a load scatters the batch before.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _RETRIES = 8
 
 
 Pages = Callable[[], AbstractContextManager[Sequence[PagedCopier]]]
-"""Lends the copier of each shard for a batch of copies. Raises when it is entered or left if the blocks must
-not be touched."""
+"""Lends the copier of each shard for a batch of copies. Entering or leaving it raises if the blocks must not
+be touched."""
 
 
 class ChunkRun(NamedTuple):
@@ -65,10 +65,10 @@ class ChunkRun(NamedTuple):
         indices: Iterable[int],
         payloads: Sequence[memoryview],
     ) -> list[int]:
-        """Copies between the blocks of the objects whose keys have these indices and the payloads. `begin` is
-        `PagedCopier.gather` or `scatter`, of the copier that it is given. Returns the checksums of what the
-        blocks hold."""
-        if not payloads:  # nothing to copy: the caller counts the reason why, not that of a fence
+        """Copies between payloads and the blocks of the objects with these indices. `begin` is
+        `PagedCopier.gather` or `scatter`. Returns the checksum of the bytes in the blocks, for each
+        object."""
+        if not payloads:  # nothing to copy: the caller counts its own reason, not the fence's
             return []
         copies: list[PendingCopy] = []
         with pages() as copiers:
@@ -82,7 +82,7 @@ class ChunkRun(NamedTuple):
                     )
                 return [copy.wait() for copy in copies]
             except BaseException:
-                for copy in copies:  # the memory may still be read or written
+                for copy in copies:  # waits, because the memory may still be read or written
                     with contextlib.suppress(Exception):
                         copy.wait()
                 raise
@@ -113,8 +113,8 @@ class ChunkMover:
         metrics: CacheMetrics,
         version: WeightsVersion | None = None,
     ) -> None:
-        """`version`: the version of the engine's weights; None if the caller compares the labels of runs
-        itself."""
+        """`version`: the version of the engine's weights; None if the caller itself compares the labels of
+        runs."""
         self.backend = backend
         self.metrics = metrics
         self.history = ChunkHistory()
@@ -124,7 +124,8 @@ class ChunkMover:
         self._version = version
         self._annotated = False
         self.closed = False
-        """True after `close`, and in a forked child, where the threads that move chunks do not exist."""
+        """True after `close`. True, too, in a forked child, where the threads that move chunks do not
+        exist."""
         self._under_way = 0
         self._idle = threading.Condition()
         _movers.add(self)
@@ -152,7 +153,7 @@ class ChunkMover:
                 if status is Status.OK:
                     outcomes[index] = StoreOutcome.NEW
             stored = outcomes.count(StoreOutcome.NEW)
-            if stored and not self._annotated:  # the namespace's manifest lies beside its chunks
+            if stored and not self._annotated:  # stores the namespace's manifest beside its chunks
                 key, manifest = self._database.manifest_key, self._database.namespace.manifest()
                 self._annotated = self.backend.annotate(key, manifest, end) is Status.OK
         self.metrics.moved("store", stored * self._payload_bytes, self._database.namespace.group)
@@ -168,8 +169,8 @@ class ChunkMover:
         return outcomes
 
     def load(self, run: ChunkRun, pages: Pages, end: End = None) -> Loaded:
-        """Loads chunks into `pages`, in order, up to the first that is missing. Returns how many were loaded,
-        from where, and why not more.
+        """Loads chunks into `pages`, in order, up to the first missing chunk. Returns how many were loaded,
+        from which tiers, and why not more.
 
         No chunk counts as loaded if the engine has another label at the end. The call ends by `end`, as in
         `store`.
@@ -198,12 +199,12 @@ class ChunkMover:
         )
 
     def outdated(self, run: ChunkRun) -> Literal["", "reset", "weights_unnamed"]:
-        """Returns why the run's label is not the engine's; empty if it is."""
+        """Returns the reason if the run's label is not the engine's; otherwise an empty text."""
         return "" if self._version is None else self._version.why_not(run.label)
 
     def close(self, timeout: float) -> bool:
-        """Begins no more moves, and waits up to `timeout` seconds for those under way. Returns False if it
-        was closed before."""
+        """Stops new loads and stores, and waits up to `timeout` seconds for those under way. Returns False if
+        it was closed before."""
         if self.closed:  # in a forked child, a thread that does not exist here may hold the lock
             return False
         with self._idle:
@@ -218,7 +219,7 @@ class ChunkMover:
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[bool]:
-        """Keeps `close` waiting while bytes move. Yields False if the mover is closed already."""
+        """Makes `close` wait while bytes move. Yields False if the mover is closed already."""
         if self.closed:
             yield False
             return
@@ -233,12 +234,12 @@ class ChunkMover:
                 self._idle.notify_all()
 
     def _put(self, run: ChunkRun, pages: Pages, missing: list[int], end: End) -> list[Status]:
-        """Returns a status for each of the `missing`, in order; fewer if there was no memory for the last
-        objects."""
+        """Puts the objects with the indices `missing`. Returns a status for each, in order; fewer if there
+        was no memory for the last objects."""
         outcomes: list[PutOutcome] = []
         done = 0
         while done < len(missing):
-            # first a single chunk, which is on its way while the others are gathered
+            # the first batch is one chunk, which is sent while the others are gathered
             indices = missing[done : done + (self.backend.batch_size if done else 1)]
             staged = self._gather(run, pages, indices, end)
             if not staged:
@@ -252,11 +253,11 @@ class ChunkMover:
         return statuses
 
     def _gather(self, run: ChunkRun, pages: Pages, indices: list[int], end: End) -> list[Staged]:
-        """Stages the objects of `indices`, from the first, as far as there is memory. Stages none if no
-        memory became free in time.
+        """Stages the objects of `indices`, from the first, as long as there is memory. Stages none if no
+        memory becomes free in time.
 
         Only the first object waits for memory, so that two stores that hold memory never wait for each other.
-        Each object is sealed with the checksum of what the engine has, so that any change of the memory is
+        Each object is sealed with the checksum of the engine's own bytes, so that any change of the memory is
         detected.
         """
         staged: list[Staged] = []
@@ -277,13 +278,13 @@ class ChunkMover:
         return staged
 
     def _get(self, run: ChunkRun, pages: Pages, end: End, kinds: list[TierKind]) -> str:
-        """Scatters objects in order up to the first that is missing. Returns why not more; `none` if all were
+        """Scatters objects in order, up to the first missing object. Returns why not more; `none` if all were
         scattered.
 
         Adds to `kinds` the kind of tier that each object came from.
 
-        An object that turns out to be damaged is read again: its tier has removed it, and another tier may
-        have a good one. The places that a damaged object was scattered to are not loaded, whatever they hold.
+        A damaged object is read again: its tier has removed it, and another tier may have an intact copy.
+        Blocks into which a damaged object was scattered count as not loaded, whatever they hold.
         """
         size, failures, known = self._payload_bytes, 0, ""
         while (first := len(kinds)) < len(run.keys):
@@ -308,7 +309,7 @@ class ChunkMover:
                             pages, lambda copier, *where: copier.scatter(*where), places, payloads
                         )
                         for fetched, copied in zip(together, checksums, strict=False):
-                            # removed, as is each further one
+                            # removed; later damaged objects are removed, too
                             if damage := self.backend.check(fetched, copied):
                                 reason, damaged = damage, True
                             elif not damaged:
@@ -320,7 +321,7 @@ class ChunkMover:
                             fetched.release()
             if len(kinds) > first:
                 failures, known = 0, ""
-            # a damaged object is gone now: that is no further trouble
+            # the damaged object was removed, so its absence is no further trouble
             if reason and not (known and reason in (known, Status.MISSING.value)):
                 self.metrics.trouble(
                     "retrieve", reason, len(run.keys) - len(kinds) if reason == "deadline" else 1

@@ -1,10 +1,10 @@
-"""Why a chunk was not there: the reasons, a history that knows evicted chunks, and the report on a request.
-Pure.
+"""Why a chunk was not there: the reasons, a history by which evicted chunks are known, and the report on a
+request. Pure.
 
-A pool says only that a key is missing. Whether the key was ever there, only a process that stored or found it
-can know. So each process that stores or looks up chunks remembers their names. A name that it remembers and
-that is missing now was evicted or removed. Any other missing name counts as never stored, although another
-node may have stored it, and the pool may have evicted it, before.
+A pool reports only that a key is missing. Only a process that stored or found the key knows that it was
+there. So each process that stores or looks up chunks remembers their names. If a remembered chunk is missing,
+it was evicted or removed. Any other missing chunk counts as never stored, although another node may have
+stored it and the pool may have evicted it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ MEANINGS: dict[MissReason, str] = {
 
 
 def reason_text(reason: MissReason, detail: str = "") -> str:
-    """Returns a reason as text, with `detail` or else its meaning."""
+    """Returns a reason as text, with `detail` or, if that is empty, its meaning."""
     return f"{'no miss' if reason == 'none' else reason}: {detail or MEANINGS[reason]}"
 
 
@@ -132,13 +132,13 @@ _PLACES = 1 << 17
 class ChunkHistory:
     """Remembers the names of chunks that were there once: stored or found by this process. Thread-safe.
 
-    It is a table of 131,072 places of 8 bytes, so 1 MiB, and after a reset as much again for the weights
-    before. The first 8 bytes of a name, which is a hash, determine its place. A name takes the place of an
-    older name. So names are forgotten after a while, and then count as never stored.
+    It is a table of 131,072 places of 8 bytes (1 MiB). After a reset, a second table has the chunks of the
+    weights before. A name is a hash; its first 8 bytes determine its place. A new name replaces an older name
+    in the same place. So names are forgotten after a while, and then count as never stored.
     """
 
     def __init__(self, places: int = _PLACES) -> None:
-        """`places` is a power of two. The memory is taken with the first name."""
+        """`places` is a power of two. The memory is allocated with the first name."""
         self._mask = places - 1
         self._table = array("Q")
         self._before = array("Q")
@@ -159,8 +159,8 @@ class ChunkHistory:
             table[mark & mask] = mark
 
     def follow(self, label: str) -> None:
-        """Notes the weights' label of a lookup. Chunks of the label before are gone for another reason than
-        eviction."""
+        """Notes the label of the weights for which a lookup asks. Chunks of the label before are missing
+        because of the reset, not because of eviction."""
         if label != self._label:
             self._label, self._before, self._table = label, self._table, array("Q")
 
@@ -169,8 +169,8 @@ class ChunkHistory:
         return bool(table) and table[mark & self._mask] == mark
 
     def explain(self, reason: MissReason, name: bytes) -> MissReason:
-        """Returns `reason`. In place of `missing`, returns whether the chunk was evicted, belongs to earlier
-        weights, or was never stored."""
+        """Returns `reason`. Replaces `missing` by a more exact reason: the chunk was evicted, belongs to
+        earlier weights, or was never stored."""
         if reason != "missing":
             return reason
         if self._is_in(self._table, name):
@@ -209,7 +209,7 @@ class TierChunks(NamedTuple):
 
 
 class Found(Struct, frozen=True, array_like=True, tag_field="type", tag="found"):
-    """The answer to a lookup: how long a prefix is, in chunks. It travels as it is
+    """The answer to a lookup: how long a prefix is, in chunks. It is also a message of the cache server
     (`pd_cache.server.protocol`)."""
 
     chunks: Count
@@ -225,14 +225,14 @@ class Found(Struct, frozen=True, array_like=True, tag_field="type", tag="found")
 
 
 class Loaded(Struct, frozen=True, array_like=True, tag_field="type", tag="loaded"):
-    """The answer to a load. It travels as it is, too."""
+    """The answer to a load. It is also a message of the cache server."""
 
     chunks: Count
-    """How many of the wanted chunks, from the first, are in their blocks now."""
+    """How many of the wanted chunks, from the first, were loaded."""
     reason: MissReason = "none"
     """Why the next chunk was not loaded; `none` if all were."""
     tiers: TierChunks = TierChunks()
-    """The tiers that the loaded chunks came from. The object of the first shard stands for its chunk."""
+    """The tiers from which the loaded chunks came. If a chunk has several shards, the first one counts."""
 
 
 Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -249,9 +249,9 @@ class RequestReport(Struct, frozen=True, kw_only=True):
     at_hand: Tokens = 0
     """Tokens that the engine's own cache held."""
     streamed: Tokens = 0
-    """Tokens, at hand or loaded, that came while a prefill node computed the prompt."""
+    """Tokens, at hand or loaded, that arrived while a prefill node still computed the prompt."""
     found: Tokens = 0
-    """Tokens that the lookup found behind those at hand, in whole chunks."""
+    """Tokens that the lookup found after the tokens at hand, in whole chunks."""
     loaded: Tokens = 0
     """Tokens whose KV was loaded and used. At least the last token of a prompt is always computed."""
     memory: Tokens = 0
@@ -262,7 +262,7 @@ class RequestReport(Struct, frozen=True, kw_only=True):
     """The same for the pool."""
     computed: Tokens = 0
     reason: MissReason = "none"
-    """Why the first chunk that was not loaded was not there."""
+    """Why the first chunk that was not loaded was missing."""
     detail: Annotated[str, msgspec.Meta(max_length=200)] | msgspec.UnsetType = msgspec.UNSET
     """The figures behind the reason, if it has any."""
 

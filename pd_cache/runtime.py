@@ -7,7 +7,7 @@ has been opened without following a link, and its owner and mode have been read 
 that no other user can replace it: /tmp is sticky, and the folder's mode is 0700.
 
 A file is valid only while its writer holds a lock on it. The kernel releases the lock when the writer ends,
-however it ends. A pid would not do, because the kernel may have given it to another process.
+however it ends. A pid would not be enough, because the kernel may have given it to another process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _READ_LIMIT = 4 << 20
 
 
 class RuntimeFolderError(PdCacheError):
-    """A folder for runtime files that may not be this user's own."""
+    """The folder for runtime files may not be this user's own."""
 
 
 def runtime_folder() -> Path:
@@ -89,7 +89,7 @@ def temporary_folder() -> Iterator[Path]:
                 shutil.rmtree(base / name, ignore_errors=True)
         new = Path(tempfile.mkdtemp(prefix="new-", dir=base))
         holder = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        # locked before it has its name: another process would take an unlocked folder for a dead process's
+        # locked before it gets its name, because other processes take an unlocked folder for a dead process's
         fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         folder = new.rename(base / f"{_TEMPORARY}{new.name.removeprefix('new-')}")
     try:
@@ -101,9 +101,10 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def note(name: str, text: str) -> Iterator[str | None]:
-    """Leaves `text` under `name` in the runtime folder for as long as the context lasts; see `read_note`.
+    """Leaves `text` under `name` in the runtime folder while the context lasts; see `read_note`.
 
-    Yields None. If a living process has already left a note there, yields that, and leaves nothing.
+    Yields None. If a living process has already left a note under this name, yields that note instead, and
+    leaves nothing.
     """
     if (other := read_note(name)) is not None:
         yield other
@@ -133,7 +134,7 @@ def read_note(name: str) -> str | None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            if number:  # not the folder that we use, and another user's
+            if number:  # a folder that we do not use; it may be another user's
                 continue
             raise RuntimeFolderError(f"{path}: {error.strerror}; {_REPAIR}") from None
         try:
@@ -177,9 +178,9 @@ _REPAIR = "remove it, or set XDG_RUNTIME_DIR to a folder of your own with mode 0
 
 
 def _opened(path: Path) -> int:
-    """Returns a descriptor of a folder that is ours alone.
+    """Returns a descriptor of a folder that belongs to this user alone.
 
-    Raises OSError if it does not exist, RuntimeFolderError if it is not ours.
+    Raises OSError if the folder does not exist, RuntimeFolderError if it does not belong to this user alone.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -8,18 +8,19 @@ from collections.abc import Callable, Hashable
 
 
 class SparseLog:
-    """Lets one event in `every_s` seconds through for each key, and counts those between. Thread-safe."""
+    """For each key, lets one event in `every_s` seconds through, and counts the events that it holds back.
+    Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, every_s: float = 10.0) -> None:
         self._every_s = every_s
         self._clock = clock
         self._lock = threading.Lock()
         self._last: dict[Hashable, tuple[float, int]] = {}
-        """For each key, when the last event was let through, and how much was held back since."""
+        """For each key: when the last event was let through, and the count held back since then."""
 
     def admit(self, key: Hashable = None, count: int = 1) -> int | None:
-        """Returns None to hold an event back. Otherwise, returns how much it and the events held back before
-        it count together.
+        """Returns None if the event is held back. Otherwise returns the count of this event and of those held
+        back before it.
 
         The caller bounds the number of keys.
         """

@@ -1,5 +1,5 @@
-"""Spans of requests, for OpenTelemetry. Without a configured collector there are none, and nothing of
-OpenTelemetry is imported.
+"""Spans of requests, for OpenTelemetry. If no collector is configured, there are no spans, and OpenTelemetry
+is not imported.
 
 A span begins under the `traceparent` of its request (W3C Trace Context), and may end on any thread. Ended
 spans wait in a bounded queue of the SDK, whose own thread sends them. When the queue is full, spans are
@@ -38,14 +38,14 @@ _MOST_STATE = 512
 
 
 class TraceSpan:
-    """Work for a request. Ends with its `with` block, or with `end`. This class sends nothing."""
+    """A span: work for a request. Ends with its `with` block, or with `end`. This class sends nothing."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         self._parent = headers
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The parent of spans for parts of this work."""
+        """Headers that make this span the parent of other spans."""
         return self._parent
 
     def note(self, **attributes: Attribute) -> None:
@@ -86,8 +86,8 @@ UNTRACED = Tracing()
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the trace context among a request's headers, by lower-case names. `headers` must ignore upper
-    and lower case."""
+    """Returns the trace context among a request's headers, by lower-case names. Lookups in `headers` must
+    ignore case."""
     return {name: headers[name] for name in HEADERS if name in headers}
 
 
@@ -152,7 +152,7 @@ class _SdkTracing(Tracing):
 
         given = dict(parent or {})
         if len(given.get("tracestate", "")) > _MOST_STATE:
-            del given["tracestate"]  # 8 KiB of commas take the SDK 20 ms
+            del given["tracestate"]  # the SDK needs 20 ms for 8 KiB of commas
         # never the context of this thread, where another span of the engine may be current
         within = self._headers.extract(given, Context())
         span = self._tracer.start_span(name, within, self._kinds[kind.upper()], _prefixed(attributes))
@@ -198,9 +198,9 @@ def _prefixed(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
 
 
 class _Quiet(logging.Handler):
-    """Passes on one complaint of the exporter a minute; the SDK logs each batch and each retry.
+    """Passes on one log line of the exporter a minute, because the SDK logs each batch and each retry.
 
-    Does not pass on what the SDK logs about a client's headers, which contains their text.
+    Drops the SDK's log lines about a client's headers, because they contain the headers' text.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,13 @@
-"""Weights versions: which of a model's weights computed a chunk, if weights change while engines run.
+"""Weights versions: they distinguish chunks of different weights, if weights change while engines run.
 
 A version is a *label*, which is part of each chunk's key. Equal labels mean equal weights. The empty label,
 `FIRST`, means the weights of the engine's files: the namespace identifies them, and keys do not mention the
 label. Four rules keep KV of other weights out:
 
 1. Each engine holds its own label. It starts with the label of its files.
-2. When an engine hears that its weights have changed, it is *out*: it finds, loads and stores nothing.
-3. A command gives a label to a state of an engine, by the state's id. Each change makes a new state. So a
-   command that comes late, twice or after a restart changes nothing.
+2. Once an engine learns that its weights have changed, it is *out*: it finds, loads and stores nothing.
+3. A command gives a label to a state of an engine, identified by the state's id. Each change of the weights
+   makes a new state. So a command that comes late, twice or after a restart changes nothing.
 4. A store uses the label that the engine had before it computed the chunk, and a load counts only if the
    engine has the chunk's label at the load's end.
 """
@@ -27,7 +27,7 @@ from msgspec import Meta
 FIRST = ""
 """The label of the weights that the namespace identifies."""
 PRESENT = "*"
-"""Stands for the label that the engine has at the call."""
+"""Stands for the engine's label at the time of the call."""
 LABEL = r"^[A-Za-z0-9._-]{0,64}\Z"
 Label = Annotated[str, Meta(pattern=LABEL)]
 _Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
@@ -73,8 +73,8 @@ class WeightsVersion:
         return "" if label == own else "reset"
 
     def reset(self, label: str | None = None) -> None:
-        """Notes that the engine has other weights, with this label. Without a label, the engine is out.
-        Raises ValueError for text that cannot be a label."""
+        """Notes that the engine's weights have changed, and gives them this label. Without a label, the
+        engine is out. Raises ValueError for text that cannot be a label."""
         if label is not None and not re.match(LABEL, label):
             raise ValueError(
                 f"a version is up to 64 letters, digits, dots, dashes and underscores, not {label!r}"
@@ -83,7 +83,7 @@ class WeightsVersion:
             self.state = self._new(label)
 
     def name(self, naming: Naming) -> Weights:
-        """Gives the engine a label if `naming` has its state. Returns the state after that."""
+        """Gives the engine a label if `naming` lists its state. Returns the state afterwards."""
         with self._lock:
             if self.state.id in naming.ids:
                 self.state = self._new(naming.label)

@@ -1,5 +1,5 @@
-"""Digests of the folders of models and LoRA adapters. They distinguish two of the same name, shape and size.
-Only reads files.
+"""Computes digests of the folders of models and LoRA adapters. They distinguish weights of the same name,
+shape and size. Only reads files.
 
 A model's digest covers config.json whole, and samples of the weight files, which may be hundreds of
 gigabytes. For a safetensors file the samples are the whole header and four places in every tensor, so that a
@@ -33,11 +33,11 @@ _READ = 1 << 20
 
 
 class WeightsError(PdCacheError):
-    """A folder without a model or an adapter whose weights can be distinguished from others."""
+    """The folder has no model or adapter, or its weights cannot be distinguished from others."""
 
 
 class FileStamp(NamedTuple):
-    """Shows without a read whether a file was written again."""
+    """Shows whether a file was written again, without reading the file."""
 
     name: str
     inode: int
@@ -108,8 +108,8 @@ def _places(opened: BinaryIO, file: Path, size: int) -> Iterator[tuple[int, int]
 
 
 def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yields `count` samples from `start` to `end`, including the first and the last byte; the whole range if
-    it is no longer than that."""
+    """Yields `count` samples from `start` to `end`, including the first and the last byte. If the range is no
+    longer than the samples, yields the whole range."""
     if end - start <= count * _SAMPLE:
         yield start, max(0, end - start)
         return
@@ -118,8 +118,8 @@ def _spread(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _safetensors_header(opened: BinaryIO, size: int) -> tuple[int, list[tuple[int, int]]] | None:
-    """Returns where the data begin, and where each tensor lies in them; None if the file is not a safetensors
-    file."""
+    """Returns where the data begin, and where each tensor is in the data; None if the file is not a
+    safetensors file."""
     raw = opened.read(8)
     if len(raw) < 8:
         return None
