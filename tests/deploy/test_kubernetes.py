@@ -29,27 +29,27 @@ from tests.test_architecture import ROOT
 
 CHART = ROOT / "deploy" / "helm" / "pd-cache"
 VERSIONS = ("1.29", "1.33", "1.37")
-VARIANTS = yaml.safe_load(
-    """
-    defaults: {}
-    everything:
-      cacheServer: {enabled: true, tolerations: [{operator: Exists}]}
-      serviceMonitor: {enabled: true, proxyKey: {name: keys, key: monitor}}
-      prometheusRule: {enabled: true}
-      store: {imageTag: 0.2.0, updateStrategy: OnDelete}
-      proxy: {keysSecret: keys, tlsSecret: tls, serviceType: LoadBalancer, priorityClassName: high}
-      engineImage: {repository: pd-cache-vllm, tag: 0.2.0}
-      engine: {models: {persistentVolumeClaim: {claimName: models}}}
-      prefill: {nodeSelector: {gpu: "yes"}, resources: {limits: {nvidia.com/gpu: "1"}}, env: {A: 1}}
-      imagePullSecrets: [{name: registry}]
-      networkPolicy: {clients: [{podSelector: {}}], engines: [{podSelector: {}}], monitoring: []}
-      config:
-        engine: {kind: vllm, model: /models/m, name: m}
-        proxy: {api_keys_file: /etc/pd-cache-keys/keys}
-        tracing: {endpoint: "http://collector:4318/v1/traces"}
-    rdma: {rdma: {enabled: true}, hostNetwork: true, store: {enabled: false}, master: {replicas: 1}}
-    """
-) | {"gpu": yaml.safe_load((CHART.parent / "gpu-values.yaml").read_text())}
+VARIANTS = {
+    "defaults": "",
+    "everything": """
+cacheServer: {enabled: true, tolerations: [{operator: Exists}]}
+serviceMonitor: {enabled: true, proxyKey: {name: keys, key: monitor}}
+prometheusRule: {enabled: true}
+store: {imageTag: 0.2.0, updateStrategy: OnDelete}
+proxy: {keysSecret: keys, tlsSecret: tls, serviceType: LoadBalancer, priorityClassName: high}
+engineImage: {repository: pd-cache-vllm, tag: 0.2.0}
+engine: {models: {persistentVolumeClaim: {claimName: models}}}
+prefill: {nodeSelector: {gpu: "yes"}, resources: {limits: {nvidia.com/gpu: "1"}}, env: {A: 1}}
+imagePullSecrets: [{name: registry}]
+networkPolicy: {clients: [{podSelector: {}}], engines: [{podSelector: {}}], monitoring: []}
+config:
+  engine: {kind: vllm, model: /models/m, name: m}
+  proxy: {api_keys_file: /etc/pd-cache-keys/keys}
+  tracing: {endpoint: "http://collector:4318/v1/traces"}
+""",
+    "rdma": "{rdma: {enabled: true}, hostNetwork: true, store: {enabled: false}, master: {replicas: 1}}",
+    "gpu": (CHART.parent / "gpu-values.yaml").read_text(),
+}
 OPERATORS = ("ServiceMonitor", "PrometheusRule")
 """Kinds of the Prometheus Operator, which Kubernetes' own schemas do not know."""
 
@@ -58,10 +58,17 @@ def helm(*arguments):
     return subprocess.run([needed("helm"), *arguments], capture_output=True, text=True, check=False)
 
 
-def rendered(folder, values):
-    file = folder / "values.yaml"
-    file.write_text(yaml.safe_dump(values))
-    done = helm("template", "try", str(CHART), "--namespace", "n", "--values", str(file))
+def templated(folder, *values):
+    """Has helm render the chart with these values, in YAML, the later over the earlier."""
+    files = [folder / f"{number}.values" for number in range(len(values))]
+    for file, text in zip(files, values, strict=True):
+        file.write_text(text)
+    given = (f"--values={file}" for file in files)
+    return helm("template", "try", str(CHART), "--namespace", "n", *given)
+
+
+def rendered(folder, *values):
+    done = templated(folder, *values)
     assert (done.returncode, done.stderr) == (0, "")
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
@@ -157,15 +164,12 @@ def test_vllm_publishes_events_where_a_role_has_a_port_for_them_and_the_pods_may
     nodes = {role: yaml.safe_load(text)["nodes"][0] for role, text in files(documents).items()}
     assert (nodes["prefill"]["events_port"], nodes["decode"].get("events_port")) == (5570, None)
     assert {5570, 5571} <= {one["port"] for one in policy_of(documents)["ports"]}
-    assert "5571" not in yaml.safe_dump(rendered(tmp_path, {})), "by default there are none"
+    assert "5571" not in yaml.safe_dump(rendered(tmp_path)), "by default there are none"
 
 
 def test_a_pod_takes_the_nics_of_its_node(tmp_path):
-    devices = [
-        {"nodes": "gpu-a-*", "devices": ["mlx5_0", "mlx5_1"]},
-        {"nodes": "gpu-b-1", "devices": ["mlx5_2"]},
-    ]
-    documents = rendered(tmp_path, {"rdma": {"enabled": True, "devices": devices}})
+    devices = "[{nodes: gpu-a-*, devices: [mlx5_0, mlx5_1]}, {nodes: gpu-b-1, devices: [mlx5_2]}]"
+    documents = rendered(tmp_path, f"rdma: {{enabled: true, devices: {devices}}}")
     (store,) = [one for one in of_kind(documents, "DaemonSet") if one["metadata"]["name"].endswith("-store")]
     (container,) = store["spec"]["template"]["spec"]["containers"]
     script = (
@@ -208,17 +212,13 @@ def test_a_pod_takes_the_nics_of_its_node(tmp_path):
 )
 def test_an_upgrade_restarts_only_the_roles_that_read_what_changed(tmp_path, values, restarted):
     """Above all no store, which forgets what it held."""
-    fixed = {
-        "cacheServer": {"enabled": True},
-        "master": {"imageTag": "0.2.0"},
-        "store": {"imageTag": "0.2.0"},
-    }
+    fixed = "{cacheServer: {enabled: true}, master: {imageTag: 0.2.0}, store: {imageTag: 0.2.0}}"
     before, after = (
         {
             one["metadata"]["labels"]["app.kubernetes.io/component"]: one["spec"]["template"]
-            for one in of_kind(rendered(tmp_path, {**fixed, **more}), "Deployment", "DaemonSet")
+            for one in of_kind(rendered(tmp_path, fixed, *more), "Deployment", "DaemonSet")
         }
-        for more in ({}, yaml.safe_load(values))
+        for more in ((), (values,))
     )
     assert {role for role, pod in after.items() if pod != before[role]} == set(restarted.split())
     labels = {label for pod in before.values() for label in pod["metadata"]["labels"]}
@@ -274,34 +274,36 @@ def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path):
     ],
 )
 def test_the_schema_refuses_values_that_cannot_work(tmp_path, values, message):
-    file = tmp_path / "values.yaml"
-    file.write_text(values)
-    done = helm("template", "try", str(CHART), "--values", str(file))
+    done = templated(tmp_path, values)
     assert done.returncode != 0
     assert message in done.stderr
 
 
 def test_large_numbers_are_written_in_full_and_the_monitoring_reaches_proxies_that_few_may_reach(tmp_path):
     """helm reads numbers as floats, and by itself writes an hour in milliseconds as 3.6e+06."""
-    clients, monitoring = {"podSelector": {}}, {"namespaceSelector": {"matchLabels": {"a": "b"}}}
-    values = {
-        "master": {"leaseTtlMs": 3_600_000},
-        "prefill": {"segmentSize": 1 << 30},
-        "networkPolicy": {"clients": [clients], "monitoring": [monitoring]},
-    }
+    values = """
+master: {leaseTtlMs: 3600000}
+prefill: {segmentSize: 1073741824}
+networkPolicy: {clients: [{podSelector: {}}], monitoring: [{namespaceSelector: {}}]}
+"""
     documents = rendered(tmp_path, values)
     texts = files(documents)
     assert "lease_ttl_ms: 3600000\n" in texts["master"]
     assert yaml.safe_load(texts["prefill"])["nodes"][0]["segment_size"] == 1 << 30
-    assert policy_of(documents, "try-pd-cache-proxy")["from"] == [clients, monitoring]
+    assert policy_of(documents, "try-pd-cache-proxy")["from"] == [
+        {"podSelector": {}},
+        {"namespaceSelector": {}},
+    ]
 
 
 def test_engines_of_ones_own_reach_what_the_pods_of_the_release_reach(tmp_path):
     own = {"podSelector": {"matchLabels": {"app": "vllm"}}}
-    values = {
-        "networkPolicy": {"engines": [own]},
-        **{role: {"replicas": 0} for role in ("prefill", "decode", "proxy")},
-    }
+    values = """
+networkPolicy: {engines: [{podSelector: {matchLabels: {app: vllm}}}]}
+prefill: {replicas: 0}
+decode: {replicas: 0}
+proxy: {replicas: 0}
+"""
     release = {"app.kubernetes.io/name": "pd-cache", "app.kubernetes.io/instance": "try"}
     assert policy_of(rendered(tmp_path, values))["from"] == [{"podSelector": {"matchLabels": release}}, own]
 
@@ -399,21 +401,19 @@ def test_the_commands_of_the_pods_are_a_cluster_whose_probes_answer_and_whose_se
     tmp_path, etcd
 ):
     """Every pod is started at once, as Kubernetes does; they find one another in etcd."""
-    values = yaml.safe_load(
-        f"""
-        clusterName: rendered
-        etcd: {{endpoints: ["{etcd.endpoint}"]}}
-        config:
-          transfer: {{staging_size: 8MiB}}
-          cache: {{chunk_size: 64}}
-          handoff: {{wait_ms: 2000}}
-          proxy: {{direct_tokens: 0}}
-        store: {{segmentSize: 64MiB}}
-        cacheServer: {{enabled: true}}
-        proxy: {{replicas: 1}}
-        """
-    )
-    values["config"]["engine"] = ENGINE
+    values = f"""
+clusterName: rendered
+etcd: {{endpoints: ["{etcd.endpoint}"]}}
+config:
+  transfer: {{staging_size: 8MiB}}
+  cache: {{chunk_size: 64}}
+  handoff: {{wait_ms: 2000}}
+  proxy: {{direct_tokens: 0}}
+  engine: {json.dumps(ENGINE)}
+store: {{segmentSize: 64MiB}}
+cacheServer: {{enabled: true}}
+proxy: {{replicas: 1}}
+"""
     documents = rendered(tmp_path, values)
     with pods(tmp_path, documents) as running:
         assert len(running) == 7, "two masters, and one pod of each other role"

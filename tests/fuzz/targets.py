@@ -251,9 +251,10 @@ def _show(row):
         _CONSOLE.print(table)
 
 
-_SEGMENT = {
-    "segment_name": "10.0.0.1:1", "size_bytes": 1 << 30, "te_endpoint": "10.0.0.1:2", "allocator_used_bytes": 5, "protocol": "tcp",
-}  # fmt: skip
+_SEGMENTS = b"""{"segments": [
+    {"segment_name": "10.0.0.1:1", "size_bytes": 1073741824, "te_endpoint": "10.0.0.1:2", "allocator_used_bytes": 5, "protocol": "tcp"},
+    {"segment_name": "10.0.0.1:1", "size_bytes": 1073741824, "te_endpoint": "10.0.0.1:2", "allocator_used_bytes": 5, "protocol": "tcp"}
+]}"""
 
 
 def _segments(data):
@@ -322,34 +323,11 @@ def _metrics(data):
 # --- HTTP: the proxy, and the reference engine --------------------------------------------------------------
 
 _BODIES = (
-    {
-        "model": "m",
-        "prompt": "hello",
-        "max_tokens": 4,
-        "stream": True,
-        "cache_salt": "s",
-        "stream_options": {"include_usage": True},
-    },
-    {
-        "model": "m",
-        "prompt": [1, 2, 3],
-        "max_tokens": 4,
-        "temperature": 0,
-        "top_p": 1,
-        "seed": 3,
-        "ignore_eos": True,
-    },
-    {
-        "model": "m",
-        "prompt": ["text"],
-        "kv_transfer_params": write_params(Announcement(prefix_tokens=4, prefill=PrefillWork(1, 2))),
-    },
-    {
-        "model": "m",
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-        "max_completion_tokens": 4,
-    },
-)
+    b'{"model": "m", "prompt": "hello", "max_tokens": 4, "stream": true, "cache_salt": "s", "stream_options": {"include_usage": true}}',
+    b'{"model": "m", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "top_p": 1, "seed": 3, "ignore_eos": true}',
+    _json({"model": "m", "prompt": ["text"], "kv_transfer_params": write_params(Announcement(prefix_tokens=4, prefill=PrefillWork(1, 2)))}),
+    b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_completion_tokens": 4}',
+)  # fmt: skip
 
 
 def _completion(field):
@@ -406,7 +384,7 @@ def _models(data):
 
 def _handed_over(data):
     handoff = read_handoff(data)
-    _read_json(Completion(_json(_BODIES[0])).for_decode(handoff))
+    _read_json(Completion(_BODIES[0]).for_decode(handoff))
 
 
 def _reference(data):
@@ -485,42 +463,42 @@ TARGETS = {
         Target("etcd-record", _etcd_record, (RecordError,), tuple(record.encode() for record in _RECORDS), _JSON),
         Target("etcd-pair", _etcd_pair, (), (b"a       " + _RECORDS[0].encode(), b"\xff\n" + _RECORDS[1].encode()), _BYTES),
         Target("health", _health, (), (_json({"version": "0.1", **NAMESPACE.described()}),), _JSON),
-        Target("segments", _segments, (ValueError,), (_json({"segments": [_SEGMENT, _SEGMENT]}),), _JSON),
+        Target("segments", _segments, (ValueError,), (_SEGMENTS,), _JSON),
         Target(
             "master-health", lambda data: bool(decode_json(data, MasterHealth)) and None, (ValueError,),
-            (_json({"role": "leader", "service_ready": True}),), _JSON,
+            (b'{"role": "leader", "service_ready": true}',), _JSON,
         ),
         Target(
             "master-keys", lambda data: bool(read_copies(data)) and None, (ValueError,),
-            (_json({"data": {"k": {"values": [{"transport_endpoint_": "10.0.0.1:1"}]}}}),), _JSON,
+            (b'{"data": {"k": {"values": [{"transport_endpoint_": "10.0.0.1:1"}]}}}',), _JSON,
         ),
         Target("metrics", _metrics, (ValueError,), (_METRICS, _ODD_METRICS, _RATED), _BYTES),
-        Target("completion", _completion("prompt"), (ApiError,), tuple(map(_json, _BODIES[:3])), _JSON),
-        Target("chat", _completion("messages"), (ApiError,), (_json(_BODIES[3]),), _JSON),
+        Target("completion", _completion("prompt"), (ApiError,), _BODIES[:3], _JSON),
+        Target("chat", _completion("messages"), (ApiError,), _BODIES[3:], _JSON),
         Target(
             "query", _query, (ApiError,),
             (
                 _json({"model": "m", "token_ids": list(range(600)), "cache_salt": "tenant", "instance_id": "decode-0"}),
-                _json({"token_ids": [], "lora_name": "a", "lora_id": -1, "tenant_id": "default", "block_size": 16}),
+                b'{"token_ids": [], "lora_name": "a", "lora_id": -1, "tenant_id": "default", "block_size": 16}',
             ),
             _JSON,
         ),
         Target("tokenized", _tokens, (ValueError,), (_json({"count": 3, "tokens": list(range(40))}),), _JSON),
-        Target("models", _models, (ValueError,), (_json({"object": "list", "data": [{"id": "m"}, {"id": "n"}]}),), _JSON),
+        Target("models", _models, (ValueError,), (b'{"object": "list", "data": [{"id": "m"}, {"id": "n"}]}',), _JSON),
         Target(
             "prefill-answer", _handed_over, (ValueError,),
-            (_json({"id": "x", "kv_transfer_params": {"do_remote_prefill": True}}),), _JSON,
+            (b'{"id": "x", "kv_transfer_params": {"do_remote_prefill": true}}',), _JSON,
         ),
         Target(
             "report", lambda data: bool(read_report(data)) and None, (),
-            (_json({"pd_cache": {"report": {"asked": 3, "computed": 3, "reason": "evicted"}, "prefill": None}}),), _BYTES,
+            (b'{"pd_cache": {"report": {"asked": 3, "computed": 3, "reason": "evicted"}, "prefill": null}}',), _BYTES,
         ),
-        Target("reference-request", _reference, (ApiError,), tuple(map(_json, _BODIES[:3])), _JSON),
+        Target("reference-request", _reference, (ApiError,), _BODIES[:3], _JSON),
         Target(
             "transfer-params", _params, (BadParams,),
             (
                 _json(write_params(Announcement(prefix_tokens=4096, namespace="0" * 16, prefill=PrefillWork(1, 2)))),
-                _json({"do_remote_decode": True, "do_remote_prefill": False}),
+                b'{"do_remote_decode": true, "do_remote_prefill": false}',
             ),
             _JSON,
         ),
