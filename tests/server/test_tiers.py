@@ -3,15 +3,12 @@
 import contextlib
 import uuid
 
-import psutil
-
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
 from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
 from pd_cache.server.client import RemoteCache
 from pd_cache.server.protocol import EngineIdentity
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import make_cache
-from tests.support.pool import suspend
 from tests.support.server import Engine, served, store_surely
 from tests.support.waiting import wait_for
 from transfer.errors import Status
@@ -24,25 +21,6 @@ def with_memory(chunks=64):
     """A local tier for about so many chunks (a page each) before the pool."""
     tiers = (LocalTier(capacity=ByteSize(4096 * chunks)), MooncakeTier())
     return CacheConfig(chunk_size=CHUNK, tiers=tiers)
-
-
-def test_the_second_engines_hit_needs_no_network(make_pool, tmp_path):
-    pool = make_pool().start()
-    with served(pool, tmp_path, cache=with_memory()) as server, Engine(server.url) as first:
-        store_surely(first, TOKENS)
-        with Engine(server.url, first.model) as second:
-            of = {name: psutil.Process(pool.nodes[name].process.pid) for name in ("store-0", "master")}
-            # a question to Mooncake would wait now
-            stopped = [of["store-0"], *of["master"].children()]
-            for process in stopped:
-                suspend(process)
-            try:
-                assert second.lookup("hit", TOKENS) == len(TOKENS)
-                assert second.retrieve("hit", TOKENS, 20) == set()
-            finally:
-                for process in stopped:
-                    process.resume()
-            assert second.holds(TOKENS, 20)
 
 
 def test_what_a_session_holds_is_not_evicted_from_the_servers_memory(pool, tmp_path):

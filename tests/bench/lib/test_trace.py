@@ -1,13 +1,10 @@
-"""Traces: how they are read, what is refused, and what a cache finds of them in simulation."""
+"""Traces: how they are read, and what is refused. What caches find of them is in test_policies.py."""
 
 import json
-import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, TraceError, measure, read_trace
+from bench.lib.trace import SimulatedLru, TraceError, measure, read_trace
 from tests.support.traces import conversations, write_trace
 
 GOOD = {"timestamp": 27482, "input_length": 1200, "output_length": 52, "hash_ids": [46, 47, 2366]}
@@ -22,31 +19,20 @@ def test_a_trace_is_read_gzipped_or_not_in_the_order_of_its_times(tmp_path):
 
 def test_a_session_of_aiperfs_says_again_all_that_was_said(tmp_path):
     file = tmp_path / "dataset.jsonl"
-    lines = [
-        {
-            "session_id": "a",
-            "timestamp": 0.0,
-            "input_length": 1100,
-            "output_length": 60,
-            "hash_ids": [0, 1, 7],
-        },
-        {"session_id": "a", "delay": 500.0, "input_length": 700, "output_length": 60, "hash_ids": [8, 9]},
-        {
-            "session_id": "b",
-            "timestamp": 0.0,
-            "input_length": 1030,
-            "output_length": 60,
-            "hash_ids": [0, 1, 10],
-        },
-    ]
-    file.write_text("\n".join(map(json.dumps, lines)))
+    line = '{"session_id": "a", "timestamp": 0.0, "input_length": 1100, "output_length": 60, "hash_ids": [0, 1, 7]}'
+    file.write_text(
+        line
+        + """
+{"session_id": "a", "delay": 500.0, "input_length": 700, "output_length": 60, "hash_ids": [8, 9]}
+{"session_id": "b", "timestamp": 0.0, "input_length": 1030, "output_length": 60, "hash_ids": [0, 1, 10]}"""
+    )
     first, second, other = read_trace(file)
     assert (first.timestamp, second.timestamp, other.timestamp) == (0, 60 * 1000 / 60 + 500, 3_600_000 / 2)
     assert second.input_length == 1100 + 60 + 700
     assert second.hash_ids[:2] == [0, 1]
     assert len({*first.hash_ids, *second.hash_ids}) == 3 + 2
     assert measure([first, second, other], SimulatedLru()).hit_rate == 2 * 1024 / (1100 + 1860 + 1030)
-    file.write_text(json.dumps({**lines[0], "hash_ids": [0, 1]}))
+    file.write_text(line.replace(", 7", ""))
     with pytest.raises(TraceError, match="line 1: 2 hash_ids"):
         read_trace(file)
 
@@ -79,35 +65,3 @@ def test_what_is_no_trace_at_all_is_refused(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(TraceError, match=told):
             read_trace(tmp_path / name)
-
-
-# --- simulated caches ---------------------------------------------------------------------------------------
-
-
-def test_a_cache_that_never_forgets_finds_every_repetition_of_whole_blocks():
-    assert measure(conversations(5, 4), SimulatedLru()).hit_rate == pytest.approx(
-        (3 + 6 + 9) / (3 + 6 + 9 + 12)
-    )
-    twice = [Request(time, BLOCK_TOKENS + 100, [1, 2]) for time in (0, 1)]
-    assert measure(twice, SimulatedLru()).hit_rate == BLOCK_TOKENS / (2 * (BLOCK_TOKENS + 100))
-
-
-def test_lru_forgets_what_was_used_longest_ago_and_the_end_of_a_prompt_first():
-    cache = SimulatedLru(4)
-    assert cache.use([1, 2, 3]) == 0
-    assert cache.use([7, 8]) == 0  # 3 is gone
-    assert cache.use([1, 2, 3]) == 2  # and now 8 is
-    assert cache.use([7, 8]) == 1
-
-
-@given(st.integers(0, 10_000), st.integers(1, 60))
-def test_lru_finds_more_with_more_room_and_never_more_than_the_ideal(seed, capacity):
-    rng, requests = random.Random(seed), []
-    for number in range(rng.randint(1, 40)):
-        blocks = [100 * rng.randrange(5) + block for block in range(rng.randint(1, 8))]
-        blocks += [10_000 + 10 * number + own for own in range(rng.randint(0, 2))]
-        requests.append(Request(number, len(blocks) * BLOCK_TOKENS - rng.choice((0, 100)), blocks))
-    some, more, all_of_them = (
-        measure(requests, SimulatedLru(room)).hit_rate for room in (capacity, capacity + 1, 60_000)
-    )
-    assert some <= more <= all_of_them == measure(requests, SimulatedLru()).hit_rate
