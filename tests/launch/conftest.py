@@ -2,43 +2,14 @@
 
 import itertools
 import socket
-import threading
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 
 import msgspec
 import pytest
 
 from pd_cache.cluster import ReferenceEngineConfig
 from tests.support.cluster import ENGINE
-
-
-@contextmanager
-def serving(page):
-    """The port of a server that answers each path with a page, or with 404 where there is none."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            found = page(self.path)
-            self.send_response(404 if found is None else 200)
-            self.send_header("Content-Length", str(len(found or b"")))
-            self.end_headers()
-            self.wfile.write(found or b"")
-
-        do_POST = do_GET
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
+from tests.support.pages import serving
 
 
 @pytest.fixture(scope="module")

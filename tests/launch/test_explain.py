@@ -14,11 +14,11 @@ from launch.operate.explain import ExplainedNode, _PoolLookups
 from pd_cache.chunks import describe_hashes
 from pd_cache.cluster import NodeRecord, load_config
 from pd_cache.reasons import RequestReport
-from tests.launch.conftest import serving
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import cluster_file, free_node
 from tests.support.engines import CHUNK as SMALL
 from tests.support.engines import host
+from tests.support.pages import serving
 from tests.support.proxy import NAMESPACE
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 def telling(pages):
     """The port of a node that answers with these objects, by path."""
-    return serving(lambda path: json.dumps(pages[path]).encode() if path in pages else None)
+    return serving(lambda path, *_: json.dumps(pages[path]).encode() if path in pages else None)
 
 
 def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(tmp_path):

@@ -13,10 +13,10 @@ from launch.operate.pool_lookups import open_lookup, pool_bytes
 from launch.proxy.direct import DirectRule
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.cluster import ClusterConfig, MasterNode, NodeRecord, load_config
-from tests.launch.conftest import serving
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import CHUNK as SMALL
 from tests.support.cluster import cluster_file, complete, metric_at, nodes_of_every_role, started
+from tests.support.pages import serving
 from tests.support.proxy import NAMESPACE, cluster, scenario
 from tests.support.waiting import wait_for
 

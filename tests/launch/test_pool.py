@@ -1,7 +1,6 @@
 """`pd-cache pool`: what is held of a million keys, what is asked of a serving master, and the commands on a
 real pool. `rm --old`: test_recipes.py; `copy` under requests: test_change_of_master.py."""
 
-import http.server
 import itertools
 import json
 import os
@@ -23,9 +22,9 @@ from pd_cache.chunks import ChunkedTokenDatabase, Namespace
 from pd_cache.cluster import load_config
 from pd_cache.errors import PdCacheError
 from pd_cache.tiers.memory import TRAILER_BYTES, Damage, inspect, seal
+from tests.support import pages
 from tests.support.cli import cli, drawn
 from tests.support.pool import Pool
-from tests.support.waiting import beside
 
 SPACE = Namespace(
     model="some/model@3f2a", kv_dtype="float16", layout="heads8.block16.bytes256x2", layers=2, block_size=16, page_bytes=64,
@@ -47,27 +46,16 @@ def chunk_keys(count, version=""):
 def master(keys, asked):
     """A master that lists keys as they are made, and says that an object has 10 bytes, in two copies."""
 
-    class Pages(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            if self.path == "/get_all_keys":
-                for piece in keys():
-                    self.wfile.write(piece)
-                return
-            asked.append(urllib.parse.unquote(self.path).partition("=")[2].split(","))
-            copies = [{"size_": 10, "transport_endpoint_": f"{host}:1"} for host in "ab"]
-            body = {key: {"values": copies} if key[-1] != "9" else {"values": None} for key in asked[-1]}
-            self.wfile.write(json.dumps({"data": body}).encode())
+    def page(path):
+        if path == "/get_all_keys":
+            return keys()
+        asked.append(urllib.parse.unquote(path).partition("=")[2].split(","))
+        copies = [{"size_": 10, "transport_endpoint_": f"{host}:1"} for host in "ab"]
+        body = {key: {"values": copies} if key[-1] != "9" else {"values": None} for key in asked[-1]}
+        return json.dumps({"data": body}).encode()
 
-        def log_message(self, *_):
-            return
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server, beside(server.serve_forever):
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
+    with pages.serving(page) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def million():

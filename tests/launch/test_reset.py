@@ -4,8 +4,7 @@ Small servers play the nodes."""
 import json
 import time
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Barrier, Thread
+from threading import Barrier
 
 import msgspec
 import pytest
@@ -16,6 +15,7 @@ from pd_cache.decoding import decode_json
 from pd_cache.versions import Naming, WeightsVersion
 from tests.support.cli import cli
 from tests.support.cluster import cluster_file, free_node
+from tests.support.pages import serving
 from tests.support.pool import free_port
 from tests.support.waiting import together
 
@@ -25,35 +25,19 @@ class Node:
 
     def __init__(self, engines=1):
         self.engines = [WeightsVersion() for _ in range(engines)]
-        self.before = lambda: None
-        self.after = lambda: None
-        node = self
+        self.before = self.after = lambda: None
+        self._server = serving(self._answer)
+        self.port = self._server.__enter__()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.say({"weights": [one.state for one in node.engines]} if self.path == "/health" else {})
-
-            def do_POST(self):
-                naming = decode_json(self.rfile.read(int(self.headers["content-length"])), Naming)
-                node.before()
-                answer = [one.name(naming) for one in node.engines]
-                node.after()
-                self.say(answer)
-
-            def say(self, what):
-                body = msgspec.json.encode(what)
-                self.send_response(200)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self.server.server_address[1]
-        self.thread = Thread(target=self.server.serve_forever)
-        self.thread.start()
+    def _answer(self, path, body=b""):
+        if not body:
+            states = [one.state for one in self.engines]
+            return msgspec.json.encode({"weights": states} if path == "/health" else {})
+        naming = decode_json(body, Naming)
+        self.before()
+        answer = [one.name(naming) for one in self.engines]
+        self.after()
+        return msgspec.json.encode(answer)
 
     @property
     def labels(self):
@@ -65,9 +49,7 @@ class Node:
             one.reset()
 
     def close(self):
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+        self._server.__exit__(None, None, None)
 
 
 class Cluster:

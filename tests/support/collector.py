@@ -4,10 +4,9 @@ messages."""
 import gzip
 import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
-from tests.support.waiting import beside
+from tests.support.pages import serving
 
 
 class ReceivedSpan(NamedTuple):
@@ -84,26 +83,11 @@ def _attributes(pairs):
 def collecting():
     collector = Collector()
 
-    class CollectorHandler(BaseHTTPRequestHandler):
-        timeout = 10
+    def take(path, body):
+        assert path == "/v1/traces"
+        collector.take(gzip.decompress(body) if body.startswith(b"\x1f\x8b") else body)
+        return b""
 
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers.get("content-encoding") == "gzip":
-                body = gzip.decompress(body)
-            assert self.path == "/v1/traces"
-            collector.take(body)
-            self.send_response(200)
-            self.send_header("content-type", "application/x-protobuf")
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_):
-            return
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), CollectorHandler) as server, beside(server.serve_forever):
-        collector.endpoint = f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
-        try:
-            yield collector
-        finally:
-            server.shutdown()
+    with serving(take) as port:
+        collector.endpoint = f"http://127.0.0.1:{port}/v1/traces"
+        yield collector
