@@ -3,7 +3,6 @@
 import contextlib
 import random
 import threading
-import uuid
 
 import pytest
 
@@ -16,8 +15,6 @@ from pd_cache.tiers.hybrid import HybridBackend, Tier
 from pd_cache.tiers.local import LocalBackend
 from pd_cache.tiers.mooncake import MooncakeBackend
 from tests.support.backends import Subject, count, make_disk, make_local, make_memory, making
-from tests.support.engines import CHUNK, host, random_slots
-from tests.support.kv import holds_token
 from tests.support.waiting import together, wait_for
 from transfer.deadlines import end_in
 from transfer.errors import Status
@@ -258,10 +255,6 @@ def test_a_put_does_not_wait_for_a_tier_that_writes_behind_and_what_exceeds_the_
 # --- composed from the settings -----------------------------------------------------------------------------
 
 
-def tiered(pool, tiers, **options):
-    return host(pool, cache=CacheConfig(chunk_size=CHUNK, tiers=tiers), **options)
-
-
 def test_tiers_are_composed_in_the_order_of_the_settings(pool, tmp_path):
     tiers = (
         LocalTier(capacity=ByteSize(1 << 20), policy="s3fifo"),
@@ -323,41 +316,7 @@ def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path):
         open_backend(NodeSettings(master="nobody:1", cache=config, transfer=small), PAYLOAD)
 
 
-def loaded(node, tokens, slots):
-    return all(holds_token(node.cache, node.layout, tokens[: n + 1], slot) for n, slot in enumerate(slots))
-
-
-def test_prompts_come_back_right_whichever_tier_their_chunks_are_in(pool, tmp_path):
-    """A memory of six chunks and a disk of twenty above the pool; other prompts push chunks out all the
-    time."""
-    rng, model = random.Random(3), uuid.uuid4().hex
-    chunk = 4096  # bytes in memory and on disk; the payload is smaller
-    tiers = (
-        LocalTier(capacity=ByteSize(6 * chunk), policy="s3fifo"),
-        DiskTier(path=str(tmp_path), capacity=ByteSize(20 * chunk), blocking=True),
-        MooncakeTier(),
-    )
-    prompts = [[rng.randrange(1000) for _ in range(4 * CHUNK)] for _ in range(12)]
-    with tiered(pool, tiers, model=model) as node:
-        for tokens in prompts:
-            slots = random_slots(rng, len(tokens))
-            node.compute(tokens, slots)
-            assert node.store(tokens, slots) == len(tokens)
-        for _ in range(40):
-            tokens = rng.choice(prompts)
-            slots = random_slots(rng, len(tokens))
-            assert node.lookup(tokens) == len(tokens)
-            assert node.retrieve(tokens, slots) == [True] * len(tokens)
-            assert loaded(node, tokens, slots)
-        hits = {
-            tier: count(node.engine.metrics, "pd_cache_tier_hits_total", tier=tier)
-            for tier in ("local", "disk", "mooncake")
-        }
-        assert sum(hits.values()) == 40 * 4
-        assert all(hits.values()), f"every tier served some: {hits}"
-
-
-# --- the engine over tiers ----------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------------------
 
 
 def levels(metrics):
