@@ -41,19 +41,19 @@ def program(*arguments):
 
 def printed(*command, cwd=ROOT, **env):
     """What a program prints. AssertionError, with the end of its complaints, if it fails."""
-    given = [str(one) for one in command], {**os.environ, **env}
-    done = subprocess.run(
-        given[0], cwd=cwd, env=given[1], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return _ended(command, cwd, 0, env).stdout
 
 
 def run_program(*arguments, code=0, **env):
     """Runs a command in a process of its own. Raises AssertionError if it ends otherwise than with the exit
     status `code`."""
-    given = {**os.environ, **env}
-    done = subprocess.run(program(*arguments), cwd=ROOT, env=given, capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
-    assert done.returncode == code, done.stderr[-4000:]
+    done = _ended(program(*arguments), ROOT, code, env)
     assert "Traceback" not in done.stderr
+    return done
+
+
+def _ended(command, cwd, code, env):
+    words, given = [str(one) for one in command], {**os.environ, **env}
+    done = subprocess.run(words, cwd=cwd, env=given, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, done.stderr[-4000:]
     return done

@@ -46,6 +46,17 @@ def ends_as(kind, generation):
     assert caught.value.kind == kind
 
 
+def streaming(engine, loaded, length=64):
+    """A stream of a prompt, of which so many tokens are loaded."""
+    stream = engine.submit(request_of(length, max_tokens=1, streams=True))
+
+    def there():
+        return [getattr(one.load or one.result, "loaded", one.result.tokens) for one in engine._streams]
+
+    wait_for(lambda: there() == [loaded])
+    return stream
+
+
 # --- the prefix ---------------------------------------------------------------------------------------------
 
 
@@ -258,8 +269,7 @@ def test_a_request_that_nobody_announced_takes_over_what_was_prefetched_and_wait
 ):
     cache = holding(make_engine, GenerationRequest(prompt=prompt_of(64)[:40], max_tokens=1))
     decode = make_engine(cache, wait_ms=FOR_EVER)
-    stream = decode.submit(request_of(64, max_tokens=1, streams=True))
-    wait_for(lambda: decode._streams and decode._streams[0].load.loaded == 32)
+    stream = streaming(decode, 32)
     tokens, stats = answered(decode, request_of(64))
     assert tokens == expected(request_of(64))
     assert (stats.report.loaded, stats.report.streamed) == (32, 32)
@@ -271,21 +281,19 @@ def test_a_stream_computes_nothing_and_ends_with_its_request(make_engine, expect
     cache = holding(make_engine, request_of(40))
     engine = make_engine(cache, wait_ms=FOR_EVER, slow=True)
     length = 40 if end == "its load has ended" else 64
-    stream = engine.submit(request_of(length, max_tokens=1, streams=True))
+    stream = streaming(engine, 32, length)
     if length == 40:
-        wait_for(lambda: engine._streams and engine._streams[0].result.tokens == 32)
+        wait_for(lambda: engine._streams[0].result.tokens == 32)
         engine.model.gate.set()
         assert answered(engine, request_of(40, announced_prefix=32))[0] == expected(request_of(40))
         assert engine.model.steps[0] == [(32, 8)], "the stream has computed nothing"
         stream.cancel()
+    elif end == "it is late":
+        stream.deadline = time.monotonic()
+        engine.submit(request_of(1)).cancel()
+        engine.model.gate.set()
     else:
-        wait_for(lambda: engine._streams and engine._streams[0].load.loaded == 32)
-        if end == "it is late":
-            stream.deadline = time.monotonic()
-            engine.submit(request_of(1)).cancel()
-            engine.model.gate.set()
-        else:
-            stream.cancel()
+        stream.cancel()
     ends_as("timeout" if end == "it is late" else "aborted", stream)
     wait_for(lambda: (engine.pool.free, engine.lent_blocks) == (64, 0))
 
@@ -340,8 +348,8 @@ def test_a_request_loads_what_the_pool_has_if_the_load_of_its_stream_broke_off(m
 def test_what_a_stream_has_loaded_before_a_reset_is_not_used(make_engine, expected):
     cache = holding(make_engine, request_of(64))
     engine = make_engine(cache, wait_ms=1)
-    stream = engine.submit(request_of(64, max_tokens=1, streams=True))
-    wait_for(lambda: engine._streams and engine._streams[0].result.tokens == 64)
+    stream = streaming(engine, 64)
+    wait_for(lambda: engine._streams[0].result.tokens == 64)
     cache.label, _ = "other weights", cache.chunks.clear()
     tokens, stats = answered(engine, request_of(64, announced_prefix=64))
     assert tokens == expected(request_of(64))
