@@ -1,11 +1,12 @@
-"""PdCacheConnector: what vLLM sees.
+"""PdCacheConnector: the class that vLLM loads.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "PdCacheConnector",
         "kv_connector_module_path": "pd_cache.vllm.connector", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"config_file": "cluster.yaml"}}'
 
-Before the first request, whatever cannot work raises an exception that says why. After that, no hook raises:
-the connector counts and logs the failure, and the hook returns what it would return without a cache.
+Before the first request, settings and models that cannot work raise an exception that says why. After that,
+no hook raises: the connector counts and logs the failure, and the hook returns the value that it would return
+without a cache.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it inherits
 
 TESTED = ("0.32.0",)
-"""Versions that the tests of `tests/vllm` ran with."""
+"""The versions of vLLM with which `tests/vllm` has run."""
 
 _NEEDED = (
     "bind_kv_cache_manager",
@@ -100,14 +101,15 @@ _NEEDED = (
     "on_new_request",
     "set_xfer_handshake_metadata_pp_aware",
 )
-"""Hooks of `KVConnectorBase_V1` without which KV could be wrong, or blocks would not be given back."""
+"""Hooks of `KVConnectorBase_V1` that a version of vLLM must have. Without them, KV could be wrong, or blocks
+would not be given back."""
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def never_fails(op: str, otherwise: Any = None) -> Callable[[_Hook], _Hook]:
-    """A decorator: a hook that fails returns `otherwise`, and the failure is counted and logged. No request
-    may fail because the cache does."""
+    """A decorator for hooks: counts and logs an exception, and returns `otherwise` instead. No request may
+    fail because the cache does."""
 
     def guarded(hook: _Hook) -> _Hook:
         @functools.wraps(hook)
@@ -160,8 +162,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             )
         stores = transfer.is_kv_producer
         if transfer.kv_role == "kv_producer":
-            # this role loads, too. Unless the role consumes, vLLM 0.32 with asynchronous scheduling gives the
-            # blocks of a running load to another request (docs/vllm.md)
+            # our producers load, too. Unless vLLM takes this engine for a consumer, vLLM 0.32 with
+            # asynchronous scheduling gives the blocks of a running load to another request (docs/vllm.md)
             transfer.kv_role = "kv_both"
         settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_role)
         self._draft = draft_layers(vllm_config, kv_cache_config)
@@ -206,8 +208,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: object = None) -> bool:
-        """Returns False, because nothing here stops loads and stores while vLLM sleeps. vLLM asks from 0.33
-        on."""
+        """Returns False, because loads and stores would go on while vLLM sleeps. vLLM asks since 0.33."""
         return False
 
     @property
@@ -217,8 +218,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Returns the layout in which each head of a page is contiguous, so that nodes of different size can
-        share chunks."""
+        """Returns the layout in which each head of a page is contiguous, so that nodes of different
+        tensor-parallel size can share chunks."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
@@ -265,7 +266,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         ranks: int,
     ) -> list[WorkerGroup]:
         """Returns the parts of a layer group: their tensors on this rank, and which shards of a chunk these
-        hold. None of them if this pipeline stage has no layers of the group."""
+        hold. The list is empty if this pipeline stage has no layers of the group."""
         config, name = self._kv_cache_config, self._vllm_config.model_config.model
         drafter = (
             drafter_identity(self._vllm_config, self._settings.connector.revision) if group.drafts else ""
@@ -285,7 +286,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                     f"{name}: its attention kernel uses smaller blocks than vLLM, of {kept.block_size} tokens; set --block-size to "
                     "the kernel's"
                 )
-            # each pipeline stage has some of the layers, and so a namespace of its own
+            # each pipeline stage has other layers, and so a namespace of its own
             whole = plain and stages == 1
             said = None if whole else described(kept, layers, kv, chunk, drafter, alike.difference(layers))
             metadata, stores = place_of(
@@ -382,16 +383,15 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @never_fails("namespace")
     def _publish(self, file: Path, namespaces: tuple[Namespace, ...], streams: bool) -> None:
-        # if hashes are xxhash, PYTHONHASHSEED has to stay secret, and the namespace has a digest of its 32
-        # bits
+        # with xxhash, PYTHONHASHSEED must stay secret, but the namespace has a digest of its 32 bits
         secret = namespaces[0].hash_seed.startswith("xxhash")
         longest = self._vllm_config.model_config.max_model_len
         write_about(file, () if secret else namespaces, cache_tokens(self._kv_cache_config), streams, longest)
         self._resources.enter_context(serving_weights(file, self._version))
 
     def _open_lookup(self, groups: Sequence[CacheMetadata], worker: Handshake) -> LookupClient:
-        """Returns a client of the cache server, if there is one; of a worker in this process; or else of the
-        pool's master."""
+        """Returns a lookup client: of the cache server if there is one, else of a worker in this process,
+        else of the pool's master."""
         settings, metrics = self._settings, self._metrics
         metadata, *further = groups
         milliseconds = settings.connector.lookup_timeout_ms
@@ -442,16 +442,16 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Returns how many tokens can be loaded beyond those at hand, and whether there is a load: all loads
-        are asynchronous."""
+        """Returns how many tokens can be loaded beyond those at hand, and whether they are loaded
+        asynchronously, as all loads are."""
         return self._scheduling().matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Plans the load: vLLM has allocated blocks for `num_external_tokens` of the matched tokens."""
-        # not guarded: a request whose load never begins would never end. Only naming the chunks could fail,
-        # and they were named when they were matched
+        # not guarded, because a request whose load never begins would never end. Only naming the chunks could
+        # fail, and `matched_tokens` has named them
         self._scheduling().allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
@@ -482,13 +482,14 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @never_fails("request_finished", otherwise=(False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Lets vLLM free the request's blocks. Stores under way have references of their own to theirs."""
+        """Lets vLLM free the request's blocks. Stores under way have references of their own to the blocks
+        that they read."""
         return False, self._scheduling().finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Does the same as `request_finished`, for a model with several layer groups."""
+        """As `request_finished`, for a model with several layer groups."""
         return self.request_finished(request, [])
 
     def has_pending_push_work(self) -> bool:
@@ -497,15 +498,16 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling().stores.under_way or self._scheduling().streams.leaving
 
     def has_pending_block_frees(self) -> bool:
-        """Returns whether the end of a store will free blocks: vLLM then preempts no request for them."""
+        """Returns whether the end of a store will free blocks. vLLM then waits for them instead of preempting
+        a request."""
         return self._scheduling().stores.frees_blocks
 
     # --- both -----------------------------------------------------------------------------------------------
 
     @never_fails("reset", otherwise=False)
     def reset_cache(self) -> bool:
-        """Notes that this engine has other weights now. It finds, loads and stores nothing until `pd-cache
-        reset` gives them a label.
+        """Notes that this engine's weights have changed. It finds, loads and stores nothing until `pd-cache
+        reset` gives the new weights a label.
 
         vLLM calls this for `/reset_prefix_cache?reset_external=true`, and when it is paused or put to sleep.
         """

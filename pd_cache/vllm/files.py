@@ -2,7 +2,7 @@
 `/weights`.
 
 The connector runs in vLLM's engine process. It knows the namespaces of the cache, how many tokens vLLM's own
-cache holds, and what became of each request. Proxies and `explain` ask the API server, which is another
+cache can hold, and the report on each request. Proxies and `explain` ask the API server, which is another
 process. So `pd-cache launch` names the same file to both, and gives vLLM `TellCache` as `--middleware`. With
 data parallelism, a server has several engines; each answers for its weights at its own socket beside that
 file.
@@ -45,9 +45,9 @@ def write_about(
 ) -> None:
     """Writes the body of `/health`, atomically. Raises OSError if the file cannot be written.
 
-    `namespaces` are those of the model's layer groups; none if they must not be published. `kv_tokens`: how
-    many tokens vLLM's own cache holds. `streams`: whether vLLM loads prompts that another node computes
-    meanwhile.
+    `namespaces` are those of the model's layer groups; empty if they must not be published. `kv_tokens`: how
+    many tokens vLLM's own cache can hold. `streams`: whether vLLM loads prompts while another node computes
+    them.
     """
     body = {
         "version": pd_cache.__version__,
@@ -64,7 +64,7 @@ def write_about(
 
 
 def about(file: Path) -> bytes:
-    """Returns what `write_about` wrote; nothing if there is no file."""
+    """Returns what `write_about` wrote; empty if there is no file."""
     with contextlib.suppress(OSError):
         return file.read_bytes()
     return b""
@@ -89,7 +89,7 @@ class ReportWriter:
     """Appends reports to a file. All data-parallel ranks of a node share it."""
 
     def __init__(self, file: Path, most_bytes: int = _MOST_BYTES) -> None:
-        """A file of `most_bytes` replaces the file before it, and a new file begins."""
+        """When the file reaches `most_bytes`, it replaces the older file, and a new file begins."""
         self._file = file
         self._most_bytes = most_bytes
 
@@ -107,9 +107,9 @@ class ReportWriter:
 def find_reports(file: Path, request_id: str) -> list[RequestReport]:
     """Returns the reports on a request, the latest last.
 
-    vLLM makes its ids from the header `X-Request-Id`: it puts the API's name before it, and the number of the
-    prompt and eight random characters behind it. With `n` samples, the number of the sample comes before all
-    that. A report matches if its id is `request_id`, or made from it.
+    vLLM makes its ids from the header `X-Request-Id`: it prepends the API's name, and appends the number of
+    the prompt and eight random characters. With `n` samples, it prepends the number of the sample, too. A
+    report matches if its id is `request_id`, or was made from it.
     """
     found: list[RequestReport] = []
     given, needle = re.escape(request_id), request_id.encode()
@@ -141,7 +141,7 @@ def _before(file: Path) -> Path:
 
 _ANSWER_S = 1.0
 _LONGEST = 1 << 17
-"""The most bytes of a naming: enough for all states that it may name."""
+"""The most bytes of a naming: enough for all states that it may list."""
 _NOBODY = Naming(label="-", ids=())
 
 
@@ -171,8 +171,8 @@ def serving_weights(file: Path, version: WeightsVersion) -> Iterator[None]:
 
 
 def name_weights(file: Path, naming: Naming = _NOBODY) -> list[Weights]:
-    """Sends a naming to all engines beside a namespace file. Returns the state of each engine's weights after
-    that.
+    """Sends a naming to all engines whose sockets lie beside a namespace file. Returns the state of each
+    engine's weights afterwards.
 
     Raises OSError or UndecodableError if an engine that runs does not answer within a second.
     """
@@ -200,7 +200,7 @@ class TellCache:
     """
 
     def __init__(self, app: _App) -> None:
-        """`app` is vLLM's own."""
+        """`app` is vLLM's own ASGI application."""
         self._app = app
         self._file = Path(os.environ.get(NAMESPACE_FILE) or "none")
         self._written = b""

@@ -1,4 +1,4 @@
-"""Digests of LoRA adapters' weights, which tell adapters of the same name apart.
+"""Computes digests of LoRA adapters' weights, which distinguish adapters of the same name.
 
 vLLM identifies an adapter by its name and path. Two nodes may have different weights under both, and files
 may change. Threads of our own read the files, so the scheduler never waits for them. Until an adapter's
@@ -23,7 +23,8 @@ from pd_cache.weights import FileStamp, WeightsError, adapter_digest, adapter_st
 from transfer.calls import CallThreads
 
 _LATE_S = 60.0
-"""After this time, the thread that reads an adapter gets a substitute: its file system may hang."""
+"""After this time, another thread takes over from a thread that reads an adapter, because the file system may
+hang."""
 _SPARE = 3
 _CLOSE_S = 1.0
 
@@ -31,8 +32,8 @@ Unidentified = Literal["adapter_unread", "adapter_unreadable", "adapter_changed"
 
 
 class Adapter:
-    """What is known of an adapter. The scheduler's thread reads it; a single thread of `Adapters` at a time
-    writes it."""
+    """The digest of an adapter, if it is known. The scheduler's thread reads it. At most one thread of
+    `Adapters` at a time writes it."""
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
@@ -44,7 +45,7 @@ class Adapter:
         self.detail = ""
         """The same in words."""
         self.stamps: tuple[FileStamp, ...] | None = None
-        """Those of the files when the digest was made."""
+        """The stamps of the files when the digest was made."""
         self.checking = False
 
 
@@ -59,7 +60,8 @@ class Adapters:
         self._threads: CallThreads | None = None
 
     def of(self, name: str, path: str) -> Adapter:
-        """Returns what is known of an adapter. A thread then checks its files; this does not wait for it."""
+        """Returns the state of an adapter, and makes a thread check its files. Does not wait for the
+        check."""
         adapter = self._known.setdefault((name, path), Adapter(name, path))
         if not adapter.checking and adapter.why != "adapter_changed":
             adapter.checking = True

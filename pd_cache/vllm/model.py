@@ -1,5 +1,5 @@
 """Answers the cache's questions about a model: which weights it has, whether its KV can be restored, which
-part of it a rank has, and which settings fit."""
+part of the KV a rank has, and which settings fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 _VOLATILE = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"))
-"""Keys of a model's configuration that may differ between two copies of it."""
+"""Keys of a model's configuration that may differ between two copies of the same model."""
 _NO_KV_DRAFTS = frozenset(("ngram", "ngram_gpu", "suffix"))
 """Methods of speculative decoding that have no KV cache of their own."""
 _READS_NEXT = frozenset(("eagle", "eagle3", "mtp", "dflash", "dspark"))
@@ -154,8 +154,8 @@ def draft_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Dra
 
 
 def drafted_up_to(vllm_config: VllmConfig) -> int | None:
-    """Returns the most tokens that a request may have in a step with the draft model: if any has more, vLLM
-    skips the model in that step. None without a draft model."""
+    """Returns the most tokens that a request may have in a step with the draft model. If a request has more,
+    vLLM skips the draft model in that step. None without a draft model."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.draft_model_config is None:
         return None
@@ -172,7 +172,7 @@ def _drafts(layer: str, method: str, layers: int) -> bool:
 
 
 def model_identity(vllm_config: VllmConfig, revision: str) -> str:
-    """Returns an identifier of the weights and of all else that changes KV values, e.g.
+    """Returns an identifier of the weights, and of everything else that changes KV values, e.g.
     `LlamaForCausalLM:0123…`.
 
     Nodes with the same weights and settings get the same identifier. Raises UnsupportedModelError if the
@@ -186,10 +186,10 @@ def model_identity(vllm_config: VllmConfig, revision: str) -> str:
 
 
 def drafter_identity(vllm_config: VllmConfig, revision: str) -> str:
-    """Returns an identifier of the draft model's weights and of all else that changes its KV.
+    """Returns an identifier of the draft model's weights, and of everything else that changes its KV.
 
-    The number of tokens that it drafts is left out: it does not change the KV that is kept. So is the number
-    of positions in its configuration, which vLLM raises to what the node serves. Raises UnsupportedModelError
+    Two settings are left out. The number of drafted tokens does not change the stored KV. vLLM raises the
+    number of positions in the configuration to the length that the node serves. Raises UnsupportedModelError
     for the same reason as `model_identity`.
     """
     speculative = vllm_config.speculative_config
@@ -198,8 +198,8 @@ def drafter_identity(vllm_config: VllmConfig, revision: str) -> str:
 
 
 def hashes_media(vllm_config: VllmConfig) -> bool:
-    """Returns whether vLLM names an image by a hash of its content, unless the client names it. If both of
-    the caches that need such names are off, vLLM numbers images (`_process_mm_uuids` in its
+    """Returns whether vLLM names images by a hash of their content, unless the client names them. If both
+    caches that need such names are off, vLLM numbers images (`_process_mm_uuids` in its
     `renderers/base.py`)."""
     media = vllm_config.model_config.multimodal_config
     return vllm_config.cache_config.enable_prefix_caching or (
@@ -262,13 +262,13 @@ def place_of(
     latent: bool = False,
     group: LayerGroup | None = None,
 ) -> tuple[CacheMetadata, bool]:
-    """Returns which part of each chunk tensor-parallel rank `rank` of `ranks` has, and whether it stores that
-    part.
+    """Returns which part of each chunk the tensor-parallel rank `rank` of `ranks` has, and whether it stores
+    this part.
 
-    `replicas` ranks in a row have the same KV; the first of them stores it. A chunk is cut into `shards`
-    shards; with 0, into as many as there are ranks with different KV. If the layers keep `latent` KV (MLA),
-    all ranks have the same KV, which is not cut, and `shards` is ignored. Raises UnsupportedModelError if
-    chunks cannot be cut into `shards` shards.
+    `replicas` adjacent ranks have the same KV; the first of them stores it. A chunk is cut into `shards`
+    shards; 0 means one for each rank with KV of its own. If the layers keep `latent` KV (MLA), all ranks have
+    the same KV: it is not cut, and `shards` is ignored. Raises UnsupportedModelError if chunks cannot be cut
+    into `shards` shards.
     """
     distinct = ranks // replicas
     if latent:
@@ -303,8 +303,8 @@ def place_of(
 def fitted(
     settings: Settings, vllm_config: VllmConfig, layers: Sequence[KeptLayers], hash_block_size: int
 ) -> Settings:
-    """Returns settings whose chunks fit the model's blocks, and whose namespace says what vLLM's block hashes
-    depend on besides tokens. Beside `--enable-return-routed-experts`, loads end with a block.
+    """Returns settings with a chunk size that fits the model's blocks, and a hash seed that describes vLLM's
+    block hashes. With `--enable-return-routed-experts`, loads end with a block.
 
     `hash_block_size` is the number of tokens of each hash. Raises ConfigError if `cache.chunk_size` does not
     fit, or if hashes depend on a seed that is random in each process.
@@ -324,8 +324,8 @@ def fitted(
         cache = msgspec.structs.replace(cache, hash_seed=described)
     connector = settings.connector
     if vllm_config.aux_output_config.enabled:
-        # vLLM 0.33 loads nothing of a hit that does not end with a block (`cap_external_hit`), because it
-        # keeps the routed experts of blocks
+        # vLLM 0.33 does not load a hit that does not end with a block (`cap_external_hit`), because it keeps
+        # routed experts for whole blocks
         connector = msgspec.structs.replace(connector, recompute="block")
     node = msgspec.structs.replace(settings.node, cache=cache)
     return msgspec.structs.replace(settings, node=node, connector=connector)

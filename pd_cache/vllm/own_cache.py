@@ -17,16 +17,16 @@ class OutdatedRequests:
     """The requests that began with earlier weights. There is an instance for each engine."""
 
     def __init__(self, weights: Weights, manager: KVCacheManager) -> None:
-        """From now on, blocks of outdated requests do not get into vLLM's own cache.
+        """From now on, keeps blocks of outdated requests out of vLLM's own cache.
 
         vLLM puts a block there when it plans the step that fills the block, when a load ends, or (with
-        asynchronous scheduling; from 0.33 on with drafts, too) when it takes in a step's tokens. The request
-        that it plans next can find the block at once, so it would be too late to take the block out
-        afterwards. vLLM has no call for this. Every block gets there through the coordinator's
-        `cache_blocks`, so this replaces it.
+        asynchronous scheduling; since 0.33 with drafts, too) when it takes in a step's tokens. The next
+        planned request can find the block at once, so removing it afterwards would be too late. vLLM has no
+        call to prevent this. Every block gets there through the coordinator's `cache_blocks`, so this class
+        replaces that method.
         """
         self.weights = weights
-        """The state of the engine's weights, as last known."""
+        """The last known state of the engine's weights."""
         self._ids: set[str] = set()
         self._pool = manager.block_pool
         coordinator: Any = manager.coordinator
@@ -39,8 +39,8 @@ class OutdatedRequests:
         coordinator.cache_blocks = cache_unless_outdated
 
     def begin(self, weights: Weights, requests: Iterable[TrackedRequest]) -> None:
-        """Notes another state of the weights: `requests` that have KV are outdated, and vLLM's own cache is
-        emptied."""
+        """Notes a new state of the weights: those of `requests` that have KV are outdated, and vLLM's own
+        cache is emptied."""
         self.weights = weights
         self._ids.update(
             tracked.id for tracked in requests if tracked.at_hand or tracked.request.num_computed_tokens
@@ -51,5 +51,5 @@ class OutdatedRequests:
         return request_id in self._ids
 
     def forget(self, request_id: str) -> None:
-        """Notes that the request has ended, or that it has no KV, except from vLLM's own cache."""
+        """Notes that the request has ended, or has no KV except from vLLM's own cache."""
         self._ids.discard(request_id)

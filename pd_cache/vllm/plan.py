@@ -1,5 +1,4 @@
-"""Decides how much of a prompt is looked up, loaded and stored, as far as the settings and the model decide
-it. Pure."""
+"""Decides from the settings and the model how much of a prompt is looked up, loaded and stored. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The settings and the model, as far as they decide what is loaded and stored. The same for all
+    """The properties of the settings and the model that decide what is loaded and stored. The same for all
     requests."""
 
     settings: Settings
@@ -33,10 +32,10 @@ class ChunkPlan:
     """Whether to store all chunks of layers with a window, because vLLM, too, keeps more of them than the
     ends of prompts (`prefix_cache_retention_interval`)."""
     drafted_up_to: int | None = None
-    """The draft model runs in a step if no request of it has more tokens than this; None without a draft
-    model."""
+    """The draft model runs in a step if no request of the step has more tokens than this; None without a
+    draft model."""
     hashes_media: bool = False
-    """Whether vLLM names an image by a hash of its content, unless the client names it. Otherwise vLLM
+    """Whether vLLM names images by a hash of their content, unless the client names them. Otherwise vLLM
     numbers images."""
 
     @cached_property
@@ -51,7 +50,7 @@ class ChunkPlan:
 
     @cached_property
     def ahead(self) -> int:
-        """1 if a layer group is ahead, so that a load leaves the last whole chunk to compute; otherwise 0."""
+        """1 if a layer group is ahead, so that vLLM must compute the last whole chunk; otherwise 0."""
         return max(group.ahead for group in self.layers)
 
     @cached_property
@@ -65,8 +64,7 @@ class ChunkPlan:
 
     def most(self, request: Request) -> int:
         """Returns how many chunks to look up. vLLM has to compute the last token, and some layers can be
-        loaded only up to a chunk's end. If a group is ahead, a load leaves the last of these chunks to
-        compute."""
+        loaded only up to a chunk's end. If a group is ahead, vLLM computes the last of these chunks."""
         length: int = request.num_tokens
         if self.settings.connector.recompute == "block":
             return min(length // self.chunk, -(-self.loadable(request) // self.chunk) + self.ahead)
@@ -86,7 +84,7 @@ class ChunkPlan:
         """Returns the most blocks that the request holds until all of its tokens are computed, if the tokens
         before `end` are loaded."""
         total = 0
-        # by number, because a draft model's group may use the same blocks as another group
+        # counted by vLLM's number, because a draft model's group may use the same blocks as another group
         for group in {group.number: group for group in self.layers}.values():
             blocks = -(-request.num_tokens // group.block_size)
             if group.kind == "window":

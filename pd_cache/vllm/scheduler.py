@@ -1,8 +1,8 @@
-"""The connector's part in the scheduler: it passes vLLM's hooks on to requests, stores and streams.
+"""The connector's part in the scheduler. It passes vLLM's hooks on to requests, stores and streams.
 
-Everything runs on the scheduler's thread. While requests wait for loads, that thread spins through its loop,
-and asks about each request hundreds of times a second. So a request is looked up once, and everything else
-here is a few dictionary operations.
+Everything runs on the scheduler's thread. While requests wait for loads, this thread spins through its loop,
+and asks about each request hundreds of times a second. So each request is looked up only once, and all other
+steps are a few dictionary operations.
 
 `tracked.py` has a request's state, `stores.py` the stores, `streams.py` the prompts that are loaded while
 other nodes compute them, and `own_cache.py` keeps KV of earlier weights out of vLLM's own cache.
@@ -82,8 +82,8 @@ class SchedulerSide:
         self._next = Step()
         """What is known of the next step."""
         self._refused = False
-        """True if vLLM ran out of blocks for a request in this step. It then asks about no request behind
-        it."""
+        """True if vLLM ran out of blocks for a request in this step. vLLM then does not ask about the
+        requests after it."""
         self._holding: dict[str, int] = {}
         """The requests that hold blocks for a load and have computed nothing since. For each, the blocks that
         all of its tokens need."""
@@ -119,8 +119,8 @@ class SchedulerSide:
         return tracked
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later;
-        and whether there is a load, which runs while other requests compute."""
+        """Returns how many tokens beyond `computed` can be loaded, or None if vLLM has to ask again later.
+        Also returns whether there is a load; it runs while other requests compute."""
         tracked = self.track(request)
         tracked.asked(computed)
         self._holding.pop(tracked.id, None)  # vLLM asks only for requests without blocks
@@ -131,8 +131,8 @@ class SchedulerSide:
             tracked.handoff.announced is not None and self._outdated.weights.label is not None,
         )
         if changed and computed:
-            # vLLM's own cache has just been emptied. It no longer sees that a state that it found there is
-            # computed only in this step
+            # vLLM's own cache has just been emptied, so vLLM does not notice that a state that it found there
+            # is computed only in this step
             tokens = None
         elif tracked.streams:
             tokens = self._match_stream(tracked, now)
@@ -157,8 +157,8 @@ class SchedulerSide:
         return tokens, bool(tokens)
 
     def _match(self, tracked: TrackedRequest, now: float) -> int | None:
-        """Returns how many of the tokens that were found can be loaded; None while the request waits for
-        blocks of other loads."""
+        """Returns how many of the found tokens can be loaded; None while the request waits for blocks of
+        other loads."""
         tracked.end_span()
         tokens = tracked.propose()
         if not tokens or self.streams.block_loads:
@@ -169,8 +169,8 @@ class SchedulerSide:
         return tokens if fits else tracked.wait_for_room(now)
 
     def _judge(self, tracked: TrackedRequest, tokens: int, now: float) -> int:
-        """Returns how many of the proposed tokens are worth loading, in the time that computing them
-        takes."""
+        """Returns how many of the proposed tokens to load: those whose load ends before vLLM would have
+        computed them."""
         tracked.judged = True
         ahead = []
         for other in self._requests.values():
@@ -214,10 +214,10 @@ class SchedulerSide:
             return
         self._holding[tracked.id] = tracked.needed_blocks
         parts = tracked.begin_load(external, ids, self._manager.block_pool.null_block.block_id)
-        # with several groups, a window or a state, the load fails as a whole: vLLM would use all before the
-        # first failed block, with a window or a state that was never loaded
+        # with several groups, a window or a state, the load fails as a whole: otherwise vLLM would use
+        # everything before the first failed block, with a window or a state that was never loaded
         failing = parts[0].blocks if self._plan.plain else []
-        # if vLLM takes another number of tokens, we cannot know which. Then none are loaded, and vLLM
+        # if vLLM takes another number of tokens, we cannot know which; so nothing is loaded, and vLLM
         # computes all
         wanted = [part for part in parts if part.names] if whole else []
         self._next.loads.append(LoadOp(tracked.id, wanted, failing, self._outdated.weights.label))
@@ -232,7 +232,7 @@ class SchedulerSide:
         step, self._next = self._next, Step()
         step.label = self._outdated.weights.label
         step.nothing_to_compute = not output.total_num_scheduled_tokens
-        # a request that waits for the blocks of streams may hold up the requests that would end these streams
+        # a request that waits for blocks of streams may block the requests that would end these streams
         self.streams.give_way(now, needed=self._refused and step.nothing_to_compute)
         self._refused = False
         if self._lookup.available:
@@ -265,7 +265,7 @@ class SchedulerSide:
                 step.stores += self.stores.plan_states(tracked, offers)
 
     def take_report(self, report: StepReport) -> None:
-        """Takes in what the workers have done since the last report."""
+        """Takes in a report: what the workers have done since the last one."""
         for number, (ranks, outcomes) in report.jobs.items():
             job = self.stores.advance(number, ranks, outcomes)
             if job is not None and job.chunks.group == 0:
@@ -283,8 +283,8 @@ class SchedulerSide:
                 tracked.load_ended(loaded)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Forgets the request. Returns the `kv_transfer_params` of its answer: its report, and what a decode
-        node has to know; None for neither."""
+        """Forgets the request. Returns the `kv_transfer_params` of its answer: its report, and the
+        announcement for a decode node; None if there is neither."""
         request_id = request.request_id
         tracked = self._requests.pop(request_id, None)
         stored = tracked is not None and self._storable(tracked)
@@ -318,7 +318,8 @@ class SchedulerSide:
         return params
 
     def _published(self, tracked: TrackedRequest, report: RequestReport) -> dict[str, Any]:
-        """Counts and logs a report. Returns it for the request's answer, with what the prefill node did."""
+        """Counts and logs a report. Returns the report for the request's answer, together with the prefill
+        node's work."""
         self.metrics.request(report)
         log.info("request %s: %s", tracked.id, report.line())
         if self._on_report is not None:
@@ -335,16 +336,16 @@ class SchedulerSide:
     # --- weights --------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Notes that the engine has other weights: it is out until they get a label."""
+        """Notes that the engine's weights have changed: the engine is out until they get a label."""
         self._version.reset()
         self._follow()
 
     def _follow(self) -> bool:
-        """If the weights or their label have changed, drops what was found or computed before. Returns
-        whether they have.
+        """If the weights or their label have changed, drops everything that was found or computed before.
+        Returns whether they have changed.
 
-        A new label counts as a change: some engines hear of other weights before they have them, and get the
-        label afterwards.
+        A new label counts as a change, because some engines learn of new weights before they have them, and
+        get the label afterwards.
         """
         state = self._version.state
         if state is self._outdated.weights:
@@ -356,15 +357,15 @@ class SchedulerSide:
         return True
 
     def _labelled(self) -> list[str]:
-        """Returns the namespaces of all layer groups as in keys: with the label of the weights."""
+        """Returns the namespaces of all layer groups with the label of the weights, as in keys."""
         label = self._outdated.weights.label
         return [f"{space}.{label}" if label else space for space in self._namespaces]
 
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _fits(self, tracked: TrackedRequest) -> bool:
-        """Returns whether there are blocks enough for this request and all that hold blocks for a load to
-        compute all of their tokens.
+        """Returns whether there are enough blocks for all tokens of this request, and of all requests that
+        hold blocks for a load.
 
         vLLM cannot preempt a request that waits after its load. So requests that leave each other no blocks
         would wait for ever. vLLM 0.32 prevents that only for full attention. For layers with a window it

@@ -1,4 +1,4 @@
-"""`kv_connector_extra_config`: the cluster's file, and which of its nodes this vLLM is."""
+"""Reads `kv_connector_extra_config`: the cluster's file, and which of its nodes this vLLM is."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The mapping itself."""
 
     config_file: str | None = None
-    """The cluster's YAML file. With a `server_url` it may be left out: the server says how chunks are
-    made."""
+    """The cluster's YAML file. With a `server_url` it may be left out: the server then decides how chunks are
+    named and sized."""
     server_url: Annotated[str, msgspec.Meta(pattern=r"^ipc://.+$")] | None = None
     """The address of the cache server, e.g. `ipc:///run/pd-cache.sock`. By default, that of the node's
     `cache_server`; without either, each worker has a cache of its own."""
     node: str | None = None
-    """Which of the file's nodes this is; needed if several could be meant."""
+    """The name of this vLLM's node in the file; needed if several nodes fit."""
     host: str = "127.0.0.1"
     """The address at which other nodes of the pool reach this vLLM, if it is no node of a file."""
     namespace_file: str | None = None
@@ -115,7 +115,8 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
 
 
 def _of_server(given: ExtraConfig) -> Settings:
-    """Returns settings for a vLLM without a file: the server's, or else the defaults of a cluster's file."""
+    """Returns settings for a vLLM without a file: the server's settings and, for all others, the defaults of
+    a cluster's file."""
     if given.server_url is None:
         raise ConfigError("kv_connector_extra_config: needs a config_file or a server_url")
     if given.node is not None:

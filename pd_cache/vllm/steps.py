@@ -1,7 +1,7 @@
-"""The messages between the scheduler and the workers, with every step of the engine.
+"""The messages between the scheduler and the workers in every step of the engine.
 
-vLLM pickles them, between processes that it started: nothing comes from outside. vLLM's base classes for them
-are empty. They are not used here, so that scheduler and worker need no vLLM.
+vLLM pickles them between processes that it started, so no message comes from outside. vLLM's base classes for
+them are empty, and are not used here, so that scheduler and worker need no vLLM.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pd_cache.vllm.costs import StepWork
 
 @dataclass(frozen=True, slots=True)
 class GroupChunks:
-    """Chunks of one group of layers, and where they lie."""
+    """Chunks of one layer group, and their blocks."""
 
     group: int
-    """The group's place in `kept_layers`."""
+    """The group's index in `kept_layers`."""
     names: list[bytes]
     """Names of the chunks, in order."""
     blocks: list[int]
-    """The blocks of those chunks, and -1 for blocks that do not move: at hand, before a window, or behind a
+    """The blocks of these chunks; -1 for blocks that do not move: those at hand, before a window, or after a
     load's end."""
 
 
@@ -34,8 +34,8 @@ class LoadOp:
     parts: list[GroupChunks]
     """A part for each layer group that has something to load; none for a load that has to fail."""
     blocks: list[int]
-    """The blocks to report if the load fails. None if it can only fail as a whole: with several layer groups,
-    a window or a state."""
+    """The blocks to report if the load fails. None if the load can only fail as a whole: with several layer
+    groups, a window or a state."""
     label: str | None = FIRST
     """The label of the weights when the chunks were found; None for a load that has to fail."""
     streams: bool = False
@@ -64,8 +64,7 @@ class Step:
     label: str | None = FIRST
     """The label of the engine's weights now; None while they have none."""
     expecting: bool = False
-    """Whether the scheduler waits for something besides transfers: for chunks of another node, or for
-    blocks."""
+    """Whether the scheduler also waits for chunks of another node, or for blocks."""
     work: StepWork | None = None
     """What the step computes, if it computes."""
 
@@ -77,17 +76,17 @@ class StepReport:
     jobs: dict[int, tuple[int, list[StoreOutcome]]] = field(default_factory=dict)
     """Store jobs: how many ranks are done, and the outcome of each chunk."""
     loads: dict[str, Loaded] = field(default_factory=dict)
-    """Loads that have ended: the end of the layer group that failed, or else of the first group. A load that
-    failed has another reason than `none`."""
+    """Loads that have ended, with the result of the layer group that failed or, if none failed, of the first
+    group. A failed load has another reason than `none`."""
     took: dict[str, float] = field(default_factory=dict)
     """The `LinkTime` of each of these loads, in seconds."""
     streams: dict[str, tuple[int, Loaded]] = field(default_factory=dict)
-    """Parts of streams: how many ranks are done, and the worst of their ends."""
+    """Parts of streams: how many ranks are done, and the worst of their results."""
     work: StepWork | None = None
     """The work of the step with which the report is sent."""
 
     def aggregate(self, other: StepReport) -> StepReport:
-        """Returns the report of two ranks together. vLLM calls this."""
+        """Returns the joint report of two ranks. vLLM calls this."""
         jobs, loads = dict(self.jobs), dict(self.loads)
         for job, (ranks, outcomes) in other.jobs.items():
             before, known = jobs.get(job, (0, outcomes))

@@ -1,7 +1,7 @@
-"""The scheduler's stores: the blocks that they read, and their end.
+"""The scheduler's stores: holds the blocks that they read until they end.
 
-Each block that a store still reads has a reference of ours, as if a request used it. So it does not matter
-whether the request that computed the block has finished, or was aborted or preempted meanwhile.
+Each block that a store still reads has a reference of ours, as if a request used it. So the request that
+computed the block may finish, or be aborted or preempted, meanwhile.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Stores:
         self._chunks_under_way = 0
 
     def note_undrafted(self, computed: Mapping[TrackedRequest, int]) -> None:
-        """Notes if vLLM skips the draft model in a step, because a request has too many tokens for it.
+        """Notes whether vLLM skips the draft model in a step because a request has too many tokens for it.
         `computed`: for each request of the step, its tokens after the step."""
         most = self._plan.drafted_up_to
         if most is not None and max(computed.values(), default=0) > most:
@@ -77,7 +77,7 @@ class Stores:
         ]
 
     def plan_states(self, tracked: TrackedRequest, offers: Iterable[tuple[int, int, int]]) -> list[StoreOp]:
-        """Returns the stores of the states that vLLM hands over. An offer is the number of vLLM's group, a
+        """Returns the stores of the states that vLLM hands over. An offer is the index of vLLM's group, a
         block, and the number of tokens that the state covers."""
         request, chunk_size = tracked.request, self._plan.chunk
         most = tracked.storable(request.num_tokens)
@@ -111,8 +111,8 @@ class Stores:
         job.span.end()
         self._chunks_under_way -= len(job.outcomes)
         pool = self._manager.block_pool
-        # the last block first: vLLM evicts first what was freed first, and later requests need a prefix more
-        # than its end
+        # the last block first: vLLM evicts in the order of freeing, and later requests need a prompt's
+        # beginning more than its end
         pool.free_blocks(pool.blocks[block] for block in reversed(job.chunks.blocks) if block >= 0)
         return job
 
@@ -129,8 +129,8 @@ class Stores:
         return any(pool.blocks[block].ref_cnt == 1 for block in held)
 
     def _chunks_of(self, tracked: TrackedRequest, place: int, run: range) -> GroupChunks | None:
-        """Returns the chunks of a run that can be stored: vLLM still has their blocks, and the queue has
-        room. None if there are none."""
+        """Returns the chunks of a run that can be stored, because vLLM still has their blocks and the queue
+        has room. None if there are none."""
         group = self._plan.layers[place]
         per_chunk = self._plan.chunk // group.block_size
         ids = self._manager.get_block_ids(tracked.id)[group.number]
@@ -152,7 +152,7 @@ class Stores:
         return GroupChunks(place, names, blocks[: count * per_chunk])
 
     def _room(self, chunks: int) -> int:
-        """Returns how many of `chunks` chunks the queue has room for, and counts the others as dropped."""
+        """Returns for how many of `chunks` chunks the queue has room, and counts the others as dropped."""
         room = min(chunks, self._plan.settings.connector.store_queue - self._chunks_under_way)
         if room < chunks:
             self._metrics.trouble("store", "queue_full", chunks - room)

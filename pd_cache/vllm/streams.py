@@ -3,7 +3,7 @@
 Before a prompt is computed, a proxy sends it to a decode node, in a request that only holds blocks. To vLLM,
 this is a request with a long load. Each chunk that appears in the pool is loaded into these blocks, and put
 into vLLM's own prefix cache. When the prompt has been computed, the proxy sends the real request, which finds
-the chunks there. So a stream may end at any moment: only a head start is lost.
+the chunks there. A stream may end at any moment: the real request then loads the rest.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 _SHARE, _OF_FREE = 4, 2
-"""All streams together hold at most a quarter of the blocks; a new one at most half of those that are
-free."""
+"""All streams together hold at most a quarter of the blocks. A new stream gets at most half of the free
+blocks."""
 _APART_S = 0.01
 """The least time between two lookups, of all streams together."""
 _REMEMBERED = 1 << 14
@@ -38,16 +38,17 @@ class Stream:
 
     tracked: TrackedRequest
     names: Sequence[bytes]
-    """The names of its whole chunks. The request that gets the answer loads the rest."""
+    """The names of its whole chunks. The real request loads the rest."""
     blocks: Sequence[int]
     """The blocks of all its tokens."""
     done: int
-    """How many chunks are loaded, or were at hand."""
+    """How many chunks were at hand or are loaded."""
     until: float
     over: bool = False
     """Whether nothing more is loaded."""
     outdated: bool = False
-    """Whether the weights have changed since it began, so that none of it may get into vLLM's own cache."""
+    """Whether the weights have changed since it began, so that its blocks may not get into vLLM's own
+    cache."""
     left: bool = False
     """Whether the request has ended, so that vLLM waits for its blocks."""
     ranks: int = 0
@@ -70,19 +71,18 @@ class Streams:
         self._streams: dict[str, Stream] = {}
         self._loads: list[LoadOp] = []
         self._reserved: dict[str, int] = {}
-        """The number of blocks of each stream that has given way. vLLM reserves as many for its load until
-        its request ends. Other loads cannot have them; requests that compute can."""
+        """For each stream that has given way, its number of blocks. vLLM reserves as many for its load until
+        its request ends. Other loads cannot get these blocks, but requests that compute can."""
         self.block_loads = False
-        """Whether to load nothing in the next step, because vLLM refuses blocks to every load, and no request
-        computes."""
+        """Whether nothing may be loaded in the next step, because vLLM has no blocks for any load, and no
+        request computes."""
         self._next_poll = 0.0
         self._came: OrderedDict[bytes, None] = OrderedDict()
-        """The names of the chunks that came last."""
+        """The names of the chunks that arrived last."""
 
     @property
     def possible(self) -> bool:
-        """Whether this engine can have streams: a load can use any part of a prompt, and vLLM's own cache is
-        on."""
+        """Whether this engine can have streams: a load can restore any prefix, and vLLM's own cache is on."""
         return self._plan.plain and self._manager.enable_caching
 
     @property
@@ -91,8 +91,8 @@ class Streams:
 
     @property
     def leaving(self) -> bool:
-        """Whether requests have ended whose blocks are not given back yet. The engine has to keep stepping
-        until they are."""
+        """Whether blocks of ended requests are not given back yet. The engine has to keep stepping until they
+        are."""
         return any(stream.left for stream in self._streams.values())
 
     # --- a stream's way -------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Streams:
         """Returns how many tokens to propose to vLLM; 0 if there is no room, or nothing to load."""
         plan, pool = self._plan, self._manager.block_pool
         end = plan.loadable(tracked.request)
-        # blocks at hand count, too: they are among the free blocks
+        # blocks at hand count, too, because they are among the free blocks
         needed, free = -(-end // plan.layers[0].block_size), pool.get_num_free_blocks()
         held = sum(len(stream.blocks) for stream in self._streams.values()) + sum(self._reserved.values())
         room = held + needed <= pool.num_gpu_blocks // _SHARE and needed <= free // _OF_FREE
@@ -120,7 +120,7 @@ class Streams:
         tracked.span = request_span(self._tracing, "pd_cache.stream", tracked.request, asked=tracked.proposed)
 
     def look_up(self, lookup: LookupClient, label: str | None, now: float) -> None:
-        """Looks up the next chunks of a stream, if it is time, and loads what is found."""
+        """If it is time, looks up the next chunks of a stream, and loads the found chunks."""
         streams = self._streams.values()
         waiting = (
             stream
@@ -138,7 +138,8 @@ class Streams:
             self._loads.append(LoadOp(stream.tracked.id, [part], [], label, streams=True))
 
     def advance(self, request_id: str, ranks: int, loaded: Loaded) -> None:
-        """Notes that `ranks` more ranks have loaded a part. When all have, puts it into vLLM's own cache."""
+        """Notes that `ranks` more ranks have loaded a part. When all have, puts the part into vLLM's own
+        cache."""
         stream = self._streams[request_id]
         stream.ranks -= ranks
         stream.loaded = min(stream.loaded, loaded, key=attrgetter("chunks"))
@@ -157,9 +158,9 @@ class Streams:
 
     def give_way(self, now: float, *, needed: bool) -> None:
         """Ends streams whose time is over, and outdated streams. If there are none and another request
-        `needed` blocks, ends the newest.
+        `needed` blocks, ends the newest stream.
 
-        Chunks that came stay in vLLM's own cache.
+        Loaded chunks stay in vLLM's own cache.
         """
         able = [stream for stream in self._streams.values() if not stream.ranks and not stream.left]
         ending = [stream for stream in able if stream.outdated or now >= stream.until] or (
@@ -206,7 +207,7 @@ class Streams:
         return loading
 
     def came(self, names: Sequence[bytes]) -> int:
-        """Returns how many of these chunks came by a stream. Each chunk counts once."""
+        """Returns how many of these chunks arrived by a stream. Each chunk counts once."""
         count = 0
         for name in names:
             if name in self._came:
@@ -217,7 +218,7 @@ class Streams:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _end(self, stream: Stream, why: str) -> None:
-        """Ends a stream for which no rank loads. Its load then fails, so vLLM gives all of its blocks
+        """Ends a stream for which no rank loads. Its load then fails, so that vLLM gives all of its blocks
         back."""
         tracked = stream.tracked
         del self._streams[tracked.id]

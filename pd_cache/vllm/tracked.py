@@ -3,7 +3,7 @@
 Events come in this order; after a preemption, they begin again:
 
 1. vLLM asks what can be loaded (`asked`). The prompt is looked up, perhaps several times (`needs_lookup`,
-   `looked_up`); a load of what was found is proposed (`propose`).
+   `looked_up`), and a load of the found chunks is proposed (`propose`).
 2. vLLM allocates blocks for the load (`begin_load`), and the workers load into them (`load_ended`).
 3. vLLM computes tokens, in several steps (`computes`). After each step, chunks may be complete (`to_store`).
 4. The request ends (`report`, `announceable`).
@@ -42,7 +42,7 @@ def request_span(tracing: Tracing, name: str, request: Request, **attributes: At
 
 
 class TrackedRequest:
-    """A request, from when vLLM takes it in until it ends."""
+    """A request, from its arrival in vLLM until its end."""
 
     def __init__(
         self,
@@ -70,19 +70,19 @@ class TrackedRequest:
         self.arrived = now
         self.may_load = not request.skip_reading_prefix_cache and plan.settings.connector.load != "never"
         self.judged = self.handoff.announced is not None or plan.settings.connector.load != "auto"
-        """Whether it is decided how much of what is found may be loaded. It is decided once."""
+        """Whether it is already decided how many of the found tokens may be loaded. This is decided once."""
         self._worth: int | None = None
-        """The most tokens to load beyond those at hand, if that is not all."""
+        """The most tokens to load beyond those at hand; None for all."""
         self.at_hand = 0
         """Tokens that vLLM's own cache had when vLLM asked last."""
         self._found: Found | None = None
         """The answer to its lookup."""
         self._next_poll = self._poll_s = 0.0
-        """When to look up an announced prefix again, and the pause before that."""
+        """When to look up an announced prefix again, and the last pause between lookups."""
         self._foreign = False
         """Whether the announced prefix is in namespaces that this node does not read."""
         self.proposed = 0
-        """How many tokens to load were proposed when vLLM last asked."""
+        """How many tokens were proposed for a load when vLLM last asked."""
         self._no_room_since: float | None = None
         """When other loads first left too few blocks for its load."""
         self.span = NO_SPAN
@@ -90,7 +90,8 @@ class TrackedRequest:
         self.drafted = True
         """Whether the draft model ran in all steps of the request."""
         self._planned = [0] * len(plan.layers)
-        """For each layer group, how many chunks need no store any more: they are planned, or in the pool."""
+        """For each layer group, how many chunks need no further store: their stores are planned, or they are
+        in the pool."""
         self.outcome = PromptOutcome()
 
     # --- lookups --------------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ class TrackedRequest:
         """Notes that vLLM asks what can be loaded beyond the first `computed` tokens, which vLLM's own cache
         has."""
         if computed // self._chunk < self.at_hand // self._chunk:
-            self._found = None  # vLLM has evicted what was at hand, and so was not looked up
+            self._found = None  # vLLM has evicted chunks that were at hand, so they were not looked up
         self.at_hand, self.proposed = computed, 0
 
     def wants_lookup(self) -> bool:
@@ -152,7 +153,7 @@ class TrackedRequest:
             self.span.note(found=found.chunks * self._chunk, reason=found.reason)
 
     def lacks(self, awaited: int) -> bool:
-        """Returns whether fewer chunks were found than the request waits for."""
+        """Returns whether the lookup found fewer chunks than the request waits for."""
         return self._found is None or self._found.chunks < awaited
 
     def by_tier(self, external: int) -> TierChunks:
@@ -181,8 +182,8 @@ class TrackedRequest:
         """Proposes to load what was found. Returns the number of tokens; 0 if there is nothing to load."""
         request, found = self.request, self._found
         if found is not None:
-            if found.leading > found.chunks:  # prompts part behind what was found
-                # vLLM then ends a step there, so that states can be stored. It resets the field each time it
+            if found.leading > found.chunks:  # prompts diverge after the found prefix
+                # vLLM then ends a step there, so that states can be stored. It resets the field whenever it
                 # asks
                 request.shared_prefix_boundary = max(
                     request.shared_prefix_boundary, found.leading * self._chunk
@@ -197,7 +198,7 @@ class TrackedRequest:
         return self.proposed
 
     def decline(self, detail: str, most: int) -> int:
-        """Notes that what was found is not worth loading, except for `most` tokens. Returns the number of
+        """Notes that the found tokens are not worth loading, except for `most` tokens. Returns the number of
         tokens that are proposed now."""
         assert self._found is not None
         self._worth, self.outcome.detail = most, detail
@@ -206,14 +207,14 @@ class TrackedRequest:
 
     @property
     def needed_blocks(self) -> int:
-        """The most blocks that the request holds until all of its tokens are computed, if the proposed load
-        takes place."""
+        """The most blocks that the request will hold until all of its tokens are computed, if the proposed
+        load takes place."""
         return self._plan.needed_blocks(self.request, self.at_hand + self.proposed)
 
     def wait_for_room(self, now: float) -> int | None:
         """Returns the answer to vLLM when other loads leave too few blocks: None while the request waits for
-        them. After as long as a load may take, returns 0, so that vLLM computes the prompt: if smaller loads
-        behind it always fit, its own never would.
+        blocks. Once it has waited as long as a load may take, returns 0, so that vLLM computes the prompt.
+        Otherwise smaller, later loads could always take the blocks.
         """
         if self._no_room_since is None:
             self._no_room_since = now
@@ -262,7 +263,7 @@ class TrackedRequest:
         self.outcome.loaded(loaded)
         self.span.note(loaded=loaded.chunks * self._chunk, reason=loaded.reason)
         self.end_span("failed" if failed else "")
-        if failed:  # what the pool had is gone: vLLM computes it, and it is stored again
+        if failed:  # chunks that the pool had are gone: vLLM computes them, and they are stored again
             self.may_load = False
             self.forget_pool()
 
@@ -280,7 +281,7 @@ class TrackedRequest:
 
     def computes(self) -> None:
         """Notes that vLLM computes tokens of the request."""
-        self._found = None  # after a preemption, the lookup also finds what the request has stored
+        self._found = None  # after a preemption, a new lookup also finds chunks that the request has stored
         self.outcome.over = True
 
     def storable(self, tokens: int) -> int:
@@ -289,9 +290,9 @@ class TrackedRequest:
         return tokens if most is None else min(tokens, most)
 
     def to_store(self, computed: int, undrafted: bool) -> list[tuple[int, range]]:
-        """Returns the chunks that the first `computed` tokens complete and that no earlier call returned:
-        runs of chunks, each with the place of its layer group. `undrafted`: whether blocks of vLLM's own
-        cache may lack the draft model's KV."""
+        """Returns the chunks that are complete with the first `computed` tokens and that no earlier call
+        returned: runs of chunks, each with the index of its layer group. `undrafted`: whether blocks of
+        vLLM's own cache may lack the draft model's KV."""
         # vLLM's count includes drafted tokens, which may be rejected
         complete = self.storable(min(computed, self.request.num_tokens)) // self._chunk
         found: list[tuple[int, range]] = []
@@ -314,8 +315,8 @@ class TrackedRequest:
             last = min(last, prompt - plan.layers[place].ahead)
         if not tail or plan.dense:
             return [range(first, last)]
-        # a load of the same prompt ends before its last token, a load of a longer prompt somewhere behind
-        # that
+        # a load of the same prompt ends before its last token; a load of a longer prompt ends somewhere after
+        # it
         end = prompt - 1 if plan.ahead else (request.num_prompt_tokens - 1) // self._chunk
         ends = max(first, end - tail)
         junction = request.shared_prefix_boundary // self._chunk
@@ -327,20 +328,20 @@ class TrackedRequest:
         """Returns how long a prefix of the prompt, in tokens, the pool holds or will hold when vLLM has
         computed `computed` tokens."""
         whole = self.storable(min(computed, self.request.num_prompt_tokens)) // self._chunk
-        # an adapter may have been identified only after the last step, so that nothing was stored
+        # if an adapter was identified only after the last step, nothing was stored
         return max(0, min(whole - self._plan.ahead, self._planned[0])) * self._chunk
 
     def report(self, computed: int) -> RequestReport | None:
-        """Returns the report on the prompt; None if vLLM has not asked about it, or has not computed all of
-        it."""
+        """Returns the report on the prompt; None if vLLM has not asked about the prompt, or has not computed
+        all of it."""
         if computed < self.request.num_prompt_tokens:
             return None
         return self.outcome.report(self.request.num_prompt_tokens, self._plan)
 
 
 class PromptOutcome:
-    """What the report on a prompt says. Numbers are tokens. Events count only until vLLM first computes the
-    request; only a load's end counts later."""
+    """Collects the figures for the report on a prompt, in tokens. Events count only until vLLM first computes
+    the request, except for the end of a load."""
 
     def __init__(self) -> None:
         self.at_hand: int | None = None
@@ -378,7 +379,7 @@ class PromptOutcome:
         loaded, reason, ended = self._begun, self._reason, self._restored or Loaded(0)
         if ended.reason != "none":
             reason = ended.reason
-            # vLLM can use the first chunks of a failed load only if no window or state is missing
+            # vLLM can use the first chunks of a failed load only if there is no window or state
             loaded = min(loaded, ended.chunks * plan.chunk) if plan.plain else 0
         return RequestReport.of(
             prompt,
@@ -413,20 +414,20 @@ class PromptNames:
         self.identified = not request.mm_features or (plan.hashes_media and bool(own))
         """Whether the names of the request's images, audio and video identify their content.
 
-        A client may name them, and its names look like vLLM's hashes: it may send anything that looks like a
-        hash, and vLLM hashes names together with `mm_processor_kwargs`. So names count only within the
-        client's salt, or if a proxy has removed the client's names, or if the operator trusts all clients.
-        Numbers that vLLM gives never count: each process begins with 0.
+        A client may name its items, and its names cannot be distinguished from vLLM's hashes: it may send
+        anything that looks like a hash, and vLLM hashes names together with `mm_processor_kwargs`. So names
+        count only within the client's salt, or if a proxy has removed the client's names, or if the operator
+        trusts all clients. vLLM's numbers never count, because each process begins with 0.
         """
         self._digest = b""
         """The adapter's digest, once it is known: names depend on it."""
         self._names: list[bytes] = []
-        """The names of the whole chunks so far; grows with the request."""
+        """The names of the request's whole chunks so far; grows with the request."""
 
     @property
     def possible(self) -> bool:
         """Whether the chunks can be named now. A prompt of embeddings has no tokens to hash, and an adapter
-        without a digest could be any."""
+        without a digest cannot be identified."""
         if self.adapter is not None:
             digest = self.adapter.digest  # other threads set it
             if not digest:

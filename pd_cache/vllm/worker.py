@@ -1,16 +1,16 @@
 """The connector's part in a worker: moves KV between vLLM's blocks and the pool, off the model's thread.
 
-Each load and store waits for the pool only until its deadline. On a GPU, their threads have CUDA streams of
-their own. Copies and steps follow this order:
+Each load and store waits for the pool only until its deadline. On a GPU, its thread has a CUDA stream of its
+own. Copies and steps follow this order:
 
 1. A store reads blocks after the step that computes them: the store's thread waits for the mark that `save`
    made at the end of that step. It waits for no later step.
 2. A load waits for no step, and no step waits for a load. vLLM gives a load only blocks that no step under
    way reads or writes (`defer_block_free`), and schedules the request's first step after `take_loads` has
    reported the load.
-3. No load or store touches a block after its end was reported: the thread that reports the end has waited, on
-   the host, for its own copies and for those of the other layer groups. So vLLM may give the blocks of a
-   store to another request, and read those of a load.
+3. No load or store touches a block after its end was reported. Before the report, the reporting thread waits
+   on the host for its own copies and for those of the other layer groups. So vLLM may then give the blocks of
+   a store to another request, and read the blocks of a load.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from pd_cache.vllm.steps import GroupChunks, LoadOp, Step, StepReport, StoreOp
 _LOADERS = 2
 _IDLE_WAIT_S = 0.002
 """How long a step without computation waits for a transfer to end. vLLM spins through such steps, and a
-thread that spins keeps the copying threads from running. A request that arrives meanwhile is scheduled up to
-this much later."""
+spinning thread slows the copying threads down. A request that arrives meanwhile is scheduled up to this much
+later."""
 
 
 class EndedLoads(NamedTuple):
@@ -46,7 +46,7 @@ class EndedLoads(NamedTuple):
     failed: set[str]
     """Those of `finished` that failed as a whole; see `LoadOp.blocks`."""
     bad_blocks: set[int]
-    """The blocks that the other failed loads did not load."""
+    """The blocks that were not loaded, for the other failed loads."""
 
 
 class WorkerSide:
@@ -61,9 +61,10 @@ class WorkerSide:
         version: WeightsVersion,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`groups`: for each layer group, the caches of its parts on this rank, each with whether this rank
-        stores the part's chunks; another rank may store the same KV. The caller closes the caches. `device`
-        is that of the blocks. `version`, which the caches share, follows the labels of the steps."""
+        """`groups`: for each layer group, the caches of its parts on this rank, and for each part whether
+        this rank stores its chunks; another rank may store the same KV. The caller closes the caches.
+        `device` is the device of the blocks. `version`, which the caches share, follows the labels of the
+        steps."""
         self._caches = [[cache for cache, _ in parts] for parts in groups]
         self._storing = [[cache for cache, stores in parts if stores] for parts in groups]
         self._first = next(cache for parts in self._caches for cache in parts)
@@ -87,8 +88,8 @@ class WorkerSide:
         self._loaders = ThreadPoolExecutor(
             _LOADERS * sum(map(len, groups)), "pd-cache-load", own_stream, (device,)
         )
-        """They load the second and further groups of a load, each in at most one thread. Those wait only for
-        their own transfers."""
+        """Threads that load the second and further layer groups of a load, a group in at most one thread.
+        They wait only for their own transfers."""
         targets = {f"load-{number}": self._run_loads for number in range(_LOADERS)} | {
             "store": self._run_stores
         }
@@ -101,7 +102,7 @@ class WorkerSide:
 
     def start(self, step: Step) -> None:
         """Begins this step's loads. From now on, loads and queued stores count only if they have the label of
-        the step's weights."""
+        this step's weights."""
         if step.label != self._version.label:
             self._version.reset(step.label)
         deadline = self._clock() + self._load_timeout_s
@@ -113,7 +114,7 @@ class WorkerSide:
             self._load_queue.put((op, deadline))
 
     def save(self, step: Step) -> None:
-        """Queues this step's stores, to run when the forward pass, which has been launched, is over."""
+        """Queues this step's stores. They run after the forward pass, which has already been launched."""
         after = self._first.mark() if step.stores else None
         for op in step.stores:
             with self._changed:
@@ -125,8 +126,7 @@ class WorkerSide:
                 self._store_queue.put((op, after))
 
     def take_loads(self, step: Step, finished: set[str]) -> EndedLoads:
-        """Returns the loads that have ended. Loads of `finished` requests that have not begun are given
-        up."""
+        """Returns the loads that have ended. Gives up loads of `finished` requests that have not begun."""
         with self._changed:
             self._wanted -= finished
             something_ended = self._ended.finished or self._report.jobs or self._report.streams
@@ -145,8 +145,8 @@ class WorkerSide:
             return report
 
     def close(self, timeout: float) -> bool:
-        """Gives up what is queued, and waits at most `timeout` seconds for what runs. Returns False if
-        something still runs."""
+        """Gives up queued loads and stores, and waits at most `timeout` seconds for running ones. Returns
+        False if any still run."""
         self._closing = True
         for _ in range(_LOADERS):
             self._load_queue.put(None)
@@ -193,8 +193,8 @@ class WorkerSide:
             self._ended.failed.add(op.request_id)
 
     def _load(self, op: LoadOp, deadline: float) -> Loaded:
-        """Loads the chunks of all groups at the same time, and waits for all. Returns the worst end of those
-        that failed, or else the end of the first."""
+        """Loads the chunks of all groups at the same time, and waits for all groups. Returns the worst result
+        of the groups that failed or, if none failed, the result of the first group."""
         parts = [(part, cache) for part in op.parts for cache in self._caches[part.group]]
 
         def load(part: GroupChunks, cache: BlockCache) -> Loaded:
@@ -249,7 +249,7 @@ class WorkerSide:
 
 
 def _kept_blocks(chunks: GroupChunks, cache: BlockCache) -> list[int]:
-    """Returns the blocks that a part of the layers keeps: the last ones of each chunk."""
+    """Returns the blocks that a part of the layers keeps: the last blocks of each chunk."""
     per_chunk = len(chunks.blocks) // len(chunks.names)
     first = per_chunk - cache.chunk_size // cache.block_size
     return [block for at, block in enumerate(chunks.blocks) if at % per_chunk >= first]

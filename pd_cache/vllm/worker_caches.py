@@ -29,7 +29,7 @@ from transfer.settings import MIN_SEGMENT
 log = logging.getLogger("vllm.pd_cache")
 
 _CONNECT_S = 10.0
-"""How long a worker waits at its start for a cache server; a server that comes later is still found."""
+"""How long a worker waits for a cache server when it starts. It also finds a server that comes later."""
 
 
 class WorkerGroup(NamedTuple):
@@ -69,7 +69,7 @@ def open_caches(
     node = _of_rank(node, rank, ranks)
     try:
         backend = open_backend(node, max(sizes), pin=host_pin(), metrics=metrics)
-    except ValueError as error:  # the file cannot know how large a chunk of this model is
+    except ValueError as error:  # the checks of the file cannot know how large this model's chunks are
         raise ConfigError(f"transfer.staging_size: {node.transfer.staging_size}: {error}") from None
     stack.callback(backend.close)
     engines = []
@@ -140,7 +140,7 @@ def on_all_cores() -> Iterator[None]:
     On CPUs, vLLM binds a worker's main thread to a single core, and new threads inherit that.
     """
     before = os.sched_getaffinity(0)
-    # the parent may be gone, or its cores may be forbidden to this process: a thread on fewer cores is better
+    # the parent may be gone, or its cores may be forbidden to this process; a thread on fewer cores is better
     # than none
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, before | os.sched_getaffinity(os.getppid()))
