@@ -226,7 +226,6 @@ class Relay:
         response = self.response
         assert response is not None
         log.warning("request %s: cut after its first byte: %s", self.exchange.id, error.message)
-        response.force_close()
         if self.exchange.streamed and response.content_length is None:
             between = b"" if self._ending.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
             try:

@@ -97,6 +97,30 @@ async def test_a_node_that_answers_nothing_is_replaced_by_another():
 
 
 @scenario
+async def test_a_node_that_dies_at_any_byte_is_replaced_until_the_first_of_its_answer():
+    head, whole = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"".join(EVENTS),
+    )
+    raw, died = head + b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in EVENTS), []
+
+    async def dies(reader, writer):
+        await reader.readuntil(b"}")
+        died.append(len(died))
+        writer.write(raw[: died[-1]])
+        writer.close()
+
+    async with await asyncio.start_server(dies, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with cluster(0, [url, ""], failures=len(raw)) as c:
+            while len(died) < len(raw):
+                times = len(died)
+                text, cut, _ = (await c.ask({"prompt": "x", "stream": True})).partition(b'data: {"error"')
+                assert bool(cut) == (len(died) > times and died[-1] > raw.index(EVENTS[0]))
+                assert whole.startswith(text.removesuffix(b"\n\n")) if cut else text == whole
+
+
+@scenario
 async def test_a_large_prompt_and_a_large_answer_pass():
     prompt, answer = list(range(400_000)), os.urandom(3 << 20)
     async with cluster() as c:
