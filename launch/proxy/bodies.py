@@ -319,6 +319,13 @@ class Completion:
         except UndecodableError:
             return None
 
+    def priority(self) -> int:
+        """Returns the request's priority: a lower one goes first. 0 if it has none that is a number."""
+        try:
+            return decode_json(bytes(self._fields.get("priority", b"0")), int | None) or 0
+        except UndecodableError:
+            return 0
+
     def cache_salt(self) -> str | None:
         """Returns the salt that separates the request's cache from others; None without one. Raises
         ValueError if it is not text."""

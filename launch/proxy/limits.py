@@ -10,13 +10,17 @@ a completion that would miss its limits. Pure: the time comes from the caller.
 4. Of other proxies' prompts only the number is known, as nodes report it. They count as the mean of this
    proxy's.
 5. Predictions are multiplied by a margin, so that about one request of 50 is late.
-6. What is not known counts as nothing. A request with no other in front of it is never refused: it would not
+6. A request that may wait instead goes on once what is in front of it takes half of its limit at most. Until
+   then, others overtake it. Those that wait go in the order of their priorities.
+7. What is not known counts as nothing. A request with no other in front of it is never refused: it would not
    be answered sooner at another time, and its answer corrects wrong figures.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import insort
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -33,6 +37,9 @@ _RECENT_S = 10.0
 """How old a node's report may be."""
 _LATE, _STEP = 0.02, 0.1
 """The share of requests that may be late; and how much one measurement changes."""
+_WAITING_SHARE, _MOST_WAITING = 0.5, 100
+WAIT_S = 60.0
+"""How long a request waits until it is refused."""
 _MEAN_OF = 16
 """Means are those of the last ones, about so many."""
 
@@ -140,6 +147,9 @@ class Limits:
         self._answer_s = 0.0
         """How long an answer takes from its first byte on."""
         self._margin = 1.0
+        self.waiting: list[tuple[int, int]] = []
+        """The priorities and numbers of the requests that wait, in order."""
+        self._numbers = itertools.count()
 
     # --- what it learns from ------------------------------------------------------------------------------
 
@@ -212,10 +222,22 @@ class Limits:
             )
         return Predicted(first, alone, *min(steps))
 
-    def check(self, predicted: Predicted, limits: LimitsConfig) -> None:
-        """Raises ApiError 429 if a request would miss a limit. It should come again when it would not."""
-        first, token = predicted.first_s * self._margin, predicted.token_s
-        queue = predicted.first_s - predicted.alone_s
+    @contextmanager
+    def place(self, priority: int, over: ApiError) -> Iterator[tuple[int, int]]:
+        """Has a request wait while the block runs. Raises `over` if too many wait."""
+        if len(self.waiting) >= _MOST_WAITING:
+            raise over
+        insort(self.waiting, place := (priority, next(self._numbers)))
+        try:
+            yield place
+        finally:
+            self.waiting.remove(place)
+
+    def check(self, predicted: Predicted, limits: LimitsConfig, *, waiting: bool = False) -> None:
+        """Raises ApiError 429 if a request would miss a limit, or goes on to wait. It should come again when
+        it would not."""
+        queue, token = predicted.first_s - predicted.alone_s, predicted.token_s
+        first = self._margin * (queue / _WAITING_SHARE if waiting else predicted.first_s)
         if limits.ttft_s is not None and first > limits.ttft_s and queue > 0:
             what = f"The first token would come in {first:.3g} s, and may take {limits.ttft_s:.3g} s"
             raise _over("ttft_s", what, min(first - limits.ttft_s, queue))

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Literal, TypeVar
 
 from multidict import CIMultiDictProxy
@@ -19,6 +19,7 @@ from launch.proxy.exchange import Exchange
 from launch.proxy.hints import Hints
 from launch.proxy.hops import Hops, free_frames
 from launch.proxy.keys import Admission, Keys
+from launch.proxy.limits import WAIT_S
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.routing import RetryBudget
@@ -32,6 +33,8 @@ T = TypeVar("T")
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 _FEW_RETRIES = 100
 _UNLIMITED = LimitsConfig()
+_LOOK_S = 0.1
+"""How often a request that waits looks whether it may go on."""
 _LARGE = 1 << 18
 """The size in bytes from which parsing a body takes too long for the event loop."""
 
@@ -169,11 +172,8 @@ class Requests:
             span.note(direct=why or "")
         prompt = prompt._replace(named=named)
         exchange.tokens = prompt.tokens if named is None else named.tokens
-        now, prefills = time.monotonic(), why is None and bool(hops.pools["prefill"].urls())
-        first = hops.pools["prefill"].pick(now, prompt) if prefills else None
-        if (limits := self.keys.limits(tenant).limits or self.config.limits) != _UNLIMITED:
-            exchange.predicted = hops.limits.predict(first, prompt, now, now - exchange.started)
-            hops.limits.check(exchange.predicted, limits)
+        prefills = why is None and bool(hops.pools["prefill"].urls())
+        first = await self._within_limits(exchange, prompt, prefills, completion.priority())
         if named is not None:
             hints.note(exchange.client, exchange.id, named)
             if (prefetched := hints.prefetched(named)) is not None:
@@ -202,6 +202,40 @@ class Requests:
             result = "no_prefill_nodes"
         self.metrics.handoffs.labels(result).inc()
         return await self._computed(nbytes, lambda: completion.for_decode(handoff))
+
+    async def _within_limits(
+        self, exchange: Exchange, prompt: RoutedPrompt, prefills: bool, priority: int
+    ) -> str | None:
+        """Returns the prefill node to try first; None if a decode node is to compute the prompt. Raises
+        ApiError 429 for a request that would miss its limits."""
+        limits = self.keys.limits(exchange.client.tenant).limits or self.config.limits
+        known, pool = self.hops.limits, self.hops.pools["prefill"]
+
+        def predicted() -> str | None:
+            now = time.monotonic()
+            first = pool.pick(now, prompt) if prefills else None
+            if limits != _UNLIMITED:
+                exchange.predicted = known.predict(first, prompt, now, now - exchange.started)
+            return first
+
+        first = predicted()
+        try:
+            known.check(exchange.predicted, limits)
+            return first
+        except ApiError as error:
+            if limits.over == "refuse":
+                raise
+            over = error
+        with known.place(priority, over) as place:
+            until = time.monotonic() + WAIT_S
+            while time.monotonic() < until:
+                await asyncio.sleep(_LOOK_S)
+                if place == known.waiting[0]:
+                    first = predicted()
+                    with suppress(ApiError):
+                        known.check(exchange.predicted, limits, waiting=True)
+                        return first
+        raise over
 
     def note_first_byte(self, exchange: Exchange) -> None:
         exchange.first_byte_s = time.monotonic() - exchange.started

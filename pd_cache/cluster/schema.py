@@ -450,6 +450,9 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     """From a completion's arrival to its first token."""
     token_s: Seconds | None = None
     """Between two tokens, on average."""
+    over: Literal["refuse", "best_effort"] = "refuse"
+    """What becomes of a completion that would take longer: it gets a 429, or waits until others have left
+    room for it."""
 
 
 class TenantConfig(Section, frozen=True, kw_only=True):

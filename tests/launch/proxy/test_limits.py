@@ -1,20 +1,24 @@
 """What the proxy predicts for a request, and which requests it refuses."""
 
+import asyncio
 import math
 import random
 from contextlib import ExitStack
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.openai import ApiError
+from launch.proxy import limits as limits_module
+from launch.proxy import requests
 from launch.proxy.limits import Limits
 from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.roles import NodeReport
 from launch.proxy.routing import NodePool, Target
 from pd_cache.cluster import LimitsConfig
-from tests.support.proxy import bearer, cluster, error_of, files_of, scenario
+from tests.support.proxy import bearer, cluster, error_of, files_of, scenario, until
 
 PREFILL, DECODE = "http://prefill", "http://decode"
 PROMPT = RoutedPrompt(10_000)
@@ -49,13 +53,13 @@ class Scene:
     def ask(self, stack, tokens):
         return stack.enter_context(self.limits.asking("prefill", PREFILL, tokens, self.now))
 
-    def predicted(self, prompt=PROMPT):
-        return self.limits.predict(PREFILL, prompt, self.now)
+    def predicted(self):
+        return self.limits.predict(PREFILL, PROMPT, self.now)
 
-    def refused(self, prompt=PROMPT, **limits):
+    def refused(self, *, waiting=False, **limits):
         """After how many seconds the request should come again; None if it is admitted."""
         try:
-            self.limits.check(self.predicted(prompt), LimitsConfig(**limits))
+            self.limits.check(self.predicted(), LimitsConfig(**limits), waiting=waiting)
         except ApiError as error:
             return int(error.response().headers["Retry-After"])
         return None
@@ -115,6 +119,15 @@ def test_a_request_with_none_in_front_is_admitted_however_long_it_takes():
     with ExitStack() as stack:
         scene.ask(stack, 100)
         assert scene.refused(ttft_s=1) in range(90, 111)  # until it has none in front
+
+
+def test_what_waits_leaves_half_of_the_limit_to_others():
+    scene = Scene().learned()
+    with ExitStack() as stack:
+        scene.ask(stack, 10_000)
+        assert scene.refused(ttft_s=25) is None
+        assert scene.refused(waiting=True, ttft_s=16) is not None
+        assert scene.refused(waiting=True, ttft_s=25) is None
 
 
 def test_a_stall_changes_predictions_by_a_tenth_and_a_slower_node_is_learned_in_time():
@@ -212,6 +225,38 @@ async def test_what_would_be_late_gets_a_429_before_a_node_is_asked():
             assert len(c.prefill[0].bodies) == asked
             assert c.metric("refused_total", code="over_ttft_s") == 1
         assert c.metric("prediction_error_count") == 1
+
+
+@scenario
+async def test_what_may_wait_goes_by_its_priority_once_there_is_room_and_others_overtake_it():
+    async with cluster(limits=LimitsConfig(ttft_s=3, over="best_effort")) as c:
+        limits = c.proxy.hops.limits
+        slow(limits)
+        async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}):
+            waiting = []
+            for number, priority in enumerate((7, None, -5, 7)):
+                body = {"prompt": [number, 1], "priority": priority}
+                waiting.append(asyncio.ensure_future(c.ask(body)))
+                await until(lambda: len(limits.waiting) == len(waiting), "it waits")
+            before = len(c.prefill[0].bodies)
+        await asyncio.gather(*waiting)
+        assert [body["prompt"][0] for body in c.prefill[0].bodies[before:]] == [2, 1, 0, 3]
+        assert limits.waiting == []
+        assert c.metric("refused_total", code="over_ttft_s") == 0
+
+
+@scenario
+async def test_what_waits_is_refused_in_the_end_and_too_many_at_once():
+    async with cluster(limits=LimitsConfig(ttft_s=3, over="best_effort")) as c:
+        slow(c.proxy.hops.limits)
+        async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}):
+            with patch.object(requests, "WAIT_S", 0.0):
+                await c.ask({"prompt": [1, 2]}, status=429)
+            with patch.object(limits_module, "_MOST_WAITING", 1):
+                waits = asyncio.ensure_future(c.ask({"prompt": [1, 2]}))
+                await until(lambda: c.proxy.hops.limits.waiting, "it waits")
+                await c.ask({"prompt": [1, 2]}, status=429)
+        await waits
 
 
 @scenario

@@ -183,6 +183,7 @@ def test_all_mistakes_are_in_one_message_a_line_for_each_and_those_of_values_com
         ("proxy: {limits: {ttft_s: 0}}", "proxy.limits.ttft_s: 0"),
         ("proxy: {limits: {token_s: -0.1}}", "proxy.limits.token_s: -0.1"),
         ("proxy: {limits: {ttft_s: soon}}", "proxy.limits.ttft_s: 'soon': must be a number of seconds"),
+        ("proxy: {limits: {over: wait}}", "proxy.limits.over: 'wait'"),
         ("proxy: {limits: {ttft: 5}}", "proxy.limits.ttft: 5: unknown key; did you mean ttft_s"),
         ("proxy: {roles: {min_prefill: 0}}", "proxy.roles.min_prefill: 0: expected `int` >= 1"),
         ("proxy: {request_timeout_s: 60}", "proxy.prefill_timeout_s: is 120 s, and must be less than request_timeout_s"),
