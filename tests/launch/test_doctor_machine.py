@@ -12,8 +12,10 @@ from launch.doctor.checks import library_findings, memory_finding, rdma_findings
 from launch.doctor.probe import advertised_findings, cluster_findings, metadata_finding
 from launch.masters import LEADER, Segment
 from launch.operate.state import ClusterStatus, NodeStatus
+from launch.operate.status import status_table
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord
 from pd_cache.cluster.machine import machine_memory
+from tests.support.cli import drawn
 from transfer.settings import TransferSettings, decode_custom
 
 RDMA = TransferSettings(protocol="rdma")
@@ -206,6 +208,8 @@ def test_versions_of_mooncake_that_fail_together_are_broken_and_untried_ones_a_w
     (finding,) = of_cluster("mooncake", rows)
     assert (finding.verdict, finding.found) == (verdict, found)
     assert status.problems == ([f"{found}: {finding.why}"] if verdict is Verdict.BROKEN else [])
+    shown = " ".join(drawn(status_table(status)).split())
+    assert (f"{found}: {finding.why}" in shown) is (verdict in (Verdict.BROKEN, Verdict.WARNING))
     assert status.well is (verdict is not Verdict.BROKEN)
 
 

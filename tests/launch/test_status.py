@@ -68,21 +68,6 @@ pd_cache_troubles_total{op="\x1b]0;title\x07",reason="gone\x1b[31m"} 3
 """
 
 
-def test_a_skew_of_mooncake_is_one_line_of_the_table():
-    for versions, line, well in (
-        (("0.3.12", "0.3.13"), "Mooncake 0.3.12 (a) beside 0.3.13 (b): every put between these nodes fails, and no log says why", False),
-        (("0.3.14", "0.5.0"), "Mooncake 0.3.14 (a) beside 0.5.0 (b): these have not been tried together", True),
-        (("0.3.13", "0.3.14"), "", True),
-    ):  # fmt: skip
-        nodes = [master("a", "leader"), master("b", "standby")]
-        for row, version in zip(nodes, versions, strict=True):
-            row.record = msgspec.structs.replace(row.record, mooncake=version)
-        status = ClusterStatus("static", True, nodes)
-        shown = " ".join(drawn(status_table(status)).split())
-        assert line in shown
-        assert ("Mooncake" in shown, status.well) == (bool(line), well)
-
-
 def test_nodes_of_one_model_whose_longest_prompts_differ_are_one_line_of_the_table():
     nodes = [engine(name=name, model=model, capacity=Capacity(max_model_len=length)) for name, model, length in (
         ("a", "m", 8192), ("b", "m", 4096), ("c", "m", 8192), ("d", "m", 0), ("e", "other", 512),
