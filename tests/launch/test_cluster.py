@@ -88,18 +88,6 @@ def test_the_decode_node_loads_what_is_stored_while_the_prefill_node_computes_th
     assert "came while the prefill node computed others" in told
 
 
-def test_a_stream_carries_the_same_tokens(cluster, alone, prompt):
-    tokens = prompt(2 * CHUNK + 3)
-    text = complete(cluster.urls["proxy"], tokens, stream=True).body
-    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    events = [json.loads(line) for line in lines[:-1]]
-    assert [
-        token for event in events for choice in event["choices"] for token in choice["token_ids"]
-    ] == alone(tokens)
-    assert events[-1]["pd_cache"]["self"]["cached_tokens"] == 2 * CHUNK
-
-
 @pytest.mark.usefixtures("patient")
 def test_status_tells_of_every_node(cluster, prompt, file):
     complete(cluster.urls["proxy"], prompt(2 * CHUNK))

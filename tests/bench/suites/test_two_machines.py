@@ -95,22 +95,13 @@ class Adding(Site):
         time.sleep(5.0)
 
 
-@pytest.fixture
-def found_by_children(monkeypatch):
-    """The sites of a crew are processes that do not look for modules in the working directory."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-
-@pytest.mark.usefixtures("found_by_children")
-def test_the_sites_of_a_crew_do_the_same_job_each_with_what_it_has():
+def test_the_sites_of_a_crew_do_the_same_job_each_with_what_it_has_and_one_that_fails_or_is_late_is_an_error(
+    monkeypatch,
+):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # its processes do not look for modules in this folder
     with closing(Crew(Adding, Location.here(), 2)) as crew:
-        assert list(crew.everywhere(Adding.add, 1, timeout_s=30).values()) == [1, 1]
-        assert list(crew.everywhere(Adding.add, 2, timeout_s=30).values()) == [3, 3]
-
-
-@pytest.mark.usefixtures("found_by_children")
-def test_a_step_that_fails_or_is_late_is_an_error():
-    with closing(Crew(Adding, Location.here(), 1)) as crew:
+        for added, total in ((1, 1), (2, 3)):
+            assert list(crew.everywhere(Adding.add, added, timeout_s=30).values()) == [total] * 2
         with pytest.raises(PeerError, match="ValueError: below 0"):
             crew.everywhere(Adding.add, -1, timeout_s=30)
         with pytest.raises(PeerError, match="does not answer"):
