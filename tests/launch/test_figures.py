@@ -48,6 +48,12 @@ def rates(*readings):
     return history(*readings).rates(readings[-1][0])
 
 
+def shares(**given):
+    """Where prompts' KV came from, as `sources` has it."""
+    others = dict.fromkeys(("engine", "memory", "disk", "pool", "loaded", "computed"), 0.0)
+    return pytest.approx({**others, **given})
+
+
 def test_since_its_start_one_reading_says_what_a_node_found_and_how_long_it_took():
     found = NodeHistory(since_start=True)
     begun = time.time() - 100
@@ -85,25 +91,21 @@ def test_a_reading_that_is_not_later_than_the_last_does_not_count():
 
 def test_prompt_tokens_are_split_by_where_their_kv_came_from():
     found = rates((0.0, text()), (2.0, text(at_hand=10, loaded=60, computed=30, memory=1, pool=2)))
-    assert found.sources == pytest.approx(
-        {"engine": 0.1, "memory": 0.2, "disk": 0.0, "pool": 0.4, "loaded": 0.0, "computed": 0.3}
-    )
+    assert found.sources == shares(engine=0.1, memory=0.2, pool=0.4, computed=0.3)
     assert found.hit == pytest.approx(0.6), "what the engine had at hand was not loaded"
 
 
 def test_loads_of_a_node_that_does_not_count_by_tier_are_those_of_its_only_tier():
     only = 'pd_cache_tier_bytes{tier="mooncake"} 0\n'
     found = rates((0.0, only + text()), (2.0, only + text(loaded=60, computed=40))).sources
-    assert found == {"engine": 0.0, "memory": 0.0, "disk": 0.0, "pool": 0.6, "loaded": 0.0, "computed": 0.4}
+    assert found == shares(pool=0.6, computed=0.4)
 
 
 def test_loads_of_an_engine_with_a_cache_server_are_split_as_the_server_read():
     engine = history((0.0, text()), (2.0, text(loaded=60, computed=40)))
     assert engine.rates(2.0).sources["loaded"] == 0.6, "the engine alone does not know"
     server = history((0.0, text()), (2.0, text(memory=2, pool=1)))
-    assert merged_sources([engine], [server], 2.0) == pytest.approx(
-        {"engine": 0.0, "memory": 0.4, "disk": 0.0, "pool": 0.2, "loaded": 0.0, "computed": 0.4}
-    )
+    assert merged_sources([engine], [server], 2.0) == shares(memory=0.4, pool=0.2, computed=0.4)
     assert merged_sources([], [server], 2.0) is None
 
 
@@ -165,14 +167,7 @@ def test_the_metrics_of_vllm_are_read_under_their_own_names():
     assert (nodes.last.queued, nodes.last.running) == (2, 3)
     assert (found.lookups, found.load, found.missed[0][0]) == (4.0, 200.0, "evicted")
     assert found.quantiles["first token"] == (pytest.approx(0.05), pytest.approx(0.099))
-    assert found.sources == {
-        "engine": 0.75,
-        "memory": 0.25,
-        "disk": 0.0,
-        "pool": 0.0,
-        "loaded": 0.0,
-        "computed": 0.0,
-    }
+    assert found.sources == shares(engine=0.75, memory=0.25)
 
 
 # --- text ---

@@ -70,19 +70,20 @@ class Later(CpuPagedCopier):
         self.events = []
         self.fails_at = ""
 
-    def scatter(self, blocks, source):
-        return self._begin(
-            "scatter", int(blocks[0]), lambda: super(Later, self).scatter(blocks, source).wait()
-        )
+    def scatter(self, *given):
+        return self._begin("scatter", *given)
 
-    def gather(self, blocks, out):
-        return self._begin("gather", int(blocks[0]), lambda: super(Later, self).gather(blocks, out).wait())
+    def gather(self, *given):
+        return self._begin("gather", *given)
 
-    def _begin(self, what, block, wait):
-        if self.fails_at == f"{what} {block}":
+    def _begin(self, what, blocks, payload):
+        name, copy = f"{what} {blocks[0]}", getattr(super(), what)
+        if self.fails_at == name:
             raise RuntimeError("no such kernel")
-        self.events.append(f"{what} {block}")
-        return SimpleNamespace(wait=lambda: (self.events.append(f"waited {block}"), wait())[1])
+        self.events.append(name)
+        return SimpleNamespace(
+            wait=lambda: (self.events.append(f"waited {blocks[0]}"), copy(blocks, payload).wait())[1]
+        )
 
 
 def without_the_second(fetches):
