@@ -1,4 +1,5 @@
-"""The `pd-cache` command: parses the command line, calls what does the work, prints the result and exits.
+"""The `pd-cache` command: parses the command line, calls the function that does the work, prints the result
+and exits.
 
 Exit codes: 0 success, 1 failure, 2 the command line or the file cannot be used, 130 Ctrl-C.
 """
@@ -43,7 +44,7 @@ _FILE = click.Path(path_type=Path)
 _INTERRUPTED = 128 + signal.SIGINT
 _SLOWEST, _FASTEST = ByteSize("1MiB"), ByteSize("1TiB")
 _UNCUT = 10_000
-"""Columns of a table that nothing limits."""
+"""Columns of a table without a limit."""
 _EXAMPLES = Path(__file__).with_name("configs")
 """The files of `configs/`: a link to that folder in a clone, the files themselves in a wheel."""
 
@@ -71,7 +72,7 @@ def _output() -> Console:
 
 
 def _answer(as_json: bool, value: object, *shown: object) -> None:
-    """Prints `value` as one JSON object; or else `shown`: text as it is, and tables as wide as the
+    """Prints `value` as one JSON object, or otherwise `shown`: text as it is, and tables as wide as the
     output."""
     if as_json:
         click.echo(msgspec.json.encode(value).decode())
@@ -162,7 +163,7 @@ class _Commands(click.Group):
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            # what is left in the buffer is lost
+            # the rest of the buffer is lost
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             click.echo(f"pd-cache: {error.filename or 'standard output'}: {error.strerror}", err=True)
             sys.exit(1)
@@ -321,7 +322,7 @@ def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
     if not (once or as_json) and console.is_terminal and not console.is_dumb_terminal:
         shown.follow(config, console, interval)
         return
-    status = cluster_status(config, 2, interval)  # two answers, so that there are rates
+    status = cluster_status(config, 2, interval)  # two answers, because rates need two
     width = console.width if console.is_terminal else min(console.width, shown.WIDEST)
     nodes = [node.figures() for node in status.nodes]
     _answer(as_json, {"discovery": status.source, "nodes": nodes}, shown.plain(status, config.name, width))
@@ -464,7 +465,7 @@ def pool_copy(file: Path, pattern: str, target: Path, rate: int, as_json: bool) 
 def _follow(
     begin: Callable[..., Iterator[Scan]], file: Path, pattern: str, as_json: bool, **how: Any
 ) -> None:
-    """Shows how a scan of the namespaces goes on, and exits as its command does."""
+    """Shows the progress of a scan of the namespaces, and exits with its command's code."""
     from launch.operate.pool import choose
 
     config, chosen, found = _running(file), choose(_survey(file), pattern, old=False), None

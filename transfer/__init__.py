@@ -1,4 +1,4 @@
-"""Moves bytes between machines. Everything that knows Mooncake is here, and nothing else.
+"""Moves bytes between machines. All code that knows Mooncake's client is here.
 
 Importing this package loads no shared library. `MooncakeStore(...)` loads them, and names a missing one.
 """

@@ -1,15 +1,15 @@
 """Runs blocking calls on a bounded set of threads. Callers wait for them with a deadline.
 
 A call into Mooncake cannot be cancelled. So the caller waits only until its own deadline, and `on_end`
-releases what the call was given (staging slots). `on_end` runs exactly once, when nothing can touch these any
-more:
+releases the call's resources (staging slots). `on_end` runs exactly once, when nothing can touch the
+resources any more:
 
 1. after the call has returned, if a thread has begun it;
 2. at once, if the call could not be queued;
 3. as soon as the call is abandoned (`abandon`), if it is still queued then. The waiting thread abandons a
    call whose deadline has passed.
 
-One lock, which only one side gets, decides whether a call is begun or dropped.
+A lock that only one side can get decides whether a call is begun or dropped.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Any, Generic, TypeVar
 from transfer.deadlines import left
 
 _LOOK_S = 0.15
-"""How often a waiting thread checks whether its call is queued behind a late one."""
+"""How often a waiting thread checks whether its call is queued behind a late call."""
 
 T = TypeVar("T")
 D = TypeVar("D")
 
 
 class Call(Generic[T]):
-    """One call under way. `_done` is locked until the outcome is there: the cheapest way for a thread to
-    wait."""
+    """A call under way. `_done` is locked until the outcome is there, because a lock is the cheapest way for
+    a thread to wait."""
 
     __slots__ = (
         "_args",
@@ -73,8 +73,8 @@ class Call(Generic[T]):
         """Whether a thread has begun the call. No thread begins it after the deadline."""
 
     def outcome(self, otherwise: D) -> T | D:
-        """Returns what the call returned, or `otherwise` if the call has not ended by the deadline. Raises
-        what the call raised."""
+        """Returns the call's result, or `otherwise` if the call has not ended by the deadline. Raises the
+        call's exception."""
         while not self._done.acquire(timeout=max(0.0, min(_LOOK_S, self.deadline - time.monotonic()))):
             if time.monotonic() >= self.deadline:
                 self.abandon()
@@ -87,7 +87,7 @@ class Call(Generic[T]):
         return otherwise if self._value is None else self._value
 
     def abandon(self) -> None:
-        """Drops the call if it is still queued, so that it releases what it was given. Idempotent.
+        """Drops the call if it is still queued, so that its resources are released. Idempotent.
 
         Call this when no thread needs the outcome any more.
         """
@@ -95,7 +95,7 @@ class Call(Generic[T]):
             self._end()
 
     def _end(self) -> None:
-        """Releases what the call was given. Call it once, with `_taken` held."""
+        """Releases the call's resources. Call it once, with `_taken` held."""
         self._function, self._args = None, ()
         on_end, self._on_end = self._on_end, None
         try:
@@ -110,7 +110,8 @@ class CallThreads:
     running, including dropped ones that are still in the queue.
 
     A thread whose call has outlived its deadline is *late*. Up to `spare` further threads take the place of
-    late ones, so that a peer that hangs does not hold up calls to others. They end when the late calls do.
+    late threads, so that a peer that hangs does not delay calls to other peers. The spare threads end when
+    the late calls end.
     """
 
     def __init__(self, name: str, count: int, *, limit: int = 256, spare: int = 0) -> None:
@@ -136,8 +137,8 @@ class CallThreads:
         on_end: Callable[[], None] | None = None,
         *args: Any,
     ) -> Call[T] | None:
-        """Queues the call `function(*args)`. If every thread is late, with the spare ones, or `limit` calls
-        are ahead, runs `on_end` and returns None."""
+        """Queues the call `function(*args)`. If all threads, including the spare ones, are late, or `limit`
+        calls are ahead, runs `on_end` and returns None."""
         call = Call(self, function, args, deadline, on_end)
         with self._lock:
             self._relieve()
@@ -162,7 +163,7 @@ class CallThreads:
             self._relieve()
 
     def close(self, timeout: float) -> bool:
-        """Refuses new calls and waits for those accepted. Returns False if some still run after `timeout`
+        """Refuses new calls, and waits for the accepted ones. Returns False if some still run after `timeout`
         seconds."""
         with self._lock:
             first, self._closed = not self._closed, True
@@ -204,7 +205,7 @@ class CallThreads:
         me = threading.get_ident()
         while (call := self._queue.get()) is not None:
             if not call._taken.acquire(blocking=False):
-                del call  # frees what it was given
+                del call  # frees its arguments
                 continue
             with self._lock:
                 self._running[me] = call.deadline

@@ -1,14 +1,14 @@
-"""Time below the public edge has one form: `end`, on the monotonic clock; None if nothing ends."""
+"""Deadlines. Below the public API, a deadline is always an `end`: a time on the monotonic clock, or None for
+no deadline."""
 
 from __future__ import annotations
 
 import time
 
 Timeout = float | None
-"""How many seconds a call may take; None for the configured ones, or for any number."""
+"""How many seconds a call may take; None for the configured time-outs, or for no limit."""
 End = float | None
-"""When a call has to end, on the monotonic clock; None if only its steps have time-outs, which are
-configured."""
+"""When a call has to end, on the monotonic clock; None if only its steps have (configured) time-outs."""
 
 
 def left(end: float) -> float:
@@ -17,10 +17,10 @@ def left(end: float) -> float:
 
 
 def end_or(end: End, ms: int) -> float:
-    """Returns `end`, or if that is None, the time in `ms` milliseconds."""
+    """Returns `end`; if that is None, the time `ms` milliseconds from now."""
     return time.monotonic() + ms / 1000 if end is None else end
 
 
 def end_in(seconds: float | None) -> float | None:
-    """Returns the time in `seconds` from now; None for None."""
+    """Returns the time `seconds` from now; None for None."""
     return None if seconds is None else time.monotonic() + seconds

@@ -1,12 +1,11 @@
 """Reads of objects in peers' memory over a transfer engine of our own, for TCP only. The caller sleeps until
 the bytes have come.
 
-Mooncake's client asks for a transfer's state without a pause, which takes a core from other programs
-(docs/mooncake.md, "It waits by spinning"). The client still does some reads:
+Mooncake's client polls for the end of a transfer without a pause, which takes a core from other programs
+(docs/mooncake.md, "It waits by spinning"). It still does some reads:
 
 - the first read from a peer, because it takes a minute if the peer is stopped;
-- reads from a peer from which a read has failed, because the engine keeps the addresses that it learned
-  first;
+- reads from a peer after a read from it has failed, because the engine never updates a peer's addresses;
 - reads that come while the engine connects to a peer;
 - reads of objects that do not lie in another node's memory.
 """
@@ -31,7 +30,7 @@ FAILED = -800
 
 
 class TransferEngine(Protocol):
-    """The methods that we use of `mooncake.engine.TransferEngine`."""
+    """The methods of `mooncake.engine.TransferEngine` that we use."""
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int: ...
     def batch_transfer_async_read(
@@ -41,8 +40,8 @@ class TransferEngine(Protocol):
 
 
 idle: list[TransferEngine] = []
-"""Engines of closed stores, for the stores to come. To destroy an engine takes a second, during which no
-other thread of the process runs Python."""
+"""Engines of closed stores, kept for later stores. Destroying an engine takes a second, during which no other
+thread of the process runs Python."""
 
 
 def _taken_engine() -> TransferEngine | None:
@@ -61,7 +60,7 @@ def _taken_engine() -> TransferEngine | None:
 
 
 class Read(NamedTuple):
-    """An object at a peer, and where its bytes go."""
+    """An object at a peer, and the memory for its bytes."""
 
     peer: str
     peer_address: int
@@ -70,17 +69,16 @@ class Read(NamedTuple):
 
 
 class DirectReads:
-    """Reads from peers with which Mooncake's client has spoken. Thread-safe."""
+    """Reads from peers from which Mooncake's client has already read. Thread-safe."""
 
     def __init__(self, engine: TransferEngine | None = None) -> None:
-        """Without an `engine`, the first read takes one: most stores never read."""
+        """Without an `engine`, the first read takes one, because most stores never read."""
         self._engine = engine
         self._met: set[str] = set()
         """The peers that have delivered to Mooncake's client, and from which no read of ours has failed."""
         self._failed: set[str] = set()
         self._open: set[str] = set()
-        """The peers to which the engine has connected. It begins no other transfer while it connects to
-        one."""
+        """The peers to which the engine has connected. It begins no other transfer while it connects."""
         self._opening = threading.Lock()
 
     def meet(self, peers: set[str]) -> None:
@@ -103,7 +101,7 @@ class DirectReads:
             if self._engine is None:
                 return None
             for peer, peer_address, address, nbytes in reads:
-                # to look for a peer that has just stopped takes a minute: this does so once, not for each
+                # looking for a peer that has just stopped takes a minute, so this looks once, not for each
                 # object
                 begun = 0
                 if peer not in unreachable:

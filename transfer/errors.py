@@ -34,7 +34,7 @@ class Status(enum.Enum):
     BUSY = "busy"
     """Another client is writing, leasing or replicating the object right now."""
     LEASE_EXPIRED = "lease_expired"
-    """The read outlived the lease that protected the object: its bytes may be another object's by now."""
+    """The read outlived the lease that protected the object, so its bytes may by now be another object's."""
     NO_SPACE = "no_space"
     TRANSFER_FAILED = "transfer_failed"
     """The node that holds the bytes did not deliver or take them."""
@@ -46,7 +46,7 @@ class Status(enum.Enum):
     TIMEOUT = "timeout"
     """The caller's deadline passed first. The call may still run."""
     OVERLOADED = "overloaded"
-    """All transfer threads of this process are held, by too many calls at once or by a peer that hangs."""
+    """All transfer threads of this process are busy, with too many calls or with a peer that hangs."""
     TIER_OFF = "tier_off"
     """A storage tier of this node failed and is switched off for a while."""
     READ_ONLY = "read_only"
@@ -61,7 +61,7 @@ OUTAGE = frozenset({Status.POOL_DOWN, Status.TRANSFER_FAILED, Status.TIMEOUT})
 """Outcomes that concern the pool's health rather than the key."""
 
 _CODES = {
-    # -101, SEGMENT_NOT_FOUND: nothing is mounted that could take the bytes. The range has the quotas of
+    # -101, SEGMENT_NOT_FOUND: no segment is mounted that could take the bytes. The range has the quotas of
     # tenants
     Status.NO_SPACE: (-10, -101, -200, *range(-1799, -1699)),
     Status.INVALID: (-102, -400, -600, -601, *range(-1599, -1499)),

@@ -1,9 +1,8 @@
-"""Whether the pool and its peers answer: the breaker of a pool, and the peers that are silent. Neither waits
-for anything.
+"""Whether the pool and its peers answer: the breaker of a pool, and the silent peers. Nothing here waits.
 
-A *peer* is a node with a segment. Each read from a peer that hangs stalls for seconds, which says nothing
-about other peers or the master. So the pool counts as down only after calls to the master have failed, and
-each peer has a breaker of its own.
+A *peer* is a node with a segment. Each read from a peer that hangs stalls for seconds, but other peers and
+the master may be well. So the pool counts as down only after calls to the master have failed, and each peer
+has a breaker of its own.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ _WELL_S = 5.0
 """After each answer to Mooncake's client, lookups may ask the master directly for this time."""
 
 TRIAL_S = 65.0
-"""How long one trial of a peer may take: Mooncake waits a minute for a peer with which this process has never
-spoken."""
+"""How long a trial of a peer may take: Mooncake waits a minute for a peer with which this process has never
+communicated."""
 FORGOTTEN_S = 60.0
 """A silent peer is forgotten after this time if no object was found at it meanwhile: the master drops the
 objects of a node that is gone."""
 
 
 class CircuitBreaker:
-    """Counts calls to the master that failed in a row. After some of them the pool is down until a probe or a
-    call succeeds.
+    """Counts calls to the master that failed in a row. After several failures the pool is down, until a probe
+    or a call succeeds.
 
     Thread-safe. Callers on a hot path read only `down` and `well_until`.
     """
@@ -66,11 +65,11 @@ class CircuitBreaker:
             self.failed(f"{what} (no answer within {had_s:.3g} s)")
 
     def is_fair(self, had_s: float) -> bool:
-        """Returns whether a call that had this much time should have been answered."""
+        """Returns whether this time was enough for an answer."""
         return had_s >= _FAIR * self._usual_s
 
     def failed(self, what: str) -> None:
-        """Counts a call that the pool failed."""
+        """Counts a call that failed because of the pool."""
         with self._lock:
             self.well_until = 0.0
             self._in_a_row += 1
@@ -85,7 +84,7 @@ class CircuitBreaker:
             )
 
     def succeeded(self) -> None:
-        """Notes a call that the pool answered."""
+        """Notes that the pool answered a call."""
         self.well_until = time.monotonic() + _WELL_S
         if self._in_a_row or self.down:
             with self._lock:
@@ -122,8 +121,8 @@ class Peers:
         """When to stop waiting for the trial's outcome."""
 
     def any_silent(self, now: float) -> bool:
-        """Returns whether any peer is silent, so that it matters where an object lies. Forgets peers that are
-        gone from the pool."""
+        """Returns whether any peer is silent; the caller then has to ask where each object lies. Forgets
+        peers that are gone from the pool."""
         if not self._silent:
             return False
         with self._lock:
@@ -148,7 +147,7 @@ class Peers:
             log.warning("peer %s does not deliver; its objects count as misses until it does", peer)
 
     def tried(self, peers: Collection[str]) -> None:
-        """Notes that a read of objects at `peers` has ended, with any outcome. If it was the trial, the trial
+        """Notes that a read of objects at `peers` has ended, with any outcome. If it was a trial, the trial
         is over."""
         with self._lock:
             if self._trial in peers:

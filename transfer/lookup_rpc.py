@@ -44,7 +44,7 @@ _AGAIN_S = 1.0
 _STRANGER_S = 60.0
 """The pause after an unexpected answer."""
 _LOOK_S = 100e-6
-"""How long a thread polls for its answer before it sleeps: to be woken takes as long as most answers."""
+"""How long a thread polls for its answer before it sleeps: waking up takes as long as most answers."""
 _PIECE = 1 << 14
 """The most bytes that are read at once: the verdicts on 8000 keys."""
 _LONGEST_S = 3600.0
@@ -70,7 +70,7 @@ and the bytes of its size."""
 
 
 class UnexpectedAnswerError(Exception):
-    """The master does not speak like the version of Mooncake that this was made for."""
+    """The master's answer is not that of a version of Mooncake for which this was made."""
 
 
 class NoVerdictError(Exception):
@@ -85,8 +85,8 @@ def lookup_rpc(master: str) -> LookupRpc | None:
 
 
 def why_silent(master: str, seconds: float) -> str | None:
-    """Returns why no master answers at `host:port`, of any version. Returns None if one answers, for elected
-    masters, and if this cannot ask.
+    """Returns why no master, of any version, answers at `host:port`. Returns None if a master answers, for
+    elected masters, and if this cannot ask.
 
     Takes at most twice `seconds`, for each of the host's addresses.
     """
@@ -126,7 +126,7 @@ class LookupRpc:
         self._clock = clock
         self._lock = threading.Lock()
         self._idle: deque[tuple[socket.socket, float]] = deque()
-        """Connections that no thread uses, and since when. The last one was used last."""
+        """Connections that no thread uses, and since when. The most recently used connection is the last."""
         self._connections: set[socket.socket] = set()
         self._connecting = threading.Lock()
         self._not_before = 0.0
@@ -134,7 +134,7 @@ class LookupRpc:
         self._numbers = itertools.count(1)
 
     def ask(self, keys: Sequence[str], deadline: float) -> bytes | None:
-        """Returns 1 or 0 for each key: whether the master has it. It leases those that it has.
+        """Returns 1 or 0 for each key: whether the master has it. The master leases the keys that it has.
 
         Returns None if the keys have to go the other way. Raises TimeoutError if the master has not answered
         by `deadline`, on the clock.
@@ -163,7 +163,7 @@ class LookupRpc:
             answered = True
         except TimeoutError:
             raise
-        except OSError:  # the master is gone, or was started anew: the other way finds out which
+        except OSError:  # the master is gone or was restarted; the other way finds out which
             self.drop_idle()
         except UnexpectedAnswerError as error:
             self._give_up(error)
@@ -178,7 +178,7 @@ class LookupRpc:
         return needed and self._clock() >= self._not_before
 
     def connect(self) -> None:
-        """Makes one more connection and tries it, unless another thread does.
+        """Makes another connection and tries it, unless another thread is doing so.
 
         Takes a second at most, and half a second more for each further address of the master, and as long as
         a name server takes.
@@ -245,7 +245,7 @@ class LookupRpc:
         answer, look_until = b"", self._clock() + _LOOK_S
         connection.setblocking(False)
         while True:
-            try:  # looks once even if the deadline has passed: this process may have been stopped meanwhile
+            try:  # looks once even after the deadline, because this process may have been stopped meanwhile
                 more = connection.recv(_PIECE)
             except BlockingIOError:
                 if self._clock() < look_until:

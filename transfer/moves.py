@@ -1,8 +1,8 @@
-"""Reads and writes many objects at once, in steps that end long before Mooncake would give one of them up.
+"""Reads and writes many objects at once, in steps that end long before Mooncake would give up a transfer.
 
 Mooncake waits at most 60 s for a transfer, by the wall clock, and then returns *although the transfer still
-runs* (`wait_for_completion` in mooncake-store/src/transfer_task.cpp). A peer that was stopped for longer goes
-on to write into the memory that it was asked to fill, whatever that memory is then used for. Therefore:
+runs* (`wait_for_completion` in mooncake-store/src/transfer_task.cpp). A peer that was stopped for longer then
+continues to write into the memory of the transfer, even if that memory has another use by then. Therefore:
 
 1. A step has few objects. If a peer is silent, each of Mooncake's connections to it fails one object after
    the other when the TCP time-out has passed, and the step ends with a code for each key, within about the
@@ -39,7 +39,7 @@ set."""
 _ENDS_WITHIN_S = 25.0
 """The longest that a step may take, whatever the time-outs are set to."""
 _ROUND_EXTRA_S = 0.6
-"""How much longer than the TCP time-out one object of a silent peer takes to fail (measured)."""
+"""How much longer than the TCP time-out it takes until an object of a silent peer fails (measured)."""
 _LANES = 4
 """How many connections to a peer Mooncake has, unless MC_TCP_LANES_PER_PEER says otherwise (up to
 `_MOST_LANES`)."""
@@ -51,13 +51,13 @@ time."""
 _NO_ANSWER = -900
 """Mooncake's code for a master that does not answer."""
 _UNANSWERED_S = 0.9
-"""The master has not answered if the question where objects lie took longer than this: MC_RPC_TIMEOUT_MS is
-at least a second."""
+"""If asking where objects lie took longer than this, the master has not answered: MC_RPC_TIMEOUT_MS is at
+least a second."""
 _LEASE_EXPIRED = -707
 """Mooncake's code for an object that may have been evicted while it was read."""
 LATE = -9001
-"""Our own code for a key that was not begun because the deadline had passed. `status_of` turns it into a
-time-out."""
+"""Our own code for a key whose transfer was not begun because the deadline had passed. `status_of` turns it
+into a time-out."""
 
 
 class MovesClient(RegistersMemory, Protocol):
@@ -76,8 +76,8 @@ class MovesClient(RegistersMemory, Protocol):
 
 
 def keys_per_step(settings: TransferSettings) -> int:
-    """Returns how many objects a step has: as many as a silent peer fails within the longer of `get_ms` and
-    `put_ms`."""
+    """Returns how many objects a step has: so few that, if the peer is silent, all fail within the longer of
+    `get_ms` and `put_ms`."""
     patience = min(_ENDS_WITHIN_S, max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000)
     stall = _variable("MC_TCP_PROGRESS_TIMEOUT_SEC", stall_seconds(settings))
     rounds = max(1, int(patience / (stall + _ROUND_EXTRA_S)))
@@ -94,7 +94,7 @@ def _variable(name: str, usual: int) -> int:
 class Watch:
     """Finds out whether Mooncake may have given up a transfer since this object was made.
 
-    Mooncake goes by the wall clock, which can be set.
+    Mooncake uses the wall clock, which can be set.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class Moves:
         self._step = keys_per_step(settings)
         self._stall_s = stall_seconds(settings)
         self._lease_s = settings.timeouts.get_ms / 1000
-        """An object is leased for at least this time once the master has said where it lies: the checks of a
-        cluster's file demand it."""
+        """When the master reports where an object lies, it leases the object for at least this time: the
+        checks of a cluster's file demand it."""
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
         self.direct = direct
         self.own_peer = own_peer
@@ -195,7 +195,7 @@ class Moves:
         first begins after `deadline`."""
         now, leased = time.monotonic(), Watch(self._lease_s / _NEAR)
         buffers = self._buffers(batch.keys) if self.direct is not None else {}  # once, not with each step
-        # the client would wait as long again
+        # the client would wait for as long again
         unanswered = not buffers and time.monotonic() - now > _UNANSWERED_S
         codes = [_NO_ANSWER] * len(batch.keys) if unanswered else []
         for part in () if unanswered else batch.parts(self._step):
@@ -206,7 +206,7 @@ class Moves:
 
     def _get_part(self, part: Batch, buffers: dict[str, Any], leased: Watch) -> list[int]:
         now = time.monotonic()
-        # 1. objects of silent peers are left out: each would hold this thread for seconds
+        # 1. objects of silent peers are left out, because each would hold this thread for seconds
         if not buffers and self.peers.any_silent(now):
             buffers = self._buffers(part.keys)
         # only this step's keys: a trial of a peer ends only when a read of its objects ends
@@ -237,8 +237,8 @@ class Moves:
         return codes
 
     def _read(self, asked: Batch, buffers: dict[str, Any], leased: Watch) -> list[int]:
-        """Reads the objects directly if all of them fit and lie in the memory of peers that Mooncake's client
-        has met; otherwise with the client."""
+        """Reads the objects directly if all of them fit and lie in the memory of peers from which Mooncake's
+        client has read; otherwise with the client."""
         direct = self.direct
         found: list[int] | None = None
         if direct is not None and all(
@@ -316,7 +316,8 @@ class Moves:
         if left := [key for key in part.keys if key in self._unrevoked]:
             self._revoke(left)
         codes = self._client.batch_put_session_start(part.keys, part.sizes, config)
-        # 2. write what is ours, and end it; what was not written whole is given up, with all of its copies
+        # 2. write the keys that we have begun, and end them; give up keys that were not written whole, with
+        # all copies
         ours = [index for index, code in enumerate(codes) if code == 0]
         if ours:
             some = part.take(ours)
@@ -377,10 +378,10 @@ class Moves:
     # --- peers ----------------------------------------------------------------------------------------------
 
     def _from_others_than_silent_peers(self, keys: list[str], where: dict[str, str], now: float) -> list[int]:
-        """Returns the indices of the keys that are worth reading. `where`: the peers of the keys, as far as
-        they are known."""
+        """Returns the indices of the keys to read: those without a silent peer. `where`: the known peers of
+        the keys."""
         busy = frozenset[str]().union(*list(self._stalled.values()))
-        # ask once for each peer, so that a silent one gets one trial and not one for each key
+        # ask once for each peer, so that a silent peer gets a single trial, not a trial for each key
         asked = {peer: self.peers.may_ask(peer, now, busy) for peer in frozenset(where.values())}
         return [index for index, key in enumerate(keys) if key not in where or asked[where[key]]]
 
@@ -401,7 +402,7 @@ class Moves:
         self.peers.tried(frozenset(peers))
 
     def _where(self, keys: list[str]) -> dict[str, str]:
-        """Returns the peer from which each object is read, as far as there is one."""
+        """Returns the peer from which each object is read; leaves out objects without a peer."""
         return {key: buffer.transport_endpoint for key, buffer in self._buffers(keys).items()}
 
     def _buffers(self, keys: list[str]) -> dict[str, Any]:

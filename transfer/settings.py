@@ -147,7 +147,7 @@ class Placement(Checked, frozen=True, kw_only=True):
 
 
 class TransferSettings(Checked, frozen=True):
-    """The `transfer` section: how a node's processes talk to the Mooncake pool."""
+    """The `transfer` section: how a node's processes use the Mooncake pool."""
 
     protocol: Literal["tcp", "rdma"] = "tcp"
     metadata: str = "P2PHANDSHAKE"
@@ -198,8 +198,8 @@ fail with -800."""
 
 
 def split_master(master: str) -> tuple[str, str | None]:
-    """Returns a master's address in Mooncake's form, and the election's name in
-    `etcd://host:port;host:port/NAME`, or else None."""
+    """Returns a master's address in Mooncake's form, and the name of the election: NAME in
+    `etcd://host:port;host:port/NAME`, otherwise None."""
     if not master.startswith("etcd://"):
         return master, None
     endpoints, _, name = master.removeprefix("etcd://").partition("/")
@@ -212,8 +212,8 @@ def stall_seconds(settings: TransferSettings) -> int:
 
 
 def prepare(settings: TransferSettings, election: str | None = None) -> None:
-    """Sets the variables that Mooncake's client reads, unless the user has set them. docs/mooncake.md has
-    what each does, as measured.
+    """Sets the variables that Mooncake's client reads, unless the user has set them. docs/mooncake.md
+    describes the measured effect of each.
 
     Mooncake reads them when it is imported and at the first `setup()` of a process, so call this before both.
     `election`: see `split_master`.
@@ -241,9 +241,9 @@ _ERROR, _FATAL = 2, 3
 
 @contextlib.contextmanager
 def hushed(when: bool = True) -> Iterator[None]:
-    """Keeps Mooncake's log silent while the block runs: an engine looks for its segment before it has
-    registered one, and logs that as an error. Does nothing if the user chose a log level, or if this wheel's
-    glog is no library of its own."""
+    """Keeps Mooncake's log silent while the block runs, because an engine looks for its segment before it has
+    registered it, and logs an error. Does nothing if the user chose a log level, or if this wheel's glog is
+    no library of its own."""
     level = ctypes.c_int32()
     if when:
         with contextlib.suppress(OSError, StopIteration, ValueError):

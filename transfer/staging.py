@@ -1,9 +1,9 @@
 """Leases slots of registered memory between the paged cache and the network.
 
 A slot is reference counted: its holder has one reference, and so has every call in flight that was given the
-slot's address. A caller whose deadline passes lets go of its own reference at once. The call's reference
-keeps the slot *quarantined*: it is not handed out again before the call returns. If a call returned but its
-transfer may go on, the slot is *forfeited*: its memory is never handed out again.
+slot's address. A caller whose deadline passes gives its own reference back at once. The call's reference
+keeps the slot *quarantined*: it is not leased again before the call returns. If a call has returned but its
+transfer may go on, the slot is *forfeited*: its memory is never leased again.
 
 A peer that hangs must not take the memory that others need, so a `Quota` bounds how many slots may wait for
 peers at a time.
@@ -36,8 +36,8 @@ the one for CUDA."""
 _forfeited: list[memoryview] = []
 """Memory that a transfer may still use. Its addresses stay mapped until the process ends."""
 _FORFEITS = 8
-"""How many times its own size a pool may forfeit and replace. That costs addresses, not memory: the pages are
-given back."""
+"""How many times its own size a pool may forfeit and replace. This costs addresses, not memory, because the
+pages are given back."""
 
 
 class RegistersMemory(Protocol):
@@ -162,7 +162,7 @@ class StagingPool:
         self.address, memory = self._map(count)
         self._places = self._cut(self.address, memory)
         """All slots, by address."""
-        # last in, first out, because a slot that was just used is still in the processor's cache
+        # last in, first out: a slot that was just used is still in the processor's cache
         self._free = dict(reversed(self._places.items()))
         """Slots that are not leased. The most recently used one comes last."""
         self._leased: dict[int, Slot] = {}
@@ -207,8 +207,8 @@ class StagingPool:
         return None
 
     def register(self, client: RegistersMemory) -> int:
-        """Registers all of the memory with a client of a pool, and later the memory that takes its place.
-        Returns 0, or a negative code if the client refuses."""
+        """Registers all of the memory with a client of a pool, and later also the memory that replaces
+        forfeited slots. Returns 0, or a negative code if the client refuses."""
         with self._registering:
             code = min(client.register_buffer(address, nbytes) for address, nbytes in self._mappings)
             if code == 0:
@@ -280,7 +280,7 @@ class StagingPool:
         if slot.address in self._places:
             del self._leased[slot.address]
             self._free[slot.address] = self._places[slot.address]
-            # all waiting threads: their quotas decide which of them can use the slot
+            # wakes all waiting threads, because their quotas decide which of them can use the slot
             self._changed.notify_all()
         elif (
             self._pin is None

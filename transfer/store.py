@@ -1,4 +1,5 @@
-"""MooncakeStore: wraps a Mooncake store client. Only this module and `transfer.moves` call one.
+"""MooncakeStore: wraps a client of a Mooncake store. Only this module and `transfer.moves` call such a
+client.
 
 A bare client is dangerous (docs/mooncake.md). A call before setup or after close kills the process. A call
 blocks for seconds if the master is dead, and for a minute if a peer is stopped. So here:
@@ -56,7 +57,7 @@ _CONNECT_S = 2.0
 _BOUNCE_BYTES = 16 << 20
 """Mooncake's own buffer. Only small control objects are copied through it."""
 _HEADROOM = 4
-"""One in this many slots stays free for leases that wait: see `StagingPool.lease`."""
+"""One of this many slots stays free for leases that wait; see `StagingPool.lease`."""
 
 _undrained: list[object] = []
 """Clients and engines that could not be closed, with the memory that they may still write to."""
@@ -129,7 +130,7 @@ def load_mooncake() -> Any:
 
 
 def _check(batch: Batch) -> None:
-    """Raises ValueError for a batch of no keys or too many, or whose keys, slots and sizes do not belong
+    """Raises ValueError if a batch has no keys or too many keys, or if its keys, slots and sizes do not fit
     together."""
     keys, slots, sizes = batch
     if not keys or len(keys) != len(slots) or len(keys) > MAX_TRANSFERS:
@@ -297,8 +298,7 @@ class MooncakeStore:
         drained = True
         for threads in (self._gets, self._puts, self._control):
             drained &= threads.close(left(end))
-        # the keeper may be inside setup() or a probe, and to close the client meanwhile would be a use after
-        # free
+        # the keeper may be inside setup() or a probe; closing the client meanwhile would be a use after free
         self._keeper.join(left(end))
         drained &= not self._keeper.is_alive()
         for pool in self._regions:  # another store may go on to use it
@@ -336,15 +336,15 @@ class MooncakeStore:
             return [self._refusal()] * len(keys)
         deadline, rpc = time.monotonic() + timeout, self._lookup_rpc
         codes: Sequence[int] | None = None
-        # asks directly only a pool that has just answered Mooncake's client: so the breaker learns of the
-        # client's own trouble, and of no other
+        # asks the master directly only if it has just answered Mooncake's client, so that the breaker judges
+        # by the client's own calls alone
         if rpc is not None and time.monotonic() < self._breaker.well_until:
             try:
                 codes = rpc.ask(keys, deadline)
             except TimeoutError:
                 if self._breaker.is_fair(timeout):
                     self._breaker.well_until = 0.0
-                    rpc.drop_idle()  # they are no younger than the connection that has gone silent
+                    rpc.drop_idle()  # they are no younger than the connection that is now silent
                 return [Status.TIMEOUT] * len(keys)
         if codes is None:
             call = self._control.submit(self._exist, deadline, None, keys)
@@ -505,8 +505,8 @@ class MooncakeStore:
     def _open(self) -> bool:
         settings = self._settings
         # setup() holds the GIL for 4.5 s if the connection is refused, and for 1.1 s if nothing answers (a
-        # stopped master, another program): no other thread would end at its deadline, nor would the calls to
-        # another pool
+        # stopped master, another program); meanwhile no other thread, and no call to another pool, could end
+        # at its deadline
         if (why := why_silent(self._master, _CONNECT_S)) is not None:
             if self._setup_error != why:
                 log.warning("Mooncake master %s: %s; trying again until it succeeds", self._master, why)

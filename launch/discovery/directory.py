@@ -31,8 +31,8 @@ from transfer.settings import mooncake_version
 
 
 def open_directory(config: ClusterConfig, on_change: Callable[[View], None] | None = None) -> Directory:
-    """Opens the directory that the file's `discovery` section asks for. In etcd's, the nodes of the file
-    count until etcd was first read.
+    """Opens the directory that the file's `discovery` section describes. With etcd, the nodes of the file
+    count until etcd has been read for the first time.
 
     `on_change` gets each new view, including the first one. It must return quickly. Raises ConfigError if a
     password or certificate for etcd cannot be read.
@@ -59,8 +59,9 @@ class Member:
         self._node = node
         self._registration: Any = None
         self.about = About(version=pd_cache.__version__, mooncake=mooncake_version())
-        """The same as in the node's `/health`, where other nodes read it if discovery is static. A node with
-        a cache, or with a program in another environment, replaces it before `announce`."""
+        """What other nodes learn about this node; with static discovery they read it from the node's
+        `/health`. A node with a cache, or with a program in another environment, replaces it before
+        `announce`."""
         self.master: str | None = None
         """The address at which a client of the pool expects the master. Set it before `announce`."""
         if isinstance(config.discovery, EtcdDiscovery):

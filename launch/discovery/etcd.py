@@ -1,9 +1,9 @@
 """Registers and watches nodes in etcd, each on its own thread, which outlives every outage.
 
 We use the client and the stubs of the package etcd3, but not its `Watcher`: that reconnects for ever, even
-after `close()`, and does not report when a stream breaks. Ours lists, watches from the revision of the list
-on, and begins again after any failure. So a lost stream, a compaction and an etcd that came back empty are
-one case.
+after `close()`, and does not report when a stream breaks. Ours lists the records, watches from the revision
+of the list on, and begins again after any failure. So it treats a lost stream, a compaction and an etcd that
+came back empty alike.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from pd_cache.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
-"""The longest pause between two attempts. Each is shorter by chance, so that nodes do not come back all at
-once."""
+"""The longest pause between two attempts. Each pause is shortened at random, so that nodes do not all come
+back at once."""
 _CALL_S = 2.0
 """How long a call may take: an etcd in the same network takes milliseconds."""
 _LONGEST_TICK_S = 1.0
 DISAGREES_S = 30.0
-"""How long a master and etcd may disagree. In an election that goes well they disagree for a second or two,
-and for longer if the next leader has many keys to take over. A restart then would lose these keys."""
+"""How long a master and etcd may disagree. In a normal election they disagree for a second or two, and for
+longer if the next leader has many keys to take over. A restart at that time would lose these keys."""
 _ELECTION_POLL_S = 1.0
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network
-    ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, even if the last one failed
+    ("grpc.use_local_subchannel_pool", 1),  # a new client connects at once, even if the last client failed
     ("grpc.max_receive_message_length", 256 << 20),  # the records of all nodes; one has less than a KiB
 )
 
 # --- the package etcd3 --------------------------------------------------------------------------------------
-# etcd3 0.12 contains stubs that protobuf has refused to run since its version 4. They hold their own
-# descriptors in serialized form, which every protobuf reads. Message classes made from those are what a new
-# `protoc` would generate. The stubs' files are read, never run; the descriptors lie in a pool of their own,
-# so nothing is set for the process, and the order of imports does not matter.
+# etcd3 0.12 contains stubs that protobuf has refused to run since its version 4. The stubs hold their own
+# descriptors in serialized form, which every protobuf reads. Message classes made from these descriptors are
+# equal to those that a new `protoc` would generate. The stubs' files are read, never run. The descriptors are
+# in a pool of their own, so nothing changes for the process, and the order of imports does not matter.
 
 _FILES = ("kv_pb2", "auth_pb2", "rpc_pb2")
 """Each file imports those before it."""
@@ -162,7 +162,7 @@ def _repeat(
                 work(client)
         except _Lost as error:
             lost(str(error))
-        except Exception:  # if this ended, no process would find the node, and no view would be fresh again
+        except Exception:  # this thread must not end: no view would be fresh again
             log.exception("discovery failed unexpectedly; trying again")
             lost("see above")
         closed.wait(_PAUSE_S * random.uniform(0.4, 1))
@@ -239,7 +239,7 @@ class EtcdRegistration:
         if found is None:
             client.put(key, value, lease=self._lease)
         elif found != value and found not in self._others:
-            # it stays, because two processes must not overwrite each other
+            # the other record stays, because two processes must not overwrite each other
             self._others.add(found)
             log.warning("another process registered as %s; give each node its own name", record.name)
 
@@ -263,7 +263,7 @@ class EtcdWatch(Directory):
         self._prefix = prefix_of(cluster)
         self._tick_s = min(_LONGEST_TICK_S, settings.ttl_s / 4)
         self._on_change = on_change
-        # a live node registers again within two pauses and a call, which is less than this
+        # a live node registers again within two pauses and a call, which take less than this
         self._membership = Membership(settings.ttl_s + 2 * _PAUSE_S, seeds)
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -421,9 +421,9 @@ class ElectionWatch:
         """The key's revision when it was last read."""
 
     def lost(self) -> bool:
-        """Compares once a second. Returns whether etcd and our master have both answered, and have disagreed,
-        for `DISAGREES_S` seconds, and counts anew after that. Waits no longer than a call to etcd and one to
-        the master may take."""
+        """Compares once a second. Returns whether etcd and our master have both answered, and have disagreed
+        for `DISAGREES_S` seconds; then begins to count again. Waits no longer than a call to etcd and a call
+        to the master may take."""
         if self._clock() < self._next:
             return False
         agree, now = self._agree(), self._clock()
@@ -453,5 +453,5 @@ class ElectionWatch:
         before, self._revision = self._revision, about.mod_revision
         if value.decode(errors="replace") == self._address:
             return leads
-        # masters that refuse to lead take turns: the key names each for a second
+        # masters that refuse to lead take turns; the key names each of them for a second
         return not leads and self._revision == before

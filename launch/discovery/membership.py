@@ -1,10 +1,10 @@
 """Views of the cluster, and how they change. Pure: the time comes from the caller.
 
-1. The source of the view may be away. Then the last known view stays, and is marked stale.
+1. If the source of the view is away, the last known view stays, and is marked stale.
 2. A node that vanished *because* the source was away is not gone: its lease ran out because no node could
    keep one alive, or the source came back empty. Nodes that are missing right after an outage are kept as
    *doubted* for `grace_s`: time to register again.
-3. Otherwise a node that vanishes is gone at once.
+3. A node that vanishes at any other time is gone at once.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Directory:
         return self._view
 
     def wait_synced(self, timeout: float) -> bool:
-        """Waits until the view comes from a better source than the file, if there is one. Returns False after
-        `timeout` seconds."""
+        """Waits until the view comes from etcd, if there is an etcd. Returns False after `timeout`
+        seconds."""
         return True
 
     def close(self) -> None:

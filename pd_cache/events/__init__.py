@@ -1,4 +1,4 @@
-"""KV events: what a vLLM node publishes about its own cache, and a subscriber that notices every loss.
+"""KV events: a vLLM node's messages about its own cache, and a subscriber that notices every loss.
 
 `format.py` has the events, `subscriber.py` follows publishers. docs/events.md has an example.
 """

@@ -32,8 +32,8 @@ class StoredEvent(Struct, tag="BlockStored", omit_defaults=True, gc=False):
     group_idx: int | None = None
     kv_cache_spec_kind: _Words = None
     lookahead_token_ids: list[list[int]] | None = None
-    """Tokens behind each block that its hash covers, too, as for EAGLE and MTP in vLLM 0.33 without a
-    connector; otherwise None."""
+    """The tokens after each block that the block's hash covers, too (EAGLE and MTP in vLLM 0.33 without a
+    connector); otherwise None."""
 
 
 class RemovedEvent(Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
@@ -96,6 +96,6 @@ def read_batch(raw: bytes) -> tuple[EventBatch, int]:
 
 
 def short_hash(value: BlockHash) -> int:
-    """Returns the 64 bits that identify a block here. vLLM publishes the last 64 bits of a hash, or all of it
-    if VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0."""
+    """Returns the 64 bits by which this project identifies a block. vLLM publishes the last 64 bits of a
+    hash; if VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES is 0, it publishes the whole hash."""
     return value & _MASK if isinstance(value, int) else int.from_bytes(value[-8:], "big")

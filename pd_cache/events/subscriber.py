@@ -7,9 +7,9 @@ empty frame, and the first number that is wanted. The answer has, for each batch
 an empty frame and the three frames of the batch. Its last batch has the number -1.
 
 `StreamOrder` (pure) puts the batches of a connection in order. `EventSubscriber` feeds it, for many
-publishers on one thread. Behind a lost connection there may be another publisher, whose numbers may happen to
-go on where the numbers of the last publisher ended. So after a lost connection, or any other failure, the
-subscriber forgets all that it knew of a publisher, and begins anew with new sockets.
+publishers on one thread. After a connection was lost, another publisher may answer at the same address, and
+its numbers may happen to continue those of the old publisher. So after any failure, the subscriber forgets
+everything about a publisher, and begins again with new sockets.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _HIGH_WATER = 16_384
 """How many batches of the stream may wait in a socket. For a replay it is ZMQ's 1000; the rest of a longer
 replay is requested again."""
 _MOST_SOCKETS = 16_384
-"""A publisher that is followed takes three."""
+"""The most sockets. Following a publisher takes three."""
 _HEARTBEAT_MS, _DEAD_MS = 5_000, 15_000
-"""How often the subscriber asks whether the publisher is there, and for how long it waits. Otherwise it would
-never notice that the publisher's host has lost its power."""
+"""How often ZMQ checks that the publisher is there, and for how long it waits for the answer. Otherwise the
+subscriber would never notice that the publisher's host has lost its power."""
 _BEAT_S = 0.1
 _REVIVE_S = 1.0
 """The pause after a connection was lost, or after sockets have failed."""
@@ -60,9 +60,9 @@ Step = EventBatch | Forget
 class StreamOrder:
     """Puts the batches of a publisher in order.
 
-    They come from a live stream, in order but with gaps, and from replays from `ask_from` on, which may lack
-    batches at the end and in the middle. All methods return what to apply now: each batch once and in order,
-    with `Forget.ALL` wherever batches are lost for good.
+    Batches come from a live stream, in order but with gaps, and from replays, which begin at `ask_from` and
+    may lack batches. All methods return the steps to apply now: each batch once and in order, with
+    `Forget.ALL` wherever batches are lost for good.
     """
 
     def __init__(self, most_waiting: int = 4096) -> None:
@@ -103,13 +103,13 @@ class StreamOrder:
         # a replay begins with the batch that was asked for, unless the publisher has it no more
         steps = self._give_up(number) if first and number > self._next else []
         if number != self._next:
-            return []  # known already, or behind a hole that the next replay fills
+            return []  # known already, or after a gap that the next replay fills
         self._next += 1
         return [*steps, batch]
 
     def replay_ended(self, whole: bool) -> list[Step]:
-        """Notes the end of a replay. `whole`: the publisher has sent the end. Otherwise, and if the stream is
-        not `in_order` now, ask again."""
+        """Notes the end of a replay. `whole`: the publisher has sent the replay's end. If it has not, or if
+        the stream is not `in_order` afterwards, ask again."""
         steps: list[Step] = []
         if whole and not self._brought and self._waiting:  # the publisher does not keep what is missing
             steps = self._give_up(min(self._waiting))
@@ -121,7 +121,7 @@ class StreamOrder:
         return steps
 
     def _give_up(self, number: int) -> list[Step]:
-        """Goes on at `number`, without the batches before it."""
+        """Continues at `number`, without the batches before it."""
         known, self._next = self._next > 0, number
         self.losses += 1
         return [Forget.ALL] if known else []

@@ -12,8 +12,8 @@ from transfer.staging import Pin
 
 
 class DeviceMark:
-    """Marks the work that the calling thread has given the device of `tensor` so far, so that another
-    thread's work can follow it.
+    """Marks the work that the calling thread has queued on the device of `tensor` so far. Another thread's
+    work can then follow it.
 
     On the CPU, a call's work is done when the call returns, so there is nothing to wait for.
     """
@@ -65,7 +65,7 @@ def has_gpu() -> bool:
 
 
 def host_pin() -> Pin | None:
-    """Returns a function that page-locks staging memory in the context of the calling thread's present GPU.
+    """Returns a function that page-locks staging memory in the context of the calling thread's current GPU.
     Any thread may call the function. Returns None if there is no GPU."""
     if not has_gpu():
         return None

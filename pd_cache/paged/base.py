@@ -18,7 +18,7 @@ from pd_cache.layout import KVLayout
 
 
 class Slots(NamedTuple):
-    """Blocks of a paged cache, named by the places of their tokens, as engines do in their slot mappings."""
+    """Blocks of a paged cache, given by the slots of their tokens, as in engines' slot mappings."""
 
     mapping: Tensor
     """int `[chunks * chunk_size]`: `block * block_size + offset` of each token. The tokens of a block follow
@@ -33,11 +33,11 @@ class PendingCopy(Protocol):
     """A gather or scatter that may still be running on a device."""
 
     def wait(self) -> int:
-        """Waits for the end: then a gathered buffer can be read, and a scattered one reused. Returns the
-        checksum of the chunk object.
+        """Waits for the end of the copy. After that, a gathered buffer can be read, and a scattered buffer
+        can be reused. Returns the checksum of the chunk object.
 
-        The checksum is end to end: of the bytes in the pages, not in staging memory, to which a transfer that
-        was given up may still write.
+        The checksum is end to end: it covers the bytes in the pages, not those in staging memory, to which an
+        abandoned transfer may still write.
         """
 
 
@@ -86,8 +86,8 @@ LeavingOut = Literal["nothing", "start", "ends"]
 
 
 def leaving_out(*, loads: bool, keeps_tail: bool) -> LeavingOut:
-    """Returns where a load, or a store, may leave out blocks. A store may do so only for layers that keep the
-    ends of prefixes."""
+    """Returns where a load or a store may leave out blocks. A store may do so only for layers that keep only
+    the ends of prefixes."""
     if loads:
         return "ends"
     return "start" if keeps_tail else "nothing"
@@ -126,8 +126,8 @@ def plan(
 def plan_named(
     names: Names, places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: LeavingOut
 ) -> list[Tensor]:
-    """Does the same for named chunks. Also raises ValueError for bad names, or for places of another number
-    of chunks."""
+    """As above, for chunks with names. Also raises ValueError for bad names, or if names and places are not
+    equally many chunks."""
     check_names(names)
     chunks = plan(places, layout, chunk_size, may_leave_out=may_leave_out)
     if len(chunks) != len(names):
@@ -136,7 +136,7 @@ def plan_named(
 
 
 def _blocks_of(places: Slots, size: int) -> Tensor:
-    """Returns the blocks of a slot mapping. Raises ValueError unless it is of whole blocks of `size`
+    """Returns the blocks of a slot mapping. Raises ValueError unless it consists of whole blocks of `size`
     tokens."""
     slots = _integers("slot_mapping", places.mapping)
     if slots.numel() % size:

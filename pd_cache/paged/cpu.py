@@ -7,10 +7,10 @@ that cost a fifth of the throughput (measured).
 Pages move as the widest elements that their size and address allow. If all planes are evenly spaced in one
 storage (vLLM's single allocation), one operation moves pages of several layers.
 
-A chunk moves step by step, and its checksum is taken of each step's bytes while they are in the processor's
-cache: of the engine's pages, before a gather and after a scatter, and never of staging memory, to which a
-transfer that was given up may still write. Small pages go through memory of the thread, and their checksum is
-taken there.
+A chunk moves step by step. The checksum of a step's bytes is computed while they are in the processor's
+cache. It covers the engine's pages, before a gather and after a scatter, and never staging memory, to which
+an abandoned transfer may still write. Small pages go through memory of the thread, and their checksum is
+computed there.
 """
 
 from __future__ import annotations

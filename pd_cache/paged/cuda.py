@@ -1,28 +1,29 @@
 """Gather and scatter on CUDA tensors: one kernel launch moves a chunk's pages of all layers.
 
 The chunk object is assembled in a device buffer, the *bounce buffer*, so that one large copy crosses the bus
-instead of one small copy a page. A gather is kernel, then copy to the host; a scatter is copy to the device,
-then kernel. Each direction has two streams of its own, so that stores and loads overlap with the model and
-with each other. They are used in turn, so that one chunk's kernels run beside the next chunk's copy.
+instead of one small copy a page. A gather runs the kernel and then copies to the host. A scatter copies to
+the device and then runs the kernel. Each direction has two streams of its own, so that stores and loads
+overlap with the model and with each other. They are used in turn, so that one chunk's kernels run beside the
+next chunk's copy.
 
 The order of work:
 
-- A gather reads the cache after all that the calling thread's current stream held at the call. A caller on
-  another thread than the model's has to make its current stream wait for the model's first.
-- A scatter writes the cache after all that the calling thread's current stream held at the call, so kernels
-  that still read what the slots held before are not disturbed; and what is put on that stream after the call
-  sees the new data. No host wait is needed for that. Any other stream may touch the slots after `wait()`
+- A gather reads the cache after all work that was on the calling thread's current stream at the call. A
+  caller on another thread than the model's must first make its current stream wait for the model's stream.
+- A scatter writes the cache after all work that was on the calling thread's current stream at the call, so
+  kernels that still read the old contents are not disturbed. Work that is put on that stream after the call
+  sees the new data, without a wait on the host. Other streams may touch the slots after `wait()` has
   returned.
 - Nothing makes the model wait for a gather: the caller keeps the slots as they are, and `out` alive and
   unread, until `wait()` returned. Likewise `source` stays alive and unchanged until the scatter's `wait()`
   returned.
 - `close()` waits for all streams.
 
-Host memory that is not page-locked is moved all the same, but the call then returns only after the copy.
+Host memory that is not page-locked works, too, but the call then returns only after the copy.
 
-Checksums are taken on the device, of what the bounce buffer holds (`pd_cache.paged.xxh3`), so bytes that come
-into staging memory from elsewhere, or are lost on the bus, are found whenever it happens. They end on streams
-of their own: a chunk's takes about as long as its copy.
+Checksums are computed on the device, from the bounce buffer (`pd_cache.paged.xxh3`). So they reveal foreign
+bytes in staging memory, and bytes that were lost on the bus. They end on streams of their own, because a
+chunk's checksum takes about as long as its copy.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _move(
     """
     index = tl.program_id(0).to(tl.int64)
     plane = index // count
-    block = tl.load(blocks + index % count)  # below zero: left out, and zeros in the chunk
+    block = tl.load(blocks + index % count)  # below zero: the block is left out, and the chunk gets zeros
     page = tl.load(planes + 2 * plane) + block * tl.load(planes + 2 * plane + 1)
     element = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = element < tl.where(block < 0, 0, ELEMENTS)
@@ -118,13 +119,12 @@ class PageMover:
 
 
 class _Track:
-    """One stream with the device memory that only work on this stream touches, and one that ends the
-    checksums.
+    """A stream with the device memory that only its work touches, and a second stream on which checksums end.
 
-    The order of the stream is what makes reuse safe: a later call's first write to the bounce buffer is
-    queued behind the last read of an earlier call, and memory freed here returns to this stream's part of
-    torch's allocator. So one bounce buffer, as large as the largest chunk so far, and a sixteenth of a chunk
-    for each call in flight are all the device memory needed.
+    The order of the stream makes reuse safe: a later call's first write to the bounce buffer is queued after
+    the last read of an earlier call, and memory freed here returns to this stream's part of torch's
+    allocator. So the device memory is one bounce buffer, as large as the largest chunk so far, and a
+    sixteenth of a chunk for each call in flight.
     """
 
     def __init__(self, planes: Sequence[Tensor], layout: KVLayout) -> None:

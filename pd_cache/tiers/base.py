@@ -2,8 +2,8 @@
 never an exception.
 
 1. A payload is opaque bytes. It has one of a few sizes, which the caller knows; `payload_bytes` is the
-   largest. Its checksum is end to end: the writer takes it of the bytes that it copied, and the reader of the
-   bytes that it has used.
+   largest. Its checksum is end to end: the writer computes it from the bytes that it copied, and the reader
+   from the bytes that it has used.
 2. Writers fill memory that the backend lends (`stage`), so that nothing is copied on the way out.
 3. Readers get views of memory that the backend owns, in the order of the keys, while later payloads are still
    on their way. A view is valid until `release()`.
@@ -48,9 +48,9 @@ class StorageBackend(ABC):
     payload_bytes: int
     """The size of the largest payload in bytes. Calls that name no size mean this one."""
     memory: ObjectMemory
-    """The memory that `stage` lends and that payloads are read into."""
+    """The memory that `stage` lends, and into which payloads are read."""
     batch_size: int
-    """The best number of payloads to hand over together."""
+    """The best number of payloads for a call."""
     kind: TierKind = "pool"
     """Where the tier keeps objects. A write into memory has ended when `batched_put` returns."""
     near: Callable[[Keys], TierChunks] | None = None
@@ -71,8 +71,7 @@ class StorageBackend(ABC):
         """Returns OK or MISSING for each key, or another status if the backend cannot find out."""
 
     def batched_wants(self, keys: Keys, end: End = None) -> list[Status]:
-        """Does the same as `batched_contains` for a caller that is about to put. MISSING means that a put
-        would be of use.
+        """As `batched_contains`, for a caller that is about to put. MISSING means that a put would be useful.
 
         The two differ if there are several tiers: a key may be in one tier, and missing in the tier that
         other nodes read.
@@ -83,8 +82,8 @@ class StorageBackend(ABC):
     def batched_fetch(
         self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
     ) -> Generator[list[Fetched], None, None]:
-        """Yields each key's outcome, in order. A list has the outcomes that are there together. No key may
-        occur twice. To close the iterator early gives up the rest.
+        """Yields each key's outcome, in order. A list has the outcomes that are ready at the same time. No
+        key may occur twice. Closing the iterator early gives up the rest.
 
         All payloads have `payload_bytes`; an object of another size is damaged. With `memory.SELF_SIZED`,
         each payload begins with its own size.
@@ -109,12 +108,12 @@ class StorageBackend(ABC):
 
     def check(self, fetched: Fetched, payload_checksum: int | None = None) -> str:
         """Returns why the object cannot be used: it is missing, or its payload has another checksum than when
-        it was put. Empty if it can.
+        it was put. Returns an empty text if it can be used.
 
-        `payload_checksum` has to be taken after the payload was used, and of the bytes that were used: bytes
-        that come into the memory later do not matter then, and bytes that came before are found. By default
-        it is taken of the payload now. A tier forgets an object that is damaged, so that it can be read from
-        another tier, or stored again. Raises ValueError after `Fetched.release`.
+        Compute `payload_checksum` after the payload was used, from the bytes that were used. Then later
+        changes of the memory do not matter, and earlier changes are detected. By default, the checksum of the
+        present payload is computed here. A tier forgets an object that is damaged, so that it can be read
+        from another tier, or stored again. Raises ValueError after `Fetched.release`.
         """
         if fetched.payload is None:
             if not fetched.reason:
@@ -131,12 +130,12 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def stage(self, *, payload_bytes: int | None = None, end: End = None) -> Staged | None:
-        """Returns memory for one payload of this size, or None if none came free in time. Does not wait if
+        """Returns memory for a payload of this size, or None if none became free in time. Does not wait if
         `end` is 0."""
 
     def wait_room(self, end: End = None) -> bool:
-        """Waits until a put would be accepted. Returns False if none is by `end`. The caller must hold no
-        staged memory."""
+        """Waits until a put would be accepted. Returns False if that is not the case by `end`. The caller
+        must hold no staged memory."""
         return True
 
     @abstractmethod
@@ -149,11 +148,11 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def batched_remove(self, keys: Keys, end: End = None, *, force: bool = False) -> list[Status]:
-        """Removes keys. The status is MISSING for a key that is not there, and BUSY for a key that a reader
-        uses.
+        """Removes keys. The status is MISSING for a key that is not there, and BUSY for a key that is being
+        read.
 
-        A lookup in the pool counts as a use until its lease ends, unless `force` is given. Then a read under
-        way may find damage.
+        A lookup in the pool counts as a read until its lease ends. With `force`, leases are ignored; a read
+        under way may then find damage.
         """
 
     def pin(self, keys: Keys) -> Keys:

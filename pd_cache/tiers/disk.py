@@ -4,7 +4,7 @@
     <path>/<file bytes>/<n>/tmp/<serial>                being written
     <path>/<file bytes>/<n>/<xx>/<digest>-<serial>      an object; xx are the digest's first two digits
 
-A file is an object (payload and trailer) and the bytes behind it in memory, up to the size of the largest
+A file is an object (payload and trailer), followed by the next bytes in memory up to the size of the largest
 object in whole pages, so that direct I/O can move it in one piece. It is written under a temporary name and
 renamed when it is whole. The serial keeps two writers of a key apart. The digest is the key's, so that any
 key makes a safe name. Names are not trusted: objects are checked when they are read.
@@ -17,8 +17,8 @@ knows which object lies in which file, without a system call.
 
 1. A file that cannot be read or written costs only its object, which the next put writes again. Three such
    errors in a row switch the tier off, and so does a call without an answer within two seconds. Then every
-   call returns at once. Callers can only make the state worse; only the keeper, a thread that tries the
-   folder every `retry_s`, makes it better.
+   call returns at once. Only the keeper, a thread that tries the folder every `retry_s`, switches the tier on
+   again.
 2. A file system that is full, or cannot be written, is still read. A file that cannot be deleted stops writes
    until it can be, so the budget holds.
 3. A disk that hangs holds a bounded share of the memory: usually a quarter of the slots for reads, and half
@@ -66,11 +66,11 @@ _FOLDERS = 64
 _NAME = re.compile(r"(?P<digest>[0-9a-f]{32})-(?P<serial>[0-9a-f]{1,16})")
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _STRIKES = 3
-"""This many errors in a row are not errors of single files."""
+"""After this many errors in a row, the folder counts as failed, not single files."""
 _FAIR_S = 2.0
 """A disk that has not answered within this time hangs."""
 _FAIR = 0.9
-"""The part of that time that a call must have had to prove that the disk hangs."""
+"""A call proves that the disk hangs only if it had at least this share of that time."""
 
 _CANNOT_WRITE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), Status.NO_SPACE) | dict.fromkeys(
     (errno.EROFS, errno.EACCES, errno.EPERM), Status.READ_ONLY
@@ -104,7 +104,7 @@ class ObjectFolder:
         assert file_bytes % PAGE == 0
         self.file_bytes = file_bytes
         self.root = path / str(file_bytes)
-        """This process's own folder, once it has taken one; until then the folder above."""
+        """This process's own folder, once `open` has taken one; until then the parent folder."""
         self._base = self.root
         self._direct = direct and bool(_DIRECT)
         self._lock = -1
@@ -340,7 +340,7 @@ class LocalDiskBackend(StorageBackend):
         slots: int | None = None,
     ) -> None:
         """Begins to open the folder. Does not wait for it. `slots`: how many of the memory's slots are for
-        transfers (by default all); this tier may hold a share of them."""
+        transfers (by default all). This tier may hold a share of them."""
         self.memory = memory
         self.payload_bytes = memory.payload_bytes
         self.batch_size = memory.batch_size
@@ -367,7 +367,7 @@ class LocalDiskBackend(StorageBackend):
         """The writes that are not published yet, by digest. A removed key leaves at once."""
         slots = memory.pool.slots if slots is None else slots
         self._ahead = tier.threads + 1
-        # enough for a reader with everything that it reads ahead, unless memory is short
+        # enough for everything that a reader reads ahead, unless memory is short
         self._reading = Quota(max(slots // 4, min(self._ahead, slots // 2)))
         self._most_writing = max(1, slots // 2)
         # every call except notes and deletions holds a slot
@@ -680,7 +680,8 @@ class LocalDiskBackend(StorageBackend):
     def _late(self, what: str, had_s: float, usual_ms: int) -> None:
         """Switches the tier off if the disk hangs. Call it when a deadline has passed.
 
-        `had_s` is how long the disk itself has had: a long queue or an impatient caller proves nothing.
+        `had_s` is the time for which the disk itself has worked on the call: a long queue or a short deadline
+        proves nothing.
         """
         if had_s >= _FAIR * min(_FAIR_S, usual_ms / 1000):
             self._worsen(Status.TIER_OFF, f"{what} got no answer within {had_s:g} s", Status.TIMEOUT.value)

@@ -4,8 +4,8 @@ promotes.
 1. All tiers share one memory, so an object is gathered once, written everywhere from there, and promoted
    without a copy.
 2. A key is read from the first tier that knows it. The last tier, the pool, is asked only for keys that all
-   other tiers lack. If a tier claims a key wrongly, that is counted, and the next tier is asked. A damaged
-   payload shows only after its use. Then its tier forgets it.
+   other tiers lack. If a tier wrongly claims to have a key, that is counted, and the next tier is asked.
+   Damage of a payload is found only after its use; its tier then forgets the object.
 3. A reader that waits for memory holds none itself: only one tier at a time reads ahead for it.
 4. A put waits for the blocking tiers. Its outcome is the outcome of the last tier, which is the pool if there
    is one. Objects that another tier did not take are counted, and do not change the outcome. Tiers that do
@@ -72,8 +72,8 @@ class HybridBackend(StorageBackend):
         return any(tier.backend.available for tier in self.tiers)
 
     def wait_available(self, timeout: float) -> None:
-        """Waits until every tier is open. Raises PoolUnavailableError if the last one is
-        not after `timeout` seconds.
+        """Waits until every tier is open. Raises PoolUnavailableError if the last tier is not open after
+        `timeout` seconds.
 
         Other tiers may fail; the cache works without them.
         """
@@ -106,8 +106,8 @@ class HybridBackend(StorageBackend):
         return TierChunks(counts["memory"], counts["disk"])
 
     def batched_wants(self, keys: Keys, end: End = None) -> list[Status]:
-        """Returns MISSING for a key that the last tier lacks. If that tier cannot find out, returns
-        MISSING if no other one has the key."""
+        """Returns MISSING for a key that the last tier lacks. If the last tier cannot find out, returns
+        MISSING if no other tier has the key."""
         *before, last = self.tiers
         statuses = last.backend.batched_wants(keys, end)
         unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
@@ -183,9 +183,9 @@ class HybridBackend(StorageBackend):
     def _read(self, keys: Keys, size: int, floor: int, end: End) -> Generator[list[Fetched], None, None]:
         """Yields each key's outcome from the first tier that knows it, beginning with tier number `floor`.
 
-        Keys that a tier lacks after all are read from the tiers behind, misses in a row together. Then the
-        tier is asked for the rest, for one key, two, four at a time: it may be the only tier that still has
-        them. On average, it is asked for each key a constant number of times.
+        Keys that a tier lacks after all are read from the later tiers, adjacent misses together. Then the
+        tier is asked for the rest, for one key, two, four at a time, because it may be the only tier that
+        still has them. On average, it is asked for each key a constant number of times.
         """
         start = 0
         for level, run in groupby(self._levels(keys, floor, end)):
@@ -238,8 +238,8 @@ class HybridBackend(StorageBackend):
         return levels
 
     def check(self, fetched: Fetched, payload_checksum: int | None = None) -> str:
-        """Does the same as `StorageBackend.check`. Counts the outcome once, and puts an intact object into
-        the tiers before its own, as their policies say."""
+        """As `StorageBackend.check`. Also counts the outcome once, and puts an intact object into the tiers
+        before its own if their policies say so."""
         if fetched.level is None or fetched.payload is None:
             return super().check(fetched, payload_checksum)
         (level, key), fetched.level = fetched.level, None

@@ -1,13 +1,13 @@
-"""EvictingIndex: a tier's keys, where their bytes are, which keys are being read, and which key goes next. No
-I/O, no waiting.
+"""EvictingIndex: a tier's keys, where their bytes are, which keys are being read, and which key is evicted
+next. No I/O, no waiting.
 
-Each entry takes one of `capacity` places. `reserve` makes room for an entry to come, and evicts others. Then
-the caller puts the entry in with `fill`, or gives the place back with `unreserve`. Pinned entries are being
-read: they are neither evicted nor removed.
+Each entry takes one of `capacity` places. `reserve` makes room for a new entry, and evicts others if
+necessary. Then the caller adds the entry with `fill`, or gives the place back with `unreserve`. Pinned
+entries are being read: they are neither evicted nor removed.
 
-An eviction policy (LRU, LFU or S3-FIFO) decides which entry goes. It knows only keys: the index reports which
-keys come, are used and go, and asks for the next victim. A policy passes over pinned entries; LRU and LFU
-then treat them as just used. Every step is O(1), amortized.
+An eviction policy (LRU, LFU or S3-FIFO) decides which entry is evicted. It knows only keys: the index reports
+which keys are added, used and removed, and asks for the next victim. A policy passes over pinned entries; LRU
+and LFU then treat them as just used. Every step is O(1), amortized.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class EvictingIndex(Generic[R]):
             return entry
 
     def unpin(self, entry: Entry[R]) -> bool:
-        """Ends a reader's use. Returns True if the entry is gone and this was its last reader, which must
-        then release the resource."""
+        """Ends a reader's use. Returns True if the entry was removed and this was its last reader; the caller
+        must then release the resource."""
         with self._lock:
             entry.pins -= 1
             if entry.pins:
@@ -90,7 +90,7 @@ class EvictingIndex(Generic[R]):
             return not there
 
     def reserve(self, key: str) -> Reservation[R]:
-        """Makes room for a key to come, unless it is already there. The caller must `fill` or `unreserve` a
+        """Makes room for a new key, unless it is already there. The caller must `fill` or `unreserve` a
         reserved place."""
         with self._lock:
             if key in self._entries:
@@ -199,8 +199,8 @@ class Counting:
     def __init__(self, most: int) -> None:
         self._most = most
         self._uses: dict[str, int] = {}
-        # no plain dicts: when the head of a dict is deleted again and again, to find its first key takes ever
-        # longer
+        # no plain dicts: if the first key of a dict is deleted again and again, finding the first key takes
+        # ever longer
         self._by_uses: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(most + 1)]
 
     def added(self, key: str) -> None:

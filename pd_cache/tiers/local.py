@@ -24,8 +24,8 @@ from transfer.settings import Timeouts
 log = logging.getLogger(__name__)
 
 _TOGETHER_BYTES = 256 << 20
-"""The most bytes that a reader gets at once: enough for the end of a GPU's copies not to hold up the next
-copies."""
+"""The most bytes that a reader gets at once: so many that the end of one batch of a GPU's copies does not
+delay the next."""
 
 
 class LocalBackend(StorageBackend):
@@ -72,8 +72,8 @@ class LocalBackend(StorageBackend):
         pins: list[Entry[Staged] | None] = []  # as many as `served` belong to outcomes
         served = 0
         try:
-            # pins all at once, so that objects which this reader brings in do not evict objects which it is
-            # about to read
+            # pins all at once, so that objects that this reader adds do not evict objects that it is about to
+            # read
             for key in keys:
                 pins.append(self.index.pin(key))
             while served < len(keys):
