@@ -13,10 +13,14 @@ It guarantees:
 5. A client that goes away takes its upstream connections with it.
 6. Nodes come and go with discovery's view (`nodes`). The proxy waits for neither discovery nor the pool.
 
-A request's way: `app` (the socket, the outermost handler, and the proxy's own pages) → `serving` (the
-client's body, the decode node, the answer's bytes) → `requests` (from its key to its end; `exchange` is its
-state) → `keys`, `bodies` → `direct` (does it need a prefill node?) → `routing` (which node next, when to
-stop, whom a failure is attributed to; pure) → `hops` (the prefill hop and the stream) → `nodes` (what nodes
-answer, their health, discovery). `prefixes` (pure) and `events` know which nodes have the beginning of a
-prompt, `hints` and `pins` keep prompts in the pool, `metrics` counts, and `ui` shows the cluster to browsers.
+A completion's way: `app` (the socket, the outermost handler, and the proxy's own pages) →
+`Serving._answered`, inside of `Requests.begun` (its key, its end) and `Requests.admitted` (its place, its
+deadline) → `Requests.prepared`: `Hops.judge` decides whether a prefill node is needed, and `Hops.prefill`
+asks one → `Serving._decode` asks the decode node → `Relay.pass_on`. `exchange` is the request's state.
+
+`bodies` reads what clients and nodes send, and `direct` looks prompts up in the pool. `routing` (pure)
+decides which node is next, when to stop, and what is to blame for a failure. `prefixes` (pure) and `events`
+know which nodes have the beginning of a prompt. `roles` and `limits` (pure) follow the nodes' load. `nodes`
+sends requests to nodes, and checks their health. `keys` admits clients, `hints` and `pins` keep prompts in
+the pool, `metrics` counts, and `ui` shows the cluster to browsers.
 """

@@ -149,8 +149,9 @@ class Requests:
     # --- until its decode node ------------------------------------------------------------------------------
 
     async def prepared(self, exchange: Exchange, body: bytes) -> bytes:
-        """Does a completion's prefill hop. Returns the body for the decode node. Raises ApiError if no node
-        can answer it."""
+        """Returns the body for the decode node. Before, looks the prompt up, checks its limits, begins what
+        hints ask for, and has a prefill node compute it while the decode node may load it already. Raises
+        ApiError if the request is refused, or if no node can answer it."""
         field: Literal["messages", "prompt"] = "messages" if exchange.path == CHAT else "prompt"
         nbytes, hops, hints, tenant = len(body), self.hops, self.hints, exchange.client.tenant
         completion, prompt = await self._computed(nbytes, lambda: _read(body, field, tenant))

@@ -53,7 +53,7 @@ class Serving:
     def add_to(self, app: web.Application) -> None:
         limit_s = self._requests.config.request_timeout_s
         for path in (COMPLETIONS, CHAT):
-            app.router.add_post(path, partial(self._answered, self._over_nodes, LARGEST_BODY, limit_s))
+            app.router.add_post(path, partial(self._answered, self._completion, LARGEST_BODY, limit_s))
         app.router.add_post("/hints", partial(self._answered, self._hint, LARGEST_HINTS, HINTS_S))
         app.router.add_get(MODELS, partial(self._answered, self._models, 0, limit_s), allow_head=False)
 
@@ -86,7 +86,7 @@ class Serving:
         answer = await self._requests.hints.take(body, relay.exchange)
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
-    async def _over_nodes(self, relay: Relay, body: bytes) -> web.StreamResponse:
+    async def _completion(self, relay: Relay, body: bytes) -> web.StreamResponse:
         """Answers a completion. Raises ApiError if no node could answer it, or if the answer breaks off."""
         decoding = self._decode(relay, await self._requests.prepared(relay.exchange, body))
         del body  # so that it takes memory only until a decode node has it
