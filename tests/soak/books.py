@@ -150,6 +150,7 @@ class Books:
         name = f"{event['lane']} {kind} of {event['prompt']} at {begin:.3f}"
         self.counts[f"operations, {kind}"] += 1
         self.counts[f"tokens, {kind}"] += event["hit"]
+        self.counts["tokens, declined"] += event["declined"]
         self.counts["bytes compared"] += event["compared"]
         if kind == "retrieve" and event["hit"]:
             newer = [

@@ -42,6 +42,8 @@ HOSTS = {
 """Which nodes run on which host."""
 NODES = ("etcd", "master", *STORES, "cache", *ENGINES, "prefill", "decode", "proxy")
 """In the order in which they are ended, from the last to the first."""
+LINK = "20gbit"
+"""The rate of each host's link in each direction."""
 SEGMENT, SMALL_SEGMENT = "192MiB", "24MiB"
 DISK_CAPACITY, DISK_BYTES = 24 << 20, 32 << 20
 """Of the disk tier, and of its file system."""
@@ -220,7 +222,7 @@ class Cluster:
         self.hosts = {}
         for name in HOSTS:
             self.hosts[name] = self.network.host(name)
-            self.hosts[name].limit("20gbit")
+            self.hosts[name].limit(LINK)
         on = {node: self.hosts[host] for host, nodes in HOSTS.items() for node in nodes}
         self._address = {node: host.address for node, host in on.items()}
         self._seed = seed

@@ -5,6 +5,9 @@
 the file. Each lane is a thread with a paged buffer of its own; it does one operation of the plan after the
 other. START counts the starts of this engine.
 
+As in vLLM, `Costs` decides whether what was found is loaded. It measures the real loads. Computing takes
+invented times: a prompt is computed at once, or behind a queue of others.
+
 It prints a line of JSON when an operation begins and when it ends, and reads commands as lines of JSON from
 stdin. Each command but `press` is answered with a line `{"e": NAME OF THE COMMAND, ...}`:
 
@@ -20,6 +23,7 @@ import faulthandler
 import itertools
 import json
 import logging
+import math
 import random
 import signal
 import sys
@@ -35,11 +39,13 @@ from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import read_config
 from pd_cache.config import CacheConfig, NodeSettings
 from pd_cache.layout import KVLayout
+from pd_cache.reasons import TierChunks
 from pd_cache.server.client import RemoteCache
 from pd_cache.server.protocol import EngineIdentity
 from pd_cache.tiers.hybrid import HybridBackend
 from pd_cache.tiers.local import LocalBackend
 from pd_cache.versions import Naming, WeightsVersion
+from pd_cache.vllm.costs import Costs, LinkTime, StepWork
 from tests.soak.cluster import MODEL
 from tests.soak.oracle import (  # fmt: skip
     CHUNK,
@@ -53,6 +59,75 @@ from tests.soak.oracle import (  # fmt: skip
 from tests.support.server import running_at
 
 LANES = {"engine-a": 4, "engine-b": 3}
+_COMPUTED_S = 1e6
+"""Tokens that an engine would compute in a second: more than any link brings."""
+_QUEUE_S = 5.0
+"""How long two of three prompts would wait until they are computed."""
+
+
+class Judge:
+    """The costs of an engine, as vLLM's scheduler and its worker keep them. Thread-safe."""
+
+    def __init__(self):
+        self._lock, self._costs, self._link = threading.Lock(), Costs(), LinkTime()
+        self._begun = {}
+        for end in range(1, 4):
+            self._costs.step_ended(StepWork(end - 1000 / _COMPUTED_S, 1000, 1000, 500_000.0), end)
+
+    def declines(self, lane, tiers, position, queue_s):
+        """Returns whether to compute these tokens instead of loading them; if not, their load begins."""
+        now = time.monotonic()
+        with self._lock:
+            verdict = self._costs.judge(tiers, position, [(queue_s * _COMPUTED_S, 1.0)], now)
+            if verdict is not None and not verdict.probe:
+                return True
+            self._costs.load_began(lane, tiers, now)
+            self._begun[lane] = self._link.passed(now, 1)
+        return False
+
+    def ended(self, lane, whole):
+        """Notes the end of a load: all of it came, or its deadline (None for another trouble)."""
+        with self._lock:
+            took = self._link.passed(time.monotonic(), -1) - self._begun.pop(lane)
+            self._costs.load_ended(lane, took if whole is not None else None, whole=bool(whole))
+
+
+class Choosing(PromptCache):
+    """Loads what is worth loading. Belongs to one lane."""
+
+    def __init__(self, cache, judge, lane):
+        super().__init__(cache)
+        self._judge, self._lane = judge, lane
+        self.queue_s = math.inf
+        """How long the next prompt would wait until it is computed."""
+        self.declined = 0
+        """Tokens that were found and not loaded, since a lane asked last."""
+
+    def retrieve(self, tokens, mask, *, session, timeout, **options):
+        end = time.monotonic() + timeout
+        first = int((~mask).sum()) // CHUNK
+        found = self.cache.find(
+            self.cache.name_chunks(tokens), at_hand=first, session=session, timeout=timeout
+        )
+        wanted = found.chunks - first
+        if wanted <= 0:
+            return torch.zeros(len(tokens), dtype=torch.bool)
+        memory = min(found.near.memory, wanted)
+        disk = min(found.near.disk, wanted - memory)
+        tiers = TierChunks(memory * CHUNK, disk * CHUNK, (wanted - memory - disk) * CHUNK)
+        if self._judge.declines(self._lane, tiers, first * CHUNK, self.queue_s):
+            self.declined += wanted * CHUNK
+            self.cache.end(session)
+            return torch.zeros(len(tokens), dtype=torch.bool)
+        whole = None
+        try:
+            left = max(0.0, end - time.monotonic())
+            answer = super().retrieve(tokens, mask, session=session, timeout=left, **options)
+            if int(answer.sum()) >= wanted * CHUNK or time.monotonic() >= end:
+                whole = time.monotonic() < end
+            return answer
+        finally:
+            self._judge.ended(self._lane, whole)
 
 
 class Lane(threading.Thread):
@@ -64,7 +139,7 @@ class Lane(threading.Thread):
         self._driver = driver
         self._serial = itertools.count(random.Random(f"{self.label}/{driver.start}").randrange(1 << 62))
         self.buffer = PagedBuffer()
-        self.cache = PromptCache(driver.open(self.buffer))
+        self.cache = Choosing(driver.open(self.buffer), driver.judge, self.label)
         self.resting = threading.Event()
 
     def run(self):
@@ -80,6 +155,7 @@ class Lane(threading.Thread):
                 operation = pressed(planned, number, f"{self.label}/{driver.start}", driver.pressed_by_loads)
             if driver.closing.wait(operation.pause):
                 return
+            self.cache.queue_s = _QUEUE_S if operation.places % 3 else 0.0
             try:
                 self.do(operation)
             except Exception:  # noqa: BLE001 - a fault of this program itself ends the run, not a lane in silence
@@ -102,8 +178,9 @@ class Lane(threading.Thread):
         (begin, before), (end, after) = times
         driver.say(
             "end", lane=self.label, kind=operation.kind, bound=bound, begin=begin, end=end, starved=after - before,
-            prompt=str(operation.prompt), **vars(done),
+            prompt=str(operation.prompt), declined=self.cache.declined, **vars(done),
         )  # fmt: skip
+        self.cache.declined = 0
         return done
 
 
@@ -121,6 +198,7 @@ class Driver:
         self._url = self._config.server_url(server)
         self._metrics = f"http://{server.host}:{server.metrics_port}"
         self.engine = None
+        self.judge = Judge()
         self.version = WeightsVersion()
         """That of the weights of all lanes."""
         self.lanes = [Lane(self, number) for number in range(LANES[name])]
@@ -198,7 +276,8 @@ class Driver:
 
     def _check(self, prompts, stores, seconds):
         """Tries until every prompt is found and loaded whole; with `stores`, stores it first. The first lane,
-        whose thread rests, does it."""
+        whose thread rests, does it, and declines no load."""
+        self.lanes[0].cache.queue_s = math.inf
         kinds = ("store", "lookup", "retrieve") if stores else ("lookup", "retrieve")
         left, end, missing = [Prompt(*one) for one in prompts], time.monotonic() + seconds, ["not tried"]
         while left and time.monotonic() < end:

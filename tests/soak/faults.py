@@ -17,7 +17,7 @@ import time
 from typing import NamedTuple
 
 from tests.soak.books import Span
-from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, NODES, SMALL_SEGMENT, STORES
+from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, LINK, NODES, SMALL_SEGMENT, STORES
 from tests.soak.oracle import VOCABULARY
 from tests.soak.vandal import damaged
 
@@ -74,6 +74,7 @@ KINDS = (
     Kind("kill", NODES, 0.1, 5.0, 4.0),
     Kind("stop", NODES, 0.1, 55.0, 5.0),
     Kind("cut", tuple(HOSTS), 0.2, 30.0, 3.0),
+    Kind("slow", tuple(HOSTS), 1.0, 20.0, 2.0),
     Kind("disk_full", ("engine-a",), 2.0, 20.0, 1.0),
     Kind("disk_refuses", ("engine-a",), 2.0, 20.0, 1.0),
     Kind("disk_damage", ("engine-a",), 0.2, 1.0, 2.0),
@@ -270,6 +271,12 @@ def _cut(stage, fault, rng):
     return undo
 
 
+def _slow(stage, fault, rng):
+    host = stage.cluster.hosts[fault.target]
+    host.limit("20mbit")
+    return lambda: host.limit(LINK)
+
+
 def _small_pool(stage, fault, rng):
     def again(*segment):
         stage.cluster.write(*segment)
@@ -448,6 +455,7 @@ ACTIONS = {
     "kill": _kill,
     "stop": _stop,
     "cut": _cut,
+    "slow": _slow,
     "small_pool": _small_pool,
     "disk_full": _disk_full,
     "disk_refuses": _disk_refuses,

@@ -165,6 +165,13 @@ def test_a_short_run_ends_with_nothing_wrong_late_raised_or_left(tmp_path):
         f"\n--- {file.name}\n{file.read_text()[-2000:]}" for file in sorted(tmp_path.glob("*.log"))
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:] + logs
-    for what in ("requests, answered", "tokens, retrieve", "tokens, streamed", "faults, reset", "resets"):
+    for what in (
+        "requests, answered",
+        "tokens, retrieve",
+        "tokens, declined",
+        "tokens, streamed",
+        "faults, reset",
+        "resets",
+    ):
         assert f"\n{what}: " in done.stdout, what
         assert f"\n{what}: 0\n" not in done.stdout, what
