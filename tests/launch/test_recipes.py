@@ -70,7 +70,7 @@ def test_two_engines_of_ones_own_share_a_pool_and_mooncake_says_nothing(tmp_path
         assert printed("bash", "-c", command) in (ROOT / "examples" / "README.md").read_text()
 
 
-def test_an_existing_mooncake_cluster_serves_whose_master_nobody_of_ours_has_started(tmp_path):
+def test_an_existing_mooncake_cluster_serves_whose_master_nobody_of_ours_has_started(tmp_path, make_pool):
     """docs/migrate.md: nothing but Mooncake's own ports is asked of the master."""
     port, metrics = free_port(), free_port()
     program = find_program("mooncake_master")
@@ -94,6 +94,11 @@ def test_an_existing_mooncake_cluster_serves_whose_master_nobody_of_ours_has_sta
             )
             answers = [complete(running["proxy"].address, prompt) for _ in range(2)]
             assert [answer.cached for answer in answers] == [(0, 4 * CHUNK), (4 * CHUNK, 4 * CHUNK)]
+            other = make_pool().start()
+            cli("pool", "copy", "-c", file, "--to", other.file)
+            cli("pool", "rm", "*", "-c", file, "--yes")
+            cli("pool", "copy", "-c", other.file, "--to", file)
+            assert complete(running["proxy"].address, prompt).cached == (4 * CHUNK, 4 * CHUNK)
             verified = cli_json("pool", "verify", "-c", file)
             assert (verified["objects"], verified["done"], verified["damaged"]) == (4, 4, {})
             cli("reset", "-c", file, "--all", "--version", "w1")
