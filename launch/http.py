@@ -21,7 +21,7 @@ _END = "-----END CERTIFICATE-----"
 
 
 class Access(NamedTuple):
-    """A request to a node needs these besides the address."""
+    """The key and the certificates that a request to a node needs."""
 
     key: str = ""
     context: ssl.SSLContext | None = None
@@ -35,16 +35,16 @@ class Access(NamedTuple):
 
 
 NOBODY = Access()
-"""For nodes that need nothing. Keys are sent to proxies only."""
+"""For nodes that need no key. Keys are sent only to proxies."""
 
 
 def proxy_access(config: ClusterConfig) -> Access:
-    """Returns the first key of `monitor_keys_file`, or else of `api_keys_file`, and trust in the certificate
-    of `tls`.
+    """Returns the first key of `monitor_keys_file` or, without that file, of `api_keys_file`; and a context
+    that trusts the certificate of `tls`.
 
-    A file that does not exist, or that this user may not read, is left out. The proxy then answers as it
-    answers clients without a key, and its certificate must be signed by an authority that this machine
-    trusts.
+    A file that does not exist, or that this user may not read, is ignored. Without a key, the proxy answers
+    as it answers clients without a key. Without a certificate, the proxy's certificate must be signed by an
+    authority that this machine trusts.
     """
     file = config.proxy.monitor_keys_file or config.proxy.api_keys_file
     context = None if config.proxy.tls is None else trusting(proxy_certificate(config))
@@ -72,7 +72,7 @@ def trusting(certificate: str) -> ssl.SSLContext:
 
     If the text is empty or cannot be read, it trusts this machine's authorities, with names checked.
     """
-    # those that follow are authorities, which sign for others, too
+    # later certificates belong to authorities, which sign for others, too
     first = "".join(certificate.partition(_END)[:2])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
@@ -109,8 +109,8 @@ def fetch(url: str, timeout: float = ANSWER_S, access: Access = NOBODY, body: by
 
     `access`: key and certificates for the node.
 
-    `timeout` bounds the connection, and then everything else together, however slowly the answer arrives.
-    Redirects are not followed, and `http_proxy` is ignored: a key goes to the node alone.
+    `timeout` bounds connecting, and then everything else together, however slowly the answer arrives.
+    Redirects are not followed and `http_proxy` is ignored, so that a key goes only to the node.
 
     Raises BadStatus for another status than 2xx, OSError, which names the address, if there is no answer,
     ValueError if it is not HTTP or has more than four MiB.
@@ -119,7 +119,7 @@ def fetch(url: str, timeout: float = ANSWER_S, access: Access = NOBODY, body: by
         answered = answer.read(_LARGEST_ANSWER + 1)
     if len(answered) > _LARGEST_ANSWER:
         raise ValueError(f"its answer has more than {_LARGEST_ANSWER} bytes")
-    if answer.length:  # http.client raises only if all is read at once
+    if answer.length:  # http.client raises only if the whole body is read at once
         raise ConnectionResetError(f"its answer ended {answer.length} bytes early")
     if not 200 <= answer.status < 300:
         raise BadStatus(answer.status, answered)
@@ -136,9 +136,9 @@ def healthy(host: str, port: int) -> bool:
 
 
 def fetch_lines(url: str, timeout: float) -> Iterator[bytes]:
-    """Yields the lines of a body as they arrive, for lists that are longer than `fetch` takes; none is kept.
+    """Yields the lines of a body as they arrive, and keeps none. For lists that are too long for `fetch`.
 
-    `timeout` bounds all of it together, with the time that the caller takes. Raises as `fetch`.
+    `timeout` bounds the whole call, including the caller's own work between lines. Raises as `fetch`.
     """
     with _asked(url, timeout, NOBODY, None) as answer:
         if answer.status != 200:
@@ -161,7 +161,7 @@ def _asked(
             connected = stack.enter_context(socket.create_connection((host, port), timeout))
         except OSError as error:
             raise type(error)(f"{parts.netloc}: {error.strerror or error}") from None
-        connected.settimeout(None)  # the timer bounds all that follows, and says so
+        connected.settimeout(None)  # from here on, the timer bounds everything
         late = threading.Event()
         timer = threading.Timer(timeout, _hang_up, (stack.enter_context(connected.dup()), late))
         timer.daemon = True

@@ -38,8 +38,8 @@ class ApiError(PdCacheError):
         code: str | None = None,
         retry_after: int = 1,
     ) -> None:
-        """`param`: the field of the request that is wrong. `retry_after`: in how many seconds the client of a
-        429 or 503 should come back."""
+        """`param`: the field of the request that is wrong. `retry_after`: after how many seconds the client
+        should repeat a request that got a 429 or 503."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -65,7 +65,8 @@ def overloaded(message: str) -> ApiError:
 
 
 def given_id(request: web.Request) -> str:
-    """Returns the id that a request came with; empty if it came with none, or a strange one."""
+    """Returns the id that the client sent with a request; empty if there is none, or if it has unusual
+    characters."""
     given = request.headers.get(ID_HEADER, "")
     return given if _ID.fullmatch(given) else ""
 
@@ -74,19 +75,19 @@ class RecentReports(Generic[T]):
     """Reports on the last requests, by their ids."""
 
     def __init__(self, most: int = 1000) -> None:
-        """Keeps the `most` requests that were noted last."""
+        """Keeps the reports on the `most` latest requests."""
         self._most = most
         self._known: OrderedDict[str, T] = OrderedDict()
 
     def note(self, request_id: str, report: T) -> None:
-        """Remembers a report. One with the same id is replaced."""
+        """Remembers a report. Replaces an earlier report with the same id."""
         self._known.pop(request_id, None)
         self._known[request_id] = report
         if len(self._known) > self._most:
             self._known.popitem(last=False)
 
     def get(self, request_id: str) -> T | None:
-        """Returns the report of this id; None if there was none, or if it is forgotten."""
+        """Returns the report with this id; None if there was none, or if it was forgotten."""
         return self._known.get(request_id)
 
 
@@ -109,7 +110,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return response
     except ConnectionError:
         raise  # the client is gone
-    except Exception:  # the client gets an error in OpenAI's shape for every failure
+    except Exception:  # for every failure, the client gets an error in OpenAI's form
         log.exception("request %s: unexpected error", given_id(request) or "without an id")
         return ApiError(500, "Internal error; see the log", code="internal_error").response()
 
@@ -144,11 +145,11 @@ def _unreadable(
 
 
 class ServerLog(logging.LoggerAdapter[logging.Logger]):
-    """The log of an aiohttp server and its event loop: of what clients do wrong, and of what fails outside of
-    requests, one line of each kind in ten seconds, without a byte of theirs.
+    """The log of an aiohttp server and its event loop. It reports clients' mistakes, and failures outside of
+    requests, with at most one line of each kind in ten seconds. No line quotes what a client sent.
 
-    aiohttp logs each request that it cannot read with a traceback that quotes it: keys and prompts in clear,
-    as fast as clients send. asyncio logs a traceback for each connection that it cannot accept.
+    Otherwise, for each request that it cannot read, aiohttp would log a traceback that quotes keys and
+    prompts, as fast as clients send. asyncio would log a traceback for each connection that it cannot accept.
     """
 
     def __init__(self) -> None:
@@ -162,12 +163,12 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
             self.warning("requests that could not be read, since the last such line: %d (%s)", count, kind)
 
     def debug(self, msg: object, *args: object, **_: object) -> None:
-        """Logs nothing: such lines quote clients, too."""
+        """Logs nothing, because such lines quote clients, too."""
 
     def trouble(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Logs an exception that asyncio reports outside of requests. It is the loop's exception handler."""
         error = context.get("exception")
         if (count := self._sparse.admit(("loop", type(error)))) is not None:
-            known = isinstance(error, OSError)  # such as no file descriptor that is left
+            known = isinstance(error, OSError)  # for example, no file descriptor is left
             line = one_line(f"{context.get('message')}: {error!r}")
             self.error("%s (since the last such line: %d)", line, count, exc_info=None if known else error)

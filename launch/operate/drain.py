@@ -1,5 +1,5 @@
-"""`pd-cache drain`: moves the objects of a node to the memory of other nodes, so that the node can leave and
-nothing is lost.
+"""`pd-cache drain`: moves the objects of a node to the memory of other nodes, so that nothing is lost when
+the node stops.
 
 A drain job of Mooncake's master moves them (docs/mooncake.md, "Drain jobs"). The job skips leased objects,
 and therefore the objects that are looked up again and again. When only these are left, we ask for their
@@ -30,26 +30,27 @@ from transfer.store import MooncakeStore
 log = logging.getLogger(__name__)
 
 _PER_S = 16
-"""The moves that a node begins in a second, whatever its objects' size."""
+"""How many moves a node begins in a second, whatever the objects' size."""
 _AT_A_TIME = 2 * _PER_S
-"""Moves that wait or are under way: a node that looks for new ones always finds some."""
+"""How many moves wait or are under way: so many that a node that looks for new moves always finds some."""
 _LEASED_AT_A_TIME = 64
-"""So few that they are moved before their leases end, by default after ten seconds."""
+"""So few that they are moved before their leases end (by default, ten seconds)."""
 _POLL_S = 0.5
 _CALL_S = 10.0
 _CANCEL_S = 20.0
 _LISTING_S = 300.0
-"""For a list of the keys of 15 million objects; `_CANCEL_S` suffices for a million."""
+"""Enough time for a list of 15 million keys; `_CANCEL_S` is enough for a million."""
 
 
 class Drain(msgspec.Struct, kw_only=True):
-    """A drain: how it stands, or how it ended."""
+    """The progress of a drain, or its outcome."""
 
     node: str
     segment: str
     outcome: Literal["drained", "failed", "canceled", "goes on"] = "goes on"
-    """`failed`: the master has given up what is left. `canceled`: by a signal or the deadline. After both,
-    the node takes objects again. `goes on`: the master still moves objects; another command follows that."""
+    """`failed`: the master has given up the remaining objects. `canceled`: by a signal or the deadline. After
+    both, the node takes objects again. `goes on`: the master still moves objects; another `drain` can follow
+    it."""
     moved: int = 0
     """Objects."""
     failed: int = 0
@@ -57,9 +58,9 @@ class Drain(msgspec.Struct, kw_only=True):
     in_use: int = 0
     """Objects that the job leaves alone for now, because they are leased or still being written."""
     left: int = 0
-    """Objects that are still there, once this has ended."""
+    """Objects that are still in the node's memory after the end."""
     bytes: int = 0
-    """The bytes there when this command began; 0 if it was being drained already."""
+    """The bytes in the node's memory when this command began; 0 if the node was already being drained."""
     moved_bytes: int = 0
     """The bytes that the job has moved, without objects in use."""
     seconds: float = 0.0
@@ -68,12 +69,12 @@ class Drain(msgspec.Struct, kw_only=True):
 def drain(
     config: ClusterConfig, name: str, *, timeout_s: float, report: Callable[[Drain], None], stop: StopFlag
 ) -> Drain:
-    """Moves the objects of a node to the others, and returns how that ended. If another command already
-    drains the node, this one helps and follows that drain. After `timeout_s` seconds it cancels what it
-    began, as it does when `stop` is set; that takes up to a minute more.
+    """Moves the objects of a node to the other nodes, and returns the outcome. If another command already
+    drains the node, helps and follows that drain. After `timeout_s` seconds, or when `stop` is set, cancels
+    the drain that it has begun; this takes up to another minute.
 
     Calls `report` twice a second. Raises ConfigError if the node does not exist or gives no memory,
-    PdCacheError if it cannot be drained, or if the master stops to answer.
+    PdCacheError if it cannot be drained, or if the master no longer answers.
     """
     status = cluster_status(config)
     row = next((row for row in status.nodes if row.name == name), None)
@@ -119,7 +120,7 @@ def _again(name: str) -> str:
 
 
 def _check_room(name: str, own: Segment, segments: Sequence[Segment]) -> None:
-    """Raises PdCacheError if the other segments cannot take what lies in this one."""
+    """Raises PdCacheError if the other segments have no room for the objects of this segment."""
     others = [
         segment for segment in segments if segment.status == "OK" and segment.segment_name != own.segment_name
     ]
@@ -127,7 +128,7 @@ def _check_room(name: str, own: Segment, segments: Sequence[Segment]) -> None:
         raise PdCacheError(
             f"{name} has the only memory that takes objects: there is nowhere to move what it holds"
         )
-    # the allocator sets aside up to an eighth more than an object's size (docs/mooncake.md)
+    # the allocator reserves up to an eighth more than an object's size (docs/mooncake.md)
     room = sum(max(0, segment.free - segment.size_bytes // 8) for segment in others)
     if own.allocator_used_bytes > room:
         raise PdCacheError(
@@ -149,14 +150,14 @@ class _Follower:
         self._job = job
         self._state = state
         self._targets: list[str] = []
-        """The segments that take objects, that with most room first."""
+        """The segments that take objects; the segment with the most room is first."""
         self._moving = False
-        """Whether the job has moves under way, so that more will follow by themselves."""
+        """Whether the job has moves under way, so that it will begin more without help."""
         self._asked_for: set[str] = set()
         """Keys whose moves we have asked for."""
         self._listed: list[str] = []
-        """The others of the last list of what was left: a list of a million keys takes longer than their
-        moves."""
+        """The rest of the last list of remaining keys. It is kept because listing a million keys takes longer
+        than moving some."""
         self._ask_again = 0.0
         self._begin = time.monotonic()
 
@@ -185,12 +186,12 @@ class _Follower:
         return state
 
     def _look(self) -> str:
-        """Returns the segment's status, and takes in how the job stands. Raises PdCacheError if the master
-        does not say so in time."""
+        """Returns the segment's status, and notes the job's progress. Raises PdCacheError if the master does
+        not answer in time."""
         state, deadline = self._state, time.monotonic() + _CALL_S
         while True:
             try:
-                # before the job, which gives its segment free when it ends
+                # asked before the job, because the job releases its segment when it ends
                 segments = segments_at(self._metrics)
                 job = None if self._job is None else drain_job(self._metrics, self._job)
                 break
@@ -206,7 +207,7 @@ class _Follower:
         there = (segment for segment in segments if segment.segment_name == state.segment)
         own = next((segment for segment in there if segment.status in ("OK", "DRAINING", "DRAINED")), None)
         if own is None or (own.status == "OK" and job is not None and not job.ended):
-            # the master goes on waiting for its moves
+            # the master continues to wait for the node's moves
             raise PdCacheError(
                 f"{state.node} has stopped or was restarted: objects that had not moved yet are lost"
             )
@@ -222,15 +223,15 @@ class _Follower:
         return own.status
 
     def _move_leased(self) -> None:
-        """Moves some objects that the job leaves alone. A reader that has just asked for one still finds it
-        at the old place: nothing is put there."""
+        """Moves some objects that the job leaves alone. A reader that has just looked an object up still
+        finds its bytes at the old place, because nothing new is put there."""
         store, listed = self._store, self._listed
         if not listed:
             here, unknown = keys_in(self._metrics, self._own.te_endpoint, _LISTING_S)
-            listed = here + unknown  # the move of a key that lies elsewhere is refused
+            listed = here + unknown  # the master refuses to move a key that lies elsewhere
         store.wait_open(_CALL_S)
         keys, self._listed = listed[:_LEASED_AT_A_TIME], listed[_LEASED_AT_A_TIME:]
-        store.batch_exist(keys, timeout=_CALL_S)  # a lease, in which the job does not try to move them, too
+        store.batch_exist(keys, timeout=_CALL_S)  # a lease keeps the job from moving them
         for key, target in zip(keys, itertools.cycle(self._targets), strict=False):
             if store.start_move(key, self._own.segment_name, target, timeout=_CALL_S) is Status.OK:
                 self._asked_for.add(key)
@@ -254,7 +255,7 @@ class _Follower:
 
 
 def text_of(found: Drain, file: str) -> str:
-    """Returns how a drain ended, for people, and what to do next."""
+    """Returns the outcome of a drain and the next step, as text for people."""
     node, again = found.node, f"`pd-cache drain {found.node} -c {file}`"
     counted = f"{found.moved} objects moved in {found.seconds:.0f} s, {found.failed} attempts failed, {found.left} objects left"
     return {

@@ -1,8 +1,8 @@
 """`pd-cache explain`: says why a request's prompt was computed, and how much of a prompt each node would find
 now.
 
-Proxies and nodes know of the last requests (`/requests/ID`). What a node would find of a prompt is looked up
-in the pool, by this process, under the node's namespaces.
+Proxies and nodes keep reports on the last requests (`/requests/ID`). For a prompt, this process looks in the
+pool, under the node's namespaces, for the chunks that the node would find.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _NOT_THERE = ("missing", "never_stored", "evicted")
 
 
 class ExplainedRequest(msgspec.Struct, frozen=True):
-    """What the cluster knows of a request."""
+    """What the cluster knows about a request."""
 
     request_id: str
     hops: list[HopReport]
-    """Each node has its name, or its address if discovery does not know it."""
+    """The reports. A node is given by its name, or by its address if discovery does not know it."""
     unanswered: dict[str, str]
     """The nodes that did not answer, with the reason."""
 
@@ -62,9 +62,9 @@ class ExplainedNode(msgspec.Struct):
     tokens: int | None = None
     """The prompt's length there; None if the node did not say."""
     found: int | None = None
-    """Tokens, in whole chunks; None if nothing could be asked."""
+    """Tokens, in whole chunks; None if the pool could not be asked."""
     reason: MissReason = "error"
-    """Why not more."""
+    """Why the node would not find more."""
     detail: str = ""
 
 
@@ -83,8 +83,8 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
     """Asks the proxies and nodes of the cluster for a request of this id: its `X-Request-Id`, or the id of
     its answer.
 
-    Each has a few seconds to answer. What a node reported in its answer is the proxy's view; other reports
-    come from the nodes themselves.
+    Each has a few seconds to answer. A report that a node gave in its answer comes from the proxy; other
+    reports come from the nodes themselves.
     """
     nodes = cluster_status(config).nodes
     rows = [row for role in ("proxy", *ENGINES) for row in nodes if row.record.role == role]
@@ -116,7 +116,7 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
             answers = list(zip(records, threads.map(asked, records, asked_for), strict=True))
             trip = next((way for record, way in answers if record.role == "proxy" and way), None)
             own = [(record, found) for record, found in answers if record.role != "proxy" and found]
-            if trip is None:  # no proxy knows its way
+            if trip is None:  # no proxy knows the request's nodes
                 hops = [hop for _, found in own for hop in found]
             else:
                 reports = {record.address: found[-1].report for record, found in own}
@@ -229,7 +229,7 @@ class _PoolLookups:
         self._clients: dict[tuple[Namespace, ...], MooncakeLookupClient] = {}
 
     def look(self, record: NodeRecord, tokens: list[int], node: ExplainedNode) -> None:
-        """Notes what a node would find in the pool."""
+        """Notes how much a node would find in the pool."""
         node.tokens = len(tokens)
         spaces = record.cache_namespaces
         if not spaces:

@@ -1,8 +1,8 @@
 """Reads the nodes' metrics: the state of the cache at one moment and over time. Pure.
 
-`read_samples` reads Prometheus' text. `read_node` makes a `NodeReading` of it, in terms of the cache instead
-of names of metrics. A `NodeHistory` computes rates, shares and quantiles from successive readings. A counter
-that has become smaller has begun at zero again, so all of its present value is new.
+`read_samples` reads Prometheus' text. `read_node` turns it into a `NodeReading`, with the cache's terms in
+place of the metrics' names. A `NodeHistory` computes rates, shares and quantiles from successive readings. If
+a counter has become smaller, it was reset to zero, so its whole present value is new.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OURS = (
     "pd_cache_", "vllm:pd_cache_", "vllm:num_requests_", "vllm:time_to_first_token_seconds_bucket", "process_start_time_seconds", "master_"
 )  # fmt: skip
 _MOST = 2.0**62
-"""More than any node can have counted; seconds and bytes are below it, too."""
+"""More than any node can have counted. Numbers of seconds and bytes are smaller, too."""
 TIERS = {"local": "memory", "disk": "disk", "mooncake": "pool"}
 """The tiers' names for people, by kind."""
 _FIRST_TOKEN = ("pd_cache_reference_ttft_seconds_bucket", "time_to_first_token_seconds_bucket")
@@ -51,12 +51,12 @@ def read_samples(text: str) -> Samples:
     """Returns the samples that are used here, of the families that pd-cache, vLLM and Mooncake's master
     export.
 
-    Leaves out values that are negative, infinite or no numbers: they are none of our counts. Labels are
+    Leaves out values that are negative, infinite or no numbers, because they cannot be counts. Makes labels
     printable. Raises ValueError for text that Prometheus could not read.
     """
     lines: list[str] = []
     for line in text.split("\n"):
-        # one line of others is read, too: a page of another kind has none like it
+        # also reads a line of another family: pages of other kinds have none
         if line.startswith(_OURS) or (not lines and line.strip() and line[0] != "#"):
             lines.append(line.rstrip("\r"))
     found: Samples = {}
@@ -85,7 +85,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     """A node's metrics at one moment. Gauges are None if the node does not export them."""
 
     at: float
-    """When they were read, by a monotonic clock."""
+    """When the metrics were read, on a monotonic clock."""
     started: float | None = None
     """When the process started, in seconds since 1970."""
     counts: dict[Key, float] = {}
@@ -120,7 +120,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_node(samples: Samples, at: float) -> NodeReading:
-    """Returns what the samples of one node say."""
+    """Returns the reading that the samples of a node give."""
     started = samples.get("process_start_time_seconds")
     up = samples.get("pd_cache_pool_up")
     operations = _by(samples, "pd_cache_ops_total", "op") | _by(samples, "pd_cache_op_seconds_count", "op")
@@ -202,7 +202,7 @@ def _buckets(samples: Samples, timing: str) -> dict[str, float]:
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's recent work: rates a second over the last interval, unless stated otherwise; None if
+    """A node's recent work. Unless stated otherwise, these are rates a second over the last interval; None if
     unknown."""
 
     load: float = 0.0
@@ -220,7 +220,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     bucket."""
     missed: tuple[tuple[str, float, float], ...] = ()
     """The reasons of the last minute for tokens that were computed: reason, tokens, and how many seconds ago
-    it last occurred. The most recent comes first, then the one with most tokens."""
+    it last occurred. The most recent reason comes first; among equally recent reasons, the one with the most
+    tokens."""
 
     @property
     def hit(self) -> float | None:
@@ -229,7 +230,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def shown_age(seconds: float) -> str:
-    """Returns a time that has passed as text for people."""
+    """Returns a duration in the past as text for people."""
     return (
         f"{seconds:.0f} s"
         if seconds < 120
@@ -240,12 +241,13 @@ def shown_age(seconds: float) -> str:
 
 
 def hit_rate(sources: Mapping[str, float]) -> float:
-    """Returns the hit rate of the shares of `SOURCES`. What the engine's own cache held was not loaded."""
+    """Returns the hit rate of the shares of `SOURCES`. Tokens from the engine's own cache do not count as
+    hits."""
     return sum(part for source, part in sources.items() if source not in ("engine", "computed"))
 
 
 class _Increment(msgspec.Struct, frozen=True):
-    """What was counted between two readings."""
+    """The increments of the counters between two readings."""
 
     at: float
     seconds: float
@@ -259,13 +261,13 @@ class NodeHistory:
     """The last minute's readings of one node, as increments."""
 
     def __init__(self, since_start: bool = False) -> None:
-        """`since_start`: what a node counted before its first reading belongs to the last minute, too."""
+        """`since_start`: counts from before the first reading belong to the last minute, too."""
         self.last: NodeReading | None = None
         self._since_start = since_start
         self._steps: list[_Increment] = []
 
     def add(self, reading: NodeReading) -> None:
-        """Takes in the next reading. Ignores one that is not later than the last."""
+        """Takes in the next reading. Ignores a reading that is not later than the last."""
         before = self.last
         if before is not None and reading.at <= before.at:
             return
@@ -286,7 +288,7 @@ class NodeHistory:
         return [step for step in self._steps if now - step.at <= LONGEST_WINDOW_S]
 
     def rates(self, now: float) -> Rates | None:
-        """Returns what the node has done of late; None before its second reading."""
+        """Returns the node's recent work; None before its second reading."""
         if not self._steps:
             return None
         recent, latest, quantiles = self.recent(now), self._steps[-1], dict[str, tuple[float, float]]()
@@ -309,8 +311,8 @@ class NodeHistory:
 def merged_sources(
     nodes: Iterable[NodeHistory], servers: Iterable[NodeHistory], now: float
 ) -> dict[str, float] | None:
-    """Returns the sources of several nodes' prompt tokens together. `servers`: cache servers, which know the
-    tiers of what their engines loaded."""
+    """Returns the sources of several nodes' prompt tokens together. `servers`: cache servers, which know from
+    which tiers their engines' tokens were loaded."""
     tokens = dict.fromkeys(SOURCES, 0.0)
     for history in nodes:
         for source, count in _tokens(history.recent(now), history.last).items():
@@ -333,8 +335,8 @@ def _sums(steps: Iterable[_Increment], kind: str) -> dict[str, float]:
 
 
 def _tokens(steps: list[_Increment], last: NodeReading | None) -> dict[str, float]:
-    """Returns how many tokens came from each source. Loaded ones are split as the chunks that were read from
-    each tier."""
+    """Returns how many tokens came from each source. Loaded tokens are split among tiers in the ratio of the
+    chunks that were read from each tier."""
     tokens = _sums(steps, "tokens")
     found = {source: tokens.get(source, 0.0) for source in ("engine", "loaded", "computed")}
     parts = _parts(steps)
@@ -347,7 +349,7 @@ def _tokens(steps: list[_Increment], last: NodeReading | None) -> dict[str, floa
 
 
 def _parts(steps: list[_Increment]) -> dict[str, float]:
-    """Returns which part of the chunks was read from each tier; empty if none was."""
+    """Returns the share of chunks that was read from each tier; empty if none was read."""
     hits = _sums(steps, "hits")
     read = sum(hits.get(tier, 0.0) for tier in TIERS.values())
     return {tier: hits.get(tier, 0.0) / read for tier in TIERS.values()} if read else {}
@@ -359,16 +361,16 @@ def _shares(tokens: Mapping[str, float]) -> dict[str, float] | None:
 
 
 def quantile(counted: Mapping[float, float], part: float) -> float:
-    """Returns the value below which `part` of the observations lie, as Prometheus' `histogram_quantile` does:
-    by a straight line through its bucket. `counted`: how many were at most so large. Infinite in the bucket
-    without a bound, NaN without observations."""
+    """Returns the value below which the share `part` of the observations lies. Interpolates linearly within a
+    bucket, as Prometheus' `histogram_quantile` does. `counted`: for each bound, how many observations were at
+    most as large. Infinite in the bucket without a bound, NaN without observations."""
     bounds = sorted(counted)
     if not bounds or counted[bounds[-1]] <= 0:
         return math.nan
     wanted = part * counted[bounds[-1]]
     below, start = 0.0, 0.0
     for bound in bounds:
-        upto = max(below, counted[bound])  # a node can send buckets that do not rise
+        upto = max(below, counted[bound])  # a node may send buckets whose counts do not rise
         if upto >= wanted and upto > below:
             return bound if math.isinf(bound) else start + (bound - start) * (wanted - below) / (upto - below)
         below, start = upto, bound

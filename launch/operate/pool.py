@@ -1,4 +1,4 @@
-"""`pd-cache pool`: the namespaces that the pool holds, what they take, and their removal.
+"""`pd-cache pool`: lists the namespaces in the pool with their sizes, and removes them.
 
 The master makes one list of all keys. We read it as it arrives, and keep only counts. Then we ask for the
 sizes of the first keys of each namespace, with short requests, until a deadline. None of this takes a lease,
@@ -36,17 +36,18 @@ from transfer.errors import PoolUnavailableError, Status
 from transfer.store import MooncakeStore
 
 SAMPLES = 100
-"""The most keys of a namespace whose size is asked. All chunks of a namespace have one size; values by name
-have any."""
+"""For how many keys of a namespace the size is asked. All chunks of a namespace have the same size; values by
+name may have any size."""
 _SIZES_S = 5.0
 _LISTING_S = 120.0
 _OPEN_S = 10.0
 _MANIFESTS_S = 5.0
 _REMOVALS = 1000
-"""Keys in a request for removal: the answer takes milliseconds, and the client waits for a second."""
+"""How many keys a request removes: the answer then takes milliseconds, and the client waits for up to a
+second."""
 _REMOVAL_S = 10.0
 OTHERS = "(other)"
-"""The name under which the objects of other programs are counted, and those of `pd-cache doctor`."""
+"""The name under which objects of other programs and of `pd-cache doctor` are counted."""
 _CHUNK = rf"{KEY_FORMAT}/([0-9a-f]{{16}}(?:\.[A-Za-z0-9._-]{{1,64}})?)/[0-9]+"
 _PREFIX = re.compile(rf"{_CHUNK}|{VALUE_FORMAT}/([0-9a-f]{{16}})".encode())
 _MANIFEST = re.compile(rf"{KEY_FORMAT}/([0-9a-f]{{16}})/manifest".encode())
@@ -65,8 +66,8 @@ class Counted:
 
 
 class Tally:
-    """Counts keys by namespace. However many there are, it holds only `SAMPLES` keys of each namespace: the
-    first, which are as good as any, because a master lists keys by their hashes."""
+    """Counts keys by namespace. It holds only the first `SAMPLES` keys of each namespace. They are a random
+    sample, because a master lists keys in the order of their hashes."""
 
     def __init__(self, keys: Iterable[bytes]) -> None:
         self.spaces: defaultdict[str, Counted] = defaultdict(Counted)
@@ -88,15 +89,15 @@ class Tally:
 
 @functools.lru_cache(1 << 12)
 def _namespace(prefix: bytes) -> str:
-    """Returns the name of the namespace whose keys begin so; `OTHERS` for keys that are not ours, and for
-    manifests."""
+    """Returns the name of the namespace whose keys begin with `prefix`; `OTHERS` for manifests and for keys
+    that are not ours."""
     match = _PREFIX.fullmatch(prefix)
     return OTHERS if match is None else (match[1] or match[2]).decode()
 
 
 def _sizes(metrics: str, samples: Iterable[Sequence[str]]) -> dict[str, int]:
-    """Returns how many bytes all copies of each key take in memory, of all namespaces alike if the time does
-    not suffice for all."""
+    """Returns how many bytes all copies of each key take in memory. If there is not enough time for all keys,
+    asks for equally many keys of each namespace."""
     alike = (key for keys in itertools.zip_longest(*samples) for key in keys if key is not None)
     end, found = time.monotonic() + _SIZES_S, dict[str, int]()
     while (batch := list(itertools.islice(alike, KEYS_IN_A_URL))) and (left := end - time.monotonic()) > 0:
@@ -113,18 +114,19 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     """A namespace in one weights version."""
 
     name: str
-    """The second part of its keys: the fingerprint, and after a dot the version, unless that is the first."""
+    """The second part of its keys: the fingerprint and, for all versions but the first, a dot and the
+    version."""
     kind: str
     """`chunks`, `values` (of `ObjectCache` and of adapters), or `other`."""
     model: str
-    """The name that nodes give it, or else its manifest; empty if it is not known."""
+    """The model's name, from the nodes or from the manifest; empty if it is not known."""
     nodes: list[str]
     """The nodes that have this namespace."""
     current: bool | None
-    """Whether an engine has this weights version; None if no engine has the namespace, or one does not say
-    its version."""
+    """Whether an engine has this weights version; None if no engine has the namespace, or if an engine does
+    not report its version."""
     shards: int
-    """The number of objects of a chunk, among the keys that are there."""
+    """The number of objects of a chunk, according to the present keys."""
     objects: int
     bytes: int | None
     """The bytes of all copies in memory; None if the master did not say. An estimate, unless `sampled` equals
@@ -156,7 +158,7 @@ def survey(config: ClusterConfig) -> PoolReport:
     known = {space.fingerprint(): space for record in records for space in record.cache_namespaces}
     known |= _manifests(config, status, tally.manifests.difference(known))
     for fingerprint in tally.manifests.difference(name.partition(".")[0] for name in tally.spaces):
-        tally.spaces[fingerprint]  # nothing is left of it but the manifest
+        tally.spaces[fingerprint]  # only the manifest is left
     spaces = []
     for name, counted in tally.spaces.items():
         fingerprint, _, version = name.partition(".")
@@ -205,7 +207,7 @@ def keys_of(metrics: str, names: Collection[str], manifests: Collection[bytes] =
     the master does not list its keys."""
     for key in _keys(metrics):
         if _namespace(key[: key.rfind(b"/")]) in names or key in manifests:
-            yield key.decode(errors="replace")  # another program's may be any bytes
+            yield key.decode(errors="replace")  # another program's key may be any bytes
 
 
 def open_store(config: ClusterConfig, status: ClusterStatus) -> MooncakeStore:
@@ -306,7 +308,7 @@ def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -
 
 
 def space_table(spaces: Sequence[Space], segments: Sequence[Segment] = ()) -> Group:
-    """Returns namespaces, and below them segments, as text for people, to be read in 80 columns."""
+    """Returns namespaces, and below them segments, as text for people, at most 80 columns wide."""
     table = _table("namespace", "used by", ">chunks", ">bytes", "model")
     for space in spaces:
         users = chunks = ""

@@ -1,8 +1,8 @@
 """`pd-cache reset`: gives the new weights of engines a label, over HTTP.
 
 It asks each node for the states of its engines, gives the label to those that should get it, and asks again.
-It reports the second answer. So if two commands at once name the same engine, at least one of them reports
-that the engine has another label.
+It reports the second answer. So if two commands give the same engine a label at the same time, at least one
+of them reports that the engine has another label.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: boo
     def name(row: NodeStatus) -> None:
         ids = tuple(state.id for state in row.record.weights if state.id in meant)
         if ids:
-            with contextlib.suppress(OSError, ValueError):  # the second answer shows what became of it
+            with contextlib.suppress(OSError, ValueError):  # the second answer shows the outcome
                 fetch(f"{row.record.address}/weights", body=msgspec.json.encode(Naming(label=label, ids=ids)))
 
     with ThreadPoolExecutor(_AT_A_TIME, "pd-cache-reset") as threads:

@@ -3,7 +3,7 @@ does.
 
 An object counts as damaged if two reads in a row find damage. An object that is gone before it is read does
 not. The master leases each object that is read for some seconds, and counts it as just used. So after a scan
-of a whole pool, eviction no longer knows which objects engines have not used for longest.
+of a whole pool, the master no longer knows which objects engines used least recently.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Scan(msgspec.Struct, kw_only=True):
     gone: int = 0
     """Evicted or removed before they were read."""
     damaged: dict[str, int] = msgspec.field(default_factory=Counter)
-    """By segment. If an object has copies, these are several, with commas: a read takes any of them."""
+    """Damaged objects by segment. For an object with several copies, the key lists all their segments with
+    commas, because a read may take any copy."""
     removed: int = 0
     """Damaged, and removed."""
     failed: dict[str, int] = msgspec.field(default_factory=Counter)
@@ -88,8 +89,8 @@ def scan(
     repair: bool = False,
     to: MooncakeStore | None = None,
 ) -> Iterator[Scan]:
-    """Checks the objects of these namespaces: all, or `sample` of them at random. Yields how that stands,
-    again and again, until the end or until `stop` is set. Logs the keys of damaged objects.
+    """Checks the objects of these namespaces: all, or `sample` of them at random. Yields its progress again
+    and again, until the end or until `stop` is set. Logs the keys of damaged objects.
 
     `rate`: the most bytes that are read in a second. With `repair`, damaged objects are removed. `to`: a
     client of another pool, which gets a copy of each object that it lacks and that is intact. Raises
@@ -196,8 +197,8 @@ class _Reader:
         self._memory: StagingPool | None = None
 
     def read(self, sizes: Mapping[str, int]) -> Iterator[list[_Object]]:
-        """Reads objects of these sizes until the stop. Yields as many together as memory and rate allow;
-        their slots are valid until the next step."""
+        """Reads objects of these sizes until the stop. Yields as many objects at a time as memory and rate
+        allow; their slots are valid until the next step."""
         keys, largest = list(sizes), max([1, *sizes.values()])
         while keys and not self._stop.is_set():
             if self._memory is None or largest > self._memory.slot_bytes:

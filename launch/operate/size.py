@@ -22,15 +22,15 @@ from pd_cache.layout import KVLayout, PageKind
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 _CURVE = ((0.0, 0.0), (0.1235, 0.031), (0.2235, 0.0625), (0.3005, 0.125), (0.3592, 0.25), (0.3734, 1.0))
-"""The hit rate, and the share of all different tokens that the pool then has room for: the FAST'25
-conversation trace on a real pool (docs/performance.md, "Replay"). `pd-cache bench replay` measures the curve
-of another trace."""
+"""Pairs of a hit rate and the share of all different tokens for which the pool then has room, from the
+FAST'25 conversation trace on a real pool (docs/performance.md, "Replay"). `pd-cache bench replay` measures
+the curve of another trace."""
 _ROUNDED_UP = 9 / 8  # what Mooncake's allocator sets aside for an object, at most (docs/mooncake.md)
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
 class Config(msgspec.Struct):
-    """The fields of a model's config.json that matter here. Models that take images have them in
+    """The fields of a model's config.json that matter here. Models that take images have these fields in
     `text_config`."""
 
     num_hidden_layers: int = 0
@@ -145,8 +145,8 @@ def size_of(
 
 
 def _layer_types(config: Config, model: Path) -> list[str]:
-    """Returns the kind of each layer, as vLLM reads it. Raises ConfigError if layers keep a state: its size
-    is vLLM's to choose."""
+    """Returns the kind of each layer, as vLLM reads it. Raises ConfigError if layers keep a state, because
+    vLLM chooses its size."""
     layers = config.num_hidden_layers
     types = config.layer_types
     if types is None and config.sliding_window and config.use_sliding_window:
@@ -162,7 +162,7 @@ def _layer_types(config: Config, model: Path) -> list[str]:
 def size_text(
     size: Size, *, tokens: int, share: float, prompt: int, ttft_s: float, **_: object
 ) -> tuple[Table, str]:
-    """Returns the table of layer groups, and what follows from it."""
+    """Returns the table of layer groups, and the conclusions as text."""
     columns = ("layers keep", "layers", "bytes a token", "a load needs")
     table = Table(
         *columns, title=f"KV of a token; a chunk has {USUAL_CHUNK} tokens and {shown_bytes(size.chunk_bytes)}"

@@ -1,8 +1,8 @@
-"""What the cluster is: its nodes, its masters, the pool's memory, and what does not work. `status`, `top`,
+"""The state of a cluster: its nodes, its masters, the pool's memory, and what does not work. `status`, `top`,
 `doctor` and `/ui` print it. Pure.
 
-`NodeStatus` is one node at one moment, `ClusterStatus` all of them. `WatchedNodes` makes both of what nodes
-answer (`watched.py`).
+`NodeStatus` is the state of a node at one moment, `ClusterStatus` the state of all nodes. `WatchedNodes`
+makes both from the nodes' answers (`watched.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pd_cache.cluster.machine import host_of, shown_bytes
 
 NodeState = Literal["up", "degraded", "down", "asking", "not asked"]
 """`degraded`: it answers, but part of it does not work. `down`: it was asked and does not answer. `asking`:
-its first answer has not come yet. `not asked`: there is no address to ask it at."""
+its first answer has not come yet. `not asked`: it has no address for questions."""
 _ROLES = ("proxy", *ENGINES, "cache-server", "store", "master")
 
 
@@ -39,7 +39,7 @@ NO_READING = NodeReading(at=0.0)
 
 
 class RoleShown(msgspec.Struct, frozen=True):
-    """What a proxy has a node of the role `both` do, for how long, and why that changed last."""
+    """What a node of the role `both` does for a proxy, since when, and why this changed last."""
 
     does: str = ""
     for_s: float = 0.0
@@ -50,21 +50,21 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     """One node at one moment."""
 
     record: NodeRecord
-    """As registered, or as the file says, completed by the node's own answers."""
+    """The registered record, or the file's, completed by the node's own answers."""
     at: float = 0.0
     """When it was asked, by `time.monotonic()`."""
     state: NodeState = "up"
     why: str = ""
     """Why it is not `up`; empty if it is."""
     reading: NodeReading = NO_READING
-    """What its metrics say; without figures if they were not read."""
+    """Its metrics; without figures if they were not read."""
     leads: str = ""
     """For a master: `leader`, `standby`, or another role that it reports; empty if it reports none."""
     roles: dict[str, RoleShown] = {}
-    """For a proxy: of the nodes of the role `both`, by address."""
+    """For a proxy: what each node of the role `both` does, by address."""
     segments: tuple[Segment, ...] | None = None
-    """The memory that the pool has from it, as the leading master says; for a master, all that it knows. None
-    if that is not known."""
+    """The memory that the node gives to the pool, as the leading master reports it. For a master: all
+    segments that it knows. None if unknown."""
     difference: str = ""
     """The difference between its namespace and that of most nodes; empty if there is none."""
     rates: Rates | None = None
@@ -81,7 +81,7 @@ class NodeStatus(msgspec.Struct, kw_only=True):
 
     @property
     def answers(self) -> bool:
-        """Whether its process runs, even if it says that not all of it works."""
+        """Whether it answers, even if it reports that a part of it does not work."""
         return self.state in ("up", "degraded")
 
     @property
@@ -113,13 +113,13 @@ class NodeStatus(msgspec.Struct, kw_only=True):
 
     @property
     def in_flight(self) -> int | None:
-        """Requests that wait or run; None if it does not say."""
+        """Requests that wait or run; None if it does not report them."""
         known = [count for count in (self.reading.queued, self.reading.running) if count is not None]
         return int(sum(known)) if known else None
 
     def figures(self) -> dict[str, object]:
-        """Returns what it does now, for `top --json` and `/ui`: rates by the names of `Rates`, gauges by
-        those of `NodeReading`."""
+        """Returns its present figures for `top --json` and `/ui`: rates under the names of `Rates`, gauges
+        under those of `NodeReading`."""
         reading, rates = self.reading, self.rates
         shown = dict.fromkeys(Rates.__struct_fields__) if rates is None else msgspec.to_builtins(rates)
         if self.moves is None:
@@ -161,7 +161,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     """The nodes whose weights are not those of their files, and those that have been out for a minute, with
     what to do."""
     segments: tuple[Segment, ...] | None = None
-    """The pool's memory, as the leading master knows it; None if none says so."""
+    """The pool's memory, as the leading master reports it; None if no master reports it."""
     elected: bool = False
     """Whether etcd elects one of several masters."""
     sources: dict[str, float] | None = None
@@ -179,7 +179,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
     @property
     def leading(self) -> list[NodeStatus]:
-        """The masters that say that they lead: exactly one, if all is well."""
+        """The masters that report that they lead: exactly one, if all is well."""
         return [node for node in self.masters if node.leads == LEADER]
 
     @property

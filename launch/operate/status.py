@@ -18,8 +18,8 @@ from pd_cache.decoding import one_line
 
 
 def status_table(status: ClusterStatus) -> Group:
-    """Returns the cluster's state as text for people, to be read in 80 columns: what may be long stands below
-    the table."""
+    """Returns the cluster's state as text for people, at most 80 columns wide. Texts that may be long stand
+    below the table."""
     table = Table(box=None, pad_edge=False)
     for column in ("node", "role"):
         table.add_column(column, no_wrap=True)
@@ -60,7 +60,7 @@ def status_table(status: ClusterStatus) -> Group:
 
 
 def as_dict(status: ClusterStatus) -> dict[str, object]:
-    """Returns the cluster's state for scripts: a node's record and what it says are one object."""
+    """Returns the cluster's state for scripts. A node's record and its answers form one object."""
     nodes = [
         {
             **msgspec.to_builtins(node.record),

@@ -27,7 +27,7 @@ _REDRAW_S = 0.5
 _STALE_S = 10.0
 """A node that has not answered for this time, and for one interval between questions, is down."""
 WIDEST = 200
-"""The width of the table where there is no terminal to say one."""
+"""The width of the table if the output is not a terminal."""
 _STYLES = {"up": "green", "degraded": "yellow", "asking": "dim", "not asked": "dim", "DOWN": "bold red"}
 
 
@@ -35,7 +35,7 @@ _STYLES = {"up": "green", "degraded": "yellow", "asking": "dim", "not asked": "d
 
 
 def rate(value: float | None) -> str:
-    """Returns a number a second in at most 6 characters, `-` for none at all."""
+    """Returns a rate in at most 6 characters; `-` if there is none."""
     if value is None:
         return ""
     return short(value) if value >= 0.5 else "-"
@@ -88,7 +88,7 @@ def _pair(node: NodeStatus, *timings: str) -> str:
 
 def _source(node: NodeStatus, name: str) -> str:
     sources = None if node.rates is None else node.rates.sources
-    if sources is None or (sources["loaded"] and name != "engine"):  # it does not say from which tier
+    if sources is None or (sources["loaded"] and name != "engine"):  # the tier is unknown
         return ""
     return percent(sources[name]) if sources[name] else "-"
 
@@ -115,7 +115,7 @@ def _evicted(node: NodeStatus) -> str:
 
 def _given(node: NodeStatus) -> str:
     if node.memory:
-        return "drain"  # the details say how far it is
+        return "drain"  # the details show its progress
     given = node.segments or ()
     size = sum(segment.size_bytes for segment in given)
     return percent(sum(segment.allocator_used_bytes for segment in given) / size) if size else ""
@@ -146,7 +146,7 @@ COLUMNS = (
 
 
 def columns_for(width: int) -> list[Column]:
-    """Returns the columns that fit into `width` characters. The reasons get what is left over."""
+    """Returns the columns that fit into `width` characters. The reasons get the remaining width."""
     left, chosen = width + 1, set[Column]()
     for rank in sorted({column.rank for column in COLUMNS}):
         together = [column for column in COLUMNS if column.rank == rank]
@@ -163,7 +163,8 @@ def columns_for(width: int) -> list[Column]:
 
 
 def table(nodes: Sequence[NodeStatus], width: int) -> Group:
-    """Returns why nodes do not work, and below that, in a table as wide as `width`, what the others do."""
+    """Returns the reasons why nodes do not work, and below them a table of what the other nodes do, `width`
+    columns wide."""
     columns, troubles = columns_for(width), list[Text]()
     shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
@@ -196,7 +197,7 @@ def summary(status: ClusterStatus, name: str) -> Text:
             f"{name} {percent(part)}" for name, part in sources.items() if part and name != "computed"
         )
         line.append(f"   hit {percent(hit_rate(sources))}", "bold").append(f" ({parts})" if parts else "")
-    # what engines load and store; a cache server moves the same bytes for them
+    # counted at engines, because a cache server moves the same bytes for them
     rates = [node.rates for node in nodes if node.rates is not None and node.role in ENGINES]
     for what, value in {
         " load": sum(each.load for each in rates),

@@ -1,5 +1,5 @@
-"""Asks the nodes of a cluster for their state, for `status`, `top`, `doctor` and `/ui`. `state.py` says what
-their answers mean.
+"""Asks the nodes of a cluster for their state, for `status`, `top`, `doctor` and `/ui`. `state.py` interprets
+the answers.
 
 `cluster_status` asks each node once. `Asker` asks again and again, each node on a schedule of its own, so
 that a slow node delays no other.
@@ -33,13 +33,14 @@ SYNC_S = 5.0
 _CHOSEN_BY_UP = "its port is 0 in this file: `up` chooses it, but this user runs no `up`"
 _AT_A_TIME = 64
 _OUT_S = 60.0
-"""`status` reports engines that have been out for longer: a reset follows only the last engine's change."""
+"""`status` reports only engines that have been out for longer than this, because a reset has to wait for the
+last engine's change."""
 _OUT = (
     "the weights have changed and have no label, so it loads and stores nothing; run `pd-cache reset` when all nodes "
     "have the new weights"
 )
 _reading = threading.Lock()
-"""Held while an answer is read: many at once would take the interpreter from a proxy's event loop."""
+"""Held while an answer is parsed: parsing many answers at once would delay a proxy's event loop."""
 
 
 # --- one node -----------------------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ class _Unwell(msgspec.Struct, frozen=True):
 
     status: str = ""
     reason: str = ""
-    """Why, if it says so."""
+    """The reason, if the node gives one."""
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -110,7 +111,7 @@ def ask_node(record: NodeRecord, access: Access) -> NodeStatus:
 
 
 def _text(url: str, access: Access = NOBODY) -> str:
-    """Returns what a node answers. Raises OSError if it does not, ValueError if only `up` knows its port."""
+    """Returns a node's answer. Raises OSError if there is none, ValueError if only `up` knows its port."""
     if urllib.parse.urlsplit(url).port == 0:
         raise ValueError(_CHOSEN_BY_UP)
     return fetch(url, TIMEOUT_S, access).decode(errors="replace")
@@ -138,7 +139,7 @@ def cluster_status(config: ClusterConfig, times: int = 1, interval_s: float = 0.
 
 
 def watched_nodes(config: ClusterConfig, *, stale_s: float, since_start: bool = False) -> WatchedNodes:
-    """Returns what is known of a file's cluster before any node has answered."""
+    """Returns the nodes of a file's cluster, before any node has answered."""
     kind = str(config.discovery.__struct_config__.tag)
     return WatchedNodes(kind, elected=config.masters.ha, stale_s=stale_s, since_start=since_start)
 
@@ -194,7 +195,7 @@ class Asker:
                 failed = NodeStatus(record=record, at=now, state="down", why=one_line(repr(error)))
                 answers.append(failed if error else schedule.question.result())
                 schedule.question = None
-                # from when it was due, so that intervals do not drift, unless it was late
+                # counted from the time when it was due, unless it was late, so that intervals do not drift
                 schedule.due = max(schedule.due + self._interval_s, now)
             if schedule.question is None and schedule.due <= now:
                 schedule.due = now

@@ -30,7 +30,7 @@ MAX_WAITING = 32
 """The most prompts of completions that are tokenized or looked up at a time. Further ones take the usual way
 without a lookup."""
 _MAX_TOKENS = 1 << 18
-"""The most tokens of a prompt that is looked up. To name the chunks of a longer one would take this process
+"""The most tokens of a prompt that is looked up. Naming the chunks of a longer prompt would take this process
 too long."""
 _MAX_KEYS = 1 << 18
 """The most objects that a lookup asks for."""
@@ -47,8 +47,8 @@ class Pool(NamedTuple):
     """The namespaces of the model's layer groups. The first group names the chunks."""
     master: str
     model: str | None = None
-    """The `model` of requests that can be looked up: the KV of others, such as a LoRA adapter, has other
-    names. None for all."""
+    """The `model` of requests that can be looked up; None for all. The KV of other models, such as LoRA
+    adapters, has other names."""
 
 
 OpenLookup = Callable[[Pool], LookupClient]
@@ -96,8 +96,8 @@ class DirectRule:
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="proxy-lookup")
 
     def use(self, pool: Pool | str, label: str | None = FIRST) -> None:
-        """Looks up in this pool from now on. If given a reason why that is impossible instead, looks up in
-        none.
+        """From now on, looks prompts up in this pool. If `pool` is a reason why that is impossible, looks up
+        no prompts.
 
         `label`: that of the weights of the nodes that will load, None if they have none.
         """
@@ -164,8 +164,9 @@ class DirectRule:
     async def look_up(
         self, tokens: list[int], salt: str | None, request_id: str, media: Sequence[MediaItem] = ()
     ) -> NamedPrompt | None:
-        """Returns what a prompt is known by, and how much of it the pool holds if prompts are looked up here.
-        Returns None if the prompt cannot be named here. Raises ValueError if a token is none."""
+        """Returns the names of a prompt, and how much of it the pool holds if prompts are looked up here.
+        Returns None if the prompt cannot be named here. Raises ValueError if an element of the prompt is no
+        token id."""
         namer, client, most = self._namer, self._client, self.most_chunks
         if namer is None or len(tokens) > _MAX_TOKENS:
             return None
@@ -206,11 +207,11 @@ class DirectRule:
         return _MAX_KEYS // self._keys_per_chunk
 
     async def renew(self, names: Sequence[bytes]) -> tuple[tuple[str, str], int] | None:
-        """Keeps chunks from eviction for another lease, as far as the pool has them.
+        """Protects those of the chunks that the pool has from eviction for another lease.
 
-        Returns their space (the namespace's fingerprint and the weights version: in another space, these
-        names are those of other chunks), and how many of their objects the pool has. Returns None if the pool
-        does not answer, or is not known.
+        Returns their space and how many of their objects the pool has. The space is the namespace's
+        fingerprint and the weights version; in another space, these names belong to other chunks. Returns
+        None if the pool does not answer, or is not known.
         """
         namer, client = self._namer, self._client
         if namer is None or client is None:

@@ -1,10 +1,10 @@
-"""What each prefill node's own cache holds, by its KV events; and `/query`, which reports it to other
+"""Follows the contents of each prefill node's own cache by its KV events. `/query` reports them to other
 routers.
 
-A block is known by 64 bits of its hash. A node's blocks are a set for each medium, so that to forget a node
-is to drop its sets. A set takes about 100 bytes a block. All sets together have at most `most_blocks`: after
-that, further blocks are not noted, until others are removed. A hash is of the whole prefix, so the number of
-leading blocks that are in a set is how much of a prompt a node has.
+A block is identified by 64 bits of its hash. A node's blocks are a set for each medium, so forgetting a node
+drops its sets. A set takes about 100 bytes a block. All sets together have at most `most_blocks` blocks;
+further blocks are ignored until others are removed. A hash covers the whole prefix, so the number of a
+prompt's leading blocks in a set shows how much of the prompt a node has.
 
 `KnownRank.apply` is called on the subscriber's thread and the rest on the event loop's. A set that is read
 while it grows gives an answer that was true a moment ago.
@@ -65,14 +65,13 @@ class KnownRank:
         self._sets: dict[str, set[int]] = {}
         """The blocks in each medium."""
         self._partial: set[int] = set()
-        """Groups of layers that do not keep every token of a prefix. Their blocks say nothing about
-        prefixes."""
+        """Layer groups that do not keep every token of a prefix. Their blocks are ignored."""
         self.ready = False
-        """Whether anything has come from the rank since its blocks were last forgotten. Until then nothing is
-        known of its cache."""
+        """Whether the rank has sent anything since its blocks were last forgotten. Until then, its cache is
+        unknown."""
         self.unnameable = False
-        """Whether its hashes cover tokens behind a block, so that no prompt could be found among them: its
-        blocks are not noted."""
+        """Whether its hashes also cover tokens after a block, so that no prompt can be matched to them. Its
+        blocks are then ignored."""
 
     def __len__(self) -> int:
         return sum(map(len, list(self._sets.values())))
@@ -130,8 +129,8 @@ class KnownRank:
 
 
 class KnownCache:
-    """What the caches of one node's data-parallel ranks hold, and what requests under way are about to put
-    there.
+    """The contents of the caches of a node's data-parallel ranks, and the blocks that requests under way will
+    add.
 
     vLLM chooses a request's rank by load alone, so a request may find less than the node has."""
 
@@ -139,7 +138,8 @@ class KnownCache:
         """`room()`: how many more blocks may be noted, of all caches together."""
         self.ranks = tuple(KnownRank(room) for _ in range(ranks))
         self._under_way: dict[int, int] = {}
-        """Blocks of prompts that were sent to the node and are not answered yet, and of how many."""
+        """Blocks of prompts that were sent to the node and are not answered yet, each with the number of
+        these prompts."""
         self.fingerprint: str | None = None
         """The fingerprint of the namespace in which the node names its blocks, if that is known."""
 
@@ -152,8 +152,8 @@ class KnownCache:
         return known and prompt is not None and bool(prompt.blocks) and prompt.fingerprint == self.fingerprint
 
     def tokens(self, prompt: NamedPrompt) -> int:
-        """Returns how many tokens of the prompt's beginning the rank with the most of it has, in any medium,
-        or will have when the requests under way are done."""
+        """Returns how many tokens of the prompt's beginning a rank has in any medium, or will have after the
+        requests under way. Counts the rank that has the most."""
         return max(rank.blocks(prompt, self._under_way) for rank in self.ranks) * prompt.block_tokens
 
     def begin(self, prompt: NamedPrompt) -> Sequence[int]:
@@ -166,7 +166,7 @@ class KnownCache:
         return prompt.blocks
 
     def end(self, begun: Sequence[int]) -> None:
-        """Notes that the node has computed it, or failed. Its events report what it has then."""
+        """Notes that the node has computed the prompt, or failed. From then on, its events alone count."""
         under_way = self._under_way
         for block in begun:
             left = under_way[block] - 1
@@ -200,8 +200,8 @@ class CacheView:
         return sum(map(len, self._caches.values()))
 
     def update(self, records: Iterable[NodeRecord]) -> dict[str, KnownCache]:
-        """Follows those of these prefill nodes that publish events, and no others. Returns what is known of
-        the nodes' caches, by URL."""
+        """From now on, follows exactly those of these prefill nodes that publish events. Returns the nodes'
+        known caches, by URL."""
         wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]] = {}
         caches: dict[tuple[str, str], KnownCache] = {}
         nodes = {}
@@ -233,8 +233,8 @@ class CacheView:
 
     def hits(self, prompt: NamedPrompt) -> dict[str, list[dict[str, int]]]:
         """Returns, for each prefill node that shares the prompt's namespace, by name, how many tokens of the
-        prompt's beginning each of its ranks has in each medium. What the pool holds counts as `CPU`, because
-        it is in the memory of hosts and each of these nodes can load it."""
+        prompt's beginning each of its ranks has in each medium. Tokens in the pool count as `CPU`, because
+        they are in the memory of hosts and each of these nodes can load them."""
         found = {}
         for url, record in self._nodes.items():
             if record.fingerprint != prompt.fingerprint:

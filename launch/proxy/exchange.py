@@ -72,7 +72,7 @@ class Exchange:
         self.until_answered = ExitStack()
         """Ends the streams that the decode node needs until its first byte."""
         self.known: NamedPrompt | str | None = None
-        """The names of a completion's prompt, or why it has none."""
+        """The names of a completion's prompt, or the reason why there are none."""
         self.hinted: asyncio.Task[bytes] | None = None
         """Makes the answer to the request's hints; None without hints."""
 
@@ -96,7 +96,7 @@ class Exchange:
             headers["Authorization"] = f"Bearer {keys.node_key}"
         elif not keys.guarded and "Authorization" in self.headers:
             headers["Authorization"] = self.headers["Authorization"]
-        # bytes are passed on as they come, and the client might not accept every encoding
+        # no encoding, because bytes are passed on as they come and the client might not accept the encoding
         return {
             **headers,
             ID_HEADER: self.id,

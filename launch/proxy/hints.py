@@ -11,10 +11,10 @@ the pool yet are kept as soon as they come.
 2. A pin ends when its time is over, when a client releases it, at the next request for its prompt (`once`),
    when the weights change, and when this proxy stops. Leases cannot be given back: they end by themselves.
 3. An action never fails the completion that it comes with, nor the actions beside it.
-4. A pin is its client's and its tenant's: others can neither release nor replace it.
-5. A holder is a tenant, or a client without one. Where clients have keys, each gets a pin only while it has
-   fewer than are free, so one alone takes at most half, two a third each, and the next finds room. Chunks are
-   shared out by the same rule, unless a tenant's own bound says how many.
+4. A pin belongs to its client and its tenant: others can neither release nor replace it.
+5. A holder is a tenant, or a client without a tenant. If clients have keys, a holder gets a pin only while it
+   has fewer pins than are free. So a single holder takes at most half, two take a third each, and the next
+   one still finds room. Chunks are divided by the same rule, unless the tenant has a bound of its own.
 """
 
 from __future__ import annotations
@@ -63,23 +63,25 @@ from pd_cache.decoding import UndecodableError, decode_json
 log = logging.getLogger(__name__)
 
 LARGEST_HINTS = 4 << 20
-"""The event loop reads them: all of a message of this size in 70 ms."""
+"""The most bytes of a message. The event loop parses such a message in 70 ms."""
 HINTS_S = 5.0
 """The longest time for the body of a `POST /hints`, and for a completion's answer to wait for the answer to
 its hints."""
 _LEASE_MS = 10_000
 _LONGEST_RENEWAL_S = 5.0
-"""Leases are renewed at least so often, however long they are: so chunks that come into the pool get one."""
+"""Leases are renewed at least this often, however long they are, so that new chunks in the pool get a lease,
+too."""
 _RECENT, _RECENT_CHUNKS = 1000, 1 << 17
-"""The most requests whose prompts are remembered, and the most names of chunks of all of them: 8 MiB."""
+"""The most requests whose prompts are remembered, and the most names of their chunks (8 MiB)."""
 
 PoolBytes = Callable[[View], int]
 """Returns how many bytes the pool holds. Blocks; raises OSError or ValueError if that is not known."""
 PREFETCH_S = 60.0
-"""The longest time for which a node holds a prompt before its request comes: it has blocks for few."""
+"""The longest time for which a node holds a prompt before its request comes, because it has blocks for few
+prompts."""
 _MOST_PREFETCHED = 64
 _PREFETCH_REFUSED_S = 0.1
-"""A node has so long to refuse a prompt that it should prefetch."""
+"""A node has this long to refuse a prefetch."""
 
 
 class Prefetched(NamedTuple):
@@ -152,7 +154,7 @@ class Hints:
         return json.dumps(answer, separators=(",", ":")).encode()
 
     async def take(self, message: bytes, exchange: Exchange) -> HintsAnswer:
-        """Does what a client's message asks for, and returns what became of each action.
+        """Does the actions of a client's message, and returns the outcome of each.
 
         Raises ApiError 400 if the message is too large, or no envelope.
         """
@@ -318,11 +320,11 @@ class Hints:
             prefetched.stream.cancel()
 
     async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt) -> str | None:
-        """Makes the decode node that a request with this prompt would get load it, and hold it for
-        `PREFETCH_S`; the request will go there.
+        """Chooses the decode node that a request with this prompt would get. Makes it load the prompt and
+        hold it for `PREFETCH_S`; the request will go there.
 
-        Returns the node's URL, or None if this client may not see it. Raises HintRefusedError, which says why
-        not, if no node does.
+        Returns the node's URL, or None if this client may not see it. Raises HintRefusedError, with the
+        reason, if no node loads the prompt.
         """
         if not named.pool_tokens:
             raise HintRefusedError(

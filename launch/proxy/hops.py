@@ -77,10 +77,10 @@ class Hops:
     async def judge(
         self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, *, name: bool
     ) -> tuple[Why | None, NamedPrompt | str]:
-        """Returns the reason why the prompt needs no prefill node, or None; and the names of the prompt, or
-        the reason why it has none.
+        """Returns why the prompt needs no prefill node (None if it needs one); and the names of the prompt,
+        or the reason why there are none.
 
-        `name`: what it is known by is wanted even if the prompt is so short that nothing depends on it here.
+        `name`: whether the caller needs the names even of a prompt that is too short for a lookup.
         """
         direct, plain = self._direct, completion.plain()
         why = direct.why(prompt.tokens)
@@ -112,7 +112,7 @@ class Hops:
         return direct.why(len(tokens), named.pool_tokens or 0), named
 
     async def _tokens(self, exchange: Exchange, completion: Completion) -> PromptTokens | str:
-        """Returns a prompt's tokens, if need be from a decode node, or why there are none to be had."""
+        """Returns a prompt's tokens, if necessary from a decode node; or the reason why there are none."""
         plain = completion.plain()
         if plain and (ids := completion.token_ids()) is not None:
             return PromptTokens(ids)
@@ -145,8 +145,8 @@ class Hops:
         body: bytes | None,
         read: Callable[[bytes], T],
     ) -> T:
-        """Returns what `read` makes of a node's whole answer. Raises Refusal if the node refuses the request,
-        HopError if it fails."""
+        """Returns the result of `read` for a node's whole answer. Raises Refusal if the node refuses the
+        request, HopError if it fails."""
         answer = await send(self.session, method, url, exchange.node_headers(self._keys, span), body)
         try:
             await check_status(answer)
@@ -238,7 +238,7 @@ class Hops:
 
     def streaming_node(self, exchange: Exchange, prompt: RoutedPrompt) -> str | None:
         """Returns the decode node that should load the prompt's chunks while a prefill node computes them;
-        None if that is not worth while.
+        None if streaming is not worthwhile.
 
         The node will probably answer the request.
         """

@@ -2,13 +2,13 @@
 "pd_cache.adapters.lmcache", ...}'`.
 
 LMCache (0.5.6, 0.5.7) submits tasks, polls an event descriptor for each kind of task, and asks for results.
-`PdCacheL2Adapter` does that in three methods over an `ObjectCache`, each on the threads of a `TaskLane`.
+`PdCacheL2Adapter` runs the three kinds of tasks over an `ObjectCache`, each on the threads of a `TaskLane`.
 
-1. Every task ends, at the latest at `timeout_s`, and the pool's trouble is a failed store or a miss.
+1. Every task ends after `timeout_s` at the latest. Trouble in the pool is a failed store or a miss.
 2. A load copies into LMCache's memory on our own thread, so nothing writes there after the task, or `close`,
    has ended.
-3. LMCache's key has neither types nor shapes. Each value has those of its object, and a load into memory of
-   others is a miss.
+3. LMCache's keys have neither types nor shapes. So each value has the types and shapes of its object, and a
+   load into memory with others is a miss.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
 _REMEMBERED = 1 << 18
-"""How many keys that were stored here are remembered with their sizes, for LMCache's accounts."""
+"""How many stored keys are remembered with their sizes, for LMCache's accounts."""
 
 
 class PdCacheL2Adapter(L2AdapterInterface):
-    """Stores and loads LMCache's objects in a Mooncake pool. Thread-safe. A task that raises, or that cannot
-    run in time, stores, finds and loads nothing."""
+    """Stores and loads LMCache's objects in a Mooncake pool. Thread-safe. A task that raises, or that does
+    not run in time, counts as a task that stored, found or loaded nothing."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         """Takes `adapter_params` (`LMCacheOptions`). Does not wait for the pool.
@@ -65,8 +65,7 @@ class PdCacheL2Adapter(L2AdapterInterface):
     # --- on the threads -------------------------------------------------------------------------------------
 
     def store(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> int | None:
-        """Stores objects. Returns how many bytes were not there before, or None if they are not all there
-        now."""
+        """Stores objects. Returns how many bytes are new, or None if some objects could not be stored."""
         names, values = _names(keys), [given.byte_array for given in objects]
         statuses = self.cache.put_many(
             names, values, forms=[_form(given) for given in objects], timeout=deadline
@@ -94,8 +93,8 @@ class PdCacheL2Adapter(L2AdapterInterface):
         return [status is Status.OK for status in statuses]
 
     def load(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> list[bool]:
-        """Loads objects into LMCache's memory. Returns for each whether it is there. Does not write there
-        after it has returned."""
+        """Loads objects into LMCache's memory. Returns for each object whether it was loaded. Does not write
+        there after it has returned."""
         buffers = [given.byte_array for given in objects]
         reasons = self.cache.read_into(
             _names(keys), buffers, forms=[_form(given) for given in objects], timeout=deadline
@@ -141,7 +140,8 @@ class PdCacheL2Adapter(L2AdapterInterface):
         """Does nothing: the lease of Mooncake's master ends by itself, and cannot be given back."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Begins to load objects. An object whose bit is not set in the result may hold anything."""
+        """Begins to load objects. The memory of an object whose bit is not set in the result may hold
+        anything."""
         return self._loads.submit(
             lambda deadline: _bits(self.load(keys, objects, deadline)), Bitmap(len(keys)), self._timeout
         )
@@ -150,7 +150,7 @@ class PdCacheL2Adapter(L2AdapterInterface):
         return self._loads.take(task_id)
 
     def get_memory_tags(self) -> Any:
-        """Returns where the bytes lie, for LMCache 0.5.7: the same as LMCache reports for Mooncake's
+        """Returns where the bytes are, for LMCache 0.5.7: the answer that LMCache itself gives for Mooncake's
         pools."""
         from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags  # 0.5.6 has none
 
@@ -192,7 +192,7 @@ class PdCacheL2Adapter(L2AdapterInterface):
             lane.close(_CLOSE_S)
 
     def _forget(self, keys: Sequence[Any], names: Sequence[str], statuses: Sequence[Status]) -> None:
-        """Reports objects as deleted that were stored here and are missing now, because the pool evicts by
+        """Reports objects that were stored here and are now missing as deleted, because the pool evicts by
         itself. Otherwise LMCache would count them for ever, and its eviction would choose them again and
         again."""
         with self._lock:

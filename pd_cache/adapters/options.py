@@ -1,5 +1,5 @@
-"""The options of all adapters: which pool, and under which names. They are keys in the peer's JSON or
-YAML."""
+"""The options of all adapters: the pool, and the namespace of their values. They are keys in the peer's JSON
+or YAML."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AdapterOptions(Section, frozen=True, kw_only=True):
     """As `cache.tiers` in the file."""
     namespace: LineOrEmpty = ""
     """Adapters share values only within a namespace. Other weights under the same model name need another
-    one."""
+    namespace."""
     timeout_s: Seconds = 10.0
     """How long one task may take. After that, a load is a miss, and a store has failed."""
 
@@ -47,7 +47,7 @@ Options = TypeVar("Options", bound=AdapterOptions)
 
 
 def read_options(given: Mapping[str, Any], kind: type[Options], where: str) -> Options:
-    """Returns the options that a peer hands over. Raises ConfigError for wrong ones. `where` is for its
+    """Returns the options that a peer passes. Raises ConfigError for wrong options. `where` is for its
     message."""
     try:
         options = msgspec.convert(dict(given), kind, dec_hook=decode_custom)
@@ -72,8 +72,8 @@ def settings_of(options: AdapterOptions) -> NodeSettings:
 
 
 def weights_of(model: str, where: str) -> str:
-    """Returns a digest of the weights in a model's folder. Raises ConfigError if there are none. A `revision`
-    in `where` can replace it."""
+    """Returns a digest of the weights in a model's folder. Raises ConfigError if there are none; the message
+    suggests a `revision` in `where` instead."""
     try:
         return weights_digest(Path(model))
     except (WeightsError, OSError) as error:

@@ -4,9 +4,9 @@
 HiCache keeps pages of KV in a pool of the host's memory and hands them to a storage backend. docs/adapters.md
 shows the flags. The calls run on SGLang's storage threads, each with a deadline, and raise nothing.
 
-Pages are copied between staging memory and SGLang's host pool, and never transferred straight into it: a late
+Pages are copied between staging memory and SGLang's host pool, and never transferred straight into it. A late
 transfer may go on after its caller has given up (docs/architecture.md, "Staging memory and deadlines"), and
-SGLang would have given the page to another prompt by then.
+by then SGLang may have given the page to another prompt.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class PdCacheStorage(HiCacheStorage):
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         """Waits neither for the pool nor for a disk. The options are in `storage_config.extra_config`.
 
-        Raises ConfigError for options that are wrong, without `interface_v1`, and for an SGLang whose page
-        hashes do not cover what separates requests.
+        Raises ConfigError for wrong options, if `interface_v1` is missing, and for an SGLang whose page
+        hashes leave out adapters and salts.
         """
         given = dict(storage_config.extra_config or {})
         own = {key: given.pop(key) for key in SGLANGS_OWN & given.keys()}
@@ -158,8 +158,8 @@ class PdCacheStorage(HiCacheStorage):
         return self._safely("clear", begin, False)
 
     def get_stats(self) -> Any:
-        """Returns pages and GB/s of what was moved since the last call, as SGLang's own backends do; None
-        without storage metrics."""
+        """Returns the pages that were moved since the last call and their GB/s, as SGLang's own backends do;
+        None without storage metrics."""
         if not self._config.enable_storage_metrics:
             return None
         with self._lock:
@@ -183,7 +183,7 @@ class PdCacheStorage(HiCacheStorage):
 
     def _register(self, name: str, host: Any) -> None:
         if name == "kv" and getattr(host, "kv_buffer", True) is None:
-            return  # it has indices only; other pools have the pages
+            return  # this pool has only indices; other pools have the pages
         try:
             pages = PoolPages(host)
         except (ValueError, AttributeError, TypeError) as error:
@@ -273,7 +273,7 @@ class PdCacheStorage(HiCacheStorage):
 
     def _restorable(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
         """Returns the longest prefix that all pools can restore, each pool's part of it, and all prefixes
-        that could be restored."""
+        that can be restored."""
         kv = self._pools.get("kv")
         asked = [names_of(kv.prefix, keys)] if kv is not None else []
         policies = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
@@ -309,7 +309,7 @@ class PdCacheStorage(HiCacheStorage):
 
 
 def _leading(found: Sequence[bool]) -> int:
-    """Returns how many are true, from the first."""
+    """Returns how many leading values are true."""
     return next((index for index, there in enumerate(found) if not there), len(found))
 
 

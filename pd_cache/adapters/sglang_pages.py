@@ -19,8 +19,8 @@ class StorageOptions(AdapterOptions, frozen=True, kw_only=True):
     """The keys of `--hicache-storage-backend-extra-config`, besides SGLang's own."""
 
     revision: LineOrEmpty = ""
-    """Stands, with the model's name, for the weights, instead of a digest of the model's files. It has to
-    change whenever they do."""
+    """Identifies the weights, together with the model's name, in place of a digest of the model's files. It
+    has to change whenever the weights change."""
     timeout_s: Seconds = 5.0
     """How long one call may take. SGLang waits 10 s for a call when it detaches a backend or flushes its
     cache, and then raises in its scheduler."""
@@ -59,7 +59,7 @@ _SHAPE = (
     "dcp_size",
     "dcp_rank",
 )
-"""What, of a host pool, changes the meaning of a page's bytes."""
+"""The attributes of a host pool that change the meaning of a page's bytes."""
 _OF_THE_SERVER = (
     "dtype",
     "kv_cache_dtype",
@@ -68,10 +68,9 @@ _OF_THE_SERVER = (
     "json_model_override_args",
     "speculative_draft_kv_cache_dtype",
 )
-"""What, of the arguments of SGLang's server, changes the KV that it computes, besides the weights."""
+"""The arguments of SGLang's server that change the KV, besides the weights."""
 _REPLICATED = ("indexer", "draft_indexer", "deepseek_v4_")
-"""Pools of which all tensor-parallel ranks have the same bytes, if the model's KV is that of all ranks
-(MLA)."""
+"""Pools with the same bytes on all tensor-parallel ranks, if all ranks have the same KV (MLA)."""
 _LATENT = ("MLATokenToKVPoolHost", "DeepSeekV4PagedHostPool")
 
 
@@ -82,7 +81,7 @@ class PoolPages:
         """Raises LayoutError if the pool's memory cannot be addressed page by page."""
         self.pool = pool
         self.page_size = int(getattr(pool, "logical_page_size", 0) or pool.page_size or 1)
-        """How many indices name a page."""
+        """How many indices a page has."""
         self._size = int(getattr(pool, "logical_size", 0) or getattr(pool, "size", 0))
         tensors = _flattened(
             pool.get_hybrid_pool_buffer() if hasattr(pool, "get_hybrid_pool_buffer") else pool.kv_buffer
@@ -114,8 +113,8 @@ class PoolPages:
         return [Scattered(views[page * pieces : (page + 1) * pieces]) for page in range(pages)]
 
     def _pages_at(self, indices: Any) -> int:
-        """Returns how many pages these indices are of. Raises ValueError unless each page's are consecutive,
-        from a multiple of its size."""
+        """Returns how many pages these indices form. Raises ValueError unless the indices of each page are
+        consecutive and begin at a multiple of the page size."""
         import torch
 
         pages, rest = divmod(len(indices), self.page_size)
@@ -151,12 +150,12 @@ def _flattened(buffers: Any) -> list[Any]:
 
 
 def namespace_of(config: Any, server: Mapping[str, Any], *, revision: str, salts: Sequence[str]) -> str:
-    """Returns a text that two backends share exactly if they may exchange pages of a pool, apart from the
-    differences in `prefix_of`.
+    """Returns a text that is equal for two backends if and only if they may exchange pages of a pool, apart
+    from the differences in `prefix_of`.
 
     `config` is SGLang's `HiCacheStorageConfig`, `server` the arguments of its server, if there are any.
-    Raises ConfigError if the weights of the model or of its draft model cannot be told from others' and there
-    is no `revision`.
+    Raises ConfigError if the weights of the model or of its draft model cannot be identified and there is no
+    `revision`.
     """
     model = str(server.get("model_path") or config.model_name or "")
     draft = str(server.get("speculative_draft_model_path") or "")
@@ -176,7 +175,8 @@ def namespace_of(config: Any, server: Mapping[str, Any], *, revision: str, salts
 
 
 def prefix_of(config: Any, pool_name: str, pool: Any) -> bytes:
-    """Returns the beginning of the names of a pool's pages: the pool, and the rank whose share they are.
+    """Returns the beginning of the names of a pool's pages: it identifies the pool, and the rank that has
+    this share of the pages.
 
     The name has no rank if all ranks have the same bytes.
     """

@@ -28,9 +28,9 @@ T = TypeVar("T")
 MOST_QUEUED = 1024
 """The most queued tasks of a kind. A further task fails at once."""
 MOST_KEPT = 1 << 16
-"""The most results that wait for their peer. The oldest go first."""
+"""The most results that wait for their peer. The oldest results are dropped first."""
 _WARN_S = 10.0
-"""How often a thread that waits for transfers logs that, and how much longer than a job's time
+"""How often a thread that waits for transfers logs this; and how much longer than a job's time
 `RowJobs.close` waits."""
 
 
@@ -128,7 +128,7 @@ class RowResult(NamedTuple):
     is_load: bool
     names: tuple[bytes, ...]
     done: tuple[bool, ...]
-    """For each name whether it was stored or loaded."""
+    """For each name, whether its value was stored or loaded."""
     seconds: float = 0.0
     """How long it took, from its submission."""
 
@@ -137,9 +137,9 @@ class RowJobs:
     """Moves rows between a memory and the cache, for a caller that submits jobs and asks which have ended.
     Thread-safe.
 
-    The time of a job counts from its submission. After its end, nothing reads or writes its rows. Waiting
-    jobs are bounded: stores by `most_waiting` rows, beyond which they fail at once; loads by the caller's
-    rows.
+    A job's time counts from its submission. After its end, nothing reads or writes its rows. Waiting jobs are
+    bounded. Stores with more than `most_waiting` rows together fail at once. Loads are bounded by the
+    caller's rows.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class RowJobs:
     def _submit(
         self, lane: TaskLane[RowResult], job: RowResult, rows: Sequence[int], label: str | None
     ) -> None:
-        """Begins a job. Its result is `job` if it fails, for example because its rows do not fit its
+        """Begins a job. Its result is `job` if the job fails, for example because its rows do not fit its
         names."""
         begun, size = time.monotonic(), self._row_bytes
         fits = len(rows) == len(job.names) and all(0 <= row < self._rows for row in rows)

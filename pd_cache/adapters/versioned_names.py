@@ -4,7 +4,7 @@ that were stored before.
 The version of the engine's weights (`pd_cache.versions`) is part of each name. Each engine reports a change
 of its weights in its own way: vLLM drains its tiers, SGLang clears its storage. No command reaches an
 adapter, so it gives the new weights a random label. Then no other process shares its values until it is
-started again, with another `namespace` if its weights are not those of its files.
+restarted, with another `namespace` if its weights are not those of its files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class VersionedNames:
         """The label of the engine's present weights."""
 
     def reset(self) -> None:
-        """Notes that the engine has other weights now."""
+        """Notes that the engine's weights have changed."""
         self.label = secrets.token_hex(8)
 
     def exist(self, names: Sequence[bytes]) -> list[bool]:
@@ -45,8 +45,8 @@ class VersionedNames:
         label: str | None = None,
         timeout: float | Deadline | None = None,
     ) -> list[bool]:
-        """Stores values that were computed with the weights of `label`, by default the engine's. Returns
-        which of them others can load now.
+        """Stores values that were computed with the weights of `label`, by default the engine's. Returns for
+        each value whether other processes can load it now.
 
         Stores none if the engine has other weights by now.
         """
@@ -63,7 +63,7 @@ class VersionedNames:
         """Reads values into the caller's memory. Returns the reason of each miss; see
         `ObjectCache.read_into`.
 
-        All are misses if the weights change meanwhile.
+        If the weights change meanwhile, all values are misses.
         """
         label = self.label
         reasons = self._cache.read_into(_within(label, names), buffers, timeout=timeout)

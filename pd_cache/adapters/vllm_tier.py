@@ -37,22 +37,22 @@ from pd_cache.objects.object_cache import ObjectCache
 log = logging.getLogger(__name__)
 
 _ROWS_IN_FLIGHT = 2
-"""Stores may wait with one in this many rows of the primary tier: vLLM pins their rows, and needs the others
-for itself."""
+"""Waiting stores may hold one of this many rows of the primary tier: vLLM pins these rows, and needs the
+others for itself."""
 
 
 _SHARE_OF_A_REQUEST = 4
-"""One in this many rows of the primary tier stays free when a request loads chunks. vLLM 0.32 pins no chunk
-between its load and its use. So if a prompt had more chunks than there are rows, its last chunks would drive
-out the first, which would be loaded again, for ever."""
+"""One of this many rows of the primary tier stays free when a request loads chunks. vLLM 0.32 pins no chunk
+between its load and its use. So if a prompt had more chunks than there are rows, its last chunks would evict
+its first chunks, which would be loaded again, for ever."""
 
 
 class TierOptions(AdapterOptions, frozen=True, kw_only=True):
     """The keys of the tier's entry in `secondary_tiers`, besides vLLM's own."""
 
     revision: LineOrEmpty = ""
-    """Stands, with the model's name, for the weights, in place of a digest of the model's files. It has to
-    change whenever they do."""
+    """Identifies the weights, together with the model's name, in place of a digest of the model's files. It
+    has to change whenever the weights change."""
     threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
     """How many jobs run at the same time in each direction."""
     locality: Literal["LOCAL", "REMOTE"] | None = "REMOTE"
@@ -80,7 +80,7 @@ class PdCacheTierManager(SecondaryTierManager):
 
     medium: ClassVar[Medium] = Medium.STORAGE
     cache_hit_source: ClassVar[CacheHitSource] = CacheHitSource.EXTERNAL_UNSPECIFIED
-    """Not `disk`, which vLLM makes of the medium: most of the pool is memory."""
+    """Not `disk`, which vLLM would derive from the medium, because most of the pool is memory."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class PdCacheTierManager(SecondaryTierManager):
         self._loads: dict[str, set[OffloadKey]] = {}
         """The keys that were loaded for each request."""
         self._begun: dict[str, str] = {}
-        """The weights version in which each request began. What it computes may not count as a later
-        one's."""
+        """The weights version with which each request began. Its KV must not be stored under a later
+        version."""
 
     # --- lookups --------------------------------------------------------------------------------------------
 
@@ -144,8 +144,8 @@ class PdCacheTierManager(SecondaryTierManager):
             return LookupResult.RETRY
         loads = self._loads.get(req_context.req_id, ())
         if key in loads or len(loads) >= self._most_loads:
-            # it was driven out of the primary tier before it could be used, or it would drive out others of
-            # this request
+            # the chunk was evicted from the primary tier before its use, or would evict other chunks of this
+            # request
             return LookupResult.MISS
         return LookupResult.HIT if found else LookupResult.MISS
 
@@ -199,7 +199,7 @@ class PdCacheTierManager(SecondaryTierManager):
         weights may have changed."""
         self._jobs.drain()
         self._names.reset()
-        # requests that go on have KV of the version before: it is not stored any more
+        # running requests have KV of the version before, which is not stored any more
 
     def shutdown(self) -> None:
         """Ends all jobs, and closes the cache. Raises RuntimeError if a transfer still uses vLLM's memory,
@@ -217,14 +217,14 @@ def _places(job: TransferJob) -> tuple[list[bytes], list[int]]:
 
 
 def namespace_of(config: Any, *, row_bytes: int, blocks_per_chunk: int, revision: str, salt: str) -> str:
-    """Returns a text that two tiers share exactly if each may use the other's rows.
+    """Returns a text that is equal for two tiers if and only if they may use each other's rows.
 
-    `config` is vLLM's `OffloadingConfig`, `row_bytes` what a chunk takes in the primary tier. Raises
-    ConfigError if the model's weights cannot be told from others' and there is no `revision`.
+    `config` is vLLM's `OffloadingConfig`; `row_bytes` is the size of a chunk in the primary tier. Raises
+    ConfigError if the model's weights cannot be identified and there is no `revision`.
     """
     parallel = config.parallel
-    # in vLLM's direct layout the shares of the ranks lie one after another, each with all layers: other bytes
-    # for each number of ranks, although vLLM calls them the same (is_parallelism_agnostic)
+    # in vLLM's direct layout, the ranks' shares lie one after another, each with all layers. So the bytes
+    # differ with the number of ranks, although vLLM calls the layout is_parallelism_agnostic
     alike = bool(config.replicated_layout or (config.canonical_layout and parallel.is_parallelism_agnostic))
     fields = {
         "format": FORMAT,

@@ -188,13 +188,13 @@ class ConnectorConfig(Section, frozen=True, kw_only=True):
     """The `connector` section: pd-cache inside vLLM."""
 
     load: Literal["auto", "always", "never"] = "auto"
-    """Which prefixes to load. `auto`: those that are probably loaded before vLLM could compute them, as far
-    as earlier loads and steps say, and all that a prefill node hands over."""
+    """Which prefixes to load. `auto`: all prefixes that a prefill node hands over; others only if earlier
+    loads and steps show that loading is probably faster than computing."""
     lookup_timeout_ms: Annotated[int, Meta(ge=1, le=10_000)] = 50
-    """How long a lookup may hold up the scheduler."""
+    """How long a lookup may delay the scheduler."""
     recompute: Literal["token", "block"] = "token"
-    """What a load of a whole prompt leaves to compute. `token`: the last token. `block`: as much as a hit in
-    vLLM's own prefix cache leaves, so that the results are the same, bit for bit."""
+    """What vLLM computes if the pool has all of a prompt. `token`: the last token. `block`: as much as after
+    a hit in vLLM's own prefix cache, so that the results are the same, bit for bit."""
     load_timeout_ms: Annotated[int, Meta(ge=1, le=600_000)] = 10_000
     """How long a load may take. After that, the request computes what was not loaded."""
     store_queue: Positive = 256
@@ -274,8 +274,8 @@ class EngineNode(_AnyNode, frozen=True, kw_only=True):
     env: Environment = msgspec.field(default_factory=dict)
     """vLLM: variables of this node alone, e.g. CUDA_VISIBLE_DEVICES. They override `engine.env`."""
     events_port: Port = 0
-    """vLLM: the port at which it publishes which blocks its own cache gets and loses. Each data-parallel rank
-    has a port, from this one on, and replays have as many ports behind those. 0 publishes none. A proxy
+    """vLLM: the port at which it publishes which blocks its own cache stores and removes. Each data-parallel
+    rank has a port, from this port on; as many further ports serve replays. 0 publishes nothing. The proxy
     follows these events."""
 
 
@@ -288,12 +288,12 @@ class DecodeNode(EngineNode, frozen=True, kw_only=True, tag="decode"):
 
 
 class BothNode(EngineNode, frozen=True, kw_only=True, tag="both"):
-    """Does what prefill nodes do, and what decode nodes do; see `proxy.roles`."""
+    """Prefills and decodes; see `proxy.roles`."""
 
 
 class CacheServerNode(ServerSettings, _Role, frozen=True, kw_only=True, tag_field="role", tag="cache-server"):
-    """Owns the cache of one host for the engines there that name it: the pool's client, staging memory and
-    local tiers."""
+    """Owns the cache of a host (the pool's client, staging memory and local tiers) for the engines of this
+    host that name it."""
 
     name: Name
     host: Host = "127.0.0.1"
@@ -423,8 +423,7 @@ class HintsConfig(Section, frozen=True, kw_only=True):
     """The `proxy.hints` section: how much clients may keep in the pool (`kv.retain`)."""
 
     max_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.25
-    """The most that all pins of all proxies together may take, as a share of the pool's memory. 0 refuses all
-    hints."""
+    """The share of the pool's memory that the pins of all proxies together may take. 0 refuses all hints."""
     max_ttl_s: Seconds = 3600.0
     """The longest time for which a prompt is kept until it is retained again."""
     max_pins: Positive = 1000
@@ -435,8 +434,8 @@ class RolesConfig(Section, frozen=True, kw_only=True):
     """The `proxy.roles` section: what nodes of the role `both` do."""
 
     auto: bool = False
-    """Whether each either prefills or decodes, by the work of all nodes (`launch/proxy/roles.py`). If not,
-    they do both at all times."""
+    """Whether the proxy lets each of these nodes either prefill or decode, depending on the load
+    (`launch/proxy/roles.py`). Otherwise they do both at all times."""
     min_prefill: Positive = 1
     """The fewest nodes that prefill while enough are alive, those of the role `prefill` included."""
     min_decode: Positive = 1
@@ -451,8 +450,7 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     token_s: Seconds | None = None
     """Between two tokens, on average."""
     over: Literal["refuse", "best_effort"] = "refuse"
-    """What becomes of a completion that would take longer: it gets a 429, or waits until others have left
-    room for it."""
+    """Whether a completion that would take longer gets a 429, or waits until others have left room for it."""
 
 
 class TenantConfig(Section, frozen=True, kw_only=True):
