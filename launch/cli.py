@@ -538,12 +538,13 @@ def doctor(file: Path | None, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from launch import doctor as examined
+    from launch.doctor import examine
+    from launch.doctor.report import report_table
 
     config = None if file is None else _running(file)
     with Console(stderr=True).status("examining …"):
-        report = examined.examine(config, file)
-    _answer(as_json, report, examined.report_table(report))
+        report = examine(config, file)
+    _answer(as_json, report, report_table(report))
     if report.broken:
         raise SystemExit(1)
 

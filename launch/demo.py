@@ -17,7 +17,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from launch.engines.reference import GenerationRequest, ReferenceEngine
+from launch.engines.reference.engine import ReferenceEngine
+from launch.engines.reference.requests import GenerationRequest
 from launch.http import NOBODY, fetch
 from launch.run.up import quiet, running
 from pd_cache.cluster import ClusterConfig, ReferenceEngineConfig, read_config

@@ -14,7 +14,7 @@ import hashlib
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from pd_cache.decoding import decode_json
 from pd_cache.errors import PdCacheError
@@ -36,13 +36,8 @@ class WeightsError(PdCacheError):
     """The folder has no model or adapter, or its weights cannot be distinguished from others."""
 
 
-class FileStamp(NamedTuple):
-    """Shows whether a file was written again, without reading the file."""
-
-    name: str
-    inode: int
-    size: int
-    changed_ns: int
+FileStamp = tuple[str, int, int, int]
+"""A file's name, inode, size and time of change: they show whether the file was written again."""
 
 
 def weights_digest(folder: Path) -> str:
@@ -82,7 +77,7 @@ def adapter_digest(folder: Path) -> str:
 def adapter_stamps(folder: Path) -> tuple[FileStamp, ...]:
     """Returns the stamps of the files that `adapter_digest` reads. Raises the same errors."""
     found = ((file.name, file.stat()) for file in _adapter_files(folder))
-    return tuple(FileStamp(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 def _adapter_files(folder: Path) -> list[Path]:

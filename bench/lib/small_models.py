@@ -8,15 +8,13 @@ from typing import Any, Literal
 
 VOCABULARY = 4096
 
-ModelKind = Literal["llama", "mla", "gemma3", "gptoss", "qwen3next", "mamba2", "ernie"]
-"""`llama`: grouped-query attention. `mla`: the latents of a DeepSeek-V3, whose layers are all dense. `gemma3`
-and `gptoss`: most, or half, of the layers have a sliding window, of 256 or 128 tokens. `qwen3next` and
-`mamba2`: three of four layers keep a state instead of keys and values, of a gated delta net or of Mamba-2 (a
-NemotronH). `ernie`: an Ernie 4.5 with dense layers."""
+ModelKind = Literal["llama", "gemma3", "gptoss", "qwen3next", "mamba2", "ernie"]
+"""`llama`: grouped-query attention. `gemma3` and `gptoss`: most, or half, of the layers have a sliding
+window, of 256 or 128 tokens. `qwen3next` and `mamba2`: three of four layers keep a state instead of keys and
+values, of a gated delta net or of Mamba-2 (a NemotronH). `ernie`: an Ernie 4.5 with dense layers."""
 
 _CLASSES: dict[ModelKind, tuple[str, str]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "mla": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "gptoss": ("GptOssConfig", "GptOssForCausalLM"),
     "qwen3next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
@@ -37,8 +35,7 @@ def write_model(
     kv_heads: int = 4,
     positions: int = 16384,
 ) -> Path:
-    """Returns the folder; the same seed gives the same weights. Latents have the sizes of a real DeepSeek-V3,
-    whatever `kv_heads` is."""
+    """Returns the folder; the same seed gives the same weights."""
     import torch
     import transformers
     from tokenizers import Tokenizer
@@ -89,16 +86,6 @@ def _own_settings(kind: ModelKind, hidden: int, layers: int, heads: int, kv_head
         return [this if (index + 1) % nth == 0 else others for index in range(layers)]
 
     head_dim = hidden // heads
-    if kind == "mla":
-        return {
-            "num_key_value_heads": heads,
-            "kv_lora_rank": 512,  # vLLM's kernels take no other sizes of a latent
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 64,
-            "v_head_dim": 64,
-            "q_lora_rank": None,
-            "first_k_dense_replace": layers,
-        }
     if kind == "gemma3":
         types = every(3, "full_attention", "sliding_attention")
         return {"head_dim": head_dim, "sliding_window": 256, "layer_types": types}

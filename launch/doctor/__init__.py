@@ -17,14 +17,12 @@ import msgspec
 
 import pd_cache
 from launch.doctor import checks, probe
-from launch.doctor.report import DoctorReport, Finding, Verdict, report_table, skipped
+from launch.doctor.report import DoctorReport, Finding, Verdict, skipped
 from launch.operate.state import ClusterStatus
 from launch.operate.watched import cluster_status, leading_master
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import local_nodes, source_address
 from transfer.settings import rdma_devices
-
-__all__ = ["DoctorReport", "Finding", "Verdict", "examine", "report_table"]
 
 
 def examine(config: ClusterConfig | None, file: Path | None) -> DoctorReport:

@@ -51,7 +51,7 @@ from pd_cache.reasons import ChunkHistory
 from pd_cache.server.client import ServerLookupClient
 from pd_cache.tracing import open_tracing
 from pd_cache.versions import WeightsVersion
-from pd_cache.vllm.files import ReportWriter, report_file, serving_weights, write_about
+from pd_cache.vllm.files import report_file, serving_weights, write_about, write_report
 from pd_cache.vllm.layers import (
     KeptLayers,
     cache_tokens,
@@ -182,7 +182,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
             if self._settings.namespace_file is not None:
                 file = Path(self._settings.namespace_file)
                 file.unlink(missing_ok=True)  # left by an earlier start
-                on_report = ReportWriter(report_file(file)).write
+                on_report = functools.partial(write_report, report_file(file))
             plan = ChunkPlan(
                 self._settings,
                 self._layers,

@@ -85,23 +85,21 @@ def report_file(namespace_file: Path) -> Path:
     return namespace_file.with_name(f"{namespace_file.name}.requests")
 
 
-class ReportWriter:
-    """Appends reports to a file. All data-parallel ranks of a node share it."""
+def write_report(
+    file: Path, request_id: str, report: RequestReport, *, most_bytes: int = _MOST_BYTES
+) -> None:
+    """Appends a report to a file that all data-parallel ranks of a node share.
 
-    def __init__(self, file: Path, most_bytes: int = _MOST_BYTES) -> None:
-        """When the file reaches `most_bytes`, it replaces the older file, and a new file begins."""
-        self._file = file
-        self._most_bytes = most_bytes
-
-    def write(self, request_id: str, report: RequestReport) -> None:
-        """Appends a line. Raises OSError if it cannot be written."""
-        line = msgspec.json.encode(_Line(request_id, report)) + b"\n"
-        # nothing was written yet, or another rank has just replaced it
-        with contextlib.suppress(FileNotFoundError):
-            if self._file.stat().st_size + len(line) > self._most_bytes:
-                self._file.replace(_before(self._file))
-        with self._file.open("ab") as file:
-            file.write(line)
+    When the file reaches `most_bytes`, it replaces the older file, and a new file begins. Raises OSError if
+    the report cannot be written.
+    """
+    line = msgspec.json.encode(_Line(request_id, report)) + b"\n"
+    # nothing was written yet, or another rank has just replaced it
+    with contextlib.suppress(FileNotFoundError):
+        if file.stat().st_size + len(line) > most_bytes:
+            file.replace(_before(file))
+    with file.open("ab") as reports:
+        reports.write(line)
 
 
 def find_reports(file: Path, request_id: str) -> list[RequestReport]:

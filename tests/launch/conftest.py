@@ -16,7 +16,8 @@ from tests.support.pages import serving
 def alone():
     """What an engine without any cache answers to a prompt of `cluster_file`'s model."""
     # torch, which most tests here do not need
-    from launch.engines.reference import GenerationRequest, ReferenceEngine
+    from launch.engines.reference.engine import ReferenceEngine
+    from launch.engines.reference.requests import GenerationRequest
 
     config = msgspec.convert(ENGINE, ReferenceEngineConfig)
     with closing(ReferenceEngine.open(config)) as engine:

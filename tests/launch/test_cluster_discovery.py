@@ -12,7 +12,7 @@ import pytest
 
 from launch.discovery import Member, find_master
 from launch.discovery.etcd import prefix_of
-from launch.doctor import DoctorReport, Verdict
+from launch.doctor.report import DoctorReport, Verdict
 from pd_cache.cluster import ClusterConfig, MasterNode, MastersConfig, StoreNode
 from pd_cache.cluster.checks import consistency_problems
 from pd_cache.errors import ConfigError

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import yaml
 
-from launch.doctor import DoctorReport, Verdict
 from launch.doctor.probe import PREFIX, probe_findings
+from launch.doctor.report import DoctorReport, Verdict
 from launch.masters import Segment, segments_at
 from pd_cache.cluster import load_config
 from tests.support.cli import cli, cli_json

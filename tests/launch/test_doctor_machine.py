@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 import pd_cache
-from launch.doctor import Verdict
 from launch.doctor.checks import library_findings, memory_finding, rdma_findings
 from launch.doctor.probe import advertised_findings, cluster_findings, metadata_finding
+from launch.doctor.report import Verdict
 from launch.masters import LEADER, Segment
 from launch.operate.state import ClusterStatus, NodeStatus
 from launch.operate.status import status_table

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from launch.doctor import Verdict
+from launch.doctor.report import Verdict
 from tests.support.cluster import CHUNK, OUTAGES, broken, cluster_file, complete, examined, fetched, metric_at
 from tests.support.etcd import Etcd
 from tests.support.hosts import Network, why_not

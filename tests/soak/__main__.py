@@ -28,7 +28,8 @@ from pathlib import Path
 import click
 import torch
 
-from launch.engines.reference import GenerationRequest, ReferenceEngine
+from launch.engines.reference.engine import ReferenceEngine
+from launch.engines.reference.requests import GenerationRequest
 from pd_cache.cluster import read_config
 from tests.soak.books import OUTPUT_TOKENS, TICK_S, Books, Client, Span, complete, served_prompts
 from tests.soak.cluster import ENGINES, Cluster, enter, grown, isolate

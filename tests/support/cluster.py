@@ -13,7 +13,7 @@ import msgspec
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from launch.doctor import DoctorReport, Verdict
+from launch.doctor.report import DoctorReport, Verdict
 from launch.operate.watched import cluster_status
 from launch.run.up import running
 from pd_cache.cluster import dump_config, load_config, read_config

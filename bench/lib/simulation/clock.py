@@ -87,8 +87,7 @@ class Station:
     """A thread, the cores of a machine, or a link: servers that take work from one queue, in order."""
 
     def __init__(self, time: SimulatedTime, servers: int = 1) -> None:
-        self._time, self.servers = time, servers
-        self._free = servers
+        self._time, self._free = time, servers
         self._waiting: deque[tuple[float, Happening]] = deque()
         self.asked = 0.0
         """The seconds of all work so far."""

@@ -8,17 +8,3 @@ A request's path: `api` reads it (`protocol`) and submits it (`requests`) to the
 schedules it: it has the `prefix_cache` reserve blocks and load the prefix, computes the rest with the `model`
 through the pages, has the chunks stored, and puts tokens into the `Generation` from which the server reads.
 """
-
-from launch.engines.reference.api import ReferenceServer, serve
-from launch.engines.reference.engine import ReferenceEngine
-from launch.engines.reference.model import PagedModel
-from launch.engines.reference.requests import GenerationError, GenerationRequest
-
-__all__ = [
-    "GenerationError",
-    "GenerationRequest",
-    "PagedModel",
-    "ReferenceEngine",
-    "ReferenceServer",
-    "serve",
-]

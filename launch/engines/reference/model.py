@@ -166,16 +166,32 @@ class _Step:
 # --- the model ----------------------------------------------------------------------------------------------
 
 
+_EPSILON = 1e-6
+"""The epsilon of the norms, whose weights are all one."""
+_ROPE_BASE = 10_000.0
+_DEVIATION = 0.02
+"""Standard deviation of the weights."""
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Maps a layer's number, queries `[1, heads, rows, head_dim]`, and keys and values `[1, kv_heads, rows,
+head_dim]` to `[1, rows, heads, head_dim]`."""
+
+
 class PagedModel:
     """A model whose attention reads one paged buffer, `kv`. Not thread-safe: one thread computes."""
 
     def __init__(self, config: ReferenceEngineConfig) -> None:
         """Draws the model that `config.model` describes, and allocates its paged buffer."""
         random = config.model.random
-        self.llama = RandomLlama(random, getattr(torch, config.dtype))
         self.kv = PagedKV(config)
         self.vocab_size = random.vocab_size
-        self._group = random.heads // random.kv_heads
+        self._layers, self._heads = random.layers, random.heads
+        generator = torch.Generator().manual_seed(random.seed)
+        # drawn in float32 whatever the dtype, so that a seed is one model
+        self._weights = {
+            name: (torch.randn(rows, columns, generator=generator) * _DEVIATION).to(self.kv.buffer.dtype)
+            for name, rows, columns in _weights(random, self.kv.head_dim)
+        }
         described = json.dumps({"dtype": config.dtype, **msgspec.to_builtins(random)}, sort_keys=True)
         self.identity = f"random-llama-2:{hashlib.sha256(described.encode()).hexdigest()[:32]}"
         """Identifies the weights for the cache's namespace."""
@@ -196,38 +212,13 @@ class PagedModel:
                 wanted.append(len(tokens) - 1)
         padding = [0] * (_round_up(len(tokens), ROW_QUANTUM) - len(tokens))
         rows = wanted + wanted[-1:] * (_round_up(len(wanted), ROW_QUANTUM) - len(wanted))
-        logits = self.llama.logits(
+        logits = self.logits(
             torch.tensor(tokens + padding),
             torch.tensor(positions + padding),
             torch.tensor(rows, dtype=torch.int64),
-            _Step(self.kv, self._group, parts).attend,
+            _Step(self.kv, self._heads // self.kv.kv_heads, parts).attend,
         )
         return logits[: len(wanted)].float()
-
-
-_EPSILON = 1e-6
-"""The epsilon of the norms, whose weights are all one."""
-_ROPE_BASE = 10_000.0
-_DEVIATION = 0.02
-"""Standard deviation of the weights."""
-
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps a layer's number, queries `[1, heads, rows, head_dim]`, and keys and values `[1, kv_heads, rows,
-head_dim]` to `[1, rows, heads, head_dim]`."""
-
-
-class RandomLlama:
-    """A causal language model. Called in inference mode."""
-
-    def __init__(self, random: RandomModel, dtype: torch.dtype) -> None:
-        self._layers, self._heads, self._kv_heads = random.layers, random.heads, random.kv_heads
-        self._head_dim = random.hidden_size // random.heads
-        generator = torch.Generator().manual_seed(random.seed)
-        # drawn in float32 whatever the dtype, so that a seed is one model
-        self._weights = {
-            name: (torch.randn(rows, columns, generator=generator) * _DEVIATION).to(dtype)
-            for name, rows, columns in _weights(random, self._head_dim)
-        }
 
     def logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend
@@ -238,33 +229,32 @@ class RandomLlama:
         rotation = self._rotation(positions, hidden.dtype)
         for layer in range(self._layers):
             hidden = hidden + self._attention(layer, _norm(hidden), rotation, attend)
-            hidden = hidden + self._mlp(layer, _norm(hidden))
+            inner = _norm(hidden)
+            gate = functional.silu(self._linear(layer, "mlp.gate_proj", inner))
+            inner = gate * self._linear(layer, "mlp.up_proj", inner)
+            hidden = hidden + self._linear(layer, "mlp.down_proj", inner)
         return functional.linear(_norm(hidden)[rows], self._weights["lm_head.weight"])
 
     def _attention(
         self, layer: int, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: Attend
     ) -> torch.Tensor:
-        def heads_of(name: str, count: int) -> torch.Tensor:
-            projected = self._linear(layer, f"self_attn.{name}", hidden)
-            return projected.view(1, len(hidden), count, self._head_dim).transpose(1, 2)
-
-        query = _rotate(heads_of("q_proj", self._heads), rotation)
-        key = _rotate(heads_of("k_proj", self._kv_heads), rotation)
-        value = heads_of("v_proj", self._kv_heads)
+        query, key, value = (
+            self._linear(layer, f"self_attn.{name}_proj", hidden)
+            .view(1, len(hidden), -1, self.kv.head_dim)
+            .transpose(1, 2)
+            for name in "qkv"
+        )
+        query, key = _rotate(query, rotation), _rotate(key, rotation)
         return self._linear(
             layer, "self_attn.o_proj", attend(layer, query, key, value).reshape(len(hidden), -1)
         )
-
-    def _mlp(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        gate = functional.silu(self._linear(layer, "mlp.gate_proj", hidden))
-        return self._linear(layer, "mlp.down_proj", gate * self._linear(layer, "mlp.up_proj", hidden))
 
     def _linear(self, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
         return functional.linear(hidden, self._weights[f"model.layers.{layer}.{name}.weight"])
 
     def _rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cosines and sines, each `[rows, head_dim]`."""
-        dim = self._head_dim
+        dim = self.kv.head_dim
         frequencies = 1.0 / _ROPE_BASE ** (torch.arange(0, dim, 2).float() / dim)
         angles = (positions[:, None].float() * frequencies).repeat(1, 2)
         return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -9,7 +9,8 @@ import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from launch.discovery import Member
-from launch.engines.reference import ReferenceEngine, ReferenceServer, serve
+from launch.engines.reference.api import ReferenceServer, serve
+from launch.engines.reference.engine import ReferenceEngine
 from launch.run.supervise import stop_on_signals
 from pd_cache.cache import BlockCache, CacheEngine, CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata

@@ -17,13 +17,13 @@ from pd_cache.reasons import RequestReport
 from pd_cache.versions import Naming, WeightsVersion
 from pd_cache.vllm.files import (
     NAMESPACE_FILE,
-    ReportWriter,
     TellCache,
     about,
     find_reports,
     report_file,
     serving_weights,
     write_about,
+    write_report,
 )
 from pd_cache.vllm.settings import read_settings
 from tests.support.names import NAMESPACE
@@ -105,8 +105,8 @@ def test_without_a_file_health_is_vllms_own(content, file):
 
 def test_reports_are_found_by_vllms_id_and_by_the_id_that_the_client_sent(file):
     assert ask("/requests/abc") == (404, b'{"reports":[]}')
-    writer = ReportWriter(report_file(file))
-    writer.write("cmpl-abc-0-1f2e3d4c", REPORT)
+    reports = report_file(file)
+    write_report(reports, "cmpl-abc-0-1f2e3d4c", REPORT)
     for other in (
         "cmpl-abcd-0",
         "cmpl-abc-0-0",
@@ -116,7 +116,7 @@ def test_reports_are_found_by_vllms_id_and_by_the_id_that_the_client_sent(file):
         "cmpl-abc-x-0",
         "a-abc-0",
     ):
-        writer.write(f"{other}-1f2e3d4c", RequestReport.of(1, 8))
+        write_report(reports, f"{other}-1f2e3d4c", RequestReport.of(1, 8))
     for name in ("abc", "cmpl-abc-0-1f2e3d4c"):
         assert find_reports(report_file(file), name) == [REPORT]
     status, body = ask("/requests/abc")
@@ -124,7 +124,7 @@ def test_reports_are_found_by_vllms_id_and_by_the_id_that_the_client_sent(file):
     for name in ("ab", ""):
         assert ask(f"/requests/{name}")[0] == 404
     for made in ("chatcmpl-one", "chatcmpl-one_3", "2_cmpl-one-0", "generate-tokens-one"):
-        writer.write(f"{made}-00112233", REPORT)
+        write_report(reports, f"{made}-00112233", REPORT)
     assert find_reports(report_file(file), "one") == [REPORT] * 4
 
 
@@ -132,9 +132,8 @@ def test_the_files_of_all_data_parallel_ranks_never_grow_beyond_their_bound_and_
     tmp_path,
 ):
     file = tmp_path / "requests"
-    ranks = [ReportWriter(file, most_bytes=1000) for _ in range(2)]
     for number in range(100):
-        ranks[number % 2].write(f"r{number}", REPORT)
+        write_report(file, f"r{number}", REPORT, most_bytes=1000)
         assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 2000
     assert find_reports(file, "r99") == find_reports(file, "r94") == [REPORT]
     assert find_reports(file, "r1") == []
@@ -142,7 +141,7 @@ def test_the_files_of_all_data_parallel_ranks_never_grow_beyond_their_bound_and_
 
 def test_what_is_half_written_or_wrong_is_no_report(tmp_path):
     file = tmp_path / "requests"
-    ReportWriter(file).write("new", REPORT)
+    write_report(file, "new", REPORT)
     with file.open("ab") as lines:
         lines.write(b'{"id": "half", "rep\n{"id": "wrong", "report": {"asked": -1}}\n\xff\n')
     assert find_reports(file, "new") == [REPORT]

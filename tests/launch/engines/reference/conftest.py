@@ -5,7 +5,9 @@ import threading
 import pytest
 import torch
 
-from launch.engines.reference import GenerationRequest, PagedModel, ReferenceEngine
+from launch.engines.reference.engine import ReferenceEngine
+from launch.engines.reference.model import PagedModel
+from launch.engines.reference.requests import GenerationRequest
 from pd_cache.cluster import HandoffConfig, ModelConfig, RandomModel, ReferenceEngineConfig
 from tests.support.waiting import PATIENCE_S, wait_for
 

@@ -12,7 +12,8 @@ import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from launch.engines.reference import ReferenceEngine, ReferenceServer, serve
+from launch.engines.reference.api import ReferenceServer, serve
+from launch.engines.reference.engine import ReferenceEngine
 from launch.run.supervise import stop_signals
 from tests.support.proxy import scenario, until
 

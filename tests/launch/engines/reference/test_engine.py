@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launch.engines.reference import GenerationError, GenerationRequest
+from launch.engines.reference.requests import GenerationError, GenerationRequest
 from tests.support.waiting import wait_for
 
 from .conftest import prompt_of, request_of, tokens_of

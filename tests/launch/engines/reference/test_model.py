@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from launch.engines.reference import PagedModel, ReferenceEngine
-from launch.engines.reference.model import StepPart
+from launch.engines.reference.engine import ReferenceEngine
+from launch.engines.reference.model import PagedModel, StepPart
 from launch.engines.reference.prefix_cache import BlockPool
 from pd_cache.cluster import ModelConfig, RandomModel
 from pd_cache.layout import PageKind
@@ -28,7 +28,7 @@ def test_contexts_beyond_a_padding_quantum_are_right():
     paged = PagedModel(tiny_config(max_model_len=512))
     prompt, blocks = prompt_of(300), list(range(64))
     with torch.inference_mode():
-        own = paged.llama.logits(torch.tensor(prompt), torch.arange(300), torch.tensor([299]), over_this_text)
+        own = paged.logits(torch.tensor(prompt), torch.arange(300), torch.tensor([299]), over_this_text)
     for cut in (299, 256, 100):
         paged.step([StepPart(prompt[:cut], 0, blocks, False)])
         torch.testing.assert_close(
