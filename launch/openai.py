@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from multidict import CIMultiDictProxy
 
 from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
@@ -64,11 +65,18 @@ def overloaded(message: str) -> ApiError:
     return ApiError(503, message, code="overloaded")
 
 
-def given_id(request: web.Request) -> str:
+def given_id(headers: CIMultiDictProxy[str]) -> str:
     """Returns the id that the client sent with a request; empty if there is none, or if it has unusual
     characters."""
-    given = request.headers.get(ID_HEADER, "")
+    given = headers.get(ID_HEADER, "")
     return given if _ID.fullmatch(given) else ""
+
+
+def check_encoding(headers: CIMultiDictProxy[str]) -> None:
+    """Raises ApiError 415 if a request's body is encoded."""
+    if (encoding := headers.get("Content-Encoding", "identity").lower()) != "identity":
+        what = f"The body must not be encoded, and its Content-Encoding is {one_line(encoding)[:40]}"
+        raise ApiError(415, what, code="unsupported_media_type")
 
 
 class RecentReports(Generic[T]):
@@ -96,9 +104,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Returns what the handler returns. Turns every exception into an error that OpenAI's clients
     understand."""
     try:
-        if (encoding := request.headers.get("Content-Encoding", "identity").lower()) != "identity":
-            what = f"The body must not be encoded, and its Content-Encoding is {one_line(encoding)[:40]}"
-            raise ApiError(415, what, code="unsupported_media_type")
+        check_encoding(request.headers)
         return await handler(request)
     except ApiError as error:
         return error.response()
@@ -111,7 +117,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except ConnectionError:
         raise  # the client is gone
     except Exception:  # for every failure, the client gets an error in OpenAI's form
-        log.exception("request %s: unexpected error", given_id(request) or "without an id")
+        log.exception("request %s: unexpected error", given_id(request.headers) or "without an id")
         return ApiError(500, "Internal error; see the log", code="internal_error").response()
 
 

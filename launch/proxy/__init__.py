@@ -23,4 +23,7 @@ decides which node is next, when to stop, and what is to blame for a failure. `p
 know which nodes have the beginning of a prompt. `roles` and `limits` (pure) follow the nodes' load. `nodes`
 sends requests to nodes, and checks their health. `keys` admits clients, `hints` and `pins` keep prompts in
 the pool, `metrics` counts, and `ui` shows the cluster to browsers.
+
+Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`: it reads the client's body
+and names the decode node, and the gateway asks that node. Then rule 3 is the gateway's affair.
 """

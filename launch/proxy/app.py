@@ -12,6 +12,7 @@ import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -34,7 +35,7 @@ from launch.proxy.requests import Requests
 from launch.proxy.serving import REQUEST_ID, Serving
 from launch.proxy.trips import HopReport, Trip
 from launch.proxy.ui import RecentRequests, UiPages
-from pd_cache.cluster import LARGEST_BODY, ProxyConfig
+from pd_cache.cluster import LARGEST_BODY, ProxyConfig, ServerTlsConfig
 from pd_cache.tracing import UNTRACED, Tracing
 from transfer.settings import mooncake_version
 
@@ -77,6 +78,7 @@ class Proxy:
         self._hints = Hints(config.hints, self._direct, keys, hops, self.metrics, pool_bytes)
         self.requests = Requests(config, keys, hops, self._hints, self.metrics, recent, tracing)
         self._serving = Serving(self.requests)
+        self._picker: Any = None
         self._ui = UiPages(cluster, keys, recent, self.metrics, self._pools, self.hops.trips)
         self._queries = CacheQuery(self._direct, self._pools.caches, keys, self.hops.bodies)
 
@@ -112,9 +114,25 @@ class Proxy:
         shown = f"[{host}]" if ":" in host else host
         return f"{'http' if tls is None else 'https'}://{shown}:{self._runner.addresses[0][1]}"
 
+    async def pick_for_gateways(self, address: str, tls: ServerTlsConfig | None = None) -> None:
+        """Picks decode nodes for gateways from now on, at `host:port` or `unix:path`. Raises OSError if the
+        address cannot be bound."""
+        from launch.proxy.picker import serve  # which takes a tenth of a second
+
+        self._pools.gateways = True
+        self._picker = await serve(self.requests, address, tls)
+
+    async def listen_to_envoy(self, folder: Path) -> None:
+        """Serves the Envoy whose configuration is `gateway.configuration(folder, …)` from now on."""
+        await web.UnixSite(self._runner, folder / "proxy", backlog=_BACKLOG).start()
+        await self.pick_for_gateways(f"unix:{folder / 'picker'}")
+
     async def close(self) -> None:
         """Accepts no more connections, drains, and ends all connections."""
         await self._runner.cleanup()
+        if self._picker is not None:
+            await self._picker.stop(None)
+            self._picker = None
 
     async def _beside_requests(self, app: web.Application) -> AsyncIterator[None]:
         config = self._config
@@ -141,7 +159,7 @@ class Proxy:
     async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Gives the request its id. Answers what browsers ask before they send a request of a page from
         elsewhere."""
-        request[REQUEST_ID] = given_id(request) or uuid.uuid4().hex
+        request[REQUEST_ID] = given_id(request.headers) or uuid.uuid4().hex
         asks_first = request.method == "OPTIONS" and self._origin(request)
         response = web.Response() if asks_first else await handler(request)
         if not response.prepared:

@@ -11,6 +11,7 @@ import codecs
 import contextlib
 import ctypes
 import hashlib
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -82,8 +83,11 @@ class BodyShare:
         self._taken = 0
 
 
-async def read_body(request: web.Request, share: BodyShare, most: int, limit_s: float) -> bytes:
-    """Returns the whole body of a request, of at most `most` bytes, within `limit_s`.
+async def read_body(
+    pieces: AsyncIterator[bytes], share: BodyShare, most: int, limit_s: float, announced: int | None = None
+) -> bytes:
+    """Returns the whole body of a request, of at most `most` bytes, within `limit_s`. `announced`: its
+    `Content-Length`, if that is known.
 
     Raises ApiError 413 if the body is larger, 408 if it comes too slowly, 503 if there is no memory for it,
     400 if it cannot be read. Raises ClientGone if the client hung up.
@@ -92,7 +96,7 @@ async def read_body(request: web.Request, share: BodyShare, most: int, limit_s: 
         # not `wait_for`: its task would keep a refused body's memory for one more turn, so that all bodies
         # that come at a time are refused
         async with asyncio.timeout(limit_s):
-            return await _read(request, share, most)
+            return await _read(pieces, share, most, announced or 0)
     except TimeoutError:
         raise ApiError(408, f"The body did not arrive within {limit_s:.3g} s", code="timeout") from None
     except ConnectionError as error:
@@ -101,13 +105,12 @@ async def read_body(request: web.Request, share: BodyShare, most: int, limit_s: 
         raise ApiError(400, f"The body cannot be read: {error}", code="invalid_body") from None
 
 
-async def _read(request: web.Request, share: BodyShare, most: int) -> bytes:
-    if (request.content_length or 0) > most:
+async def _read(pieces: AsyncIterator[bytes], share: BodyShare, most: int, announced: int) -> bytes:
+    if announced > most:
         raise _too_large(most)
     parts: list[bytes] = []
     total = 0
-    # not `request.read()`, which would keep the bytes for as long as the request lasts
-    while data := await request.content.readany():
+    async for data in pieces:
         total += len(data)
         if total > most:
             raise _too_large(most)

@@ -311,7 +311,9 @@ class CacheQuery:
         client = self._keys.visible_client(authorization)
         share = BodyShare(self._bodies)
         try:
-            body = await read_body(request, share, _LARGEST, _READ_S)
+            body = await read_body(
+                request.content.iter_any(), share, _LARGEST, _READ_S, request.content_length
+            )
             if self._under_way >= _MOST_AT_ONCE:
                 raise overloaded("Too many queries at once")
             self._under_way += 1

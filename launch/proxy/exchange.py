@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 
 from multidict import CIMultiDictProxy
@@ -67,6 +68,8 @@ class Exchange:
             request_id=self.id,
             path=path,
         )
+        self.excluded: Collection[str] = ()
+        """The decode nodes that its gateway does not allow."""
         self.decodes: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
         self.until_answered = ExitStack()

@@ -247,7 +247,7 @@ class Hops:
         # half of the memory for bodies is for requests that are to be answered
         if not self._direct.streams(tokens, found) or self.bodies.used > self.bodies.limit // 2:
             return None
-        node = exchange.decodes = exchange.decodes or pool.pick(time.monotonic())
+        node = exchange.decodes = exchange.decodes or pool.pick(time.monotonic(), tried=exchange.excluded)
         return node if node is not None and pool.target(node).streams else None
 
     def stream(

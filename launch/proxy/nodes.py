@@ -216,6 +216,8 @@ class NodePools:
         """What nodes that can do both do; None if they do both."""
         self.limits = Limits(self.pools)
         self.reads_metrics = config.roles.auto or bool(config.tenants_file) or config.limits != LimitsConfig()
+        self.gateways = False
+        """Whether gateways ask decode nodes, so that only these know how many answers are under way."""
         self.caches = CacheView(config.index_blocks, config.load_bytes)
         """What the nodes' events say."""
         self._direct = direct
@@ -246,6 +248,9 @@ class NodePools:
     def look(self, now: float, reports: Mapping[str, NodeReport]) -> None:
         """Uses the reports of the nodes that report now. Has nodes that can do both do one thing."""
         self.limits.look(now, reports)
+        if self.gateways:
+            for url, report in reports.items():
+                self.pools["decode"].reported(url, report.queued + report.running)
         if self.roles is None:
             return
         health: dict[str, bool] = {}
@@ -354,7 +359,7 @@ async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
         changed = [pool.checked(url, alive=not why) for pool in nodes.pools.values() if url in pool.urls()]
         if any(changed):
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")
-        if not why and nodes.reads_metrics:
+        if not why and (nodes.reads_metrics or nodes.gateways):
             with contextlib.suppress(HopError, TimeoutError):
                 async with asyncio.timeout(HEALTH_TIMEOUT_S):
                     _, page = await _page(session, f"{url}/metrics", _MAX_METRICS)

@@ -108,8 +108,6 @@ class Requests:
             exchange.span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
             exchange.span.end(f"status {status}" if status >= 500 else "")
             took = time.monotonic() - exchange.started
-            if exchange.first_byte_s is not None and status == 200 and exchange.cut_status is None:
-                self.hops.limits.ended(took - exchange.first_byte_s)
             log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.summary())
             if path != MODELS and (exchange.nodes or status >= 500):
                 trip, status = exchange.trip(), exchange.cut_status or status
@@ -146,6 +144,16 @@ class Requests:
                 self.running.discard(task)
                 self.metrics.running.set(len(self.running))
 
+    def answering(self, exchange: Exchange) -> None:
+        """Notes that the decode node's answer begins."""
+        exchange.first_byte_s = time.monotonic() - exchange.started
+        self.metrics.first_byte_seconds.observe(exchange.first_byte_s)
+        error = self.hops.limits.measured(exchange.predicted, exchange.first_byte_s)
+        if error is not None:
+            self.metrics.prediction_error.observe(error)
+        exchange.until_answered.close()
+        exchange.share.give_back()
+
     # --- until its decode node ------------------------------------------------------------------------------
 
     async def prepared(self, exchange: Exchange, body: bytes) -> bytes:
@@ -155,7 +163,7 @@ class Requests:
         field: Literal["messages", "prompt"] = "messages" if exchange.path == CHAT else "prompt"
         nbytes, hops, hints, tenant = len(body), self.hops, self.hints, exchange.client.tenant
         completion, prompt = await self._computed(nbytes, lambda: _read(body, field, tenant))
-        if not hops.pools["decode"].urls():
+        if not set(hops.pools["decode"].urls()).difference(exchange.excluded):
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
         handoff: HandedOver | None = None
@@ -237,13 +245,6 @@ class Requests:
                         known.check(exchange.predicted, limits, waiting=True)
                         return first
         raise over
-
-    def note_first_byte(self, exchange: Exchange) -> None:
-        exchange.first_byte_s = time.monotonic() - exchange.started
-        self.metrics.first_byte_seconds.observe(exchange.first_byte_s)
-        error = self.hops.limits.measured(exchange.predicted, exchange.first_byte_s)
-        if error is not None:
-            self.metrics.prediction_error.observe(error)
 
     async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
         """Returns what the function returns. For a large body, the function runs on a separate thread, so

@@ -78,6 +78,8 @@ class _RoutedNode:
         """The result of the last health check."""
         self.load = 0.0
         """The work that it has been given and has not done yet."""
+        self.elsewhere = 0.0
+        """The requests that it has besides, as far as it reports them."""
         self.turn = turn
         """When it was last taken, in turns of its pool; below 0 if it never was."""
         self.suspicions = 0
@@ -109,7 +111,7 @@ class NodePool:
         }
         if hop == "decode":
             costs["least_loaded"] = costs["prefix_aware"] = lambda node, prompt: (
-                node.load / max(1, node.target.max_running)
+                (node.load + node.elsewhere) / max(1, node.target.max_running)
             )
         self._cost = costs[policy]
         self.load_cost = 0.0
@@ -256,6 +258,11 @@ class NodePool:
         if breaker.unreachable:
             breaker.succeeded()
 
+    def reported(self, url: str, requests: float) -> None:
+        """Notes how many requests a node reports that it has."""
+        node = self._node(url)
+        node.elsewhere = max(0.0, requests - node.load)
+
     def found(self, url: str, *, loads: bool) -> None:
         """Notes whether the node loaded what it found in the pool."""
         self._node(url).loads = loads
@@ -387,13 +394,14 @@ class Attempts:
         prompt: RoutedPrompt = NO_PROMPT,
         *,
         first: str | None = None,
+        tried: Collection[str] = (),
     ) -> None:
-        """`first`: the node to try first, if it is not skipped."""
+        """`first`: the node to try first, if it is not skipped. `tried`: nodes that are not tried."""
         self._first = first
         self._pool = pool
         self._trial = trial
         self._prompt = prompt
-        self._tried: set[str] = set()
+        self._tried = set(tried)
         self._suspects: list[tuple[str, Reason]] = []
         self._failures = 0
 
@@ -410,7 +418,7 @@ class Attempts:
         if again and not budget.allows(now):
             return None
         node, self._first = self._first, None
-        if node is None or not self._pool.health(now).get(node, False):
+        if node is None or node in self._tried or not self._pool.health(now).get(node, False):
             node = self._pool.pick(now, self._prompt, self._tried, proven_first=again)
         if node is not None:
             self._pool.sent(node, now)

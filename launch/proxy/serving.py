@@ -65,12 +65,17 @@ class Serving:
         with self._requests.begun(request[REQUEST_ID], request.path, request.headers) as exchange:
             relay = Relay(exchange, request)
             try:
-                body = await read_body(request, exchange.share, most, read_s)
+                # not `request.read()`, which would keep the bytes for as long as the request lasts
+                pieces, announced = request.content.iter_any(), request.content_length
+                body = await read_body(pieces, exchange.share, most, read_s, announced)
                 async with self._requests.admitted(exchange):
                     serving = serve(relay, body)
                     del body  # so that it takes memory only until the decode node has it
                     response = await serving
                 exchange.status = response.status
+                if exchange.first_byte_s is not None and response.status == 200:
+                    took_s = time.monotonic() - exchange.started - exchange.first_byte_s
+                    self._requests.hops.limits.ended(took_s)
             except ApiError as error:
                 if (response := relay.response) is None or not response.prepared:
                     raise
@@ -122,9 +127,7 @@ class Serving:
                     attempts.answered(node, time.monotonic(), well=answer.status < 300)
                     if answer.status < 300:
                         asked.answered(time.monotonic())
-                    self._requests.note_first_byte(exchange)
-                    exchange.until_answered.close()
-                    exchange.share.give_back()
+                    self._requests.answering(exchange)
                     body = b""
                     try:
                         return await relay.pass_on(answer, first, hops.trips)

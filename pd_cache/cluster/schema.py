@@ -226,9 +226,8 @@ class _Role:
     @property
     def ports(self) -> dict[str, int]:
         """The node's ports in the file, by key; 0 is chosen later."""
-        return {
-            key: port for key in ("port", "metrics_port") if (port := getattr(self, key, None)) is not None
-        }
+        keys = ("port", "metrics_port", "picker_port")
+        return {key: port for key in keys if (port := getattr(self, key, None)) is not None}
 
 
 class _AnyNode(Section, _Role, frozen=True, kw_only=True, tag_field="role"):
@@ -310,6 +309,9 @@ class ProxyNode(_AnyNode, frozen=True, kw_only=True, tag="proxy"):
     """Takes clients' requests and routes them to prefill and decode nodes."""
 
     port: Port = 8000
+    picker_port: Port | None = None
+    """Where gateways ask it for decode nodes, over Envoy's external processing; see docs/recipes.md. None:
+    nowhere."""
 
 
 def tensor_parallel(engine: VllmEngineConfig, node: EngineNode) -> int:
@@ -512,6 +514,9 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     read again when it changes."""
     tls: ServerTlsConfig | None = None
     """None: the proxy speaks plain HTTP."""
+    gateway: Literal["envoy"] | None = None
+    """`envoy`: Envoy takes the requests and passes on the answers, and asks the proxy for decode nodes; see
+    docs/recipes.md. Needs the extra `gateway`. None: the proxy does that itself."""
     cors_origins: tuple[Origin, ...] = ()
     """The origins whose web pages may ask the proxy from a browser; `*` for all."""
     max_requests_per_key: Positive | None = None

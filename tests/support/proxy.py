@@ -80,7 +80,7 @@ class Node:
         self.default = default
         self.script = []
         self.health = answers(200, {})
-        self.tokenize = answers(404)
+        self.metrics = self.tokenize = answers(404)
         self.render = answers(403)
         self.bodies = []
         self.paths = []
@@ -105,7 +105,7 @@ class Node:
         await self.server.close()
 
     async def handle(self, request):
-        if request.path in ("/health", "/tokenize", "/v1/chat/completions/render"):
+        if request.path in ("/health", "/metrics", "/tokenize", "/v1/chat/completions/render"):
             return await getattr(self, request.path.rpartition("/")[2])(request)
         self.headers.append(request.headers)
         self.paths.append(request.path)
@@ -231,6 +231,10 @@ class InOrder(Random):
 
     def random(self):
         return 0.0
+
+
+GATEWAY = None
+"""The gateway before the proxies of `cluster`, if there is one."""
 
 
 class Cluster:
@@ -360,7 +364,12 @@ async def cluster(
         proxy.update(view(**urls, streams=streams, renders=renders))
         await proxy.setup()
         stack.push_async_callback(proxy.close)
-        running = Cluster(proxy, await proxy.listen("127.0.0.1", 0), started["prefill"], started["decode"])
+        if GATEWAY is None:
+            url = await proxy.listen("127.0.0.1", 0)
+        else:
+            url = GATEWAY.url
+            await proxy.listen_to_envoy(GATEWAY.folder)
+        running = Cluster(proxy, url, started["prefill"], started["decode"])
         running.session = await stack.enter_async_context(aiohttp.ClientSession())
         yield running
         await until(lambda: not proxy.requests.running, "no request left in the proxy")

@@ -152,7 +152,7 @@ class ReferenceServer:
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         arrival = time.monotonic()
-        given = given_id(http)
+        given = given_id(http.headers)
         identifier = f"cmpl-{given or uuid.uuid4().hex}"  # as vLLM names its answers
         known_as = given or identifier
         outcome, line = "refused, or its client went away", ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
+from functools import partial
 
 import uvloop
 
@@ -13,6 +14,7 @@ from launch.operate.pool_lookups import hash_seeds, master_of, open_lookup, pool
 from launch.proxy.app import Proxy
 from launch.proxy.bodies import unmap_freed_bodies
 from launch.proxy.direct import DirectRule
+from launch.proxy.gateway import serve_through_envoy
 from launch.proxy.keys import ServerTls, WatchedFiles
 from launch.run.supervise import stop_signals
 from pd_cache.cluster import ClusterConfig, ProxyNode
@@ -36,7 +38,7 @@ def run_proxy(
 
     `ready` is called with the base URL once connections are accepted; port 0 means any. `on_stop` is called
     on a thread when the drain begins. Raises OSError if the address cannot be bound, ConfigError for the same
-    reasons as `Proxy`, `ServerTls` and `open_directory`.
+    reasons as `Proxy`, `ServerTls` and `open_directory`, RoleError as `serve_through_envoy`.
     """
     unmap_freed_bodies()
     timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1
@@ -61,7 +63,7 @@ def run_proxy(
         tracing=tracing,
     )
     try:
-        uvloop.run(_serve(config, proxy, tls, node, ready, on_stop))
+        uvloop.run(_serve(config, proxy, tls, files, node, ready, on_stop))
     finally:
         tracing.close()
 
@@ -70,6 +72,7 @@ async def _serve(
     config: ClusterConfig,
     proxy: Proxy,
     tls: ssl.SSLContext | None,
+    files: WatchedFiles,
     node: ProxyNode,
     ready: Callable[[str], None],
     on_stop: Callable[[], None],
@@ -87,8 +90,14 @@ async def _serve(
     try:
         await asyncio.to_thread(directory.wait_synced, _SYNC_S)
         await proxy.check_nodes()
-        ready(await proxy.listen(node.host, node.port, tls))
-        await stop.wait()
+        if node.picker_port is not None:
+            await proxy.pick_for_gateways(f"{node.host}:{node.picker_port}", config.proxy.tls)
+        if config.proxy.gateway is None:
+            ready(await proxy.listen(node.host, node.port, tls))
+            await stop.wait()
+        else:
+            serving = partial(ready, f"{'http' if tls is None else 'https'}://{node.host}:{node.port}")
+            await serve_through_envoy(config, node, proxy, files, stop, serving)
         leaving = asyncio.create_task(asyncio.to_thread(on_stop))  # etcd may be slow; no client waits for it
     finally:
         await proxy.close()

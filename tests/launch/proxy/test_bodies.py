@@ -177,6 +177,7 @@ def test_large_bodies_leave_a_quarter_of_the_memory_to_small_ones():
     assert large.grow(1 << 20)
 
 
+@pytest.mark.usefixtures("face")
 @scenario
 async def test_a_body_without_room_is_refused_and_a_small_one_still_served():
     def body(mib):
@@ -191,6 +192,7 @@ async def test_a_body_without_room_is_refused_and_a_small_one_still_served():
         await c.ask(data=body(15))
 
 
+@pytest.mark.usefixtures("face")
 @scenario
 async def test_the_body_of_a_failed_request_is_freed_without_the_garbage_collector():
     async with cluster(0, 1) as c:

@@ -81,6 +81,7 @@ async def tokenizes(request):
     return web.json_response({"count": 1000, "max_model_len": 8192, "tokens": IDS})
 
 
+@pytest.mark.usefixtures("face")
 @pytest.mark.parametrize(
     "body, found, went, looked_up",
     [
@@ -149,6 +150,7 @@ MEDIA = [MediaItem(NAMES[0], 300, 8), MediaItem(NAMES[1], 500, 30), MediaItem(NA
 PICTURES = [{"role": "user", "content": [PICTURE, {**PICTURE, "uuid": "mine"}, "How many ships are there?"]}]
 
 
+@pytest.mark.usefixtures("face")
 @pytest.mark.parametrize("mode", ["tokens", "blocks"])
 @scenario
 async def test_a_chat_with_media_is_looked_up_by_what_a_decode_node_renders(mode):
@@ -268,6 +270,7 @@ async def test_a_lookup_of_more_objects_than_any_model_has_is_not_made():
             assert len(client.asked) == 1
 
 
+@pytest.mark.usefixtures("face")
 @scenario
 async def test_a_lookup_that_hangs_costs_its_deadline_and_nothing_more():
     client = Lookups(1024)

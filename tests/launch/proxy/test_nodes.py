@@ -47,6 +47,7 @@ def pauses(go):
     return behaviour
 
 
+@pytest.mark.usefixtures("face")
 @scenario
 async def test_prompts_with_a_common_beginning_go_to_one_prefill_node():
     async with cluster(3, 1, policy="prefix_aware") as c:
@@ -88,6 +89,7 @@ async def test_models_are_those_of_a_decode_node_and_another_is_asked_if_one_fai
 # --- health -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("face")
 @pytest.mark.parametrize("check", [answers(503), hangs], ids=["fails", "hangs"])
 @scenario
 async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(check, monkeypatch):
@@ -188,11 +190,13 @@ async def test_a_shutdown_lets_requests_end_refuses_new_ones_and_tells_those_tha
         await draining
 
 
+@pytest.mark.parametrize("gateway", [None, "envoy"])
 @scenario
-async def test_a_proxy_that_is_told_to_stop_takes_no_connections_and_ends_what_it_began(tmp_path):
+async def test_a_proxy_that_is_told_to_stop_takes_no_connections_and_ends_what_it_began(gateway, tmp_path):
     go = asyncio.Event()
+    more = {"direct_tokens": 0, "gateway": gateway}
     async with Node(pauses(go)) as node, aiohttp.ClientSession() as session:
-        with proxy_process(tmp_path, decode_at(node.url), direct_tokens=0) as (url, process):
+        with proxy_process(tmp_path, decode_at(node.url), **more) as (url, process):
             async with session.post(
                 url + "/v1/completions", json={"prompt": "x", "stream": True}
             ) as response:

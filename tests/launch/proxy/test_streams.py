@@ -37,6 +37,7 @@ def params_of(node):
     return [body.get("kv_transfer_params") for body in node.bodies]
 
 
+@pytest.mark.usefixtures("face")
 @scenario
 async def test_the_decode_node_gets_the_prompt_at_once_and_the_stream_ends_with_the_answers_first_byte():
     computed, answered = asyncio.Event(), asyncio.Event()
@@ -62,6 +63,7 @@ async def test_the_decode_node_gets_the_prompt_at_once_and_the_stream_ends_with_
         response.close()
 
 
+@pytest.mark.usefixtures("face")
 @scenario
 async def test_nodes_take_turns_as_ever_and_a_stream_counts_as_work():
     async with streaming(decode=2) as running:
@@ -74,6 +76,7 @@ async def test_nodes_take_turns_as_ever_and_a_stream_counts_as_work():
         assert set(running.proxy._pools.pools["decode"].loads().values()) == {0}
 
 
+@pytest.mark.usefixtures("face")
 @pytest.mark.parametrize(
     "tokens, streams", [(101, True), (None, True), (50, False)], ids=["too short", "never", "the node cannot"]
 )
@@ -84,6 +87,7 @@ async def test_nothing_is_sent_early(tokens, streams):
         assert params_of(running.decode[0]) == [PARAMS]
 
 
+@pytest.mark.usefixtures("face")
 @pytest.mark.parametrize("prefill", [disconnects, answers(500, {}), answers(200, {"id": "p"})])
 @scenario
 async def test_a_prompt_that_nobody_has_computed_is_answered_without_its_stream(prefill):
@@ -95,6 +99,7 @@ async def test_a_prompt_that_nobody_has_computed_is_answered_without_its_stream(
         await until(lambda: running.decode[0].hung_up == 1, "the stream is cancelled")
 
 
+@pytest.mark.usefixtures("face")
 @pytest.mark.parametrize("fails", [disconnects, answers(500, {}), answers(400, {}), decodes])
 @scenario
 async def test_a_stream_that_fails_or_is_answered_counts_for_nothing(fails):
@@ -111,10 +116,12 @@ def gone(running, asking):
 
 
 def late(running, asking):
+    running.proxy.requests.admission.closing = True
     for task in list(running.proxy.requests.running):
         task.cancel()
 
 
+@pytest.mark.usefixtures("face")
 @pytest.mark.parametrize("end", [gone, late], ids=["its client", "the proxy"])
 @scenario
 async def test_a_stream_ends_with_its_request(end):
@@ -129,6 +136,7 @@ async def test_a_stream_ends_with_its_request(end):
         await asyncio.gather(asking, return_exceptions=True)
 
 
+@pytest.mark.usefixtures("face")
 @scenario
 async def test_a_node_that_is_well_again_is_tried_with_the_request_and_not_with_its_stream():
     async with streaming() as running:
@@ -139,6 +147,7 @@ async def test_a_node_that_is_well_again_is_tried_with_the_request_and_not_with_
         assert pool.health(time.monotonic()) == {running.decode[0].url: True}
 
 
+@pytest.mark.usefixtures("face")
 @scenario
 async def test_streams_leave_half_of_the_memory_for_bodies_to_requests():
     async with streaming() as running:

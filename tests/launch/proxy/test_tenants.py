@@ -93,6 +93,7 @@ def test_every_tenants_salt_is_its_own_and_within_what_vllm_takes(own, other, te
         tenant_salt(salt, "")
 
 
+@pytest.mark.usefixtures("face")
 @pytest.mark.parametrize(
     "headers, sent, got",
     [
@@ -116,6 +117,7 @@ async def test_nodes_get_a_salt_that_is_the_tenants(tmp_path, headers, sent, got
         assert all("X-Tenant" not in one for one in c.decode[0].headers)
 
 
+@pytest.mark.usefixtures("face")
 @pytest.mark.parametrize(
     "headers, raw, status, code",
     [
@@ -172,6 +174,7 @@ async def test_hints_name_no_prompts_by_hashes_where_those_of_other_tenants_can_
 # --- bounds -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("face")
 @scenario
 async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path):
     async with tenants(tmp_path) as c:
@@ -209,6 +212,7 @@ async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path):
         await c.ask(body(), headers=bearer(GATE, X_Tenant="a"))
 
 
+@pytest.mark.usefixtures("face")
 @scenario
 async def test_a_tenants_requests_and_what_the_pool_had_of_them_are_counted(tmp_path):
     async with tenants(tmp_path, 256) as c:

@@ -1,0 +1,239 @@
+"""The proxy's face for gateways: an endpoint picker over Envoy's external processing. It does all that comes
+before the decode node; the gateway asks that node.
+
+A request is one gRPC stream. Its headers and body come in; its node, and the body for the node, go out. Then
+the head of the answer comes in, and the stream ends. The bytes of the answer never pass here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+import urllib.parse
+import uuid
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from launch.openai import ID_HEADER, ApiError, check_encoding, given_id, overloaded
+from launch.proxy.bodies import ClientGone, read_body
+from launch.proxy.exchange import HINTS_HEADER, Exchange
+from launch.proxy.ext_proc import (
+    FULL_DUPLEX_STREAMED,
+    OVERWRITE_IF_EXISTS_OR_ADD,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+from launch.proxy.nodes import HopError
+from launch.proxy.requests import CHAT, COMPLETIONS, Requests
+from launch.proxy.routing import Attempts, Reason
+from pd_cache.cluster import LARGEST_BODY, ServerTlsConfig
+
+ENDPOINT = "x-gateway-destination-endpoint"
+_SUBSET = f"{ENDPOINT}-subset"
+_PIECE = 60_000
+"""The most bytes of a body in a message: gateways may refuse more than 64 KiB."""
+
+
+async def serve(requests: Requests, address: str, tls: ServerTlsConfig | None) -> grpc.aio.Server:
+    """Answers gateways from now on, at `host:port` or `unix:path`. Returns the server. Raises OSError if the
+    address cannot be bound."""
+    # more than requests: one that is refused a place still gets its answer
+    most = 2 * requests.config.max_requests
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=most)
+    process = grpc.stream_stream_rpc_method_handler(
+        _Picker(requests).process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
+    )
+    service = "envoy.service.ext_proc.v3.ExternalProcessor"
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {"Process": process})])
+    try:
+        if tls is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, _credentials(tls))
+    except RuntimeError as error:
+        raise OSError(f"{address}: {error}") from error
+    await server.start()
+    return server
+
+
+def _credentials(tls: ServerTlsConfig) -> grpc.ServerCredentials:
+    """Returns credentials that read the files at each handshake."""
+
+    def read() -> Any:
+        pair = Path(tls.key_file).read_bytes(), Path(tls.cert_file).read_bytes()
+        return grpc.ssl_server_certificate_configuration([pair])
+
+    return grpc.dynamic_ssl_server_credentials(read(), read)
+
+
+class _Picker:
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    async def process(self, messages: Any, stream: Any) -> None:
+        try:
+            async with asyncio.timeout(self._requests.config.request_timeout_s):
+                first = await stream.read()
+        except TimeoutError:
+            return
+        if first is grpc.aio.EOF or not first.HasField("request_headers"):
+            await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with a request's headers")
+        headers = CIMultiDictProxy(CIMultiDict(_pairs(first.request_headers)))
+        request_id = given_id(headers) or uuid.uuid4().hex
+        try:
+            path = headers.get(":path", "").partition("?")[0]
+            with self._requests.begun(request_id, path, headers) as exchange:
+                await self._answered(exchange, first, stream)
+        except ApiError as error:
+            response = error.response()
+            response.headers[ID_HEADER] = request_id
+            await stream.write(_refusal(response))
+        except ClientGone:
+            pass
+
+    async def _answered(self, exchange: Exchange, first: Any, stream: Any) -> None:
+        """Picks a node, and notes how its answer begins. Raises ApiError for the client, ClientGone if the
+        gateway needs no more."""
+        requests, pool = self._requests, self._requests.hops.pools["decode"]
+        method = exchange.headers.get(":method", "")
+        if exchange.path not in (COMPLETIONS, CHAT) or method != "POST":
+            raise ApiError(404, f"{method} {exchange.path[:200]}: Not Found", code="not_found")
+        if first.protocol_config.request_body_mode != FULL_DUPLEX_STREAMED:
+            raise ApiError(500, "The gateway's `request_body_mode` must be FULL_DUPLEX_STREAMED")
+        check_encoding(exchange.headers)
+        pieces = _Pieces(first.request_headers.end_of_stream, stream)
+        body = await read_body(aiter(pieces), exchange.share, LARGEST_BODY, requests.config.request_timeout_s)
+        async with requests.admitted(exchange):
+            if (subset := _subset(first)) is not None:
+                exchange.excluded = {url for url in pool.urls() if await _address(url) not in subset}
+            body = await requests.prepared(exchange, body)
+            attempts = Attempts(pool, exchange.trial, first=exchange.decodes, tried=exchange.excluded)
+            node = attempts.next(time.monotonic())
+            if node is None or not (address := await _address(node)):
+                raise overloaded("No decode node could answer")
+            exchange.nodes["decode"] = node
+            with (
+                pool.working(node),
+                requests.hops.limits.asking("decode", node, exchange.tokens, time.monotonic()) as asked,
+                exchange.hop_span("decode", node) as span,
+            ):
+                sent = {ENDPOINT: address, **exchange.node_headers(requests.keys, span)}
+                for message in _decision(exchange, sent, body, pieces.trailers):
+                    await stream.write(message)
+                body = b""
+                head = await stream.read()
+                if head is grpc.aio.EOF:
+                    raise ClientGone
+                answer = dict(_pairs(head.response_headers))
+                exchange.status = status = int(answer.get(":status", "0"))
+                exchange.streamed = answer.get("content-type", "").startswith("text/event-stream")
+                if status >= 500:
+                    # only the gateway knows whether there was a connection
+                    fields = (field for entry in head.attributes for field in entry.value.fields)
+                    unreachable = any("connection_failure" in field.value.string_value for field in fields)
+                    reason: Reason = "unreachable" if unreachable else "busy" if status == 503 else "error"
+                    failure = HopError(reason, f"status {status}")
+                    requests.hops.failed(exchange, "decode", node, attempts, failure)
+                else:
+                    attempts.answered(node, time.monotonic(), well=status < 300)
+                    if status < 300:
+                        asked.answered(time.monotonic())
+                requests.answering(exchange)
+            more = {ID_HEADER: exchange.id}
+            if exchange.hinted is not None:
+                more[HINTS_HEADER] = (await exchange.hinted).decode()
+            await stream.write(
+                ProcessingResponse(response_headers={"response": {"header_mutation": _set(more)}})
+            )
+
+
+class _Pieces:
+    """A request's body as it comes, and whether trailers end it."""
+
+    def __init__(self, ended: bool, stream: Any) -> None:
+        self._ended = ended
+        self._stream = stream
+        self.trailers = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while not self._ended:
+            message = await self._stream.read()
+            if message is grpc.aio.EOF:
+                raise ClientGone
+            self.trailers = message.HasField("request_trailers")
+            self._ended = self.trailers or message.request_body.end_of_stream
+            yield message.request_body.body
+
+
+def _subset(first: Any) -> Collection[str] | None:
+    """Returns the addresses to one of which the gateway limits the choice; None for no limit."""
+    for entry in first.metadata_context.filter_metadata:
+        for field in entry.value.fields:
+            if (entry.key, field.key) == ("envoy.lb.subset_hint", _SUBSET):
+                return {value.string_value for value in field.value.list_value.values}
+    return None
+
+
+async def _address(url: str) -> str:
+    """Returns a node's address as IP:PORT; empty if its name is not known."""
+    parts = urllib.parse.urlsplit(url)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return ""
+    host, port = map(str, found[0][4][:2])
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _decision(exchange: Exchange, sent: Mapping[str, str], body: bytes, trailers: bool) -> Iterable[Any]:
+    """Yields what makes the gateway send this body to the node, with these headers and no other headers of
+    the client."""
+    kept = {name.lower() for name in sent} | {"host", "content-length"}
+    others = {name.lower() for name in exchange.headers} - kept
+    removed = [name for name in others if not name.startswith((":", "x-envoy-"))]
+    mutation = {**_set({**sent, "content-length": str(len(body))}), "remove_headers": removed}
+    # the header is for gateways that go by it; clients could send one, so ours goes by the metadata
+    node = {"fields": [{"key": ENDPOINT, "value": {"string_value": sent[ENDPOINT]}}]}
+    yield ProcessingResponse(
+        request_headers={"response": {"header_mutation": mutation}},
+        dynamic_metadata={"fields": [{"key": "envoy.lb", "value": {"struct_value": node}}]},
+    )
+    for start in range(0, len(body), _PIECE):
+        last = start + _PIECE >= len(body) and not trailers
+        piece = {"body": body[start : start + _PIECE], "end_of_stream": last}
+        yield ProcessingResponse(request_body={"response": {"body_mutation": {"streamed_response": piece}}})
+    if trailers:
+        yield ProcessingResponse(request_trailers={})
+
+
+def _refusal(response: web.Response) -> Any:
+    return ProcessingResponse(
+        immediate_response={
+            "status": {"code": response.status}, "headers": _set(response.headers), "body": response.body
+        }
+    )  # fmt: skip
+
+
+def _set(headers: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "set_headers": [
+            {"header": {"key": name, "raw_value": _bytes(value)}, "append_action": OVERWRITE_IF_EXISTS_OR_ADD}
+            for name, value in headers.items()
+        ]
+    }
+
+
+def _bytes(value: str) -> bytes:
+    return value.encode("utf-8", "surrogateescape")
+
+
+def _pairs(headers: Any) -> Iterable[tuple[str, str]]:
+    for header in headers.headers.headers:
+        yield header.key, header.value or header.raw_value.decode("utf-8", "surrogateescape")

@@ -1,0 +1,255 @@
+"""What only the picker does: Envoy asks it for decode nodes, and gateways may ask it nonsense."""
+
+import asyncio
+import json
+import ssl
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import grpc
+import psutil
+import pytest
+
+from launch.proxy.ext_proc import FULL_DUPLEX_STREAMED, ProcessingRequest, ProcessingResponse
+from launch.proxy.picker import ENDPOINT
+from tests.support import proxy as support
+from tests.support.proxy import (
+    PARAMS,
+    Node,
+    OneByOne,
+    answers,
+    cluster,
+    decode_at,
+    decodes,
+    jump,
+    proxy_process,
+    says,
+    scenario,
+    until,
+)
+
+BODY = b'{"model": "tiny", "prompt": "Hi"}'
+
+
+@pytest.fixture
+def behind_envoy(gateway, monkeypatch):
+    monkeypatch.setattr(support, "GATEWAY", gateway)
+
+
+# --- behind Envoy -------------------------------------------------------------------------------------------
+
+
+@scenario
+async def test_a_node_gets_what_the_picker_sends_whatever_headers_the_client_adds(behind_envoy):
+    async with cluster(1, 2) as c:
+        nobody = {ENDPOINT: "127.0.0.1:1", "X-Secret": "s", "Cookie": "c", "X-Request-Id": "mine"}
+        async with c.post({"prompt": "x" * 100_000}, headers=nobody) as response:
+            assert response.headers["X-Request-Id"] == "mine"
+            assert (await response.json())["id"] == "d"
+        (body,), (headers,) = c.decode[0].bodies, c.decode[0].headers
+        assert body == {"prompt": "x" * 100_000, "kv_transfer_params": PARAMS}
+        assert headers[ENDPOINT] == c.decode[0].url.removeprefix("http://")
+        assert headers["X-Request-Id"] == "mine"
+        assert not {"X-Secret", "Cookie"} & set(headers)
+
+
+@scenario
+async def test_an_answer_that_has_begun_needs_no_picker(behind_envoy):
+    async with cluster(0, 1) as c:
+        c.decode[0].default = stream = OneByOne()
+        async with c.post({"prompt": "x", "stream": True}) as response:
+            await until(lambda: not c.proxy.requests.running, "the picker is done with it")
+            await c.proxy.close()
+            await stream.read(response)
+            assert await response.content.read() == b""
+        await c.ask(status=503)
+
+
+@scenario
+async def test_a_node_that_cannot_be_reached_costs_one_request_and_one_that_is_full_is_not_blamed(
+    behind_envoy,
+):
+    async with cluster(0, 2, long_skips=True) as c:
+        await c.decode[0].stop()
+        for status in (503, 200, 200):
+            async with c.post() as response:
+                assert response.status == status
+                if status == 503:
+                    assert (await response.json())["error"]["code"] == "node_failed"
+                    assert (response.headers["Retry-After"], len(response.headers["X-Request-Id"])) == (
+                        "1",
+                        32,
+                    )
+        c.decode[1].script = [answers(503, {"full": 1})]
+        async with c.post() as response:
+            assert (response.status, await response.json()) == (503, {"full": 1})
+        await c.ask()
+        assert c.metric("hop_failures_total", hop="decode", reason="unreachable") == 1
+        assert c.metric("hop_failures_total", hop="decode", reason="busy") == 1
+
+
+@scenario
+async def test_a_node_with_fewer_answers_under_way_is_taken_whoever_asked_for_them(behind_envoy):
+    async with cluster(0, 2, policy="least_loaded") as c:
+        for node, running in zip(c.decode, (9, 2), strict=True):
+            node.metrics = says(f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 0\n")
+        await c.proxy.check_nodes()
+        for _ in range(3):
+            await c.ask()
+        assert [len(node.bodies) for node in c.decode] == [0, 3]
+
+
+# --- Envoy that pd-cache starts -----------------------------------------------------------------------------
+
+
+@scenario
+async def test_envoy_shows_the_certificate_of_the_file_also_a_new_one_and_its_end_ends_the_proxy(
+    certificates, tmp_path
+):
+    def give(name):
+        for kind, source in zip(("cert", "key"), certificates[name], strict=True):
+            (tmp_path / f"{kind}.pem").write_text(Path(source).read_text())
+        return Path(certificates[name][0]).read_text().strip()
+
+    async def shown():
+        return (await asyncio.to_thread(ssl.get_server_certificate, address, timeout=60)).strip()
+
+    expected = give("server")
+    tls = {f"{kind}_file": str(tmp_path / f"{kind}.pem") for kind in ("cert", "key")}
+    trusting = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=certificates["ca"][0]))
+    async with Node(decodes) as node, aiohttp.ClientSession(connector=trusting) as session:
+        more = {"direct_tokens": 0, "gateway": "envoy", "tls": tls}
+        with proxy_process(tmp_path, decode_at(node.url), **more) as (url, process):
+            address = ("127.0.0.1", int(url.rpartition(":")[2]))
+            async with session.post(f"{url}/v1/completions", json={"prompt": "x"}) as response:
+                assert (response.status, (await response.json())["id"]) == (200, "d")
+            async with session.get(f"{url}/v1/models") as response:
+                assert (await response.json())["data"] == [{"id": "tiny"}]
+            assert await shown() in expected
+            expected = give("client")
+            while await shown() not in expected:
+                await asyncio.sleep(0.1)
+            (envoy,) = psutil.Process(process.pid).children()
+            envoy.kill()
+            assert await asyncio.to_thread(process.wait, 60) == 1
+
+
+# --- what gateways may ask ----------------------------------------------------------------------------------
+
+
+def head(path="/v1/completions", method="POST", mode=FULL_DUPLEX_STREAMED, subset=None, **more):
+    pairs = {":path": path, ":method": method, **more}
+    headers = [{"key": name, "raw_value": value.encode()} for name, value in pairs.items()]
+    first = ProcessingRequest(
+        request_headers={"headers": {"headers": headers}}, protocol_config={"request_body_mode": mode}
+    )
+    if subset is not None:
+        values = {"list_value": {"values": [{"string_value": address} for address in subset]}}
+        fields = {"fields": [{"key": f"{ENDPOINT}-subset", "value": values}]}
+        first.metadata_context.filter_metadata.add(key="envoy.lb.subset_hint").value.MergeFrom(
+            type(first.attributes.add().value)(**fields)
+        )
+    return first
+
+
+def piece(body, last=True):
+    return ProcessingRequest(request_body={"body": body, "end_of_stream": last})
+
+
+@asynccontextmanager
+async def picking(folder, *nodes, **config):
+    """A picker, and a function that opens a stream to it."""
+    async with cluster(*nodes, **config) as c:
+        address = f"unix:{folder}/picker"
+        await c.proxy.pick_for_gateways(address)
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield (
+                c,
+                channel.stream_stream(
+                    "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
+                    request_serializer=ProcessingRequest.SerializeToString,
+                    response_deserializer=ProcessingResponse.FromString,
+                ),
+            )
+            await until(lambda: not c.proxy.requests.running, "nothing is left")
+            assert not c.proxy.hops.bodies.used
+
+
+async def asked(process, *messages):
+    """The answer to these messages."""
+    call = process()
+    for message in messages:
+        await call.write(message)
+    answer = await call.read()
+    call.cancel()
+    return answer
+
+
+def refusal(answer):
+    return answer.immediate_response.status.code, json.loads(answer.immediate_response.body)["error"]["code"]
+
+
+@scenario
+async def test_what_is_no_completion_is_refused(tmp_path):
+    nested = head(**{"content-encoding": "gzip"})
+    ended = head()
+    ended.request_headers.end_of_stream = True
+    large = [piece(b" " * (1 << 20), last=False)] * 17
+    async with picking(tmp_path, 0, 1) as (c, process):
+        for messages, status, code in (
+            ([head("/v1/nothing")], 404, "not_found"),
+            ([head(method="GET")], 404, "not_found"),
+            ([head(mode=2)], 500, None),
+            ([nested], 415, "unsupported_media_type"),
+            ([ended], 400, "invalid_json"),
+            ([head(), piece(b'{"prompt": ')], 400, "invalid_json"),
+            ([head(), *large], 413, "request_too_large"),
+        ):
+            assert refusal(await asked(process, *messages)) == (status, code)
+        call = process()
+        await call.write(piece(b""))
+        with pytest.raises(grpc.aio.AioRpcError, match="begins with a request's headers"):
+            await call.read()
+        assert c.decode[0].bodies == []
+        await asked(process, head(), piece(BODY[:9], last=False), piece(BODY[9:]))
+
+
+@scenario
+async def test_a_stream_that_stops_is_refused_at_its_deadline_and_one_that_ends_is_forgotten(tmp_path):
+    async with picking(tmp_path, 0, 1, request_timeout_s=20) as (c, process):
+        half = [head(), piece(BODY[:9], last=False)]
+        gone = process()
+        for message in half:
+            await gone.write(message)
+        await until(lambda: c.proxy.hops.bodies.used > 0, "half of a body has come")
+        gone.cancel()
+        await until(lambda: c.metric("requests_total", status="499") == 1, "forgotten")
+        empty, stopped = process(), process()
+        for message in half:
+            await stopped.write(message)
+        await empty.write(head())
+        await until(lambda: c.proxy.hops.bodies.used > 0, "half of a body has come")
+        jump(20)
+        for call in (stopped, empty):
+            assert refusal(await call.read()) == (408, "timeout")
+            call.cancel()
+
+
+@scenario
+async def test_a_gateway_limits_the_choice_of_nodes(tmp_path):
+    async with picking(tmp_path, 0, 3) as (c, process):
+        addresses = [node.url.removeprefix("http://") for node in c.decode]
+
+        async def picked(*subset):
+            answer = await asked(process, head(subset=subset), piece(BODY))
+            if answer.HasField("immediate_response"):
+                return refusal(answer)
+            (namespace,) = answer.dynamic_metadata.fields
+            (field,) = namespace.value.struct_value.fields
+            assert (namespace.key, field.key) == ("envoy.lb", ENDPOINT)
+            return field.value.string_value
+
+        for address in addresses:
+            assert await picked(address, "10.0.0.9:80") == address
+        assert await picked("10.0.0.9:80") == await picked() == (503, "overloaded")
