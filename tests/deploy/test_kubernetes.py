@@ -36,7 +36,7 @@ cacheServer: {enabled: true, tolerations: [{operator: Exists}]}
 serviceMonitor: {enabled: true, proxyKey: {name: keys, key: monitor}}
 prometheusRule: {enabled: true}
 store: {imageTag: 0.2.0, updateStrategy: OnDelete}
-proxy: {keysSecret: keys, tlsSecret: tls, serviceType: LoadBalancer, priorityClassName: high}
+proxy: {keysSecret: keys, tlsSecret: tls, serviceType: LoadBalancer, priorityClassName: high, pickerPort: 9002, gateways: [{podSelector: {}}]}
 engineImage: {repository: pd-cache-vllm, tag: 0.2.0}
 engine: {models: {persistentVolumeClaim: {claimName: models}}}
 prefill: {nodeSelector: {gpu: "yes"}, resources: {limits: {nvidia.com/gpu: "1"}}, env: {A: 1}}
@@ -50,8 +50,8 @@ config:
     "rdma": "{rdma: {enabled: true}, hostNetwork: true, store: {enabled: false}, master: {replicas: 1}}",
     "gpu": (CHART.parent / "gpu-values.yaml").read_text(),
 }
-OPERATORS = ("ServiceMonitor", "PrometheusRule")
-"""Kinds of the Prometheus Operator, which Kubernetes' own schemas do not know."""
+OPERATORS = ("ServiceMonitor", "PrometheusRule", "InferencePool")
+"""Kinds of the Prometheus Operator and the inference extension, which Kubernetes' own schemas do not know."""
 
 
 def helm(*arguments):
@@ -277,6 +277,26 @@ def test_the_schema_refuses_values_that_cannot_work(tmp_path, values, message):
     done = templated(tmp_path, values)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+def test_a_gateways_pool_has_the_decode_nodes_and_asks_the_proxies(tmp_path):
+    documents = rendered(tmp_path, VARIANTS["everything"])
+    (pool,) = of_kind(documents, "InferencePool")
+    chosen = [
+        one["metadata"]["labels"]["app.kubernetes.io/component"]
+        for one in of_kind(documents, "Deployment", "DaemonSet")
+        if pool["spec"]["selector"]["matchLabels"].items()
+        <= one["spec"]["template"]["metadata"]["labels"].items()
+    ]
+    assert chosen == ["decode"]
+    picker = pool["spec"]["endpointPickerRef"]
+    (service,) = [one for one in of_kind(documents, "Service") if one["metadata"]["name"] == picker["name"]]
+    assert {port["name"]: port["port"] for port in service["spec"]["ports"]}["picker"] == 9002
+    assert picker["port"] == {"number": 9002}
+    assert "picker_port: 9002" in files(documents)["proxy"]
+    for role, port in (("proxy", 9002), ("decode", 8200)):
+        rule = policy_of(documents, f"try-pd-cache-{role}-gateways")
+        assert (rule["from"], rule["ports"][0]["port"]) == ([{"podSelector": {}}], port)
 
 
 def test_large_numbers_are_written_in_full_and_the_monitoring_reaches_proxies_that_few_may_reach(tmp_path):
