@@ -102,7 +102,7 @@ def _digest(key: str) -> bytes:
 
 
 _ANYTHING, _UNKNOWN = TenantConfig(), TenantConfig(pins=0)
-"""What a client without a tenant may have, and a tenant that the file does not name."""
+"""The limits of a client without a tenant, and of a tenant that the file does not name."""
 
 
 class Keys:
@@ -159,7 +159,7 @@ class Keys:
         tenant = client.tenant
         if tenant.startswith("@"):
             given = headers.getall(tenant[1:], [])
-            # two of them: the gateway's, and one that its client has sent
+            # two such headers: the gateway's own, and one from its client
             if len(given) != 1 or not _TENANT.fullmatch(given[0]):
                 what = f"The header {tenant[1:]} must name one tenant, in up to 63 letters, digits, . _ -"
                 raise ApiError(400, what, code="bad_tenant")
@@ -169,7 +169,7 @@ class Keys:
         return client._replace(tenant=tenant)
 
     def limits(self, tenant: str) -> TenantConfig:
-        """Returns what a tenant may have. The pins of a tenant that the file does not name any more end."""
+        """Returns the limits of a tenant. A tenant that the file does not name any more may have no pins."""
         known = self.tenants or {}
         return known.get(tenant, _UNKNOWN if known and tenant else _ANYTHING)
 
@@ -271,8 +271,8 @@ class _WatchedFile(msgspec.Struct):
     changed: list[bytes] | None = None
     """The digests of the last look, if they differ from `seen`."""
     refused: list[bytes] | None = None
-    """Those of what could not be used, which is logged once and tried at each look: the process may have had
-    no file descriptor left."""
+    """The digests of files that could not be used. This is logged once, and they are tried again at each
+    look, because the process may only have lacked a file descriptor."""
 
     def look(self) -> None:
         digests = _digests(self.files)

@@ -1,4 +1,4 @@
-"""What the proxy counts, and what nodes reported on its last requests.
+"""The proxy's counters, and the nodes' reports on its last requests.
 
 A node's answer holds a report on the prompt (docs/troubleshooting.md). The proxy passes answers on as they
 come, and looks only at their ends. vLLM's streams hold no report; the node itself still has it.
@@ -40,7 +40,7 @@ class ProxyMetrics:
         )
         self.handoffs = counter(
             "pd_cache_proxy_handoffs",
-            "Prompts, by what the decode node was given: handed_over, nothing_stored, prefill_failed, prefill_refused, "
+            "Prompts, by how the decode node got them: handed_over, nothing_stored, prefill_failed, prefill_refused, "
             "no_prefill_nodes; or why it was asked directly: short, in_pool, scored",
             ["result"],
         )
@@ -53,7 +53,7 @@ class ProxyMetrics:
         )
         self.node_role = gauge(
             "pd_cache_proxy_node_role",
-            "Of a node of the role both: 1 for what it does now (proxy.roles)",
+            "1 for the present role of a node of the role both (proxy.roles)",
             ["hop", "node"],
         )
         self.view_stale = gauge(
@@ -91,19 +91,19 @@ class ProxyMetrics:
         )
         self.refused = counter(
             "pd_cache_proxy_refused",
-            "Requests that were refused with 429, by why: rate_limit_exceeded, over_ttft_s, over_token_s",
+            "Requests that were refused with 429, by reason: rate_limit_exceeded, over_ttft_s, over_token_s",
             ["code"],
         )
         self.prediction_error = Histogram(
             "pd_cache_proxy_prediction_error",
-            "How far the predicted time of a first byte was from the measured one, as a share of that",
+            "Error of the predicted time to the first byte, as a share of the measured time",
             buckets=(0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0),
             registry=self.registry,
         )
 
 
 REPORT_BYTES = 1 << 14
-"""A report lies within so many bytes of an answer's end."""
+"""A report lies within this many bytes of an answer's end."""
 _MARK = f'"{KEY}"'.encode()
 
 

@@ -32,7 +32,7 @@ from pd_cache.versions import FIRST
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
-"""Enough for a packet of the handshake that was lost: the kernel sends it again after a second."""
+"""Enough to survive the loss of a packet of the handshake: the kernel sends it again after a second."""
 HEALTH_INTERVAL_S = HEALTH_TIMEOUT_S = 2.0
 _MAX_ANSWER = 64 << 10
 _AT_A_TIME = 64
@@ -213,7 +213,7 @@ class NodePools:
         """`master` returns the address of the master of a view's pool."""
         self.pools: dict[Hop, NodePool] = {hop: NodePool(hop, config.policy) for hop in _HOPS}
         self.roles = Roles(config.roles) if config.roles.auto else None
-        """What nodes that can do both do; None if they do both."""
+        """The roles of nodes that can prefill and decode; None if they do both at all times."""
         self.limits = Limits(self.pools)
         self.reads_metrics = config.roles.auto or bool(config.tenants_file) or config.limits != LimitsConfig()
         self.gateways = False
@@ -246,7 +246,7 @@ class NodePools:
             self._compare()
 
     def look(self, now: float, reports: Mapping[str, NodeReport]) -> None:
-        """Uses the reports of the nodes that report now. Has nodes that can do both do one thing."""
+        """Decides the roles of nodes that can prefill and decode, from the reports of all nodes."""
         self.limits.look(now, reports)
         if self.gateways:
             for url, report in reports.items():
@@ -374,7 +374,8 @@ async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
 
 
 async def _why_ill(nodes: NodePools, session: aiohttp.ClientSession, url: str) -> str:
-    """Returns why a node is not well; empty if it is. It is well if it answers anything but a 5xx."""
+    """Returns why a node is not well; empty if it is well. A node is well if it answers anything but a
+    5xx."""
     status, body = await _page(session, f"{url}/health", _MAX_ANSWER)
     if status >= 500:
         return f"status {status}"

@@ -95,7 +95,8 @@ def refused(action_id: str, error: Exception) -> ActionAnswer:
 
 
 def fair(holder: str, held: int, free: int) -> bool:
-    """Returns whether a holder of `held` items may take another one: only if more than `held` are free.
+    """Returns whether a holder of `held` items may take another item: only if more than `held` items are
+    free.
 
     So a single holder takes at most half, and the next one always finds some. Without keys, all clients are
     one holder, which may take all.
@@ -107,7 +108,7 @@ class Pin(NamedTuple):
     names: Sequence[bytes]
     """The chunks that are kept."""
     target: bytes
-    """The last chunk of the prompt, whose name stands for all of it, even if not all of it is kept."""
+    """The name of the prompt's last chunk. It identifies the whole prompt, even if only a part is kept."""
     space: tuple[str, str]
     """The namespace and the weights version in which the names are those of these chunks."""
     until: float
@@ -126,7 +127,7 @@ class Pins:
         self._most = most
         self._pins: dict[PinKey, Pin] = {}
         self._uses: dict[str, Counter[bytes]] = {}
-        """For each holder, in how many of its pins a chunk is."""
+        """For each holder, how many of its pins contain each chunk."""
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -165,8 +166,8 @@ class Pins:
         return len(ended)
 
     def shrink(self, room: int, tenant_room: Callable[[str], int | None]) -> None:
-        """Ends the newest pins until all have at most `room` chunks, and each tenant's at most what it may
-        have now."""
+        """Ends the newest pins until all pins have at most `room` chunks, and each tenant's pins are within
+        its present bound."""
         for key in reversed(list(self._pins)):
             most = tenant_room(key[0].tenant)
             if self._taken() > room or (most is not None and len(self._uses[key[0].holder]) > most):

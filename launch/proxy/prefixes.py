@@ -20,7 +20,8 @@ _BLOCK_BYTES = 2048
 _BYTES_A_TOKEN = 4
 """An estimate for text. Token ids are counted."""
 _LEAST_BLOCK_TOKENS = 64
-"""The least that a block counts, so that the size of an index is bounded for every kind of prompt."""
+"""The fewest tokens that a block counts as, so that the size of an index is bounded for every kind of
+prompt."""
 
 
 class PromptTokens(NamedTuple):
@@ -57,7 +58,7 @@ class RoutedPrompt(NamedTuple):
     block_tokens: float = _LEAST_BLOCK_TOKENS
     """The number of tokens per block."""
     named: NamedPrompt | None = None
-    """What nodes and the pool know it by, if that is known."""
+    """The names under which nodes and the pool know the prompt; None if unknown."""
 
 
 def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:
@@ -90,8 +91,8 @@ def leading(blocks: Iterable[Hashable], known: Container[Hashable]) -> int:
 
 
 class PrefixIndex:
-    """Remembers the blocks that a node's own cache probably holds: those last sent to the node, as many as it
-    has room for."""
+    """Remembers the blocks that a node's own cache probably holds: those of the last prompts that were sent
+    to the node, as many as the cache has room for."""
 
     def __init__(self, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens
@@ -117,7 +118,7 @@ class PrefixIndex:
 
 
 class PromptNamer:
-    """Hashes prompts as the nodes of one namespace do."""
+    """Hashes prompts in the same way as the nodes of a namespace."""
 
     def __init__(self, namespace: Namespace, seeds: Collection[str] = ()) -> None:
         """`seeds`: others, besides this process's own, from which vLLM's block hashes may start.
@@ -134,7 +135,8 @@ class PromptNamer:
         self._database = ChunkedTokenDatabase(namespace)
 
     def name(self, tokens: list[int], salt: str | None, media: Sequence[MediaItem] = ()) -> NamedPrompt:
-        """Returns the hashes of a prompt. Raises ValueError if a token is none. Takes 0.3 µs a token."""
+        """Returns the hashes of a prompt. Raises ValueError if an element is no token id. Takes 0.3 µs a
+        token."""
         if self._hasher is None:
             names, blocks, step = self._database.name_media_chunks(tokens, salt_keys(salt), media), [], 1
         else:
@@ -144,8 +146,8 @@ class PromptNamer:
         return NamedPrompt(self.fingerprint, len(tokens), blocks, step, self.chunk_size, None, names)
 
     def name_blocks(self, hashes: Sequence[bytes]) -> NamedPrompt:
-        """Returns the prompt whose blocks have these hashes, or whose chunks have them if chunks are not
-        named by blocks.
+        """Returns the prompt whose blocks have these hashes. If chunks are not named by blocks, these are the
+        hashes of its chunks.
 
         Raises ValueError for a hash of less than 8 bytes.
         """

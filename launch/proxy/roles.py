@@ -4,13 +4,14 @@ time comes from the caller.
 1. The nodes of the role `both` stand in the order of their addresses. Those before the *cut* prefill, the
    others decode. Proxies do not talk to one another, so they may cut at different places. A node in between
    then does both.
-2. Work is counted in nodes, that is, in seconds of work a second. A prefill node that always computes has
-   work for one node. So has a decode node without room. What waits is work, too: prompts, the seconds that
-   they take, to be done within 10 s; answers, the room that they need.
-3. A cut costs the work of each node of the busier kind. If these have less than 0.7 to do, nothing changes.
-   Otherwise, what the cheapest cut would save beyond half a node is summed up over time. At 10 s of a node's
-   work it is taken, but at least 10 s after the last change. By then, only reports from after it count.
-4. If too few nodes of a kind are alive, a cut with enough of them is taken at once.
+2. Work is counted in nodes, that is, in seconds of work a second. A prefill node that always computes has the
+   work of one node, and so has a decode node that is full. Waiting requests add work: prompts add the seconds
+   that they take, spread over 10 s; answers add the room that they need.
+3. The cost of a cut is the work of each node of the busier kind. If this is less than 0.7, nothing changes.
+   Otherwise, the savings of the cheapest cut beyond half a node are summed up over time. When the sum reaches
+   10 s of a node's work, this cut is taken, but not until 10 s after the last change. After a change, only
+   later reports count.
+4. If too few nodes of a kind are alive, a cut with enough nodes of this kind is taken at once.
 5. A node that changes gets nothing new until it has finished what it has, but for 20 s at most.
 """
 
@@ -59,8 +60,7 @@ class NodeReport(NamedTuple):
 
 
 def read_metrics(page: bytes, max_running: int) -> NodeReport | None:
-    """Returns what the metrics of vLLM or of the reference engine say; None if they are those of another
-    program.
+    """Returns the report in the metrics of vLLM or the reference engine; None if they are another program's.
 
     `max_running`: how many requests the node computes at a time; 0 if that is not known.
     """
@@ -173,7 +173,8 @@ class Roles:
         }
 
     def _work(self, live: Mapping[str, str]) -> dict[Hop, float]:
-        """Returns the work of each kind, in nodes. Those that report nothing have as much as the others."""
+        """Returns the work of each kind, in nodes. Nodes that report nothing count like the average of the
+        others."""
         prefilling = sorted(
             (node in self.now, node)
             for node, role in live.items()

@@ -86,7 +86,8 @@ class _RoutedNode:
         """How many requests it has failed since it last answered one well, for any cause."""
         self.prefixes = PrefixIndex(0)
         self.loads = True
-        """Whether it loaded what it last found in the pool. It computes what it has sooner that way."""
+        """Whether the node loaded the tokens that it last found in the pool; it computes them if that is
+        faster."""
         self.cache: KnownCache | None = None
         """What its KV events say, if it has any."""
 
@@ -280,7 +281,8 @@ class NodePool:
         return alive != before
 
     def _prefix_work(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
-        """Returns what a node would compute of the prompt, in tokens, plus the cost of what it would load."""
+        """Returns how many tokens of the prompt a node would compute, plus the cost of the tokens that it
+        would load."""
         named = prompt.named
         if named is None:
             return prompt.tokens - node.prefixes.match(prompt)
@@ -341,8 +343,8 @@ _A_REQUEST, _A_SECOND = 0.2, 10.0
 
 
 class RetryBudget:
-    """A token bucket over all requests: each request that arrives adds a fraction of a retry, and each second
-    adds a few more.
+    """A token bucket for the retries of all requests. Each arriving request adds a fraction of a retry, and
+    each second adds a few retries.
 
     If every request fails, nodes get only that fraction more requests, not twice as many. A full bucket lasts
     for as many requests as a node can have when it dies.

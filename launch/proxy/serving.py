@@ -1,5 +1,5 @@
-"""What the proxy does itself where no gateway does it: it reads the client's body, asks the decode node, and
-relays its answer, without a task for each piece."""
+"""Serves a client's connection: reads the body, asks the decode node, and relays its answer, without a task
+for each piece."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 REQUEST_ID = web.RequestKey("request_id", str)
 """The key under which the outermost handler leaves the id in aiohttp's request."""
 _LAST_WORDS_S = 1.0
-"""How long it may take to inform a client that its stream broke."""
+"""How long informing a client that its stream broke may take."""
 _MOST_UNSENT = 64 << 10
-"""The most bytes that may wait for the client in this process until no more are read from the node."""
+"""If more bytes than this wait for the client in this process, no more are read from the node."""
 _LIST_AT_ONE_S = 1.0
 Serve = Callable[["Relay", bytes], Awaitable[web.StreamResponse]]
 """Answers a request, given its body."""
@@ -175,7 +175,7 @@ class Serving:
 
 
 class Relay:
-    """One client's connection, and what it has got so far."""
+    """A client's connection, and the part of the answer that was sent so far."""
 
     def __init__(self, exchange: Exchange, request: web.Request) -> None:
         self.exchange = exchange
@@ -183,7 +183,7 @@ class Relay:
         self.response: web.StreamResponse | None = None
         """Set when the first byte is about to be sent."""
         self._ending = bytearray()
-        """At least the last `REPORT_BYTES` of what was sent so far."""
+        """At least the last `REPORT_BYTES` bytes that were sent."""
 
     async def pass_on(
         self, answer: aiohttp.ClientResponse, first: bytes, trips: RecentTrips
@@ -243,9 +243,9 @@ class Relay:
 
 
 class _Shortcut(asyncio.Protocol):
-    """Writes what a node sends to its client at once, as long as the client keeps up.
+    """Writes a node's bytes to the client at once, as long as the client keeps up.
 
-    It stands in for aiohttp's protocol of the node's connection, which goes on to parse what comes.
+    It replaces aiohttp's protocol of the node's connection, which still parses the bytes.
     """
 
     def __init__(self, relay: Relay, answer: aiohttp.ClientResponse) -> None:

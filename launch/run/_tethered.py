@@ -2,9 +2,9 @@
 
     python -I -S _tethered.py PARENT_PID DEATH_SIGNAL FILE ARGV0 [ARG ...]
 
-This is a program of its own because the alternative, a `preexec_fn`, runs Python between fork and exec of a
-process that has threads, and needs a real fork, which a process with registered memory must not do. It
-imports little, because it delays the start of every child.
+This is a program of its own because the alternative, a `preexec_fn`, has two faults. It runs Python between
+fork and exec in a process that has threads. And it needs a real fork, which a process with registered memory
+must not do. This program imports little, because it delays the start of every child.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     parent, signum, file, *command = argv
     set_death_signal(int(signum))
     if os.getppid() != int(parent):
-        return 128 + int(signum)  # the parent died before the kernel had our request
+        return 128 + int(signum)  # the parent died before the kernel got the request
     # Python ignores these two for itself; a foreign program expects the defaults
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

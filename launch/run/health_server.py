@@ -42,9 +42,9 @@ def exposed(
 ) -> Iterator[tuple[str, int]]:
     """Serves `/metrics` and `/health` while the block runs. Yields the address. Port 0 means any.
 
-    `available` returns whether the pool answers, or None while the node starts: then `/health` answers 503,
-    and otherwise 200, because a pool that does not answer is no reason to restart the node. Raises RoleError
-    if the address cannot be bound.
+    `available` returns whether the pool answers, or None while the node starts. While it starts, `/health`
+    answers 503; after that always 200, because a pool that does not answer is no reason to restart the node.
+    Raises RoleError if the address cannot be bound.
     """
 
     def respond(path: str) -> Response:
@@ -109,7 +109,7 @@ class _Server(socketserver.ThreadingTCPServer):
             self.room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Says nothing: a client that goes away in the middle is no event."""
+        """Logs nothing, because a client that goes away in the middle is normal."""
 
 
 def _handler(respond: Callable[[str], Response]) -> type[BaseHTTPRequestHandler]:
@@ -130,6 +130,6 @@ def _handler(respond: Callable[[str], Response]) -> type[BaseHTTPRequestHandler]
             self.wfile.write(response.body)
 
         def log_message(self, *_: object) -> None:
-            """Logs nothing: a scrape is no event."""
+            """Logs nothing, because a scrape is normal."""
 
     return Handler

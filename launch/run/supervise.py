@@ -46,7 +46,7 @@ OnLine = Callable[[Stream, str], None]
 
 _POLL_S = 0.05
 _LOOK_S = 0.1
-"""Between two looks at whether a stop was asked for."""
+"""The pause between two checks whether a stop was requested."""
 _KILLED_S = 5.0
 """How long a killed process may take to disappear. It takes longer only if the kernel itself hangs on it."""
 _LONGEST_LINE = 64 << 10
@@ -119,8 +119,8 @@ def stop_on_signals() -> Iterator[StopFlag]:
     """Yields a flag that SIGTERM, SIGINT and SIGHUP set while the block runs. Main thread only: raises
     ValueError elsewhere.
 
-    An exception out of a handler could leave a lock held for ever: a `threading.Condition` takes its own in
-    Python.
+    The handler raises nothing: an exception could leave a lock held for ever, because `threading.Condition`
+    takes its lock in Python code.
     """
     flag = StopFlag()
     before = {number: signal.signal(number, flag.set) for number in stop_signals()}
@@ -209,7 +209,7 @@ def spawn_child(
     death_signal: signal.Signals = signal.SIGKILL,
     **popen: Any,
 ) -> subprocess.Popen[bytes]:
-    """Starts a program of others, in a session of its own. The kernel sends it `death_signal` when this
+    """Starts another project's program, in a session of its own. The kernel sends it `death_signal` when this
     process ends.
 
     `popen` goes to `subprocess.Popen`; stdin is /dev/null unless given. Raises FileNotFoundError if there is

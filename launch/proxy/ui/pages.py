@@ -66,7 +66,8 @@ class UiPages:
         self._files = {name: (_HERE / name).read_bytes() for name in _TYPES}
         self._published = asyncio.Event()
         self._events: dict[str | None, bytes] = {}
-        """The present event, by the client whose requests it may show; None for all."""
+        """The present event for each client, with only the requests that this client may see; None stands for
+        all requests."""
         self._closing = False
         self._task: asyncio.Task[None] | None = None
         self.followers = 0
@@ -89,7 +90,7 @@ class UiPages:
         )
 
     async def _explain(self, request: web.Request) -> web.Response:
-        """Answers with what `pd-cache explain` prints, as far as the proxy itself knows it."""
+        """Answers with the text of `pd-cache explain`, as far as the proxy itself knows it."""
         authorization = _authorization(request)
         if not self._keys.may_watch(authorization):
             return _key_needed()
@@ -158,7 +159,7 @@ class UiPages:
                 self._task = None
 
     async def _watch(self) -> None:
-        """Asks the nodes, on threads of their own, and publishes what they answer."""
+        """Asks the nodes, on threads of their own, and publishes their answers."""
         asker = Asker(NOBODY, _INTERVAL_S)
         try:
             while True:
@@ -185,7 +186,7 @@ class UiPages:
         return self._events[client]
 
     def state(self, client: str | None) -> dict[str, Any]:
-        """Returns what one event says. `client`: whose requests it may name; None for all."""
+        """Returns the contents of an event. `client`: the client whose requests it may name; None for all."""
         self._nodes.update(self._view)
         now, minutes = time.monotonic(), self._recent.minutes()
         status = self._nodes.status(now)

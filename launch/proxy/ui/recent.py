@@ -1,4 +1,4 @@
-"""What the proxy keeps of the last hour's requests. Pure.
+"""The proxy's record of the last hour's requests. Pure.
 
 Everything is bounded: for each minute of an hour, where prompts were found, and some slow requests.
 """
@@ -22,9 +22,9 @@ _SOURCES = ("engine", "memory", "disk", "pool", "computed")
 
 
 def prompt_sources(report: RequestReport) -> dict[str, float]:
-    """Returns where the tokens of a prompt came from. Loaded ones are split in proportion to what was read
-    from each tier. That can be more than what was loaded, because the last token of a prompt is always
-    computed, even if its chunk was read."""
+    """Returns how many tokens of a prompt came from each source. Loaded tokens are split in proportion to the
+    tokens that were read from each tier. More tokens may be read than loaded, because the last token of a
+    prompt is always computed, even if its chunk was read."""
     read = report.memory + report.disk + report.pool
     scale = report.loaded / read if read else 0.0
     return {
@@ -63,7 +63,7 @@ class Minute(msgspec.Struct):
     """Minutes since the clock's zero."""
     requests: int = 0
     untold: int = 0
-    """How many of them were answered without a report, such as streams of vLLM."""
+    """How many requests were answered without a report, such as streams of vLLM."""
     failed: Counter[int] = msgspec.field(default_factory=Counter)
     """How many ended with a status of 400 or more, by status."""
     first_token: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=200))
@@ -113,8 +113,8 @@ class RecentRequests:
         return [known.get(number) for number in range(last - MINUTES + 1, last + 1)]
 
     def saved_s(self) -> float | None:
-        """Returns how much longer the last hour's prompts with hits would have taken at the pace of those
-        without; None if either lack."""
+        """Returns how much longer the last hour's prompts with hits would have taken at the pace of prompts
+        without hits; None if there were none of either kind."""
         known = [minute for minute in self.minutes() if minute is not None]
         hit_tokens, hit_s, tokens, seconds = (
             sum(minute.pace[index] for minute in known) for index in range(4)

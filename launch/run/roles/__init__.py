@@ -89,8 +89,8 @@ def raise_limit_of_files() -> None:
 
 @contextlib.contextmanager
 def _imports() -> Iterator[None]:
-    """Imports without collecting garbage: modules of torch's size make objects that live on, and looking
-    through them takes a sixth of a start."""
+    """Imports without garbage collection: large modules such as torch make many lasting objects, and the
+    collector's search through them takes a sixth of a start."""
     gc.disable()
     try:
         yield

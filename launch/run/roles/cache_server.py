@@ -20,8 +20,7 @@ def run_cache_server(
     config: ClusterConfig, node: CacheServerNode, ready: Callable[[str], None], member: Member
 ) -> None:
     """Serves the cache of this host's engines until asked to stop."""
-    # threads that copy and threads that answer share one interpreter: a lookup does not wait 5 ms for its
-    # turn
+    # copying and answering threads share the interpreter; this keeps a lookup from waiting 5 ms for its turn
     sys.setswitchinterval(0.0005)
     metrics = CacheMetrics()
     ProcessCollector(registry=metrics.registry)
@@ -39,8 +38,8 @@ def run_cache_server(
             lease_s=config.lease_ttl_ms / 1000,
         )
         try:
-            # a full collection stops every thread for 0.1 s, nearly all of it for objects that imports leave
-            # for good
+            # a full collection would stop every thread for 0.1 s, nearly all of it for lasting objects of
+            # imports
             gc.collect()
             gc.freeze()
             serving.append(server)

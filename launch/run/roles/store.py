@@ -13,8 +13,8 @@ from transfer.errors import PoolUnavailableError
 
 
 def run_store(config: ClusterConfig, node: StoreNode, ready: Callable[[str], None], member: Member) -> None:
-    """Gives memory to the pool until asked to stop, then unmounts it, so that no key points at a node that is
-    gone."""
+    """Gives memory to the pool until asked to stop. Then unmounts it, so that no key points at a stopped
+    node."""
     from transfer.store import MooncakeStore
 
     settings = config.settings_of(node)

@@ -26,7 +26,7 @@ def run_vllm(config: ClusterConfig, node: EngineNode, ready: Callable[[str], Non
         file, namespace = folder / "cluster.yaml", folder / "namespace.json"
         file.write_text(dump_config(config), encoding="utf-8")
         program = vllm_program(config, node, file, namespace)
-        # why the connector refused: the reason comes many lines before the end
+        # the connector's reason for a refusal comes many lines before the end
         refused = deque[str](maxlen=1)
 
         def pass_on(_: str, line: str) -> None:
@@ -36,7 +36,7 @@ def run_vllm(config: ClusterConfig, node: EngineNode, ready: Callable[[str], Non
         def hint() -> str:
             return refused[0] if refused else "its last lines say why, and a large model needs time"
 
-        # it has to be gone before the process that stops us loses patience
+        # vLLM has to end before our own supervisor kills us
         vllm = ForeignProgram("vLLM", lambda: Child(program, pass_on), 0.8 * settings.stop_grace_s, hint)
         with vllm:
             try:
