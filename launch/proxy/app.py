@@ -23,6 +23,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 import pd_cache
 from launch.discovery import View
 from launch.openai import ID_HEADER, errors, given_id, runner_of
+from launch.proxy import nodes
 from launch.proxy.direct import DirectRule
 from launch.proxy.events import CacheQuery
 from launch.proxy.exchange import HINTS_HEADER
@@ -30,7 +31,7 @@ from launch.proxy.hints import Hints, PoolBytes
 from launch.proxy.hops import Hops
 from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.nodes import NodePools, check_health, check_nodes, new_session
+from launch.proxy.nodes import NodePools, check_nodes, new_session
 from launch.proxy.requests import Requests
 from launch.proxy.serving import REQUEST_ID, Serving
 from launch.proxy.trips import HopReport, Trip
@@ -138,9 +139,8 @@ class Proxy:
         config = self._config
         # a request holds one connection at a time, and one for its stream; the rest is for health checks and
         # connections that are being closed
-        session = new_session(2 * config.max_requests + 128)
-        self.hops.session = session
-        checks = check_health(self._pools, session)
+        self.hops.session = session = new_session(2 * config.max_requests + 128)
+        checks = _repeat(lambda: nodes.HEALTH_INTERVAL_S, self.check_nodes)
         hints = _repeat(lambda: self._hints.renew_s, self._hints.renew)
         beside = {asyncio.create_task(task) for task in (checks, hints)}
         stop_following = self._files.follow()
@@ -190,13 +190,13 @@ class Proxy:
 
     async def _health(self, request: web.Request) -> web.Response:
         now = time.monotonic()
-        nodes: dict[str, dict[str, bool]] = {hop: pool.health(now) for hop, pool in self._pools.pools.items()}
-        reason = "" if any(nodes["decode"].values()) else "no decode node can be reached"
+        well: dict[str, dict[str, bool]] = {hop: pool.health(now) for hop, pool in self._pools.pools.items()}
+        reason = "" if any(well["decode"].values()) else "no decode node can be reached"
         if self.requests.admission.closing:
             reason = "it is being stopped"
         body: dict[str, Any] = {"status": "unavailable", "reason": reason} if reason else {"status": "ok"}
         if self._keys.may_watch(request.headers.get("Authorization")):
-            body |= {"version": pd_cache.__version__, "mooncake": mooncake_version(), **nodes}
+            body |= {"version": pd_cache.__version__, "mooncake": mooncake_version(), **well}
             body |= self._pools.describe(now)
         return web.json_response(body, status=503 if reason else 200)
 

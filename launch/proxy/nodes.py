@@ -13,7 +13,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -331,13 +331,6 @@ def _target(record: NodeRecord) -> Target:
 
 def _addresses(view: View) -> dict[str, str]:
     return {record.name: record.address for record in view.nodes}
-
-
-async def check_health(nodes: NodePools, session: aiohttp.ClientSession) -> NoReturn:
-    """Checks all nodes after each interval, for ever."""
-    while True:
-        await asyncio.sleep(HEALTH_INTERVAL_S)
-        await check_nodes(nodes, session)
 
 
 async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:

@@ -112,6 +112,19 @@ async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(check,
             pass
 
 
+@scenario
+async def test_a_check_that_fails_unexpectedly_is_not_the_last(monkeypatch):
+    looks = []
+
+    def look(*given):
+        looks.append(given)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(nodes.NodePools, "look", look)
+    async with cluster(health_interval_s=0.01):
+        await until(lambda: len(looks) > 2, "further checks")
+
+
 def test_a_proxy_that_is_ready_has_asked_its_nodes(tmp_path):
     with (
         proxy_process(tmp_path, decode_at("http://127.0.0.1:9")) as (url, _),
