@@ -112,8 +112,8 @@ def fetch(url: str, timeout: float = ANSWER_S, access: Access = NOBODY, body: by
     `timeout` bounds connecting, and then everything else together, however slowly the answer arrives.
     Redirects are not followed and `http_proxy` is ignored, so that a key goes only to the node.
 
-    Raises BadStatus for another status than 2xx, OSError, which names the address, if there is no answer,
-    ValueError if it is not HTTP or has more than four MiB.
+    Raises BadStatus for another status than 2xx; OSError, which names the address, if there is no answer;
+    ValueError if the answer is not HTTP or has more than four MiB.
     """
     with _asked(url, timeout, access, body) as answer:
         answered = answer.read(_LARGEST_ANSWER + 1)

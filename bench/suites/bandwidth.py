@@ -1,5 +1,5 @@
-"""How fast do bytes move between two nodes' memories? `put_ratio` and `get_ratio`, against Mooncake's raw
-TransferEngine.
+"""How fast do bytes move between two nodes' memories? Reports `put_ratio` and `get_ratio`, in comparison with
+Mooncake's raw TransferEngine.
 
     pd-cache bench bandwidth                       on one machine, between two processes
     pd-cache bench bandwidth --serve HOST:PORT     on one of two machines; on the other --connect HOST:PORT
@@ -34,7 +34,7 @@ _OBJECTS = 16
 _OPEN_S = 30.0
 _MARGIN_S = 10.0
 _RATIO = 0.9
-"""The share of the raw engine's throughput, between the same two nodes, that put and get have to reach."""
+"""The target: the throughput of put and get, as a share of the raw engine's between the same two nodes."""
 Part = Literal["put", "get", "remove", "raw_write", "raw_read"]
 PARTS: tuple[Part, ...] = ("put", "get", "raw_write", "raw_read")
 """What is timed."""
@@ -152,8 +152,8 @@ class BandwidthSite(Site):
 
 
 def _raw_engine(settings: TransferSettings, host: str) -> Any:
-    """Returns Mooncake's TransferEngine itself, without keys, leases or a master: the raw thing. `host`: the
-    address at which peers reach this process. Raises TransferError if Mooncake refuses."""
+    """Returns Mooncake's raw TransferEngine, without keys, leases or a master. `host`: the address at which
+    peers reach this process. Raises TransferError if Mooncake refuses."""
     from mooncake.engine import TransferEngine  # needs what the store has loaded already
 
     # Mooncake takes no less than 5 s
@@ -174,8 +174,8 @@ def _raw_engine(settings: TransferSettings, host: str) -> Any:
 def measure(
     machines: Crew, opened: dict[str, NodeMemory], pairs: Sequence[tuple[str, str]], batch: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Returns a row for each of the pairs, which move bytes at the same time, from the first to the second
-    node's memory. The first round is not counted."""
+    """Returns a row for each pair. All pairs move bytes at the same time, from the first node's memory to the
+    second's. The first round does not count."""
     timeout = _MARGIN_S + max(memory.timeout_s for memory in opened.values())
     rates: dict[str, dict[Part, list[float]]] = {begin: {part: [] for part in PARTS} for begin, _ in pairs}
     equal = dict.fromkeys(rates, True)

@@ -1,9 +1,9 @@
-"""What does an engine's cache cost? `store_ratio` and `retrieve_ratio`, against Mooncake's own batch calls
-with the same bytes.
+"""What does an engine's cache cost? Reports `store_ratio` and `retrieve_ratio`, in comparison with Mooncake's
+own batch calls for the same bytes.
 
 `raw_put_copied` and `raw_get_copied` are the same calls with the copy that a paged buffer needs: a batch is
-copied while the batch before it is on the network. Over TCP, which costs processors, that copy is not free;
-its cost differs between processes, with the memory that each got.
+copied while the batch before it is on the network. Over TCP, transfers need the processors, too, so this copy
+is not free. Its cost differs between processes, depending on the memory that each has got.
 
 The default is Llama-3.1-8B's KV shape (32 layers, 8 KV heads, 128, bf16: 128 KiB per token), over TCP from a
 store node in another process. Rounds are interleaved, raw and ours in turn, and medians are compared.
@@ -41,8 +41,8 @@ from transfer.staging import StagingPool
 def measure(
     engine: CacheEngine, prompt: PagedPrompt, raw: RawPool, copied: CopiedPool, rounds: int
 ) -> dict[str, Any]:
-    """Returns GB/s of each, medians over the rounds; the very first store, into memory not written to before,
-    is listed apart."""
+    """Returns the GB/s of each step, as medians over the rounds. The first store, into memory that was never
+    written to, is listed separately."""
     keys = engine.database.keys(engine.database.name_chunks(prompt.tokens))
     nbytes = len(keys) * prompt.layout.chunk_bytes(engine.chunk_size)
     store = partial(prompt.store, engine)

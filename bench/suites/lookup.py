@@ -1,5 +1,5 @@
-"""How long does a lookup take? Milliseconds, and lookups a second, against raw `batch_is_exist` and LMCache's
-lookup client.
+"""How long does a lookup take? Reports milliseconds and lookups a second, in comparison with raw
+`batch_is_exist` and LMCache's lookup client.
 
     pd-cache bench lookup [--lmcache] [--groups]
     pd-cache bench lookup --serve HOST:PORT        on one of two machines; on the other --connect HOST:PORT
@@ -36,7 +36,7 @@ from transfer.errors import TransferError
 
 CHUNK, _BLOCK = 256, 16
 _PEER_RATIO = 0.8
-"""The target: a lookup's time, in times of LMCache's."""
+"""The target: a lookup's time, as a share of LMCache's."""
 _GROUPS_MS = 3.0
 """The target for a lookup of 32768 tokens in many layer groups."""
 _RATES = {4096: 0.6, 32768: 0.4}
@@ -54,8 +54,8 @@ def measure(
     peer: Any,
     tokens: list[int],
 ) -> dict[str, float]:
-    """Returns one row of the report: a prompt whose every chunk is in the pool, looked up for the first time
-    and again."""
+    """Returns a row of the report: the lookups of a prompt that is wholly in the pool, for the first time and
+    again."""
     keys = database.keys(database.name_chunks(tokens))
     store(client, raw, keys, tokens)
     array, hashes = np.array(tokens), block_hashes(len(tokens) // _BLOCK, len(tokens))
@@ -123,7 +123,7 @@ def looking_up(
 
 
 def store(client: MooncakeLookupClient, raw: Any, keys: list[str], tokens: list[int]) -> None:
-    """See to it that the whole prompt is in the pool."""
+    """Puts the whole prompt into the pool, unless it is there."""
     put(raw, keys)
     if (found := client.lookup(tokens)) != len(tokens):
         raise TransferError(f"the pool holds {found} of the {len(tokens)} tokens that were just put")
@@ -144,8 +144,8 @@ def lmcache_client(raw: Any) -> Any:
     """Returns LMCache's `MooncakeLookupClient`: it hashes tokens with Python's built-in `hash` and asks the
     master once.
 
-    `raw` is an open Mooncake client, which it gets because its own would not find the master: LMCache names
-    it `master_server_address` in the settings, where Mooncake 0.3.13 reads `master_server_addr` and otherwise
+    It gets the open Mooncake client `raw`, because its own would not find the master: LMCache writes
+    `master_server_address` into the settings, but Mooncake 0.3.13 reads `master_server_addr`, and otherwise
     asks 127.0.0.1:50051. Raises click.UsageError if LMCache is not installed.
     """
     if importlib.util.find_spec("lmcache") is None:
@@ -180,7 +180,7 @@ def lmcache_client(raw: Any) -> Any:
 
 
 class Clients(msgspec.Struct, frozen=True):
-    """Be `count` clients of this master on each node. Each client has a prompt of every length in the
+    """Start `count` clients of this master on each node. Each client has a prompt of every length in the
     pool."""
 
     count: int
@@ -189,7 +189,7 @@ class Clients(msgspec.Struct, frozen=True):
 
 
 class Asking(msgspec.Struct, frozen=True):
-    """Ask for one's prompt of this length, again and again."""
+    """Look the client's prompt of this length up, again and again."""
 
     kind: Literal["lookup", "raw"]
     tokens: int
@@ -215,8 +215,8 @@ class TimedLookups(Site):
             self._prompts[length] = tokens, keys
 
     def ask(self, job: Asking) -> float:
-        """Asks without a pause, and returns how many answers came a second. Raises TransferError if one is
-        not that the whole prompt is there."""
+        """Asks without a pause. Returns the number of answers a second. Raises TransferError if an answer
+        does not find the whole prompt."""
         tokens, keys = self._prompts[job.tokens]
         raw, client, answers = self._raw, self._client, 0
         whole = [1] * len(keys)
@@ -246,7 +246,7 @@ class LookupSite(Site):
         self._crew.everywhere(TimedLookups.open, job, timeout_s=_OPEN_S + _MARGIN_S)
 
     def ask(self, job: Asking) -> float:
-        """Makes the clients look up, all at the same time. Returns how many answers came a second, to all
+        """Makes all clients look up at the same time. Returns the number of answers a second of all clients
         together."""
         return sum(self._crew.everywhere(TimedLookups.ask, job, timeout_s=job.seconds + _MARGIN_S).values())
 
@@ -255,7 +255,7 @@ class LookupSite(Site):
 
 
 def measure_groups(here: Location, master: str) -> list[dict[str, float]]:
-    """Lookups in all layer groups of DeepSeek-V4-Flash, as the connector for vLLM does them, against those of
+    """Times lookups in all layer groups of DeepSeek-V4-Flash: those of our connector for vLLM, and those of
     vLLM's MooncakeStoreConnector.
 
     Raises click.UsageError if vLLM is not installed.
@@ -279,8 +279,8 @@ def measure_groups(here: Location, master: str) -> list[dict[str, float]]:
             def ours(hashes: list[bytes] = hashes) -> Found:
                 return client.find(stride_hashes(hashes, CHUNK // unit))
 
-            # one token more: of a prompt that is found whole, they search a second time for where to leave
-            # one to compute
+            # one token more: if the whole prompt is found, their lookup searches a second time, for the place
+            # before the last token
             theirs = functools.partial(their_client.lookup, "bench", tokens + 1, hashes)
             keys, their_keys = (
                 groups.keys(stride_hashes(hashes, CHUNK // unit)),
@@ -308,7 +308,7 @@ def measure_clients(machines: Crew, master: str, levels: Sequence[int]) -> list[
     with progress() as bar:
         task = bar.add_task("clients", total=len(levels) * len(_RATES))
         for count in levels:
-            # the more, the longer they all take to start on one machine
+            # the more clients, the longer their start on one machine takes
             timeout = 2 * _MARGIN_S + _OPEN_S + 5 * count
             machines.everywhere(LookupSite.open, Clients(count, master, seed), timeout_s=timeout)
             for tokens in _RATES:

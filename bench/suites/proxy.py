@@ -1,5 +1,5 @@
-"""What does the proxy add to a stream? `proxy_adds_first_ms` and `proxy_adds_total_ms`, against streams from
-the node itself.
+"""What does the proxy add to a stream? Reports `proxy_adds_first_ms` and `proxy_adds_total_ms`, in comparison
+with streams from the node itself.
 
 Nodes and proxies are processes of their own. The nodes compute nothing. Four kinds of streams take turns:
 straight from the decode node; through a proxy that knows only this node; by a client that asks a prefill node
@@ -94,8 +94,9 @@ class Timing(NamedTuple):
 
 @contextmanager
 def started() -> Iterator[Supervisor]:
-    """Yields what runs two nodes, `decode` and `prefill`, and two proxies: `one-hop` knows `decode` alone,
-    `two-hops` both. If Envoy is installed, also `envoy` before `decode`, and `picker`, which has an Envoy."""
+    """Yields a supervisor that runs two nodes, `decode` and `prefill`, and two proxies: `one-hop` knows only
+    `decode`, `two-hops` knows both. If Envoy is installed, it also runs `envoy` before `decode`, and
+    `picker`, a proxy behind Envoy."""
     with (
         tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder,
         Supervisor(SupervisorConfig(), sink=quiet) as supervisor,
@@ -189,8 +190,8 @@ async def _streams(
 def overhead(
     ways: dict[str, Callable[[], list[Timing]]], rounds: int, track: Callable[[range], Any]
 ) -> dict[str, Any]:
-    """Returns medians of each way over all rounds. What a proxy adds is the median of the differences within
-    a round."""
+    """Returns medians over all rounds for each kind of stream. The time that a proxy adds is the median of
+    the differences within a round."""
     found: dict[str, list[list[Timing]]] = {name: [] for name in ways}
     for _ in track(range(rounds)):
         for name, run in ways.items():

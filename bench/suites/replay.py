@@ -1,5 +1,5 @@
-"""What does a pool of this size find of a trace? `hit_rate`, against LRU with the same room, and a pool that
-never forgets.
+"""What does a pool of this size find of a trace? Reports `hit_rate`, in comparison with an LRU of the same
+room and a pool that never forgets.
 
 For each request of the trace, in order, a client looks up its whole blocks of 512 tokens, loads what is found
 and compares every byte, and stores what is missing. Chunks have only a few KiB, so that the pool of a small
@@ -74,7 +74,7 @@ class ShrunkenCache:
         self.layout = KVLayout.from_tensors(self.tensors)
 
     def fill(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Writes the pages of a prompt's blocks; the slot mapping to store them from."""
+        """Writes the pages of a prompt's blocks. Returns the slot mapping from which to store them."""
         self._pages(0, len(blocks))[:] = self._bytes_of(blocks)
         return self._source[: len(blocks) * BLOCK_TOKENS]
 
@@ -96,8 +96,8 @@ class ShrunkenCache:
 
 
 def allotted_bytes(nbytes: int) -> int:
-    """Returns what Mooncake's allocator sets aside for an object: the next size with three binary digits
-    after the first.
+    """Returns how many bytes Mooncake's allocator reserves for an object: the next number with at most four
+    significant binary digits.
 
     So an object a little larger than a power of two takes an eighth more. Mooncake's own metrics count the
     bytes asked for.
@@ -127,8 +127,8 @@ class Replayed(msgspec.Struct):
 
 
 def replay(what: str, requests: Sequence[Request], settings: NodeSettings, chunk_bytes: int) -> Replayed:
-    """Lives through the requests, one after the other, on the pool of these settings. `what` is for the
-    progress bar."""
+    """Replays the requests, one after the other, on the pool of these settings. `what` is for the progress
+    bar."""
     cache = ShrunkenCache(max(1, *(len(request.whole_blocks) for request in requests)), chunk_bytes)
     model = f"replay-{uuid.uuid4().hex}"
     metadata = CacheMetadata.of(model, cache.layout)
@@ -219,7 +219,7 @@ class Pools:
 
 
 def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
-    """Returns the targets that the rows allow to judge."""
+    """Returns the targets that these rows can show to be met or missed."""
     checks = [
         at_most("unbounded: points below the ideal", 100 * (row["ideal"] - row["hit_rate"]), 0.1)
         for row in rows

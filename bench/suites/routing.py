@@ -1,21 +1,21 @@
-"""Which policy finds most in the nodes' own caches? `hit_rate` and queueing times, against round robin and an
-oracle, in simulation.
+"""Which policy finds most in the nodes' own caches? Reports `hit_rate` and queueing times, in comparison with
+round robin and an oracle, in simulation.
 
 The router is the proxy's own (`launch/proxy/routing.py`), with simulated time. A simulated prefill node
 computes one prompt after the other, at a steady rate of tokens that its cache lacks; its cache is an LRU.
 `bench/lib/trace.py` describes the format of traces, `agent_trace` the synthetic one.
 
 - `round_robin`, `least_loaded`: the proxy's policies of these names.
-- `guess`: `prefix_aware` without events, if nodes do not say how large their caches are, as vLLM's do not.
-  The proxy assumes a million tokens.
-- `guess_of_size`: the same, if nodes say it.
+- `guess`: `prefix_aware` without events, if nodes do not report how large their caches are. The proxy then
+  assumes a million tokens.
+- `guess_of_size`: the same, if nodes report the size.
 - `events`: `prefix_aware` with the nodes' KV events, which arrive 0.1 s after the prompt was computed.
-- `oracle`: the same cost, by a router that looks into every cache and queue at the moment of its choice.
+- `oracle`: the same cost, but the router looks into every cache and queue at the moment of its choice.
 
 `--pooled` compares nodes' own caches with one pool that has as much room as all of them together
-(docs/performance.md has what others published): `longest_prefix` takes the node whose cache holds most of the
-prompt, and of equal ones the first, `longest_prefix_idle` the one with the least to do. `--customers` is
-llm-d's prefix workload; `random` takes any node.
+(docs/performance.md has published figures). `longest_prefix` takes the node whose cache holds most of the
+prompt; among equals, it takes the first node, and `longest_prefix_idle` takes the least loaded. `--customers`
+is llm-d's prefix workload; `random` takes any node.
 
     pd-cache bench routing [--pooled | --customers N] [--trace FILE] --json
 """
@@ -212,8 +212,8 @@ def compare_policies(
 def compare_pooled(
     name: str, requests: list[Request], routers: Iterable[Router], nodes: int, cache_tokens: int
 ) -> Found:
-    """One row per router: nodes with caches of their own, and beside them the pool, whose hits no router
-    changes."""
+    """Returns a row for each router, for nodes with caches of their own; and a row for the pool, whose hits
+    do not depend on the router."""
     whole = SimulatedLru[int](nodes * cache_tokens // BLOCK_TOKENS)
     pooled = simulate(requests, "least_loaded", nodes, 0, behind=whole).hit_rate
     rows: list[dict[str, Any]] = []
@@ -227,7 +227,7 @@ def compare_pooled(
 
 
 def compare_customers(customers: int, nodes: int, cache_tokens: int, scale: float = 1.0) -> Found:
-    """One row per router: how long the prompts of `customer_trace` took until they were computed."""
+    """Returns a row for each router: how long it took until the prompts of `customer_trace` were computed."""
     requests, rows = customer_trace(customers, scale), []
     routers: tuple[Router, ...] = ("random", "least_loaded", "guess", "guess_of_size", "events")
     for router in routers:
@@ -296,7 +296,7 @@ def agent_trace(sessions: int) -> list[Request]:
         for _ in range(max(1, round(rng.lognormvariate(math.log(_TURNS_MEDIAN), sigma)))):
             while len(blocks) < tokens // BLOCK_TOKENS:
                 blocks.append(next(fresh))
-            rest = [next(fresh)] if tokens % BLOCK_TOKENS else []  # it will be another block when it is full
+            rest = [next(fresh)] if tokens % BLOCK_TOKENS else []  # a new block when it is full
             requests.append(Request(now * 1000, tokens, [*blocks, *rest], _ANSWER_TOKENS))
             growth = rng.lognormvariate(math.log(_GROWTH_MEAN) - _GROWTH_SIGMA**2 / 2, _GROWTH_SIGMA)
             tokens += _ANSWER_TOKENS // 2 + round(max(0.0, growth - _ANSWER_TOKENS // 2))

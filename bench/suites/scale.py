@@ -1,5 +1,5 @@
-"""What is full first as a cluster grows to 1,000 nodes? `full_from_nodes`, and times to first token, in
-simulation; there is no peer.
+"""What is full first as a cluster grows to 1,000 nodes? Reports `full_from_nodes` and times to first token,
+in simulation; there is no peer.
 
 Requests of a trace come at a rate that grows with the cluster. The policies are the proxy's own modules. Unit
 costs are assumed; a file may give others.
@@ -35,8 +35,8 @@ _MEMORY = 32 << 30
 """Bytes that each node gives to the pool."""
 _REQUESTS_PER_NODE, _LEAST_REQUESTS = 8, 300
 _WARM = 1000
-"""How many requests of each copy of the trace the pool has seen before; less of a short trace, and of a share
-of a trace's users."""
+"""How many requests of each copy of the trace are in the pool before the load; fewer if the trace is short,
+or if only a share of its users is simulated."""
 _DEPTH = 300
 _BUSY = 0.6
 """The use of engines at the usual rate: of a prefill node's time, or of the room in a decode node's paged
@@ -93,8 +93,7 @@ def grow(
 
 
 def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int) -> float:
-    """Returns the requests a second and node that use `_BUSY` of the engines of the kind that has more to
-    do."""
+    """Returns the requests a second for each node at which the busier kind of engines has the use `_BUSY`."""
     guess = 1.0
     for _ in range(12):
         _, asked = grow(trace, costs, proxies, _TRIAL_NODES, guess, _TRIAL_REQUESTS)
@@ -106,8 +105,9 @@ def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int) -> floa
 
 
 def full_from(asked: Mapping[int, dict[str, float]]) -> list[dict[str, Any]]:
-    """Returns for each resource at how many nodes, between those that were simulated, it is full (None if it
-    never is); the first to be full first. `asked`: what each number of nodes was asked for."""
+    """Returns, for each resource, the number of nodes at which it is full, interpolated between the simulated
+    numbers; None if it never is. The resource that is full first comes first. `asked`: the use of each
+    resource at each number of nodes."""
     kinds = next(iter(asked.values()))
     full = {kind: full_at([(nodes, shares[kind]) for nodes, shares in asked.items()]) for kind in kinds}
     return [
@@ -117,8 +117,8 @@ def full_from(asked: Mapping[int, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
-    """Returns at how many nodes a share comes to 1, by a straight line between the numbers of nodes around;
-    None if it never does."""
+    """Returns the number of nodes at which a share reaches 1, by linear interpolation; None if it never
+    does."""
     before: tuple[int, float] | None = None
     for nodes, share in shares:
         if share >= 1.0:

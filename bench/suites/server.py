@@ -1,5 +1,5 @@
-"""What does the cache server cost? `store_ratio` and `retrieve_ratio`, against a `CacheEngine` in this
-process; `memory_ratio`, against memcpy.
+"""What does the cache server cost? Reports `store_ratio` and `retrieve_ratio`, in comparison with a
+`CacheEngine` in this process; and `memory_ratio`, in comparison with memcpy.
 
 The server, Mooncake's master and a store node are processes of their own. Transfers have Llama-3.1-8B's KV
 shape by default (128 KiB a token). The server takes turns with its peers: the engine has the same pool, and
@@ -62,7 +62,7 @@ while True:
 
 @contextlib.contextmanager
 def cache_server(shape: Shape, *tiers: StorageTier) -> Iterator[tuple[NodeSettings, str]]:
-    """Yields a pool and a cache server with these tiers on it: settings for an engine of one's own, and the
+    """Runs a pool, and a cache server with these tiers over it. Yields settings for another engine, and the
     server's URL."""
     nodes = (
         MasterNode(name="master", port=0, metrics_port=0),
@@ -83,7 +83,7 @@ def cache_server(shape: Shape, *tiers: StorageTier) -> Iterator[tuple[NodeSettin
 def served(
     url: str, metadata: CacheMetadata, caches: dict[str, torch.Tensor], tokens: list[int], slots: torch.Tensor
 ) -> Iterator[RemoteCache]:
-    """Yields a server's cache, which has been lent these tensors and holds these tokens."""
+    """Yields a server's cache that has got these tensors and holds these tokens."""
     identity = EngineIdentity.of(metadata, CacheConfig(chunk_size=CHUNK))
     with contextlib.closing(RemoteCache(url, identity, move_timeout_s=60)) as cache:
         cache.register_kv_caches(caches)
@@ -102,7 +102,7 @@ def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str, rounds:
     metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
     with (
         served(url, metadata, prompt.tensors, prompt.tokens[:CHUNK], prompt.source[:CHUNK]) as server,
-        # its tensors lie in shared memory, too: both write to the same pages
+        # its tensors lie in shared memory, too, so both write to the same pages
         contextlib.closing(
             CacheEngineBuilder.get_or_create("bench", settings, metadata, prompt.layout)
         ) as engine,

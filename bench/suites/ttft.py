@@ -1,16 +1,16 @@
-"""How soon does vLLM answer if the pool has the prompt? `ours_b_ms`, against recomputing and vLLM's own
-MooncakeStoreConnector.
+"""How soon does vLLM answer if the pool has the prompt? Reports `ours_b_ms`, and compares it with recomputing
+and with vLLM's own MooncakeStoreConnector.
 
     pd-cache bench ttft [--model-kind KIND] [--json] [--check]
     pd-cache bench ttft --link 10gbit --link 1gbit      over links of these rates, against no cache
     pd-cache bench ttft --pd [--link 1gbit] [--peer mooncake] [--peer nixl]      `ttft_pd.py`
 
-Servers run one after the other, because several on one machine slow each other down: a plain one; then, for
-each connector, A, which computes and stores, and B, which loads what A stored. A plain one takes turns with
-our A, because a machine's speed drifts by more than storing costs. With `--link`, the pool and A are on one
-side of a link, which gets one rate after the other, and B on the other; `auto` and `always` are values of
-`connector.load`. Before each rate, B computes a prompt and takes three long ones from the pool, unmeasured.
-Runs in an environment that has vLLM (`make test-vllm` sets one up).
+Servers run one after the other, because several servers on one machine slow each other down. First comes a
+plain server. Then, for each connector, A computes and stores, and B loads what A stored. A plain server takes
+turns with our A, because a machine's speed drifts by more than storing costs. With `--link`, the pool and A
+are on one side of a link, and B is on the other; the link gets one rate after the other. `auto` and `always`
+are values of `connector.load`. Before each rate is measured, B computes a prompt and loads three long prompts
+from the pool. Runs in an environment that has vLLM (`make test-vllm` sets one up).
 """
 
 from __future__ import annotations

@@ -276,8 +276,8 @@ def choose(report: PoolReport, pattern: str, *, old: bool) -> list[Space]:
 
 
 def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -> tuple[int, int]:
-    """Removes all objects of namespaces, leased or not. If no node has a namespace, its manifest is removed
-    with its last version.
+    """Removes all objects of the namespaces `chosen`, even leased ones. If no node has a namespace, its
+    manifest is removed with its last version.
 
     Returns how many were removed, and how many stay because they are being written. Raises PdCacheError,
     which says how many are gone already, if the master or the pool does not answer.

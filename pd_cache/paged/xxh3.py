@@ -131,5 +131,5 @@ class Xxh3:
 
 
 def _to_tensor(words: bytes, device: torch.device) -> Tensor:
-    """Returns 64-bit words as int64, of which torch has all operations."""
+    """Returns 64-bit words as int64, because torch lacks operations for unsigned integers."""
     return torch.frombuffer(bytearray(words), dtype=torch.int64).to(device)

@@ -58,8 +58,8 @@ class SimulatedEngine:
         store: Callable[[Generating], Happening],
     ) -> None:
         """`load` loads the prefix of a prompt that the pool has, and sets `loaded`. `store` begins to store
-        the computed tokens from `stored` to `position`; its happening comes when the store needs the engine's
-        blocks no longer."""
+        the computed tokens from `stored` to `position`. It returns a happening for the moment when the store
+        no longer needs the engine's blocks."""
         self._time, self._costs, self._load_prefix, self._store = time, costs, load, store
         self._waiting: deque[Generating] = deque()
         self._prefilling: deque[Generating] = deque()
