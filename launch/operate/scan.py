@@ -118,6 +118,8 @@ def scan(
                 for key, known in zip(copies, to.batch_exist(list(copies), timeout=_CALL_S), strict=True):
                     if known is Status.OK:
                         del sizes[key]
+                    elif known is not Status.MISSING:
+                        raise PdCacheError(f"the other pool does not answer: {known.value}")
             state.gone += len(batch) - len(copies)
             state.there += len(copies) - len(sizes)
             state.done += len(batch) - len(sizes)

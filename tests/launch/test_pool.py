@@ -402,6 +402,14 @@ def test_copy_goes_on_where_ctrl_c_ended_it_and_brings_all_that_is_intact(sound,
     assert raw(target, [manifest]) == raw(sound, [manifest])
     assert ", 200 there already, 1 damaged in" in run(sound, "copy", "--to", target.file, code=1).stdout
 
+    def killed(metrics, keys):
+        target.kill("master")
+        return copies_at(metrics, keys)
+
+    monkeypatch.setattr(scanned, "copies_at", killed)
+    lost = run(sound, "copy", "--to", target.file, code=1)
+    assert "pd-cache: the other pool does not answer: " in lost.stderr, "so nothing is read in vain"
+
 
 def test_copy_into_the_same_pool_or_one_without_room_is_an_error_and_changes_nothing(sound, make_pool):
     same = run(sound, "copy", "--to", sound.file, code=1)
