@@ -2,6 +2,7 @@
 
 import time
 
+from tests.support.cli import cli
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (
     CHUNK,
@@ -66,6 +67,20 @@ def test_each_answer_and_the_nodes_page_say_where_the_prompt_was_found_and_why_n
     assert (short["computed"], short["reason"]) == (CHUNK - 1, "too_short")
     assert pair.b.metric("vllm:pd_cache_requests_total", reason="too_short") >= 1
     assert pair.a.metric("vllm:pd_cache_missed_tokens_total", reason="never_stored") >= 1000
+
+
+def test_what_vllm_has_stored_is_found_whole_after_a_copy_to_another_pool_and_back(
+    pair, plain, new_prompt, vllm_pool, make_pool
+):
+    prompt = new_prompt(LENGTH)
+    stored(pair, prompt)
+    keys, other = vllm_pool.keys(), make_pool(segment="1GiB").start()
+    cli("pool", "copy", "-c", vllm_pool.file, "--to", other.file, "--rate", "1GiB")
+    assert keys <= other.keys()
+    cli("pool", "rm", "*", "-c", vllm_pool.file, "--yes")
+    assert not keys & vllm_pool.keys()
+    cli("pool", "copy", "-c", other.file, "--to", vllm_pool.file, "--rate", "1GiB")
+    assert pair.b.complete(prompt).outcome == (WHOLE, plain.tokens(prompt))
 
 
 def test_a_producer_reuses_what_the_pool_has_and_computes_the_tail(pair, plain, new_prompt):
