@@ -1,5 +1,5 @@
 """What only a cache server shows: its death and return, one memory for several engines, and a vLLM that knows
-nothing but its address; and what vLLM does whose role changes."""
+nothing but its address. And two vLLM nodes that change their roles."""
 
 import contextlib
 import itertools
