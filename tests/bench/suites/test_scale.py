@@ -20,7 +20,7 @@ from bench.lib.simulation.costs import (  # fmt: skip
 )
 from bench.lib.simulation.workload import Arrival, Part, of_arrival
 from bench.suites.scale import full_at
-from pd_cache.cluster import ProxyConfig
+from pd_cache.cluster import LimitsConfig, ProxyConfig
 from pd_cache.errors import ConfigError
 from tests.support.cli import cli_json
 from tests.support.traces import conversations, write_trace
@@ -112,6 +112,18 @@ def test_roles_follow_the_load_at_every_proxy(half, prefilling):
     assert kept.share > 0.95
     for proxy in clusters[0].proxies:
         assert sum(role.does == "prefill" for role in proxy.roles.now.values()) == prefilling
+
+
+def test_with_limits_an_overload_loses_no_answers_in_time():
+    load = roles.Load(partial(roles.requests_of, 0), range(2), 1.0)
+    limits = LimitsConfig(ttft_s=roles.FIRST_S, token_s=roles.TOKEN_S)
+    with patch.object(roles, "_HOUR_S", 60.0):
+        usual = roles.run(load, 2.0, 4, roles.LARGE)
+        without, kept = (roles.run(load, 5.0, 4, roles.LARGE, each, 1) for each in (roles.NO_LIMITS, limits))
+    assert usual.share > 0.95
+    assert sum(without.per_s) < 0.7 * sum(usual.per_s)
+    assert sum(kept.per_s) > sum(usual.per_s)
+    assert kept.error < 0.2
 
 
 def test_a_resource_is_full_between_the_numbers_of_nodes_around():
