@@ -152,7 +152,7 @@ def main(
     requests = read_trace(trace)
     if roles or limits:
         if counts or proxies > 1 or roles == limits:
-            what = "--roles and --limits have six nodes and four proxies: give one of them, without --nodes and --proxies"
+            what = "--roles and --limits have nodes and proxies of their own: give one of the two, without --nodes and --proxies"
             raise click.UsageError(what)
         costs = LARGE if file is None else read_costs(file)
         compared = (

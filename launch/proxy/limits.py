@@ -37,7 +37,10 @@ _RECENT_S = 10.0
 """How old a node's report may be."""
 _LATE, _STEP = 0.02, 0.1
 """The share of requests that may be late; and how much one measurement changes."""
+_MOST_MARGIN = 2.0
+"""So that a node that stops with many requests does not have most others refused for long."""
 _WAITING_SHARE, _MOST_WAITING = 0.5, 100
+"""See 6; and how many requests may wait."""
 WAIT_S = 60.0
 """How long a request waits until it is refused."""
 _MEAN_OF = 16
@@ -73,11 +76,12 @@ class _Time:
 
     def add(self, work: float, seconds: float) -> None:
         self._measured += 1
+        seconds = max(seconds, 1e-6)  # from 0, nothing could correct the figures
         if self._measured <= _ENOUGH:  # the first ones may be slow
             self.fixed_s = min(self.fixed_s, 0.25 * seconds)
             self.each_s = min(self.each_s, 0.75 * seconds / work)
             return
-        expected = max(self.seconds(work), 1e-9)
+        expected = self.seconds(work)
         by = max(-_STEP, min(_STEP, seconds / expected - 1))
         self.fixed_s *= 1 + by * self.fixed_s / expected
         self.each_s *= 1 + by * self.each_s * work / expected
@@ -100,9 +104,8 @@ class _Queue:
     def work(self, tokens: float, now: float) -> float:
         """Returns the tokens that the node has to bring to their first byte until it has done these."""
         work = tokens + self.others * self.mean + sum(asked.tokens for asked in self.asked)
-        if self.asked and self.time.each_s < math.inf:
-            work -= min(self.asked[0].tokens, (now - self.since) / max(self.time.each_s, 1e-9))
-        return work
+        done = (now - self.since) / self.time.each_s
+        return work - min(self.asked[0].tokens, done) if self.asked else work
 
 
 class Asked:
@@ -191,7 +194,7 @@ class Limits:
         if not predicted.first_s or first_s <= 0:
             return None
         late = first_s > predicted.first_s * self._margin
-        self._margin = max(1.0, self._margin + _STEP * (late - _LATE))
+        self._margin = min(_MOST_MARGIN, max(1.0, self._margin + _STEP * (late - _LATE)))
         return abs(predicted.first_s / first_s - 1)
 
     # --- what it says ---------------------------------------------------------------------------------------
