@@ -60,8 +60,8 @@ _FIRST, _NEXT = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D  # odd, so that no two bl
 
 
 class ShrunkenCache:
-    """An engine's paged cache in miniature: one page a block of a trace, a few KiB long, whose bytes follow
-    from the block's number. There are pages to store from, and as many to load into."""
+    """An engine's paged cache in miniature. Each block of a trace has a page of a few KiB, whose bytes are
+    computed from the block's number. There are pages to store from, and as many pages to load into."""
 
     def __init__(self, blocks: int, chunk_bytes: int) -> None:
         """`blocks` of the longest prompt; `chunk_bytes` a multiple of STEP_BYTES."""

@@ -1,8 +1,8 @@
 """`pd-cache doctor`: checks this machine and the cluster, explains what it finds, and names the repair.
 
 `checks` looks at the machine, `probe` at the cluster; `report` has the findings and shows them.
-docs/troubleshooting.md explains the checks. Nothing is changed, and whatever is put into the pool is removed
-again.
+docs/troubleshooting.md explains the checks. The doctor changes nothing, and removes the objects that it puts
+into the pool.
 """
 
 from __future__ import annotations

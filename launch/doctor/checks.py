@@ -1,6 +1,6 @@
 """Checks of this machine: Mooncake's libraries, RDMA and memory.
 
-Each check turns what it reads into findings, and changes nothing.
+Each check yields findings, and changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PROGRAM = "from transfer.store import load_mooncake; load_mooncake()"
 
 
 def library_findings() -> Iterator[Finding]:
-    """Looks at the wheel of this Python."""
+    """Checks Mooncake's wheel in this Python."""
     installed, check = {}, "libraries.wheel"
     for name in WHEELS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -56,8 +56,8 @@ def library_findings() -> Iterator[Finding]:
 
 
 def _import_finding() -> Finding:
-    """Imports it as our processes do, in a separate process: a library that crashes must not end the
-    doctor."""
+    """Imports Mooncake as our processes do, but in a separate process, because a library that crashes must
+    not end the doctor."""
     check = "libraries.import"
     try:
         done = subprocess.run(
@@ -182,8 +182,8 @@ _TIGHT = 0.9
 def memory_finding(
     config: ClusterConfig | None, nodes: Collection[Node], running: Collection[str], root: Path = Path("/")
 ) -> Finding:
-    """Compares with what `nodes`, those of this machine, need. `running`: names of those that have their
-    memory already."""
+    """Compares the free memory with the needs of this machine's `nodes`. `running`: the names of the nodes
+    that already have their memory."""
     wanted = needs(config, nodes) if config is not None else {}
     check = "memory.free"
     why = "segments and staging memory are made resident at the start; a process that does not fit is killed"

@@ -31,8 +31,8 @@ from transfer.settings import BreakerSettings, Placement, Timeouts
 
 
 def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
-    """Judges what `pd-cache status` shows: discovery, nodes, the pool, versions and namespaces. If no node
-    answers, the last finding says so."""
+    """Judges the state that `pd-cache status` shows: discovery, nodes, the pool, versions and namespaces. If
+    no node answers, the last finding reports it."""
     nodes, ours, up = status.nodes, pd_cache.__version__, "pd-cache up -c FILE"
     check = "cluster.discovery"
     if status.fresh:
@@ -158,8 +158,8 @@ _DEADLINE_S = 15.0
 _OPEN_S = 10.0
 _CONTROL_S = 2.0
 _MOST_HUNG = 3
-"""After this many segments that hang, the others are not tried: each holds up to 64 MiB until its call
-returns."""
+"""After this many segments that hang, the others are not tried, because each holds up to 64 MiB until its
+call returns."""
 _SLOW = {"tcp": 0.1e9, "rdma": 1e9}
 _SEGMENT = "transfer.segment"
 _WHY_SEGMENT = "its chunks cannot be read, and new chunks in it are lost"
@@ -217,7 +217,7 @@ def _open_store(config: ClusterConfig, master: str, host: str) -> tuple[Mooncake
         staging_size=_OBJECT * _OBJECTS,
         prefault=True,
         timeouts=Timeouts(exist_ms=2000, get_ms=deadline, put_ms=deadline, close_ms=1000),
-        breaker=BreakerSettings(failures=1_000_000),  # one segment's failure says nothing about the next
+        breaker=BreakerSettings(failures=1_000_000),  # the failure of a segment does not concern the next
     )
     store = MooncakeStore(settings, master=master, host=host, segment_size=0)
     try:

@@ -16,7 +16,7 @@ from rich.text import Text
 class Verdict(enum.Enum):
     OK = "ok"
     WARNING = "warning"
-    """It works, but worse than it could, or it may break later."""
+    """It works, but not as well as it could, or it may break later."""
     BROKEN = "broken"
     """Something that this machine or cluster needs does not work."""
     SKIPPED = "skipped"
@@ -43,7 +43,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     """All findings of one run."""
 
     schema: int = 1
-    """Rises when a field changes its meaning or goes; new fields and checks may come without."""
+    """Rises when a field changes its meaning or is removed. It does not rise for new fields and checks."""
     version: str
     """The version of pd-cache."""
     host: str

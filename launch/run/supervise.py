@@ -411,8 +411,8 @@ class Supervisor:
     def start(
         self, programs: Sequence[Program | Sequence[Program]], stop_event: StopFlag | None = None
     ) -> bool:
-        """Starts programs in order, each when the program before it is ready. Starts those of an inner list
-        together.
+        """Starts programs in order, each when the program before it is ready. The programs of an inner list
+        start together.
 
         Returns True once all are ready, False if `stop_event` was set first. Raises SupervisorError, with
         everything stopped, if a program cannot be started, ends (even one of an earlier group), or is not
@@ -432,8 +432,7 @@ class Supervisor:
         return True
 
     def wait(self, stop_event: StopFlag) -> None:
-        """Watches the programs until `stop_event` is set. The programs still run then; leaving the `with`
-        block stops them.
+        """Watches the programs until `stop_event` is set. Leaving the `with` block then stops them.
 
         A program that ends is started again after 1, 2, 4 … 30 s (from 1 s again once it has run for 60 s).
         """

@@ -1,4 +1,4 @@
-"""`up`: runs all nodes of this machine, each in its own process, supervised. Also the part that `launch`
+"""`up`: runs all nodes of this machine, each in its own process, supervised. Also has the code that `launch`
 shares: which node a process runs, and on which ports."""
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def running(
     stop: StopFlag | None = None,
     sink: Callable[[str], None] = to_stderr,
 ) -> Iterator[LocalCluster]:
-    """Starts this machine's nodes, each when those it needs are ready, and stops them in reverse order at the
-    end.
+    """Starts this machine's nodes, each when the nodes that it needs are ready, and stops them in reverse
+    order at the end.
 
-    Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. Raises
-    ConfigError or SupervisorError if they cannot all be started, after stopping those that were, ConfigError
-    also if they run already, and RuntimeFolderError if this user has no runtime folder of their own. If
-    `stop` is set before all are ready, the rest are not started. `sink` gets the nodes' output, and a line
-    `ready NAME URL` for each that is ready.
+    Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. If a node
+    cannot be started, stops the others and raises ConfigError or SupervisorError. Raises ConfigError, too, if
+    the nodes run already, and RuntimeFolderError if this user has no runtime folder of their own. If `stop`
+    is set before all are ready, the rest are not started. `sink` gets the nodes' output, and a line `ready
+    NAME URL` for each that is ready.
     """
     mine = local_nodes(config)
     if not mine:
@@ -120,7 +120,7 @@ def running(
 def running_config(file: Path) -> ClusterConfig | None:
     """Returns the configuration, with every port chosen, of a living `up` of `file`; None if there is none.
 
-    Ignores notes that another user could have left there, and those of an `up` that was killed.
+    Ignores notes that another user could have left, and the notes of an `up` that was killed.
     """
     try:
         text = read_note(_note_of(file))

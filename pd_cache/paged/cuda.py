@@ -298,8 +298,8 @@ def pin_host_memory(address: int, nbytes: int, device: int | None = None) -> Cal
 
     It works in the context of `device`, by default the calling thread's, for all devices of the process. A
     thread that has chosen none would open a context on GPU 0. The memory has to be mapped and not locked yet,
-    and has to stay mapped until it is unlocked. No copy may be in flight at that time; unlocking twice says
-    so in the log. Raises PdCacheError if CUDA is missing or refuses.
+    and has to stay mapped until it is unlocked. No copy may be in flight when it is unlocked. A second
+    unlocking is logged. Raises PdCacheError if CUDA is missing or refuses.
     """
     if not is_available():
         raise PdCacheError(f"cannot page-lock {nbytes} bytes: torch {torch.__version__} finds no CUDA device")

@@ -4,7 +4,7 @@ It serves a Llama with random weights on the CPU. It is neither fast nor made fo
 right. A prompt gives the same tokens whether its prefix was computed here or loaded from the pool, and
 requests are answered whatever the cache does.
 
-A request's path: `api` reads it (`protocol`) and submits it (`requests`) to the `engine`, whose thread
-schedules it: it has the `prefix_cache` reserve blocks and load the prefix, computes the rest with the `model`
-through the pages, has the chunks stored, and puts tokens into the `Generation` from which the server reads.
+A request's path: `api` reads it (`protocol`) and submits it (`requests`) to the `engine`. The engine's thread
+schedules the request. Through the `prefix_cache` it reserves blocks, loads the prefix and stores chunks. It
+computes the rest with the `model`, and puts tokens into the `Generation` from which the server reads.
 """

@@ -50,8 +50,8 @@ class ReferenceServer:
         tracing: Tracing = UNTRACED,
         version: WeightsVersion | None = None,
     ) -> None:
-        """`registry` holds further metrics, the cache's, for `/metrics`. `about` returns further fields for
-        `/health`. `version`: that of the cache's weights."""
+        """`registry` holds the cache's metrics for `/metrics`. `about` returns further fields for `/health`.
+        `version` is the version of the cache's weights."""
         self.engine = engine
         self._registry = registry
         self._about = about
@@ -258,7 +258,7 @@ async def _send(response: web.StreamResponse, data: str) -> None:
 
 
 def _api_error(error: Exception) -> ApiError:
-    """Returns what the client is sent if the engine refuses or fails a request."""
+    """Returns the error for the client if the engine refuses or fails a request."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, GenerationError):
