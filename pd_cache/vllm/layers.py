@@ -174,7 +174,9 @@ def _kept(number: int, spec: KVCacheSpec) -> KeptLayers:
     spec = getattr(spec, "first_spec", spec)  # all layers of a group are of one kind, with one window
     latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
     if isinstance(spec, SlidingWindowSpec):
-        return KeptLayers(number, spec.block_size, "window", spec.sliding_window, latent)
+        # before a window, vLLM keeps the tokens whose drafts several MTP modules may compute again
+        window = spec.sliding_window + spec.extra_retained_tokens
+        return KeptLayers(number, spec.block_size, "window", window, latent)
     if isinstance(spec, MambaSpec):
         shapes = ", ".join(
             f"{dtype} {list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)

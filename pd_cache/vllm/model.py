@@ -92,6 +92,12 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         "mamba_cache_mode is not align, in which vLLM keeps the states at the ends of blocks": any(
             isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in specs.values()
         ),
+        "with prefix_match_unit, vLLM shares states of this kind under the names of longer prefixes; leave it out": any(
+            isinstance(spec, MambaSpec)
+            and spec.num_prefill_checkpoint_blocks > 0
+            and (kv_cache_config.hash_block_size or spec.block_size) < spec.block_size
+            for spec in specs.values()
+        ),
         f"its layer {''.join(unshared[:1])} keeps KV that vLLM does not share between requests": bool(
             unshared
         ),
@@ -125,8 +131,6 @@ def draft_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Dra
     reasons = {
         f"speculative decoding by {method}: pd-cache does not know what its KV depends on; it restores that of "
         f"{', '.join(sorted(_READS_NEXT | _READS_SAME))}": method not in _READS_NEXT | _READS_SAME,
-        "several MTP modules: vLLM computes the last KV of all but the first again, from what it remembers of the step before; "
-        "set num_speculative_tokens to 1, with which it uses one module": speculative.use_multi_module_mtp(),
         "its MTP layers read the KV of the model itself, or positions of their own": (
             speculative.use_gemma4_mtp() or speculative.use_step3p5_mtp()
         ),

@@ -33,6 +33,8 @@ class Layer(NamedTuple):
     """Where the layer can hand over its state; empty for a layer of attention."""
     source: int | None = None
     """The layer whose KV this one reads, instead of KV of its own."""
+    retained: int = 0
+    """How many tokens before the window vLLM keeps, because MTP modules may compute the last ones again."""
 
     @property
     def words(self):
@@ -59,7 +61,7 @@ class Layer(NamedTuple):
         kept["dtype"] = torch.float32
         if self.window:
             kind = vllm.SlidingWindowMLASpec if self.latent else vllm.SlidingWindowSpec
-            return kind(**kept, sliding_window=self.window)
+            return kind(**kept, sliding_window=self.window, extra_retained_tokens=self.retained)
         if self.local:
             return vllm.ChunkedLocalAttentionSpec(**kept, attention_chunk_size=self.local)
         return (vllm.MLAAttentionSpec if self.latent else vllm.FullAttentionSpec)(**kept)

@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from typing import Literal, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -296,7 +297,9 @@ class History:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(self.hashed, sha256)
         manager = StructuredOutputManager(config)
-        self.vllm = Scheduler(config, theirs, manager, block_size=BLOCK, hash_block_size=self.hashed)
+        retained = max(layer.retained for layer in setting.layers)
+        with patch.object(type(config), "num_prefill_lookahead_tokens", retained and retained + 1):
+            self.vllm = Scheduler(config, theirs, manager, block_size=BLOCK, hash_block_size=self.hashed)
         side = self.vllm.connector._scheduler
         side.streams.longest_s = setting.stream_s
         side._costs.judge = self._judge
@@ -745,6 +748,11 @@ def tiny(tmp_path_factory):
             Setting(**STATES, layers=(STATE, STATE, Layer()), match_unit=4), id="Qwen3-Next with a match unit"
         ),
         pytest.param(Setting(**STATES, layers=(MAMBA,) * 3), id="Mamba-2"),
+        # the tokens that are retained before a window are in a block of their own
+        pytest.param(
+            Setting(fail=0.2, blocks=150, per_chunk=1, layers=(Layer(17, retained=2), Layer(), Layer())),
+            id="MiMo V2 with three MTP modules",
+        ),
         # vLLM disables the hybrid manager for Llama 4
         pytest.param(
             Setting(fail=0.2, blocks=100, hybrid=False, layers=(Layer(local=48), Layer(local=48), Layer())),

@@ -249,9 +249,12 @@ def further_spec(kind, block_size=16, window=64):
         return vllm.SlidingWindowMLASpec(**attention, sliding_window=window, bounded_replay=True)
     if kind == "mixed":
         return vllm.UniformTypeKVCacheSpecs.from_specs({"a": further_spec("full"), "b": further_spec("sink")})
-    mode = "none" if kind == "none" else "align"
     return vllm.MambaSpec(
-        block_size=block_size, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode
+        block_size=block_size,
+        shapes=((4, 4),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="none" if kind == "none" else "align",
+        num_prefill_checkpoint_blocks=int(kind == "mamba"),
     )
 
 
@@ -268,6 +271,9 @@ def further_spec(kind, block_size=16, window=64):
         ({"others": ["replayed"]}, "layer 1 keeps KV that vLLM does not share between requests"),
         ({"others": ["mixed"]}, "layer b has a SinkFullAttentionSpec"),
         ({"others": ["none"]}, "mamba_cache_mode is not align"),
+        ({"others": ["state", "mamba"]}, None),
+        ({"others": ["state"], "match_unit": 4}, None),
+        ({"others": ["state", "mamba"], "match_unit": 4}, "prefix_match_unit.*; leave it out"),
         ({"scratch": True}, "does not share between requests"),
         ({"faults": True}, "enable_fault_tolerance: vLLM goes on without"),
         ({"non_causal": True}, "attend to later tokens"),
@@ -286,10 +292,6 @@ def further_spec(kind, block_size=16, window=64):
         (
             {"draft": "extract_hidden_states"},
             "by extract_hidden_states: pd-cache does not know what its KV depends on; .* dspark, eagle, eagle3, mtp",
-        ),
-        (
-            {"draft": "mtp", "use_multi_module_mtp": lambda: True},
-            "several MTP modules: .*; set num_speculative_tokens to 1",
         ),
         ({"draft": "mtp", "use_gemma4_mtp": lambda: True}, "the KV of the model itself"),
         ({"draft": "mtp", "others": ["state"]}, "states with a draft model"),
@@ -316,8 +318,7 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, 
         non_causal=changed.get("non_causal", False),
     )
     ordinary = {
-        "method": changed.get("draft"), "use_multi_module_mtp": lambda: False,
-        "use_gemma4_mtp": lambda: False, "use_step3p5_mtp": lambda: False,
+        "method": changed.get("draft"), "use_gemma4_mtp": lambda: False, "use_step3p5_mtp": lambda: False,
     }  # fmt: skip
     speculative = SimpleNamespace(**{name: changed.get(name, value) for name, value in ordinary.items()})
     config = SimpleNamespace(
@@ -346,7 +347,7 @@ def test_a_model_is_refused_if_what_was_loaded_could_change_its_tokens(changed, 
         )
         for at, one in enumerate(specs)
     ]
-    cache = SimpleNamespace(kv_cache_groups=groups)
+    cache = SimpleNamespace(kv_cache_groups=groups, hash_block_size=changed.get("match_unit"))
     if message is None:
         check_supported(config, cache)
         return
