@@ -276,7 +276,7 @@ class Driver:
 
     def _check(self, prompts, stores, seconds):
         """Tries until every prompt is found and loaded whole; with `stores`, stores it first. The first lane,
-        whose thread rests, does it, and declines no load."""
+        whose thread rests, does it. It declines no load until all were loaded."""
         self.lanes[0].cache.queue_s = math.inf
         kinds = ("store", "lookup", "retrieve") if stores else ("lookup", "retrieve")
         left, end, missing = [Prompt(*one) for one in prompts], time.monotonic() + seconds, ["not tried"]
@@ -290,6 +290,9 @@ class Driver:
                     missing.append(f"{prompt}: {hits} of {prompt.chunks * CHUNK}")
             if left:
                 time.sleep(0.5)
+        self.lanes[0].cache.queue_s = 0.0
+        for one in prompts:
+            self.lanes[0].do(Operation("retrieve", Prompt(*one), 0, 0, 5.0, 0.0))
         return {"missing": missing if left else []}
 
     def _settle(self, seconds):
