@@ -102,13 +102,6 @@ def write_gemma(folder):
             eoi_token_index=5,
         ),
     )
-    # vLLM's own Gemma knows the names that the vision model had before transformers 5
-    weights = load_file(folder / "model.safetensors")
-    renamed = {
-        re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): tensor
-        for name, tensor in weights.items()
-    }
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer = _tokenizer(
         {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"},
         *("\n" * count for count in range(1, 5)),
@@ -143,6 +136,13 @@ def _write_weights(folder, kind, config):
         elif "embed_tokens" in name and config.tie_word_embeddings:
             parameter.data *= 0.2  # otherwise each token follows itself
     model.save_pretrained(folder)
+    # vLLM's own models know the names that CLIP and SigLIP had before transformers 5
+    weights = load_file(folder / "model.safetensors")
+    renamed = {
+        re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): tensor
+        for name, tensor in weights.items()
+    }
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _tokenizer(special, *words):

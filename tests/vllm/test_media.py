@@ -30,10 +30,9 @@ from tests.vllm.servers import (
 )
 
 BEFORE, AFTER = 90, 210
-PLAIN = "--model-impl=transformers", "--no-enable-prefix-caching"
-HASHING = {"model-impl": "transformers", "enable-prefix-caching": False}
+HASHING = {"enable-prefix-caching": False}
 NUMBERING = {**HASHING, "mm-processor-cache-gb": 0}
-RENDERING = {"model-impl": "transformers", "enable-scale-out": True}
+RENDERING = {"enable-scale-out": True}
 
 
 class Servers(NamedTuple):
@@ -72,7 +71,7 @@ def servers(vllm_pool, tmp_path_factory):
         connector={"trust_media_ids": True}, cache={"chunk_size": CHUNK, "hash_mode": "tokens"},
     )  # fmt: skip
     with (
-        begun(by_hand(model, *PLAIN)) as plain,
+        begun(by_hand(model, "--no-enable-prefix-caching")) as plain,
         running(by_blocks, by_tokens) as nodes,
         looked_up(*nodes[:2]) as proxy,
     ):
@@ -276,7 +275,7 @@ def images(request, vllm_pool, tmp_path_factory):
     request.param.write(model)
     file = cluster_file(
         folder, vllm_pool, model,
-        {"prefill-0": {"args": {"enable-prefix-caching": False}}, "decode-0": {"args": {"enable-scale-out": True}}},
+        {"prefill-0": {"args": HASHING}, "decode-0": {"args": RENDERING}},
         handoff={"wait_ms": HANDOFF_MS, "stream": "always"},
     )  # fmt: skip
     with (
