@@ -1,7 +1,7 @@
 """The proxy as an aiohttp application: its parts, its socket, what runs beside its requests, the outermost
 handler, and the proxy's own pages, such as `/health`.
 
-If clients need keys, a client without one learns from `/health` only whether the proxy can serve.
+If clients need keys, `/health` says to a client without a key only whether the proxy can serve.
 """
 
 from __future__ import annotations
@@ -109,27 +109,27 @@ class Proxy:
         await check_nodes(self._pools, self.hops.session)
 
     async def listen(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:
-        """Accepts connections from now on. Returns the base URL. Raises OSError if the address cannot be
+        """Begins to accept connections. Returns the base URL. Raises OSError if the address cannot be
         bound."""
         await web.TCPSite(self._runner, host, port, ssl_context=tls, backlog=_BACKLOG).start()
         shown = f"[{host}]" if ":" in host else host
         return f"{'http' if tls is None else 'https'}://{shown}:{self._runner.addresses[0][1]}"
 
     async def pick_for_gateways(self, address: str, tls: ServerTlsConfig | None = None) -> None:
-        """Picks decode nodes for gateways from now on, at `host:port` or `unix:path`. Raises OSError if the
+        """Begins to pick decode nodes for gateways, at `host:port` or `unix:path`. Raises OSError if the
         address cannot be bound."""
-        from launch.proxy.picker import serve  # which takes a tenth of a second
+        from launch.proxy.picker import serve  # the import takes a tenth of a second
 
         self._pools.gateways = True
         self._picker = await serve(self.requests, address, tls)
 
     async def listen_to_envoy(self, folder: Path) -> None:
-        """Serves the Envoy whose configuration is `gateway.configuration(folder, …)` from now on."""
+        """Begins to serve an Envoy with the configuration of `gateway.configuration(folder, …)`."""
         await web.UnixSite(self._runner, folder / "proxy", backlog=_BACKLOG).start()
         await self.pick_for_gateways(f"unix:{folder / 'picker'}")
 
     async def close(self) -> None:
-        """Accepts no more connections, drains, and ends all connections."""
+        """Stops accepting connections, drains, and ends all connections."""
         await self._runner.cleanup()
         if self._picker is not None:
             await self._picker.stop(None)
@@ -157,8 +157,8 @@ class Proxy:
 
     @web.middleware
     async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Gives the request its id. Answers what browsers ask before they send a request of a page from
-        elsewhere."""
+        """Gives the request its id. Answers the `OPTIONS` request that a browser sends before a request of
+        another site's page."""
         request[REQUEST_ID] = given_id(request.headers) or uuid.uuid4().hex
         asks_first = request.method == "OPTIONS" and self._origin(request)
         response = web.Response() if asks_first else await handler(request)
@@ -172,7 +172,7 @@ class Proxy:
         return "*" if given and "*" in allowed else given if given in allowed else ""
 
     async def _share(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Lets pages of `cors_origins` read the answer, which is about to begin."""
+        """Adds the headers that let pages of `cors_origins` read the answer."""
         if origin := self._origin(request):
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Access-Control-Expose-Headers"] = f"{ID_HEADER}, {HINTS_HEADER}"

@@ -1,4 +1,5 @@
-"""What clients send and get: bodies, read within a bound of memory, parsed, and made anew for each hop.
+"""Reads clients' bodies within a bound of memory, parses them, and writes a new body for each hop. Reads
+nodes' answers.
 
 Only the fields that matter here are decoded. All others keep their bytes: a prompt of 128k token ids is not
 turned into Python numbers and back, and no number changes its spelling.
@@ -25,8 +26,8 @@ from pd_cache.handoff import Announcement, write_params
 
 P = TypeVar("P")
 _COPIES = 2
-"""How often a body is in memory: as the client sent it, and as the node under way gets it. The parsed body is
-a third copy, for one body at a time."""
+"""How many copies of a body are in memory: the client's, and that for the current node. Parsing makes a third
+copy, of one body at a time."""
 _SMALL = 256 << 10
 """The most bytes of a small body: 64k tokens of text, or a chat of many turns."""
 
@@ -36,11 +37,11 @@ _M_MMAP_THRESHOLD = -3
 
 
 def unmap_freed_bodies() -> None:
-    """Makes this process give the memory of a large body, and of its parts, back as soon as they are freed.
+    """Makes this process return the memory of a large body, and of its parts, as soon as they are freed.
 
     By default glibc maps blocks of at least 128 KiB, and raises that limit to the size of each mapped block
-    that is freed. Smaller ones come from the heap, where they leave holes. 14 bodies at once then take 660
-    MiB, and with a fixed limit 420.
+    that is freed. Smaller blocks come from the heap, where they leave holes: 14 bodies at once take 660 MiB.
+    With a fixed limit they take 420 MiB.
     """
     with contextlib.suppress(AttributeError):  # musl has no such setting
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
@@ -86,15 +87,15 @@ class BodyShare:
 async def read_body(
     pieces: AsyncIterator[bytes], share: BodyShare, most: int, limit_s: float, announced: int | None = None
 ) -> bytes:
-    """Returns the whole body of a request, of at most `most` bytes, within `limit_s`. `announced`: its
-    `Content-Length`, if that is known.
+    """Returns the whole body of a request, of at most `most` bytes, within `limit_s`. `announced` is its
+    `Content-Length`, if known.
 
     Raises ApiError 413 if the body is larger, 408 if it comes too slowly, 503 if there is no memory for it,
     400 if it cannot be read. Raises ClientGone if the client hung up.
     """
     try:
-        # not `wait_for`: its task would keep a refused body's memory for one more turn, so that all bodies
-        # that come at a time are refused
+        # not `wait_for`: its task would hold a refused body's memory for another turn of the loop, so that
+        # all bodies that arrive together would be refused
         async with asyncio.timeout(limit_s):
             return await _read(pieces, share, most, announced or 0)
     except TimeoutError:
@@ -160,19 +161,19 @@ SAMPLING = {
     "stop_token_ids", "stream_interval", "stream_options", "structured_outputs", "temperature",
     "thinking_token_budget", "top_k", "top_logprobs", "top_p", "use_beam_search", "watermarking",
 }  # fmt: skip
-"""Fields that do not change a prompt's KV, only what comes after it: `n: 64` would make a node
-compute 64 sequences."""
+"""Fields that do not change a prompt's KV, only what comes after it. Prefill nodes do not get them: with
+`n: 64`, a node would compute 64 sequences."""
 
 
 _MOST_FIELDS = 1000
 _MOST_NAMED = 1000
-"""The most parts of all messages of a chat in which the client names images, audio or video."""
+"""The most parts in all of a chat's messages that name an image, audio or video."""
 _MOST_COLONS = 50_000
-"""The most colons outside of the fields of `_Large`. As many fields take 12 MiB until they are counted."""
+"""The most colons outside of the fields of `_Large`. That many fields take 12 MiB before they are counted."""
 
 
 class _Large(msgspec.Struct, frozen=True):
-    """The fields in which a request may have much: their own fields and texts are left as they are."""
+    """The fields of a request that may be large. What is in them stays as it is."""
 
     prompt: msgspec.Raw = _NULL
     messages: msgspec.Raw = _NULL
@@ -189,10 +190,10 @@ _TENANT_SALT = "pd-cache-tenant-"
 
 
 def tenant_salt(own: str | None, tenant: str) -> str | None:
-    """Returns the `cache_salt` of a request of `tenant`, if it has one, whose client has sent the salt `own`.
+    """Returns the `cache_salt` for a request of `tenant`, which may be empty. `own` is the client's salt.
 
-    No two tenants have the same salt, because tenants' names have no `/`. No client can send such a salt:
-    raises ApiError 400. It holds a digest, because vLLM takes at most 128 characters, and neither `@`, `/`
+    No two tenants have the same salt, because tenants' names have no `/`. Raises ApiError 400 if the client
+    sent such a salt. The salt holds a digest, because vLLM takes at most 128 characters, and neither `@`, `/`
     nor `\\`.
     """
     if tenant:
@@ -232,8 +233,7 @@ class _Message(msgspec.Struct, Generic[P], frozen=True, gc=False):
 
 
 def _consists_of(messages: bytes, part: type[msgspec.Struct]) -> bool:
-    """Returns whether a chat's parts are texts, or are of this type. Takes no time of the interpreter a
-    message."""
+    """Returns whether all parts of a chat are texts or of this type. Runs no Python code per message."""
     try:
         decode_json(messages, list[_Message[part]])  # type: ignore[valid-type]
     except UndecodableError:
@@ -247,7 +247,7 @@ class Completion:
         body = body.removeprefix(codecs.BOM_UTF8)
         check_fields(body)
         try:
-            body.decode()  # raw fields are not checked for this
+            body.decode()  # raw fields are not checked for UTF-8
             self._fields: dict[str, msgspec.Raw] = decode_json(body, dict[str, msgspec.Raw])
         except ValueError as error:
             what = "must be a JSON object" if body.lstrip()[:1] != b"{" else "is not valid JSON"
@@ -257,8 +257,7 @@ class Completion:
         self._fields.pop(_TRANSFER, None)  # it says which memory to read, so it is only for nodes
         hints = bytes(self._fields.pop(_HINTS, b"null"))
         self.hints = None if hints == b"null" else hints
-        """What the client says about the future of prompts, as JSON (`launch/proxy/hints.py`). Nodes do not
-        get it."""
+        """The client's hints about future prompts (`launch/proxy/hints.py`), as JSON. No node gets them."""
         self._chat = prompt == "messages"
         self._field = prompt
         if prompt not in self._fields or self._fields[prompt] == _NULL:
@@ -283,12 +282,12 @@ class Completion:
 
     @property
     def path(self) -> str:
-        """The page of OpenAI's API that takes it."""
+        """The path of the request in OpenAI's API."""
         return "/v1/chat/completions" if self._chat else "/v1/completions"
 
     @property
     def _prompt(self) -> bytes:
-        """The JSON of the prompt: a copy, so that the prompt is in memory once."""
+        """The prompt's JSON: a new copy each time, so that none stays in memory."""
         return bytes(self._fields[self._field])
 
     def prompt(self) -> RoutedPrompt:
@@ -323,7 +322,7 @@ class Completion:
             return None
 
     def priority(self) -> int:
-        """Returns the request's priority: a lower one goes first. 0 if it has none that is a number."""
+        """Returns the request's priority; 0 without a valid number. Lower priorities go first."""
         try:
             return decode_json(bytes(self._fields.get("priority", b"0")), int | None) or 0
         except UndecodableError:
@@ -335,8 +334,8 @@ class Completion:
         return decode_json(bytes(self._fields.get("cache_salt", b"null")), str | None)
 
     def isolate(self, tenant: str) -> None:
-        """Makes the request one of a tenant; see `tenant_salt`. Raises ApiError 400 for a salt that no client
-        may send."""
+        """Gives the request the salt of its tenant: see `tenant_salt`. Raises ApiError 400 for a salt that no
+        client may send."""
         try:
             own = self.cache_salt()
         except ValueError:
@@ -347,8 +346,8 @@ class Completion:
             self._fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
 
     def scores_prompt(self) -> bool:
-        """Returns whether the answer has log probabilities of the prompt. vLLM computes the whole prompt for
-        them, whatever it has of it."""
+        """Returns whether the answer has log probabilities of the prompt. For these, vLLM
+        computes the whole prompt, even what it has cached."""
 
         def given(field: str) -> bool:
             return bytes(self._fields.get(field, b"null")) not in (b"null", b"false")
@@ -392,7 +391,7 @@ class Completion:
         return msgspec.json.encode(fields)
 
     def _transfer(self, params: dict[str, Any]) -> msgspec.Raw:
-        if self._media:  # without the client's names; see `_without_media_ids`
+        if self._media:  # `_without_media_ids` removed the client's names
             params = {**params, "media_hashed": True}
         return msgspec.Raw(msgspec.json.encode(params or None))
 
@@ -405,9 +404,9 @@ class Completion:
 def _without_media_ids(messages: bytes) -> msgspec.Raw:
     """Returns a chat's messages without the names that the client gave to images, audio and video.
 
-    vLLM takes whatever comes under a name for what it has cached under this name, even if another client sent
-    that, and even if the name is the hash of other content. Without a name, vLLM hashes the content. Raises
-    UndecodableError if this is no chat, ApiError 400 if it has too many parts.
+    vLLM finds named content in its cache by the name alone. So a client could get the content that another
+    client sent under this name, even if the name is the hash of other content. Without a name, vLLM hashes
+    the content. Raises UndecodableError if this is no chat, ApiError 400 if it has too many parts.
     """
     places, parts = [], 0
     for place, message in enumerate(decode_json(messages, list[_Message[_AnyPart]])):
@@ -432,15 +431,15 @@ def _without_media_ids(messages: bytes) -> msgspec.Raw:
 
 
 def check_fields(body: bytes) -> None:
-    """Raises ApiError 400 if the object has far too many fields, before objects are made of them: a field of
-    9 bytes takes 200 in memory."""
+    """Raises ApiError 400 if the object has far too many fields. Does not parse them: a field of 9 bytes
+    would take 200 in memory."""
     colons = body.count(b":")
     if colons <= _MOST_COLONS:
         return
     try:
         large = decode_json(body, _Large)
     except UndecodableError:
-        return  # the caller finds out, too, and says why
+        return  # the caller parses it too, and says what is wrong
     colons -= sum(bytes(getattr(large, name)).count(b":") for name in _Large.__struct_fields__)
     if colons > _MOST_COLONS:
         raise _too_many_fields()
@@ -466,7 +465,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 class _Features(msgspec.Struct, frozen=True):
     mm_hashes: dict[str, list[Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64,128}\Z")]]] = {}
-    """The names of the media of each kind. Other names are not made from the content."""
+    """The names of the media, by kind. Only names of this form are made from the content."""
     mm_placeholders: dict[str, list[_Place]] = {}
 
 

@@ -1,7 +1,8 @@
-"""The messages of Envoy's external processing (`envoy.service.ext_proc.v3`), as far as a picker needs them.
+"""The messages of Envoy's external processing (`envoy.service.ext_proc.v3`) that a picker needs.
 
-They are made here, in a pool of their own: the package with all of Envoy's messages overwrites files of
-OpenTelemetry's. Only numbers and types are on the wire, so a map is a repeated `Entry`, and an enum a number.
+This module makes them, in a descriptor pool of their own, because the package with all of Envoy's messages
+overwrites files of OpenTelemetry. The wire has only numbers and types, so a map is a repeated `Entry`
+here, and an enum is a number.
 """
 
 from __future__ import annotations
@@ -59,6 +60,6 @@ def _classes(*names: str) -> list[Any]:
 
 ProcessingRequest, ProcessingResponse = _classes("ProcessingRequest", "ProcessingResponse")
 FULL_DUPLEX_STREAMED = 4
-"""The `request_body_mode` of the protocol of endpoint pickers."""
+"""The `request_body_mode` that endpoint pickers use."""
 OVERWRITE_IF_EXISTS_OR_ADD = 2
 """An `append_action`."""

@@ -1,7 +1,7 @@
-"""Envoy in front of the proxy of this process: it takes the clients' requests, asks the proxy's picker for
-decode nodes, and passes on the answers (`proxy.gateway`).
+"""Runs Envoy in front of this process's proxy (`proxy.gateway`). Envoy takes the clients' requests, asks the
+proxy's picker for decode nodes, and passes on the answers.
 
-They meet at sockets in a folder of this process, so no other user reaches the picker.
+Envoy and the proxy are connected by sockets in a folder of this process, so no other user reaches the picker.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _POLL_S = 0.1
 
 
 def configuration(folder: Path, node: ProxyNode, settings: ProxyConfig) -> str:
-    """Returns Envoy's configuration, in YAML. `folder` has the sockets, and with TLS the file of
-    `_write_certificate`."""
+    """Returns Envoy's configuration, in YAML. `folder` holds the sockets and, with TLS, the
+    file that `_write_certificate` writes."""
     transport: dict[str, Any] = _PLAIN
     if settings.tls is not None:
         secret = {
@@ -69,11 +69,11 @@ def _write_certificate(folder: Path, tls: ServerTlsConfig) -> None:
     }
     secret = {"@type": f"{_TYPES}.tls.v3.Secret", "name": "server", "tls_certificate": certificate}
     (folder / "tls.new").write_bytes(msgspec.json.encode({"resources": [secret]}))
-    (folder / "tls.new").rename(folder / "tls.json")  # at which Envoy reads it again
+    (folder / "tls.new").rename(folder / "tls.json")  # this makes Envoy read it again
 
 
 class _Admin(http.client.HTTPConnection):
-    """Envoy's page for operators, at a socket in `folder`."""
+    """A connection to Envoy's admin pages, at a socket in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("envoy", timeout=1.0)
@@ -86,7 +86,7 @@ class _Admin(http.client.HTTPConnection):
 
 
 def _ask(folder: Path, method: str, page: str) -> str:
-    """Returns a page of Envoy's; empty if it cannot be had."""
+    """Returns one of Envoy's admin pages; empty if Envoy does not return it."""
     connection = _Admin(folder)
     try:
         connection.request(method, page)
@@ -107,7 +107,7 @@ async def serve_through_envoy(
     stop: asyncio.Event,
     ready: Callable[[], None],
 ) -> None:
-    """Serves clients at the node's address until `stop` is set; then drains. `ready` is called once it
+    """Serves clients at the node's address until `stop` is set, then drains. Calls `ready` once Envoy
     serves. Raises RoleError if Envoy is not installed, does not serve in time, or ends by itself."""
     program, settings = find_program("envoy"), config.proxy
     if program is None:

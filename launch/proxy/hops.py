@@ -1,5 +1,5 @@
-"""A request's hops until its decode node: to a decode node for its prompt's tokens, to the prefill node, and
-the stream."""
+"""A request's hops before its answer: to a decode node for the prompt's tokens, to the prefill node, and the
+stream to the decode node."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MOST_REFUSALS = 2
-"""How many prefill nodes may refuse a prompt until the decode node gets it."""
+"""How many prefill nodes may refuse a prompt before the decode node gets it."""
 _STREAM_ID = "-stream"
 """The suffix of a stream's id after the request's id: engines distinguish requests by their ids."""
 

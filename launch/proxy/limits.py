@@ -1,19 +1,22 @@
 """Predicts when a completion's first token will come, and how much time will lie between its tokens. Refuses
 a completion that would miss its limits. Pure: the time comes from the caller.
 
-1. A node brings prompts to their first byte one after the other. So the time is a fixed one, and one for each
-   token of the prompt and of the prompts in front of it. Each node's answers correct its two figures.
-2. A decode node has room for some answers. A prompt behind these waits until enough have ended. It is
-   computed meanwhile, so the later of the two counts. Then the decode node loads it.
-3. The time between a decode node's tokens is a fixed one, and one for each answer that it generates. Its
-   reports correct these figures.
-4. Of other proxies' prompts only the number is known, as nodes report it. They count as the mean of this
-   proxy's.
-5. Predictions are multiplied by a margin, so that about one request of 50 is late.
-6. A request that may wait instead goes on once what is in front of it takes half of its limit at most. Until
-   then, others overtake it. Those that wait go in the order of their priorities.
-7. What is not known counts as nothing. A request with no other in front of it is never refused: it would not
-   be answered sooner at another time, and its answer corrects wrong figures.
+1. A node brings prompts to their first byte one after the other. The time until a prompt's first byte is a
+   constant, plus a time for each token of the prompt and of the prompts in front of it. A node's answers
+   correct both figures.
+2. A decode node has room for a number of answers. Once it is full, a prompt waits until enough answers have
+   ended. A prefill node computes the prompt meanwhile, so the longer of the two times counts. Then the decode
+   node loads the prompt.
+3. The time between a decode node's tokens is a constant, plus a time for each answer that the node generates.
+   The node's reports correct both figures.
+4. The proxy knows other proxies' prompts only by their number, from the nodes' reports. Each counts as the
+   mean of its own prompts.
+5. The predicted time of the first token is multiplied by a margin, so that about one request in 50 is late.
+6. With `over: best_effort`, a request that would miss a limit waits. It goes on once the work in front of it
+   takes at most half of the limit. Until then, others overtake it. Waiting requests go on in the order of
+   their priorities.
+7. An unknown time counts as 0. A request with no other in front of it is never refused: it would not be
+   answered sooner at another time, and its answer corrects wrong figures.
 """
 
 from __future__ import annotations
@@ -32,23 +35,23 @@ from launch.proxy.routing import Hop, NodePool
 from pd_cache.cluster import LimitsConfig
 
 _ENOUGH = 3
-"""How many measurements make a prediction."""
+"""How many measurements a prediction needs."""
 _RECENT_S = 10.0
 """How old a node's report may be."""
 _LATE, _STEP = 0.02, 0.1
-"""The share of requests that may be late; and how much one measurement changes."""
+"""The share of requests that may be late; the largest relative change by one measurement."""
 _MOST_MARGIN = 2.0
-"""So that a node that stops with many requests does not have most others refused for long."""
+"""A higher margin would have most requests refused for long after one node stopped with many."""
 _WAITING_SHARE, _MOST_WAITING = 0.5, 100
-"""See 6; and how many requests may wait."""
+"""The share of its limit in 6; how many requests may wait."""
 WAIT_S = 60.0
-"""How long a request waits until it is refused."""
+"""How long a request may wait. Then it is refused."""
 _MEAN_OF = 16
-"""Means are those of the last ones, about so many."""
+"""A mean is that of about the last 16 values."""
 
 
 class Predicted(NamedTuple):
-    """A completion's times in seconds; 0 for what is not known."""
+    """A completion's times in seconds; 0 if unknown."""
 
     first_s: float = 0.0
     """Until its first byte."""
@@ -57,27 +60,27 @@ class Predicted(NamedTuple):
     token_s: float = 0.0
     """Between two tokens."""
     less_s: float = 0.0
-    """How much less that is when an answer of the node has ended."""
+    """How much shorter that gets when one of the node's answers ends."""
     ends_s: float = 0.0
-    """How long it takes until one has; 0 if it has none, or that is not known."""
+    """How long it takes until one of these answers ends; 0 if none runs, or if unknown."""
 
 
 class _Time:
-    """The time that work takes: a fixed one, and one for each token or request. A measurement corrects both
-    by a tenth at most, so that a stall changes little."""
+    """The time that work takes: a constant, plus a time for each token or request. A measurement corrects
+    both by a tenth at most, so that a stall changes little."""
 
     def __init__(self) -> None:
         self.fixed_s = self.each_s = math.inf
         self._measured = 0
 
     def seconds(self, work: float) -> float:
-        """Returns how long it probably takes; 0 if too little was measured."""
+        """Returns how long `work` tokens or requests probably take; 0 after too few measurements."""
         return self.fixed_s + self.each_s * work if self._measured >= _ENOUGH else 0.0
 
     def add(self, work: float, seconds: float) -> None:
         self._measured += 1
-        seconds = max(seconds, 1e-6)  # from 0, nothing could correct the figures
-        if self._measured <= _ENOUGH:  # the first ones may be slow
+        seconds = max(seconds, 1e-6)  # no factor corrects a figure of 0
+        if self._measured <= _ENOUGH:  # the first may be slow
             self.fixed_s = min(self.fixed_s, 0.25 * seconds)
             self.each_s = min(self.each_s, 0.75 * seconds / work)
             return
@@ -88,28 +91,28 @@ class _Time:
 
 
 class _Queue:
-    """The prompts that one node has and has sent no byte for."""
+    """The prompts at one node whose answers have not begun."""
 
     def __init__(self) -> None:
         self.time = _Time()
         self.asked: list[Asked] = []
-        """Those of this proxy, in order."""
+        """This proxy's prompts, in order."""
         self.others = 0.0
-        """How many there were of other proxies when the node reported last."""
+        """How many prompts of other proxies the node had at its last report."""
         self.mean = 0.0
-        """The mean tokens of a prompt."""
+        """The mean number of tokens of a prompt."""
         self.since = 0.0
-        """Since when the node computes the first one."""
+        """When the node began the first prompt."""
 
     def work(self, tokens: float, now: float) -> float:
-        """Returns the tokens that the node has to bring to their first byte until it has done these."""
+        """Returns how many tokens the node has to process until a new prompt of `tokens` is answered."""
         work = tokens + self.others * self.mean + sum(asked.tokens for asked in self.asked)
         done = (now - self.since) / self.time.each_s
         return work - min(self.asked[0].tokens, done) if self.asked else work
 
 
 class Asked:
-    """A prompt that a node has and has sent no byte for."""
+    """A prompt at a node whose answer has not begun."""
 
     def __init__(self, queue: _Queue, tokens: float, now: float, *, learns: bool) -> None:
         self._queue, self.tokens, self._now, self._learns = queue, tokens, now, learns
@@ -135,20 +138,20 @@ class _Reported(NamedTuple):
     report: NodeReport
     at: float
     own: int
-    """How many requests it had of this proxy."""
+    """How many requests of this proxy the node had."""
 
 
 class Limits:
-    """What one proxy has learned about its nodes."""
+    """A proxy's measurements of its nodes, and its waiting requests."""
 
     def __init__(self, pools: Mapping[Hop, NodePool]) -> None:
         self._pools = pools
         self._queues: dict[tuple[Hop, str], _Queue] = {}
         self._steps: dict[str, _Time] = {}
-        """Seconds between tokens, over running requests, by node."""
+        """Each node's seconds between tokens, by its number of running requests."""
         self._reported: dict[str, _Reported] = {}
         self._answer_s = 0.0
-        """How long an answer takes from its first byte on."""
+        """The mean time from an answer's first byte to its end."""
         self._margin = 1.0
         self.waiting: list[tuple[int, int]] = []
         """The priorities and numbers of the requests that wait, in order."""
@@ -157,7 +160,7 @@ class Limits:
     # --- what it learns from ------------------------------------------------------------------------------
 
     def look(self, now: float, reports: Mapping[str, NodeReport]) -> None:
-        """`reports`: those of the nodes that report now."""
+        """Learns from the nodes' newest reports, by their URLs."""
         recent = {url: known for url, known in self._reported.items() if now <= known.at + _RECENT_S}
         self._steps = {url: step for url, step in self._steps.items() if url in recent}
         urls = {(hop, url) for hop, pool in self._pools.items() for url in pool.urls()}
@@ -176,7 +179,7 @@ class Limits:
 
     @contextmanager
     def asking(self, hop: Hop, url: str, tokens: float, now: float) -> Iterator[Asked]:
-        """Counts a prompt as the node's while the block runs, or until it is answered."""
+        """Counts a prompt in the node's queue until it is answered or the block ends."""
         queue = self._queues.setdefault((hop, url), _Queue())
         asked = Asked(queue, tokens, now, learns=hop == "prefill" or not self._room_s(now))
         try:
@@ -185,19 +188,19 @@ class Limits:
             asked.end()
 
     def ended(self, seconds: float) -> None:
-        """Notes how long an answer took from its first byte on."""
+        """Notes the time from an answer's first byte to its end."""
         self._answer_s += (seconds - self._answer_s) / (_MEAN_OF if self._answer_s else 1)
 
     def measured(self, predicted: Predicted, first_s: float) -> float | None:
-        """Notes when the first byte came. Returns the prediction's error, as a share of that; None if nothing
-        was predicted."""
+        """Notes how long a request's first byte took. Returns the prediction's error as a share of that time;
+        None if there was no prediction."""
         if not predicted.first_s or first_s <= 0:
             return None
         late = first_s > predicted.first_s * self._margin
         self._margin = min(_MOST_MARGIN, max(1.0, self._margin + _STEP * (late - _LATE)))
         return abs(predicted.first_s / first_s - 1)
 
-    # --- what it says ---------------------------------------------------------------------------------------
+    # --- what it answers ------------------------------------------------------------------------------------
 
     def predict(self, prefill: str | None, prompt: RoutedPrompt, now: float, spent: float = 0.0) -> Predicted:
         """Returns the times of a completion that arrived `spent` seconds ago. `prefill` is the node that
@@ -227,7 +230,7 @@ class Limits:
 
     @contextmanager
     def place(self, priority: int, over: ApiError) -> Iterator[tuple[int, int]]:
-        """Has a request wait while the block runs. Raises `over` if too many wait."""
+        """Holds a place among the waiting requests while the block runs. Raises `over` if too many wait."""
         if len(self.waiting) >= _MOST_WAITING:
             raise over
         insort(self.waiting, place := (priority, next(self._numbers)))
@@ -237,8 +240,8 @@ class Limits:
             self.waiting.remove(place)
 
     def check(self, predicted: Predicted, limits: LimitsConfig, *, waiting: bool = False) -> None:
-        """Raises ApiError 429 if a request would miss a limit, or goes on to wait. It should come again when
-        it would not."""
+        """Raises ApiError 429 if a request would miss a limit. With `waiting`, raises it until the request
+        may go on (see 6). `retry_after` is the time until the request would be admitted."""
         queue, token = predicted.first_s - predicted.alone_s, predicted.token_s
         first = self._margin * (queue / _WAITING_SHARE if waiting else predicted.first_s)
         if limits.ttft_s is not None and first > limits.ttft_s and queue > 0:
@@ -254,8 +257,8 @@ class Limits:
         return round(self._pools["decode"].load(url)) + (len(prefill.asked) if prefill else 0)
 
     def _places(self, url: str) -> tuple[float, float]:
-        """Returns for how many answers a node has room, and how many requests it has; infinitely many and
-        none if it has not reported lately."""
+        """Returns how many answers a node has room for, and how many requests it has. Without a recent
+        report, these are infinity and 0."""
         if (known := self._reported.get(url)) is None:
             return math.inf, 0.0
         report = known.report

@@ -1,8 +1,9 @@
-"""The proxy's face for gateways: an endpoint picker over Envoy's external processing. It does all that comes
-before the decode node; the gateway asks that node.
+"""Picks decode nodes for gateways: an endpoint picker over Envoy's external processing. The proxy does all
+that comes before the decode node, and the gateway sends the request to that node.
 
-A request is one gRPC stream. Its headers and body come in; its node, and the body for the node, go out. Then
-the head of the answer comes in, and the stream ends. The bytes of the answer never pass here.
+A request is one gRPC stream. The gateway sends the request's headers and body. The picker returns the node
+and the body for it. Then the gateway sends the head of the answer, and the stream ends. The answer's bytes
+never pass through the picker.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _PIECE = 60_000
 
 
 async def serve(requests: Requests, address: str, tls: ServerTlsConfig | None) -> grpc.aio.Server:
-    """Answers gateways from now on, at `host:port` or `unix:path`. Returns the server. Raises OSError if the
+    """Starts a server for gateways at `host:port` or `unix:path`, and returns it. Raises OSError if the
     address cannot be bound."""
-    # more than requests: one that is refused a place still gets its answer
+    # more streams than requests, so that a refused request gets its answer too
     most = 2 * requests.config.max_requests
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=most)
     process = grpc.stream_stream_rpc_method_handler(
@@ -98,8 +99,8 @@ class _Picker:
             pass
 
     async def _answered(self, exchange: Exchange, first: Any, stream: Any) -> None:
-        """Picks a node, and notes how its answer begins. Raises ApiError for the client, ClientGone if the
-        gateway needs no more."""
+        """Picks a node, and notes how its answer begins. Raises ApiError with the error for the client,
+        ClientGone if the gateway ended the stream."""
         requests, pool = self._requests, self._requests.hops.pools["decode"]
         method = exchange.headers.get(":method", "")
         if exchange.path not in (COMPLETIONS, CHAT) or method != "POST":
@@ -154,7 +155,7 @@ class _Picker:
 
 
 class _Pieces:
-    """A request's body as it comes, and whether trailers end it."""
+    """A request's body, piece by piece, and whether trailers end it."""
 
     def __init__(self, ended: bool, stream: Any) -> None:
         self._ended = ended
@@ -172,7 +173,7 @@ class _Pieces:
 
 
 def _subset(first: Any) -> Collection[str] | None:
-    """Returns the addresses to one of which the gateway limits the choice; None for no limit."""
+    """Returns the addresses that the gateway allows; None if it allows all."""
     for entry in first.metadata_context.filter_metadata:
         for field in entry.value.fields:
             if (entry.key, field.key) == ("envoy.lb.subset_hint", _SUBSET):
@@ -181,7 +182,7 @@ def _subset(first: Any) -> Collection[str] | None:
 
 
 async def _address(url: str) -> str:
-    """Returns a node's address as IP:PORT; empty if its name is not known."""
+    """Returns a node's address as IP:PORT; empty if its host name cannot be resolved."""
     parts = urllib.parse.urlsplit(url)
     loop = asyncio.get_running_loop()
     try:
@@ -193,13 +194,13 @@ async def _address(url: str) -> str:
 
 
 def _decision(exchange: Exchange, sent: Mapping[str, str], body: bytes, trailers: bool) -> Iterable[Any]:
-    """Yields what makes the gateway send this body to the node, with these headers and no other headers of
-    the client."""
+    """Yields the messages that make the gateway send `body` to the node, with the headers `sent` and no other
+    headers of the client."""
     kept = {name.lower() for name in sent} | {"host", "content-length"}
     others = {name.lower() for name in exchange.headers} - kept
     removed = [name for name in others if not name.startswith((":", "x-envoy-"))]
     mutation = {**_set({**sent, "content-length": str(len(body))}), "remove_headers": removed}
-    # the header is for gateways that go by it; clients could send one, so ours goes by the metadata
+    # some gateways read the header; clients could send it too, so our Envoy reads the metadata
     node = {"fields": [{"key": ENDPOINT, "value": {"string_value": sent[ENDPOINT]}}]}
     yield ProcessingResponse(
         request_headers={"response": {"header_mutation": mutation}},

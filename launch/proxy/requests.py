@@ -1,5 +1,5 @@
-"""The life of a request, without its connection: key, place, deadline, errors in words for the client,
-counts, and a completion's way until its decode node."""
+"""A request's life without its connection: its key, its place, its deadline, its errors as the client sees
+them, its counts, and a completion's steps before its decode node."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/mode
 _FEW_RETRIES = 100
 _UNLIMITED = LimitsConfig()
 _LOOK_S = 0.1
-"""How often a request that waits looks whether it may go on."""
+"""The time between two checks of whether a waiting request may go on."""
 _LARGE = 1 << 18
 """The size in bytes from which parsing a body takes too long for the event loop."""
 
@@ -79,11 +79,11 @@ class Requests:
 
     @contextmanager
     def begun(self, request_id: str, path: str, headers: CIMultiDictProxy[str]) -> Iterator[Exchange]:
-        """Checks the client's key, and that there may be a place for its request. The block reads the body,
+        """Checks the client's key, and whether its request could have a place now. The block reads the body,
         answers, and sets the status.
 
-        At the block's end, frees what the request has, counts it and logs it. Raises ApiError if the request
-        is refused, and if the block raises it.
+        When the block ends, frees what the request holds, counts the request and logs it. Raises ApiError if
+        the request is refused, or if the block raises it.
         """
         share = BodyShare(self.hops.bodies)
         exchange = Exchange(request_id, path, headers, self.retries, share, self._tracing)
@@ -117,7 +117,7 @@ class Requests:
     @asynccontextmanager
     async def admitted(self, exchange: Exchange) -> AsyncIterator[None]:
         """Holds a place for the request while the block runs, and ends the block at the request's deadline.
-        Raises ApiError for the client, ClientGone without one."""
+        Raises ApiError with the error for the client, ClientGone if the client hung up."""
         task = asyncio.current_task()
         assert task is not None
         with self.admission.admitted(exchange.client):
@@ -157,9 +157,9 @@ class Requests:
     # --- until its decode node ------------------------------------------------------------------------------
 
     async def prepared(self, exchange: Exchange, body: bytes) -> bytes:
-        """Returns the body for the decode node. Before, looks the prompt up, checks its limits, begins what
-        hints ask for, and has a prefill node compute it while the decode node may load it already. Raises
-        ApiError if the request is refused, or if no node can answer it."""
+        """Looks the prompt up, checks its limits, begins what hints ask for, and has a prefill node compute
+        the prompt. A decode node may load it meanwhile. Returns the body for the decode node. Raises ApiError
+        if the request is refused, or if no node can answer it."""
         field: Literal["messages", "prompt"] = "messages" if exchange.path == CHAT else "prompt"
         nbytes, hops, hints, tenant = len(body), self.hops, self.hints, exchange.client.tenant
         completion, prompt = await self._computed(nbytes, lambda: _read(body, field, tenant))
@@ -247,8 +247,8 @@ class Requests:
         raise over
 
     async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
-        """Returns what the function returns. For a large body, the function runs on a separate thread, so
-        that other requests go on."""
+        """Calls the function and returns its result. For a large body, calls it on a separate thread, so that
+        other requests go on."""
         if nbytes < _LARGE:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._large, function)

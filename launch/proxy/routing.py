@@ -1,18 +1,18 @@
 """Decides which node to try next, when to stop, and what is to blame for a failure. Pure: the time comes from
 the caller.
 
-A policy is a cost. The pool takes the node that costs least. Of several that cost the same, it takes the one
-whose last turn was longest ago. Nodes that had no turn yet are in random order, so that several proxies do
-not begin with the same ones:
+A policy gives each node a cost, and the pool takes the node with the lowest cost. If several nodes cost the
+same, it takes the node that had no turn for the longest time. Nodes that had no turn yet are in random order,
+so that several proxies do not begin with the same nodes. The costs are:
 
-- `round_robin`: all cost the same;
-- `least_loaded`: the work that this proxy has given it and that is not done;
-- `prefix_aware`: that work, plus what the node would compute of this prompt, which is less if its own cache
-  holds the beginning, plus what it would load from the pool. So a node that knows the prompt is taken unless
-  its queue makes another node quicker.
+- `round_robin`: the same for all nodes;
+- `least_loaded`: the work that this proxy has given the node and that is not done;
+- `prefix_aware`: that work, plus the tokens of this prompt that the node would compute or load from the pool.
+  It computes less if its own cache holds the beginning of the prompt. So the pool takes a node that knows the
+  prompt, unless its queue makes another node quicker.
 
 A node's KV events say what its cache holds (`events.py`). For a node without events, and for a prompt whose
-tokens are not known, it is guessed from what was sent there (`prefixes.py`).
+tokens are unknown, the proxy guesses this from what it sent to the node (`prefixes.py`).
 
 For prefill nodes, work is counted in prompt tokens to compute. For decode nodes, it is counted in requests,
 relative to how many the node computes at a time.
@@ -50,7 +50,7 @@ BREAKER_FAILURES = 5
 """A node that fails this many requests in a row is skipped for a while: so many are no accident, and few
 clients have met them. One that refuses connections is skipped at once."""
 _KV_TOKENS = 1_000_000
-"""The size assumed for a node's own cache if the node does not report it, which both engines do."""
+"""The assumed size of a node's own cache if the node does not report it. Both engines report it."""
 
 
 class Target(NamedTuple):

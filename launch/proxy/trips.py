@@ -17,10 +17,10 @@ class HopReport(msgspec.Struct, frozen=True):
     node: str
     """The node's URL, or its name; empty for a client that may not see it."""
     report: RequestReport | None = None
-    """None if the node has none on it."""
+    """None if the node has no report on the request."""
 
     def text(self, names: Mapping[str, str]) -> str:
-        """Returns the report for people. `names`: nodes' names by their URLs, as far as they are known."""
+        """Returns the report as text for people. `names` has the known names of nodes by their URLs."""
         what = " the node has no report on this request, or none any more"
         if self.report is not None:
             what = f"\n{self.report.text()}"
