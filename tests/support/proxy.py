@@ -80,7 +80,7 @@ class Node:
         self.default = default
         self.script = []
         self.health = answers(200, {})
-        self.metrics = self.tokenize = answers(404)
+        self.tokenize = answers(404)
         self.render = answers(403)
         self.bodies = []
         self.paths = []
@@ -105,7 +105,7 @@ class Node:
         await self.server.close()
 
     async def handle(self, request):
-        if request.path in ("/health", "/metrics", "/tokenize", "/v1/chat/completions/render"):
+        if request.path in ("/health", "/tokenize", "/v1/chat/completions/render"):
             return await getattr(self, request.path.rpartition("/")[2])(request)
         self.headers.append(request.headers)
         self.paths.append(request.path)

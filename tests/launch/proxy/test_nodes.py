@@ -89,7 +89,6 @@ async def test_models_are_those_of_a_decode_node_and_another_is_asked_if_one_fai
 # --- health -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("face")
 @pytest.mark.parametrize("check", [answers(503), hangs], ids=["fails", "hangs"])
 @scenario
 async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(check, monkeypatch):

@@ -93,11 +93,11 @@ async def test_a_node_that_cannot_be_reached_costs_one_request_and_one_that_is_f
 async def test_a_node_with_fewer_answers_under_way_is_taken_whoever_asked_for_them(behind_envoy):
     async with cluster(0, 2, policy="least_loaded") as c:
         for node, running in zip(c.decode, (9, 2), strict=True):
-            node.metrics = says(f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 0\n")
+            node.default = says(f"vllm:num_requests_running {running}\nvllm:num_requests_waiting 0\n")
         await c.proxy.check_nodes()
         for _ in range(3):
             await c.ask()
-        assert [len(node.bodies) for node in c.decode] == [0, 3]
+        assert [node.paths.count("/v1/completions") for node in c.decode] == [0, 3]
 
 
 # --- Envoy that pd-cache starts -----------------------------------------------------------------------------
