@@ -43,7 +43,7 @@ BATCH_BYTES = 64 << 20
 """The most bytes of payloads that a tier takes together: enough for full speed, and moved in well under a
 second. A lease of the pool must last for three such transfers."""
 SELF_SIZED = -1
-"""Stands for a payload's size, for a reader: the payload's first 8 bytes have it."""
+"""What a reader gives as a payload's size if the payload's first 8 bytes hold the size."""
 
 
 class Damage(enum.Enum):
@@ -77,7 +77,7 @@ def seal(key: str, buffer: memoryview, payload_bytes: int, payload_checksum: int
 
 
 def payload_size(data: memoryview, payload_bytes: int) -> int:
-    """Returns `payload_bytes`; for `SELF_SIZED`, what the object in `data` says, or -1 if that cannot be."""
+    """Returns `payload_bytes`; for `SELF_SIZED`, the size in the object's first bytes; -1 if impossible."""
     if payload_bytes != SELF_SIZED:
         return payload_bytes
     if len(data) < _SIZE.size:
@@ -89,7 +89,7 @@ def payload_size(data: memoryview, payload_bytes: int) -> int:
 def inspect(key: str, data: memoryview, payload_bytes: int) -> Damage | int:
     """Returns what is wrong with the object of `key` in `data`, or the checksum that its payload must have.
 
-    Only the trailer is looked at. The payload should have `payload_bytes`. If these are `SELF_SIZED`, more
+    Looks only at the trailer. `payload_bytes` is the expected size of the payload. With `SELF_SIZED`, more
     bytes may follow the object.
     """
     if payload_bytes == SELF_SIZED:
@@ -116,7 +116,7 @@ class Staged:
     """Memory for a payload, lent by `StorageBackend.stage`: a reference to a slot that is being filled or
     that holds a whole object.
 
-    The caller fills `payload`, and gives this to `batched_put` or releases it.
+    The caller fills `payload`, then passes the object to `batched_put` or releases it.
     """
 
     __slots__ = ("_slot", "memory", "payload", "sealed_for")
@@ -150,8 +150,8 @@ class Staged:
     def seal(self, key: str, payload_checksum: int | None = None) -> int:
         """Marks the payload as complete and as `key`'s. A payload that changes from then on is damaged.
 
-        `payload_checksum` is the checksum of the bytes from which the payload was copied; by default it is
-        taken of the payload. Returns the object's size in bytes.
+        `payload_checksum` is the checksum of the bytes from which the payload was copied; by default, that
+        of the payload itself. Returns the object's size in bytes.
         """
         if self.sealed_for != key:
             seal(key, self.slot.view, len(self.payload), payload_checksum)
@@ -175,7 +175,7 @@ class Fetched:
     """A key's outcome. A hit holds a reference to the slot of its object.
 
     `payload` is valid until `release()`, and None for a miss. It may be damaged: see `StorageBackend.check`.
-    `reason` is that of a miss, a `Status` or `Damage` value, and empty for a hit. `tier` is the kind of tier
+    `reason` says why it is a miss: a `Status` or `Damage` value; empty for a hit. `tier` is the kind of tier
     that the object was read from.
     """
 
@@ -192,7 +192,7 @@ class Fetched:
         on_release: Callable[[], None] | None = None,
     ) -> None:
         """Takes an object whose payload should have the checksum `expected`, or the `reason` why there is
-        none. `source` lets its tier forget it. `on_release` runs once, for a hit only."""
+        none. With `source`, its tier can remove it. `on_release` runs once, for a hit only."""
         self.staged = staged
         self._on_release = on_release
         self.expected = expected
@@ -235,13 +235,13 @@ class ObjectMemory:
     def stage(
         self, end: float, quota: Quota | None = None, *, payload_bytes: int | None = None
     ) -> Staged | None:
-        """Returns memory for one payload, which counts in `quota`; None if none came free by `end`."""
+        """Returns memory for one payload, which counts in `quota`; None if no slot became free by `end`."""
         size = self.sized(payload_bytes)
         slot = self.pool.lease(end, quota)
         return None if slot is None else Staged(self, slot, size)
 
     def read_size(self, payload_bytes: int | None) -> int:
-        """Does the same as `sized` for a reader, which may also give `SELF_SIZED`."""
+        """Returns the same as `sized`, for a reader, which may also give `SELF_SIZED`."""
         return SELF_SIZED if payload_bytes == SELF_SIZED else self.sized(payload_bytes)
 
     def sized(self, payload_bytes: int | None) -> int:

@@ -37,12 +37,12 @@ _READ_AHEAD = 4
 """The most batches of a reader that are in flight or being scattered."""
 _SHARE = 8
 """The batches of all transfer threads together take at most one in this many slots. If a peer hangs, each
-thread and its spare hold a batch: a quarter of the slots in each direction. Quotas bound how much queued
-calls and waiting readers hold."""
+thread and its spare thread hold a batch: a quarter of the slots in each direction. Quotas bound the slots
+that queued calls and waiting readers hold."""
 _READS, _PUTS = 5, 4
 """How many eighths of the slots reads and puts may hold while they wait for a peer. If one direction hangs,
-the other still has an eighth besides the two eighths of its own late calls. A reader reads a damaged object
-again into a slot that no longer counts."""
+the other still has an eighth besides the two eighths of its own late calls. The second read of
+a damaged object uses a slot that no longer counts."""
 
 _DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status.CHECKSUM.value})
 """Reasons to remove an object. `checksum` is Mooncake's own, for an object that another client wrote."""
@@ -53,7 +53,7 @@ class _ReadBatch(NamedTuple):
     slots: deque[Slot]
     call: Pending[GetResult]
     end: float
-    """The deadline for everything that concerns its keys, by `time.monotonic()`."""
+    """The deadline for all work on the batch's keys, by `time.monotonic()`."""
 
 
 class MooncakeBackend(StorageBackend):
@@ -231,11 +231,11 @@ class MooncakeBackend(StorageBackend):
         """Reads a damaged object again, and removes it if it is still damaged in the same way, so that its
         next writer replaces it.
 
-        Returns what `_object` does, and the first `reason` if the object still cannot be used.
+        Returns what `_object` returns, or the first `reason` if the object still cannot be used.
 
-        Another reader may have found the damage, and a writer may have replaced the object. Mooncake has no
-        conditional removal, so a replacement that comes after the second read is removed, too. That costs a
-        miss.
+        The second read is needed because another reader may have found the damage first, and a writer may
+        have replaced the object. Mooncake has no conditional removal, so a replacement that comes after the
+        second read is removed, too. That costs a miss.
         """
         result = self.store.start_get([key], [slot], timeout=left(end)).results()[0]
         found = self._object(key, slot, result, size)
@@ -243,7 +243,7 @@ class MooncakeBackend(StorageBackend):
             found = Damage.CORRUPT.value
         # Mooncake refuses to read an object that is too short in the same way as for other reasons
         if found == reason or (reason == "other_size" and found in _DAMAGED):
-            # by force: each lookup renews its lease, which would keep it as long as its prompt is looked up
+            # by force: lookups of its prompt renew its lease, which would keep the damaged object
             seconds = min(self._timeouts.exist_ms / 1000, end - time.monotonic())
             if seconds > 0 and self.store.remove([key], timeout=seconds, force=True) == [Status.OK]:
                 self._metrics.healed()
