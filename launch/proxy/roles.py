@@ -17,6 +17,7 @@ time comes from the caller.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Mapping
@@ -73,7 +74,7 @@ def read_metrics(page: bytes, max_running: int) -> NodeReport | None:
     total = {name: sum(values) for name, values in samples.items()}
     queued = total.get(b"num_requests_waiting", total.get(b"queue_length"))
     running = total.get(b"num_requests_running", total.get(b"running"))
-    if queued is None or running is None:
+    if queued is None or running is None or not math.isfinite(sum(total.values())):
         return None
     blocks = max(1.0, total.get(b"blocks", 1.0))
     used = max(

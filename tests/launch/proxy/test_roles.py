@@ -186,5 +186,6 @@ pd_cache_reference_requests_created{outcome="length"} 1.7e+09
 """
     assert read_metrics(reference, 8) == NodeReport(0.0, 2.0, 0.25, 9.0)
     assert read_metrics(reference, 4) == NodeReport(0.0, 2.0, 0.5, 9.0)
-    for other in (b"", b"<html>", b"vllm:num_requests_running 1.0.0\nvllm:num_requests_waiting 1\n"):
+    waits = b"vllm:num_requests_waiting 1\nvllm:num_requests_running "
+    for other in (b"", b"<html>", waits + b"1.0.0\n", waits + b"1e999\n"):
         assert read_metrics(other, 0) is None
