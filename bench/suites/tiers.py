@@ -1,5 +1,5 @@
-"""How fast is each storage tier? Ratios against memcpy, plain loops of disk calls, and a hybrid's first tier;
-µs of `contains` and evictions.
+"""How fast is each storage tier? Ratios to memcpy, to plain loops of disk calls, and to a hybrid's first
+tier; microseconds of `contains` and of evictions.
 
 pd-cache bench tiers --json
 """
@@ -52,8 +52,8 @@ def room(objects: int, payload: int) -> int:
 def opened(
     tiers: Sequence[StorageTier], payload: int, *, staging: int = 8
 ) -> Iterator[tuple[HybridBackend, StorageBackend]]:
-    """Yields the backend of these tiers, as a node has it, with memory for `staging` objects in addition; and
-    that of the first tier."""
+    """Yields the backend of these tiers, as a node opens it, and the backend of the first tier. There is
+    memory for `staging` more objects."""
     transfer = TransferSettings(staging_size=room(staging, payload))
     settings = NodeSettings(master="", cache=CacheConfig(tiers=tuple(tiers)), transfer=transfer)
     with contextlib.closing(open_backend(settings, payload)) as backend:
@@ -63,7 +63,7 @@ def opened(
 
 
 def fill(backend: StorageBackend) -> None:
-    """Random bytes into all memory: a disk may have an easy time with zeros."""
+    """Fills all memory with random bytes, because a disk may write zeros faster."""
     generator = np.random.default_rng(0)
     lent = []
     while (staged := backend.stage(end=0.0)) is not None:
@@ -74,7 +74,7 @@ def fill(backend: StorageBackend) -> None:
 
 
 def put(backend: StorageBackend, keys: Sequence[str]) -> None:
-    """Puts whatever lies in the memory under each key."""
+    """Puts an object under each key, with the bytes that lie in the memory."""
     outcomes = []
     for key in keys:
         staged = backend.stage(end=end_in(30))
@@ -87,7 +87,7 @@ def put(backend: StorageBackend, keys: Sequence[str]) -> None:
 def get(
     backend: StorageBackend, keys: Sequence[str], use: Callable[[memoryview], object] | None = None
 ) -> None:
-    """Reads every key: checked, in order, each given back before the next."""
+    """Reads and checks every key in order. Gives each object back before the next."""
     for fetched in backend.batched_get(keys):
         assert not backend.check(fetched), fetched.reason
         assert fetched.payload is not None
@@ -97,14 +97,14 @@ def get(
 
 
 def names(count: int) -> list[str]:
-    """Keys as long as those of chunks."""
+    """Returns keys as long as those of chunks."""
     prefix = f"pdc1/{uuid.uuid4().hex}/0"
     return [f"{prefix}/{index:032x}" for index in range(count)]
 
 
 def compared(nbytes: int, seconds: dict[str, list[float]], limits: Mapping[str, str]) -> dict[str, float]:
-    """Returns GB/s of each, and the speed of those in `limits` in relation to their limit's: the median over
-    the rounds."""
+    """Returns the GB/s of each, and for each in `limits` the ratio of its speed to its limit's: the median
+    over the rounds."""
     figures = gbps(nbytes, seconds)
     for name, limit in limits.items():
         rounds = zip(seconds[limit], seconds[name], strict=True)
@@ -116,7 +116,7 @@ def compared(nbytes: int, seconds: dict[str, list[float]], limits: Mapping[str, 
 
 
 def measure_local(payload: int, rounds: int) -> dict[str, float]:
-    """Local gets against copying the same bytes, and a hybrid's against its first tier's."""
+    """Compares local gets with copies of the same bytes, and a hybrid's gets with those of its first tier."""
     keys = names(_OBJECTS)
     source = [np.ones(payload, dtype=np.uint8) for _ in keys]
     target = [np.ones(payload, dtype=np.uint8) for _ in keys]
@@ -151,7 +151,7 @@ def measure_local(payload: int, rounds: int) -> dict[str, float]:
 
 
 def measure_contains(rounds: int, folder: Path) -> dict[str, float]:
-    """Microseconds of one `contains` over 512 keys, half of them there."""
+    """Returns the microseconds of one `contains` over 512 keys, of which half exist."""
     payload, asked, entries = 64, 512, 4096
     keys = names(entries)
     asked_keys = [*keys[:: 2 * entries // asked], *names(asked // 2)]
@@ -175,12 +175,12 @@ def measure_contains(rounds: int, folder: Path) -> dict[str, float]:
 
 
 def measure_disk(payload: int, rounds: int, folder: Path) -> dict[str, float]:
-    """Disk gets and puts against plain loops of the tier's calls, with its flags, sizes and number of
-    threads, in turn."""
+    """Compares disk gets and puts with plain loops of the same calls, with the tier's flags, sizes and number
+    of threads, in turn."""
     file_bytes = -(-(payload + TRAILER_BYTES) // PAGE) * PAGE
     tier = DiskTier(path=str(folder / "tier"), capacity=room(2 * _OBJECTS, payload))
     keys, raw = names(_OBJECTS), folder / "raw"
-    memory = StagingPool(tier.threads * file_bytes, file_bytes)  # as the tier's: prefaulted, in huge pages
+    memory = StagingPool(tier.threads * file_bytes, file_bytes)  # like the tier's: prefaulted, in huge pages
     slots = [slot.view for _ in range(tier.threads) if (slot := memory.lease(0.0)) is not None]
 
     def fresh() -> None:
@@ -226,12 +226,12 @@ def measure_disk(payload: int, rounds: int, folder: Path) -> dict[str, float]:
 
 
 def measure_eviction(entries: int, policy: EvictionName) -> float:
-    """Microseconds of processor time to evict one entry and take in another, in an index that holds
-    `entries`: the median over slices."""
+    """Returns the microseconds of processor time to evict an entry and add another, in an index of `entries`
+    entries: the median over slices."""
     index: EvictingIndex[int] = EvictingIndex(entries, policy)
 
     def take_in(keys: Sequence[str]) -> float:
-        start = time.thread_time()  # nothing here waits: other processes do not count
+        start = time.thread_time()  # nothing here waits, so other processes do not matter
         for key in keys:
             assert index.reserve(key).refusal is None
             index.fill(key, 0)
@@ -239,7 +239,7 @@ def measure_eviction(entries: int, policy: EvictionName) -> float:
 
     take_in(names(entries))
     slices = 20
-    part = max(entries, MOST // 10) // slices  # each is replaced once at least
+    part = max(entries, MOST // 10) // slices  # each entry is replaced at least once
     seconds = [take_in(names(part)) for _ in range(slices)]
     assert len(index) == entries
     return 1e6 * statistics.median(seconds) / part

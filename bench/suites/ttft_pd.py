@@ -51,12 +51,11 @@ PEERS: dict[Peer, str] = {"mooncake": "MooncakeConnector", "nixl": "NixlConnecto
 COMPUTED = ("vllm:prompt_tokens_by_source_total", "source", "local_compute")
 COLUMNS = ("prefill_ms", "after_prefill_ms", "first_token_ms", "step_ms", "computed")
 STEP = 512
-"""The most tokens of a step. However early the rest was moved, the last step's KV is moved after the
-prefill's end."""
+"""The most tokens of a step. The last step's KV can only be moved after the prefill's end."""
 
 
 Ask = Callable[[Sequence[int]], tuple[float, float]]
-"""Returns when a prompt's prefill ended and when its first token came, in seconds from the request's
+"""Sends a prompt. Returns when its prefill ended and when its first token came, in seconds from the request's
 start."""
 
 
@@ -64,7 +63,7 @@ start."""
 def ours(
     model: Path, flags: dict[str, Any], places: tuple[Place, Place], pool: int, folder: Path
 ) -> Iterator[tuple[Mapping[str, Ask], OpenAIServer]]:
-    """Yields how to ask, for each value of `handoff.stream`, and the decode node."""
+    """Yields a function that asks, for each value of `handoff.stream`, and the decode node."""
     here, there = places
     config = ClusterConfig(
         name="bench",
@@ -110,8 +109,8 @@ def ours(
 def theirs(
     peer: Peer, model: Path, flags: dict[str, Any], places: tuple[Place, Place]
 ) -> Iterator[tuple[Ask, OpenAIServer]]:
-    """Yields how to ask two nodes with a connector of vLLM's own, one after the other, and the decode
-    node."""
+    """Yields a function that asks two nodes with a connector of vLLM's own, one after the other, and the
+    decode node."""
     nodes = []
     with ExitStack() as stack:
         for role, place in zip(("kv_producer", "kv_consumer"), places, strict=True):
@@ -136,7 +135,7 @@ def theirs(
             with prefill.ask("/v1/completions", json.dumps(body).encode(), timeout=300) as answer:
                 handoff = json.loads(answer.read())["kv_transfer_params"]
             prefilled = time.perf_counter() - start
-            if handoff is None:  # MooncakeConnector leaves it to the proxy
+            if handoff is None:  # MooncakeConnector leaves this to the proxy
                 address = {
                     "remote_engine_id": "kv_producer",
                     "remote_bootstrap_addr": f"http://{places[0].host}:8998",

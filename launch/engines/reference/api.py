@@ -73,8 +73,8 @@ class ReferenceServer:
         """Serves on `host:port` until `stop` is set, then closes the engine: running requests have `grace_s`
         to finish.
 
-        `ready` gets `http://host:port` once requests are answered. `on_stop` is called before anything ends;
-        it may take a moment.
+        Calls `ready` with `http://host:port` once the server answers requests. Calls `on_stop` before
+        anything ends; it may take a moment.
         """
         app = web.Application(
             client_max_size=(1 << 20) + 64 * self.engine.config.max_model_len, middlewares=[errors]
@@ -136,8 +136,8 @@ class ReferenceServer:
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _report(self, http: web.Request) -> web.Response:
-        """Returns the report on one of the last requests, by its `X-Request-Id`, or else by the id of its
-        answer."""
+        """Returns the report on one of the last requests. The id is the request's `X-Request-Id`, or that of
+        its answer."""
         report = self._reports.get(http.match_info["id"])
         if report is None:
             raise ApiError(404, "no such request among the last ones", param="id", code="not_found")
@@ -153,7 +153,7 @@ class ReferenceServer:
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         arrival = time.monotonic()
         given = given_id(http.headers)
-        identifier = f"cmpl-{given or uuid.uuid4().hex}"  # as vLLM names its answers
+        identifier = f"cmpl-{given or uuid.uuid4().hex}"  # the form of vLLM's ids
         known_as = given or identifier
         outcome, line = "refused, or its client went away", ""
         generation: Generation | None = None
@@ -235,7 +235,7 @@ class ReferenceServer:
                     if event.last
                     else builder.chunk(text, tokens)
                 )
-                # only now, so that a failure before the first token gets a status of its own
+                # a failure before the first token gets its own status, so the answer begins only now
                 if not response.prepared:
                     async with asyncio.timeout(_WRITE_TIMEOUT_S):
                         await response.prepare(http)
@@ -276,16 +276,16 @@ def serve(
     """Opens a server and serves on `host:port` (0 takes a free port) until asked to stop (`stop_signals`),
     then returns.
 
-    For the main thread, which gets the signals, also while `open_server` runs. The other arguments are those
-    of `ReferenceServer.run`. The caller closes the engine's cache; by then no call of the engine runs in it
-    except those that outlived every deadline. Raises OSError if the address cannot be bound.
+    Call it on the main thread, which gets the signals; they also count while `open_server` runs. The other
+    arguments are those of `ReferenceServer.run`. The caller closes the engine's cache. By then, the engine's
+    only calls in it are those that outlived every deadline. Raises OSError if the address cannot be bound.
     """
 
     async def until_signal(server: ReferenceServer) -> None:
         stop = asyncio.Event()
         for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        if stopped.is_set():  # before the loop had the signals
+        if stopped.is_set():  # a signal came before the loop handled them
             return
         await server.run(host, port, ready, stop, on_stop=on_stop)
 

@@ -49,8 +49,8 @@ from transfer.deadlines import left
 _logger = logging.getLogger(__name__)
 
 CacheFactory = Callable[[CacheMetadata, KVLayout, dict[str, torch.Tensor]], "BlockCache | None"]
-"""Makes the cache for an engine with these weights, pages and tensors; None for no cache. The maker closes
-it."""
+"""Returns the cache for an engine with these weights, pages and tensors; None for no cache. The engine does
+not close it."""
 
 STORE_THREADS = 2
 """How many requests are stored at the same time."""
@@ -73,7 +73,7 @@ class _Active:
         self.prompt = array.array("i", generation.request.prompt)
         self.phase = _Phase.WAITING
         self.blocks: tuple[int, ...] = ()
-        """Its own, from when it leaves the queue on."""
+        """The blocks that it owns from the moment when it leaves the queue."""
         self.load: LoadAttempt | None = None
         self.prefix: Prefix | None = None
         self.skip_cache = False
@@ -83,13 +83,13 @@ class _Active:
         """Prompt tokens, in whole chunks, that are in the pool or in a store under way."""
         self.storing = False
         self.result = LoadResult("nothing", reason="not_asked")
-        """How its load ended: the tokens of it are prompt tokens that the cache put into the pages."""
+        """How its load ended, and how many prompt tokens the cache put into the pages."""
         self.position = 0
         """Tokens whose KV is in the pages."""
         self.produced = 0
         self.last_token = 0
         self.emitted = 0.0
-        """When that was generated."""
+        """When the last token was generated."""
 
 
 class ReferenceEngine:
@@ -128,8 +128,8 @@ class ReferenceEngine:
         self._request_timeout_s = request_timeout_s
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
-        """Bounded by the requests outstanding and the cache's calls under way, each of which posts at most
-        twice."""
+        """Calls for the model thread. Each outstanding request and each running call of the cache posts at
+        most two, which bounds it."""
         self._outstanding: set[Generation] = set()
         self._accepting = True
         self._stopping = False
@@ -144,8 +144,8 @@ class ReferenceEngine:
         self._waiting: deque[_Active] = deque()
         self._running: list[_Active] = []
         self._streams: list[_Active] = []
-        """They wait until they are cancelled. They hold blocks until a request takes these over or needs
-        them."""
+        """They wait until they are cancelled. A stream holds blocks until a request takes them over, or needs
+        the room."""
         loads, stores = (config.max_running, STORE_THREADS) if cache is not None else (0, 0)
         self._most_streams = loads // 2
         self._loaders = CallThreads("pd-cache-load", loads, limit=loads)
@@ -222,7 +222,7 @@ class ReferenceEngine:
             _logger.warning("a call of the cache is still running after %.0f s; leaving it behind", _JOIN_S)
 
     def _post(self, call: Callable[[], None]) -> None:
-        """Lets the model thread make this call."""
+        """Has the model thread make this call."""
         with self._changed:
             self._inbox.append(call)
             self._changed.notify_all()
@@ -258,7 +258,7 @@ class ReferenceEngine:
                 self._handle_inbox()
                 self._tick()
                 self._sleep()
-        except Exception:  # whatever broke it: waiting requests must get an error, and /health must report it
+        except Exception:  # for any failure: waiting requests must get an error, and /health must report it
             _logger.exception("the engine has failed")
             with self._changed:
                 self._failed = True
@@ -334,7 +334,7 @@ class ReferenceEngine:
             taken = () if stream is None else stream.blocks
             blocks = self.pool.allocate(max(0, self._blocks_needed(active) - len(taken)))
             if blocks is None:
-                # nothing else gives blocks back: the request that ends a stream may wait behind this one
+                # no other event gives blocks back: the request that ends a stream may wait behind this one
                 holding = [other for other in self._streams if other.blocks and other is not stream]
                 if self._running or not holding:
                     return
@@ -356,8 +356,8 @@ class ReferenceEngine:
     # --- loading --------------------------------------------------------------------------------------------
 
     def _begin_stream(self, active: _Active) -> None:
-        """Begins to load its prompt. Ends it at once if there is no room: requests that are to be answered
-        need the blocks."""
+        """Begins to load a stream's prompt. Ends the stream at once if there is no room, because requests
+        with an answer need the blocks."""
         self._streams.append(active)
         needed, streaming = self._blocks_needed(active), [stream for stream in self._streams if stream.blocks]
         held = needed + sum(len(stream.blocks) for stream in streaming)
@@ -380,7 +380,7 @@ class ReferenceEngine:
         if active.skip_cache:
             return None
         for stream in self._streams:
-            # if its load broke off, the request looks for itself what is there
+            # if the stream's load broke off, the request looks the prompt up itself
             loaded = (
                 stream.prefix is not None
                 and stream.prefix.current
@@ -396,7 +396,7 @@ class ReferenceEngine:
         return None
 
     def _take_over(self, active: _Active, stream: _Active) -> None:
-        """Goes on with what a stream has begun, as if the request had begun it."""
+        """Makes the request continue a stream's load as its own."""
         active.prefix, active.load, load = stream.prefix, stream.load, stream.load
         stream.blocks, stream.load = (), None
         active.streamed = stream.result.tokens if load is None else load.loaded
@@ -462,7 +462,7 @@ class ReferenceEngine:
         active.position = min(result.tokens, len(active.prompt) - 1)
 
     def _leave_load(self, active: _Active) -> None:
-        """Starts over without the cache, on blocks that the load does not write to: it takes too long."""
+        """The load took too long: starts over without the cache, on blocks that it does not write to."""
         assert active.load is not None
         _logger.warning("a load did not end in time; its request computes the whole prompt")
         self.metrics.loads.labels("timeout").inc()
@@ -500,7 +500,7 @@ class ReferenceEngine:
         if last:
             self._prompt_done(active)
             self._emit(active, logits[0])
-        elif not active.storing:  # what is complete goes to the pool while the rest is computed
+        elif not active.storing:  # complete chunks go to the pool while the rest is computed
             self._store(active, end)
 
     def _decode(self) -> None:
@@ -519,7 +519,7 @@ class ReferenceEngine:
         """Returns the logits of a step, or None after ending its requests, if it failed."""
         try:
             return self.model.step(parts)
-        except Exception:  # whatever a model raises ends the requests of this step, not the engine
+        except Exception:  # an error of the model ends the requests of this step, not the engine
             _logger.exception("computing a step of %d requests failed", len(parts))
         for active in computed:
             self._fail(active, GenerationError("failed", "computing a step failed"))
@@ -566,8 +566,8 @@ class ReferenceEngine:
     # --- storing and ending ---------------------------------------------------------------------------------
 
     def _store(self, active: _Active, end: int) -> bool:
-        """Has the prompt's whole chunks before token `end` stored, from the first that is not yet. Returns
-        False if there is no room for that."""
+        """Begins to store the prompt's whole chunks before token `end` that are not stored yet. Returns False
+        if there is no room for that."""
         cache, prefix, start = self._cache, active.prefix, active.stored
         end = 0 if cache is None else cache.whole_chunks(end)
         if cache is None or prefix is None or end <= start:

@@ -88,7 +88,7 @@ class _Segment(NamedTuple):
     """The request's first row in the step."""
     rows: int
     context: int
-    """Tokens that the last row attends to, itself included."""
+    """The number of tokens that the last row attends to, its own included."""
     blocks: torch.Tensor
     """int64: the blocks that hold the context up to the last row."""
     mask: torch.Tensor
@@ -101,11 +101,11 @@ class StepPart(NamedTuple):
 
     tokens: Sequence[int]
     position: int
-    """Position of the first of them; everything before it is in the pages already."""
+    """Position of the first token; all tokens before it are in the pages already."""
     blocks: Sequence[int]
     """The blocks that the request owns, in order."""
     wants_logits: bool
-    """Whether the last of these tokens predicts a token that is wanted."""
+    """Whether the caller wants the logits after the last token."""
 
 
 class _Step:
@@ -187,7 +187,7 @@ class PagedModel:
         self.vocab_size = random.vocab_size
         self._layers, self._heads = random.layers, random.heads
         generator = torch.Generator().manual_seed(random.seed)
-        # drawn in float32 whatever the dtype, so that a seed is one model
+        # drawn in float32 whatever the dtype, so that a seed always gives the same model
         self._weights = {
             name: (torch.randn(rows, columns, generator=generator) * _DEVIATION).to(self.kv.buffer.dtype)
             for name, rows, columns in _weights(random, self.kv.head_dim)

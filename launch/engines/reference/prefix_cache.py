@@ -33,30 +33,30 @@ class LoadResult(NamedTuple):
     """How a load ended."""
 
     outcome: Literal["hit", "nothing", "unavailable", "failed", "cancelled"]
-    """For the metrics. `nothing`: it is not there, or the pool did not answer. The cache's own counters show
-    which."""
+    """For the metrics. `nothing`: no prefix is there, or the pool did not answer; the cache's own counters
+    say which."""
     tokens: int = 0
     """Length of the prompt's prefix whose KV is in the pages now: whole chunks."""
     found: int = 0
     """Length of the prefix that the lookup found, in tokens."""
     reason: MissReason = "error"
-    """Why not more was loaded."""
+    """The reason why no more was loaded."""
     tiers: TierChunks = TierChunks()
-    """The tiers that it was loaded from, in chunks."""
+    """How many chunks came from each tier."""
 
 
 class LoadAttempt:
-    """A load under way. The engine may change what it waits for, and has it end."""
+    """A running load. The engine may change `awaited`, and may cancel the load."""
 
     def __init__(self, blocks: tuple[int, ...], tokens: int, until: float, deadline: float) -> None:
         self.blocks = blocks
-        """What it may write to."""
+        """The blocks that the load may write to."""
         self.deadline = deadline
-        """The `time.monotonic()` at which the engine leaves it behind."""
+        """The `time.monotonic()` at which the engine leaves the load behind."""
         self.awaited = tokens, until
         """Wait until so many tokens of the prompt are there, or until this `time.monotonic()`."""
         self.loaded = 0
-        """Tokens that are loaded so far."""
+        """How many tokens are loaded so far."""
         self.cancelled = threading.Event()
 
 
@@ -66,8 +66,8 @@ class Prefix:
     def __init__(
         self, cache: BlockCache, request: GenerationRequest, tokens: array.array[int], blocks: Sequence[int]
     ) -> None:
-        """`blocks` are the blocks of the tokens, in order. The prompt is named once, on the thread that first
-        asks for the names."""
+        """`blocks` are the blocks of the tokens, in order. The names of the chunks are computed once, on the
+        first thread that needs them."""
         self.trace = request.trace
         self.length = len(tokens)
         self._cache = cache
@@ -77,11 +77,11 @@ class Prefix:
         self.session = uuid.uuid4().hex
         """The session in which a cache server protects what a lookup found."""
         self.label = cache.label
-        """That of the weights before anything of the prompt was computed; None if they had none."""
+        """The label of the weights before any of the prompt was computed; None if they had none."""
 
     @property
     def current(self) -> bool:
-        """Whether the weights are still those with which it was loaded."""
+        """Whether the weights are still the same as then."""
         return self.label == self._cache.label
 
     @functools.cached_property
@@ -119,12 +119,12 @@ class PrefixCache:
         return tokens // self.chunk_size * self.chunk_size
 
     def load(self, prefix: Prefix, attempt: LoadAttempt) -> LoadResult:
-        """Loads as much of `prefix` as the pool holds, and what is awaited as it appears, until the attempt
-        is cancelled."""
+        """Loads what the pool holds of `prefix`, and awaited chunks as they appear, until the attempt is
+        cancelled."""
         try:
             result = self._load(prefix, attempt)
             if result.outcome != "hit":
-                # what a lookup found, perhaps too late, is not retrieved any more
+                # nothing more of what the lookup found is retrieved
                 self._cache.end(prefix.session)
             return result
         except Exception as error:  # noqa: BLE001 - whatever the cache raises, the prompt is computed instead
@@ -157,7 +157,7 @@ class PrefixCache:
             if attempt.cancelled.is_set():
                 return LoadResult("cancelled", reason="deadline")
             if chunks and cache.label != prefix.label:
-                return LoadResult("nothing", reason="reset")  # what was loaded before is of other weights
+                return LoadResult("nothing", reason="reset")  # chunks loaded before are of other weights
             prefix.label = cache.label
             wanted = min(found.chunks, len(prefix.names))
             if wanted <= chunks:
@@ -179,14 +179,14 @@ class PrefixCache:
                 break
         reason = found.reason if chunks == wanted else loaded.reason
         if reason in ("never_stored", "missing") and wanted * size < attempt.awaited[0]:
-            reason = "deadline"  # it may come yet
+            reason = "deadline"  # the chunk may still come
         if not chunks:
             return LoadResult("nothing" if cache.available else "unavailable", 0, wanted * size, reason)
         return LoadResult("hit", chunks * size, wanted * size, reason, tiers)
 
     def _wait(self, prefix: Prefix, chunks: int, attempt: LoadAttempt) -> Found:
-        """Returns how much of the prompt is there: as soon as it is more than the first `chunks` chunks, or
-        else when the wait is over."""
+        """Waits until more than the first `chunks` chunks of the prompt are there, or the wait is over.
+        Returns how much is there."""
         cache, pause = self._cache, next_pause()
         while True:
             found = cache.find(prefix.names, at_hand=chunks, session=prefix.session)
@@ -198,7 +198,7 @@ class PrefixCache:
             pause = next_pause(pause)
 
     def count(self, report: RequestReport) -> None:
-        """Counts what became of a prompt."""
+        """Counts the result of a prompt's load."""
         self._cache.metrics.request(report)
 
     def _warn(self, what: str, error: Exception) -> None:

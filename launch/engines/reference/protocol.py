@@ -37,9 +37,10 @@ _ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
 """Unsupported parameters, and the values (besides null) that make them change nothing."""
 
 _HARMLESS = frozenset(("user", "stream_options", "metadata", "service_tier", "request_id", "priority", "return_token_ids", "store", "session_id", "seed", "ignore_eos"))  # fmt: skip
-"""Nothing is drawn, and the model never ends a text by itself."""
+"""Parameters that change nothing: the engine draws nothing at random, and its model never ends a text by
+itself."""
 _AT = re.compile(r" - at `\$\.([^`\[]*)")
-"""Where msgspec says which field is wrong."""
+"""The place in msgspec's message that names the wrong field."""
 
 
 def _refused(
@@ -122,7 +123,7 @@ class AnswerBuilder:
         self._head = {"id": identifier, "object": "text_completion", "created": created, "model": model}
 
     def chunk(self, text: str, tokens: list[int], reason: str | None = None) -> dict[str, Any]:
-        """Returns one piece of a stream that continues, if there is no reason why it ends."""
+        """Returns one piece of a stream. Without a reason to end, the stream continues."""
         choice = {"index": 0, "text": text, "token_ids": tokens, "finish_reason": reason, "logprobs": None}
         return {**self._head, "choices": [choice]}
 

@@ -1,5 +1,4 @@
-"""A request to the engine and its answer: what a caller asks, why it ends early, and the iterator over its
-tokens."""
+"""A request to the engine, the error if it ends early, and the iterator over its tokens."""
 
 from __future__ import annotations
 
@@ -28,16 +27,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the prompt that a prefill node has announced to be in the pool, or on their way there: worth
     waiting for."""
     streams: bool = False
-    """Only has the prompt's chunks loaded as they appear in the pool, for a request with the same prompt that
-    comes later."""
+    """Only load the prompt's chunks as they appear in the pool, for a later request with the same prompt."""
     trace: Mapping[str, str] | None = None
-    """The trace context under which the request's spans are."""
+    """The trace context that the request's spans belong to."""
     arrival: float = msgspec.field(default_factory=time.monotonic)
     """`time.monotonic()` when the request reached this node."""
 
 
 class GenerationStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a request's prompt."""
+    """How a request's prompt was processed."""
 
     prefix_tokens: int
     """Prompt tokens, in whole chunks, that the pool holds or is about to receive."""
@@ -65,7 +63,7 @@ class GenerationError(PdCacheError):
 
 
 _GRACE_S = 5.0
-"""How much later than the engine a consumer gives up by itself. This happens only if the engine hangs."""
+"""How long after the engine's deadline a consumer gives up. It has to only if the engine hangs."""
 
 
 class Generation:

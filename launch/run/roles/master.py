@@ -20,7 +20,7 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
     """Returns the command of Mooncake's master, with every flag that a cache depends on. Raises RoleError if
     the wheel is not installed.
 
-    If `transfer.metadata` is an http address on the master's own host, the master serves that, too.
+    If `transfer.metadata` is an http address on the master's own host, the master serves it.
     """
     server = urllib.parse.urlsplit(config.transfer.metadata)
     serves_metadata = server.scheme == "http" and server.hostname == node.host
@@ -54,7 +54,7 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
                 "--enable_ha=true",
                 f"--etcd_endpoints={';'.join(config.discovery.endpoints)}",
                 f"--cluster_id={config.name}",
-                "--enable_oplog=true",  # without it, all keys are lost with the leader
+                "--enable_oplog=true",  # otherwise all keys are lost with the leader
             )
             if config.masters.ha and isinstance(config.discovery, EtcdDiscovery)
             else ()
@@ -64,10 +64,10 @@ def master_command(config: ClusterConfig, node: MasterNode) -> list[str]:
 
 
 def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], None], member: Member) -> None:
-    """Runs Mooncake's master as a child that dies with this process. If there are several, it is ready as
-    leader or as standby.
+    """Runs Mooncake's master as a child that dies with this process. With several masters, this one is ready
+    as leader or as standby.
 
-    It is restarted if etcd has lost data of the election, because masters do not notice that by themselves.
+    Restarts it if etcd has lost data of the election, because masters do not notice this themselves.
     """
     command, settings = master_command(config, node), config.supervisor
 
@@ -98,11 +98,11 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
                 ready(f"{node.host}:{node.port}")
             master.watch(stop, lost)
         finally:
-            member.leave()  # first, so that no process that starts now looks for it there
+            member.leave()  # first, so that no process that starts now connects to it
 
 
 def _health(node: MasterNode) -> MasterHealth:
-    """Returns what a master says about itself: nothing if it does not answer."""
+    """Returns a master's report on its health; an empty one if it does not answer."""
     try:
         return decode_json(fetch(f"http://{node.host}:{node.metrics_port}/health", timeout=1), MasterHealth)
     except (OSError, ValueError):

@@ -24,8 +24,8 @@ _SYNC_S = 2.0
 """How long a starting proxy waits for discovery; after that it uses the nodes of the file."""
 
 _STREAM_TOKENS = {"auto": 2048, "always": 0, "never": None}
-"""How many tokens a prefill node must have to compute for the decode node to load them meanwhile, by
-`handoff.stream`."""
+"""By `handoff.stream`: the fewest tokens to compute at the prefill node for which the decode node loads the
+prompt meanwhile."""
 
 
 def run_proxy(
@@ -36,9 +36,9 @@ def run_proxy(
 ) -> None:
     """Serves until asked to stop (`stop_signals`), then drains. Main thread only.
 
-    `ready` is called with the base URL once connections are accepted; port 0 means any. `on_stop` is called
-    on a thread when the drain begins. Raises OSError if the address cannot be bound, ConfigError for the same
-    reasons as `Proxy`, `ServerTls` and `open_directory`, RoleError as `serve_through_envoy`.
+    Calls `ready` with the base URL once it accepts connections; port 0 takes a free one. Calls `on_stop` on
+    a thread when the drain begins. Raises OSError if the address cannot be bound, ConfigError for the same
+    reasons as `Proxy`, `ServerTls` and `open_directory`, RoleError for the same as `serve_through_envoy`.
     """
     unmap_freed_bodies()
     timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1

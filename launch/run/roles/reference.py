@@ -32,7 +32,7 @@ def run_reference_engine(
 ) -> None:
     """Serves with the engine that ships with pd-cache, in this process."""
     engine_config = config.engine
-    assert isinstance(engine_config, ReferenceEngineConfig)  # the file's checks make sure of it
+    assert isinstance(engine_config, ReferenceEngineConfig)  # the file's checks ensure this
     settings = config.settings_of(node)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
