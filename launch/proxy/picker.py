@@ -83,6 +83,10 @@ class _Picker:
                 first = await stream.read()
         except TimeoutError:
             return
+        if first is not grpc.aio.EOF and first.HasField("response_headers"):
+            # the gateway refuses the request itself
+            await stream.write(ProcessingResponse(response_headers={}))
+            return
         if first is grpc.aio.EOF or not first.HasField("request_headers"):
             await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with a request's headers")
         headers = CIMultiDictProxy(CIMultiDict(_pairs(first.request_headers)))

@@ -55,6 +55,12 @@ async def test_a_node_gets_what_the_picker_sends_whatever_headers_the_client_add
 
 
 @scenario
+async def test_what_envoy_refuses_itself_is_not_taken_for_a_dead_picker(behind_envoy):
+    async with cluster(0, 1) as c:
+        await c.ask(status=403, headers={"Connection": "upgrade", "Upgrade": "websocket"})
+
+
+@scenario
 async def test_an_answer_that_has_begun_needs_no_picker(behind_envoy):
     async with cluster(0, 1) as c:
         c.decode[0].default = stream = OneByOne()
