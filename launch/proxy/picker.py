@@ -113,7 +113,10 @@ class _Picker:
             raise ApiError(500, "The gateway's `request_body_mode` must be FULL_DUPLEX_STREAMED")
         check_encoding(exchange.headers)
         pieces = _Pieces(first.request_headers.end_of_stream, stream)
-        body = await read_body(aiter(pieces), exchange.share, LARGEST_BODY, requests.config.request_timeout_s)
+        # with a place, or many clients that send half a body would take all streams
+        with requests.admission.admitted(exchange.client):
+            limit_s = requests.config.request_timeout_s
+            body = await read_body(aiter(pieces), exchange.share, LARGEST_BODY, limit_s)
         async with requests.admitted(exchange):
             if (subset := _subset(first)) is not None:
                 exchange.excluded = {url for url in pool.urls() if await _address(url) not in subset}

@@ -223,7 +223,7 @@ async def test_what_is_no_completion_is_refused(tmp_path):
 
 @scenario
 async def test_a_stream_that_stops_is_refused_at_its_deadline_and_one_that_ends_is_forgotten(tmp_path):
-    async with picking(tmp_path, 0, 1, request_timeout_s=20) as (c, process):
+    async with picking(tmp_path, 0, 1, request_timeout_s=20, max_requests=2) as (c, process):
         half = [head(), piece(BODY[:9], last=False)]
         gone = process()
         for message in half:
@@ -235,7 +235,8 @@ async def test_a_stream_that_stops_is_refused_at_its_deadline_and_one_that_ends_
         for message in half:
             await stopped.write(message)
         await empty.write(head())
-        await until(lambda: c.proxy.hops.bodies.used > 0, "half of a body has come")
+        await until(lambda: c.proxy.requests.admission.running() == 2, "both have a place")
+        assert refusal(await asked(process, head())) == (503, "overloaded")
         jump(20)
         for call in (stopped, empty):
             assert refusal(await call.read()) == (408, "timeout")
