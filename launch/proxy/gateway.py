@@ -33,6 +33,8 @@ _PLAIN = {
     "typed_config": {"@type": f"{_TYPES}.raw_buffer.v3.RawBuffer"},
 }
 _POLL_S = 0.1
+_LATER_S = 5.0
+"""So much later than the proxy does Envoy end a silent request."""
 
 
 def configuration(folder: Path, node: ProxyNode, settings: ProxyConfig) -> str:
@@ -57,6 +59,7 @@ def configuration(folder: Path, node: ProxyNode, settings: ProxyConfig) -> str:
         host=node.host,
         port=node.port,
         timeout_s=settings.request_timeout_s,
+        idle_s=settings.request_timeout_s + _LATER_S,
         max_requests=settings.max_requests,
         transport=msgspec.json.encode(transport).decode(),
     )

@@ -24,10 +24,10 @@ class Gateway(NamedTuple):
 
 
 @contextmanager
-def envoy(folder):
+def envoy(folder, **config):
     """An Envoy for proxies that come and go at the same two sockets."""
     port = free_port()
-    text = configuration(folder, ProxyNode(name="proxy", port=port), ProxyConfig())
+    text = configuration(folder, ProxyNode(name="proxy", port=port), ProxyConfig(**config))
     (folder / "envoy.yaml").write_text(text)
     log = folder / "envoy.log"
     command = [str(ENVOY), "-c", str(folder / "envoy.yaml"), "--concurrency", "1", "--disable-hot-restart"]

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import socket
 import ssl
+import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,9 +13,11 @@ import grpc
 import psutil
 import pytest
 
+from launch.proxy import gateway as gateway_module
 from launch.proxy.ext_proc import FULL_DUPLEX_STREAMED, ProcessingRequest, ProcessingResponse
 from launch.proxy.picker import ENDPOINT
 from tests.support import proxy as support
+from tests.support.gateway import envoy
 from tests.support.proxy import (
     PARAMS,
     Node,
@@ -70,6 +74,18 @@ async def test_an_answer_that_has_begun_needs_no_picker(behind_envoy):
             await stream.read(response)
             assert await response.content.read() == b""
         await c.ask(status=503)
+
+
+@scenario
+async def test_a_picker_that_hangs_hangs_no_request(monkeypatch):
+    monkeypatch.setattr(gateway_module, "_LATER_S", 0.0)
+    with tempfile.TemporaryDirectory(prefix="pdc-") as folder, socket.socket(socket.AF_UNIX) as picker:
+        picker.bind(f"{folder}/picker")
+        picker.listen()
+        with envoy(Path(folder), request_timeout_s=0.5, prefill_timeout_s=0.2) as running:
+            page = f"{running.url}/v1/completions"
+            async with aiohttp.ClientSession() as session, session.post(page, data=BODY) as response:
+                assert response.status == 504
 
 
 @scenario
