@@ -3,7 +3,7 @@
 
 A prefill and a decode node stand behind a proxy; each has a core of its own, or half of a GPU. `never` and
 `always` are values of `handoff.stream`. With vLLM's own connectors, the bench makes both hops. With `--link`,
-the decode node is in a network namespace of its own, behind a link of this rate; everything else, with all of
+the decode node is in a network namespace of its own, behind a link of this rate. Everything else, and all of
 the pool's memory, is on the prefill node's side. Each prompt is new.
 """
 

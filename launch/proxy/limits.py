@@ -9,8 +9,8 @@ a completion that would miss its limits. Pure: the time comes from the caller.
    node loads the prompt.
 3. The time between a decode node's tokens is a constant, plus a time for each answer that the node generates.
    The node's reports correct both figures.
-4. The proxy knows other proxies' prompts only by their number, from the nodes' reports. Each counts as the
-   mean of its own prompts.
+4. The proxy knows only the number of other proxies' prompts, from the nodes' reports. Each counts as much as
+   the mean of its own prompts.
 5. The predicted time of the first token is multiplied by a margin, so that about one request in 50 is late.
 6. With `over: best_effort`, a request that would miss a limit waits. It goes on once the work in front of it
    takes at most half of the limit. Until then, others overtake it. Waiting requests go on in the order of
@@ -43,7 +43,7 @@ _LATE, _STEP = 0.02, 0.1
 _MOST_MARGIN = 2.0
 """A higher margin would have most requests refused for long after one node stopped with many."""
 _WAITING_SHARE, _MOST_WAITING = 0.5, 100
-"""The share of its limit in 6; how many requests may wait."""
+"""The share of the limit in 6; how many requests may wait."""
 WAIT_S = 60.0
 """How long a request may wait. Then it is refused."""
 _MEAN_OF = 16

@@ -81,7 +81,7 @@ class Prefix:
 
     @property
     def current(self) -> bool:
-        """Whether the weights are still the same as then."""
+        """Whether the weights are still those of `label`."""
         return self.label == self._cache.label
 
     @functools.cached_property
