@@ -376,11 +376,11 @@ async def cluster(
 
 
 @contextmanager
-def proxy_process(folder, *nodes, port=0, **proxy):
+def proxy_process(folder, *nodes, port=0, picker_port=None, **proxy):
     """The URL and the process of a proxy before these nodes, with the limits that we ship but for the section
     `proxy`."""
     written = [{"name": "master", "role": "master", "port": free_port(), "metrics_port": free_port()}, *nodes]
-    written.append({"name": "proxy", "role": "proxy", "port": port})
+    written.append({"name": "proxy", "role": "proxy", "port": port, "picker_port": picker_port})
     with ProcessNode("proxy", "proxy", cluster_file(folder, proxy=proxy, nodes=written)) as node:
         yield node.address, node.process
 

@@ -18,6 +18,7 @@ from launch.proxy.ext_proc import FULL_DUPLEX_STREAMED, ProcessingRequest, Proce
 from launch.proxy.picker import ENDPOINT
 from tests.support import proxy as support
 from tests.support.gateway import envoy
+from tests.support.pool import free_port
 from tests.support.proxy import (
     PARAMS,
     Node,
@@ -155,6 +156,35 @@ async def test_envoy_shows_the_certificate_of_the_file_also_a_new_one_and_its_en
             (envoy,) = psutil.Process(process.pid).children()
             envoy.kill()
             assert await asyncio.to_thread(process.wait, 60) == 1
+
+
+@scenario
+async def test_an_answer_outlives_its_killed_picker_and_new_requests_are_refused_until_it_is_back(tmp_path):
+    port, stream = free_port(), OneByOne()
+
+    def behaves(request):
+        return (stream if request.method == "POST" else decodes)(request)
+
+    with tempfile.TemporaryDirectory(prefix="pdc-") as folder, envoy(Path(folder), port) as gateway:
+        async with Node(behaves) as node, aiohttp.ClientSession(gateway.url) as session:
+
+            def picker():
+                return proxy_process(tmp_path, decode_at(node.url), picker_port=port, direct_tokens=0)
+
+            def post():
+                return session.post("/v1/completions", json={"prompt": "x"})
+
+            with picker() as (_, process):
+                async with post() as answer:
+                    process.kill()
+                    await asyncio.to_thread(process.wait, 60)
+                    async with post() as refused:
+                        assert refused.status == 503
+                    await stream.read(answer)
+                    assert await answer.content.read() == b""
+            with picker():
+                async with post() as answer:
+                    await stream.read(answer)
 
 
 # --- what gateways may ask ----------------------------------------------------------------------------------
