@@ -122,8 +122,10 @@ class _Picker:
                 exchange.excluded = {url for url in pool.urls() if await _address(url) not in subset}
             body = await requests.prepared(exchange, body)
             attempts = Attempts(pool, exchange.trial, first=exchange.decodes, tried=exchange.excluded)
-            node = attempts.next(time.monotonic())
-            if node is None or not (address := await _address(node)):
+            while (node := attempts.next(time.monotonic())) and not (address := await _address(node)):
+                failure = HopError("unreachable", "its name is not known")
+                requests.hops.failed(exchange, "decode", node, attempts, failure)
+            if node is None:
                 raise overloaded("No decode node could answer")
             exchange.nodes["decode"] = node
             with (

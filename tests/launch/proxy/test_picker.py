@@ -7,6 +7,7 @@ import ssl
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import aiohttp
 import grpc
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from launch.proxy import gateway as gateway_module
+from launch.proxy import picker
 from launch.proxy.ext_proc import FULL_DUPLEX_STREAMED, ProcessingRequest, ProcessingResponse
 from launch.proxy.picker import ENDPOINT
 from tests.support import proxy as support
@@ -80,9 +82,9 @@ async def test_an_answer_that_has_begun_needs_no_picker(behind_envoy):
 @scenario
 async def test_a_picker_that_hangs_hangs_no_request(monkeypatch):
     monkeypatch.setattr(gateway_module, "_LATER_S", 0.0)
-    with tempfile.TemporaryDirectory(prefix="pdc-") as folder, socket.socket(socket.AF_UNIX) as picker:
-        picker.bind(f"{folder}/picker")
-        picker.listen()
+    with tempfile.TemporaryDirectory(prefix="pdc-") as folder, socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(f"{folder}/picker")
+        hung.listen()
         with envoy(Path(folder), request_timeout_s=0.5, prefill_timeout_s=0.2) as running:
             page = f"{running.url}/v1/completions"
             async with aiohttp.ClientSession() as session, session.post(page, data=BODY) as response:
@@ -110,6 +112,16 @@ async def test_a_node_that_cannot_be_reached_costs_one_request_and_one_that_is_f
         await c.ask()
         assert c.metric("hop_failures_total", hop="decode", reason="unreachable") == 1
         assert c.metric("hop_failures_total", hop="decode", reason="busy") == 1
+
+
+@scenario
+async def test_a_node_whose_name_is_not_known_is_skipped(behind_envoy, monkeypatch):
+    async with cluster(0, 2, long_skips=True) as c:
+        addresses = {c.decode[0].url: "", c.decode[1].url: c.decode[1].url.removeprefix("http://")}
+        monkeypatch.setattr(picker, "_address", AsyncMock(side_effect=addresses.get))
+        for _ in range(3):
+            await c.ask()
+        assert c.metric("hop_failures_total", hop="decode", reason="unreachable") == 1
 
 
 @scenario
