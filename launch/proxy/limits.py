@@ -134,6 +134,14 @@ class Asked:
             self._queue.asked.remove(self)
 
 
+class Place(NamedTuple):
+    """A place among the waiting requests."""
+
+    priority: int
+    number: int
+    limits: LimitsConfig
+
+
 class _Reported(NamedTuple):
     report: NodeReport
     at: float
@@ -153,8 +161,8 @@ class Limits:
         self._answer_s = 0.0
         """The mean time from an answer's first byte to its end."""
         self._margin = 1.0
-        self.waiting: list[tuple[int, int]] = []
-        """The priorities and numbers of the requests that wait, in order."""
+        self.waiting: list[Place] = []
+        """Those of the requests that wait, in order."""
         self._numbers = itertools.count()
 
     # --- what it learns from ------------------------------------------------------------------------------
@@ -229,11 +237,12 @@ class Limits:
         return Predicted(first, alone, *min(steps))
 
     @contextmanager
-    def place(self, priority: int, over: ApiError) -> Iterator[tuple[int, int]]:
-        """Holds a place among the waiting requests while the block runs. Raises `over` if too many wait."""
-        if len(self.waiting) >= _MOST_WAITING:
+    def place(self, priority: int, limits: LimitsConfig, over: ApiError) -> Iterator[Place]:
+        """Holds a place among the waiting requests while the block runs. Raises `over` if too many wait that
+        have these limits. Nobody waits for a request that has others."""
+        if sum(place.limits == limits for place in self.waiting) >= _MOST_WAITING:
             raise over
-        insort(self.waiting, place := (priority, next(self._numbers)))
+        insort(self.waiting, place := Place(priority, next(self._numbers), limits))
         try:
             yield place
         finally:

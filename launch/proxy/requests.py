@@ -235,11 +235,11 @@ class Requests:
             if limits.over == "refuse":
                 raise
             over = error
-        with known.place(priority, over) as place:
+        with known.place(priority, limits, over) as place:
             until = time.monotonic() + WAIT_S
             while time.monotonic() < until:
                 await asyncio.sleep(_LOOK_S)
-                if place == known.waiting[0]:
+                if place == next(first for first in known.waiting if first.limits == limits):
                     first = predicted()
                     with suppress(ApiError):
                         known.check(exchange.predicted, limits, waiting=True)

@@ -269,3 +269,26 @@ async def test_a_tenants_own_limits_count_for_it(tmp_path):
         async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}, headers=bearer(KEY)):
             await c.ask({"prompt": [1]}, status=429, headers=bearer(KEY))
             await c.ask({"prompt": [1]}, headers=bearer(OF_A))
+
+
+@scenario
+async def test_what_waits_for_a_strict_limit_holds_up_nobody_who_has_another(tmp_path):
+    files = files_of(
+        tmp_path,
+        api_keys=f"pat {KEY}\nann {OF_A} a\n",
+        tenants="tenants: {a: {limits: {ttft_s: 0.001, over: best_effort}}}",
+    )
+    async with cluster(limits=LimitsConfig(ttft_s=3, over="best_effort"), **files) as c:
+        limits = c.proxy.hops.limits
+        slow(limits)
+        async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}, headers=bearer(KEY)):
+            strict = asyncio.ensure_future(c.ask({"prompt": [1]}, headers=bearer(OF_A)))
+            await until(lambda: limits.waiting, "the strict one waits")
+            other = asyncio.ensure_future(c.ask({"prompt": [1, 2]}, headers=bearer(KEY)))
+            await until(lambda: len(limits.waiting) == 2, "the other one waits")
+            queue = limits._queues["prefill", c.prefill[0].url]
+            queue.others = 0.1  # another proxy's prompts
+        await other
+        assert not strict.done()
+        queue.others = 0.0
+        await strict
