@@ -288,7 +288,7 @@ def status(file: Path, as_json: bool) -> None:
     Exits with 1 if discovery or a node does not answer, or if namespaces differ.
     """
     from launch.operate.status import as_dict, status_table
-    from launch.operate.watched import cluster_status
+    from launch.watch.asker import cluster_status
 
     found = cluster_status(_running(file))
     _answer(as_json, as_dict(found), status_table(found))
@@ -316,7 +316,7 @@ def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
     Ctrl-C ends it.
     """
     from launch.operate import top as shown
-    from launch.operate.watched import cluster_status
+    from launch.watch.asker import cluster_status
 
     config, console = _running(file), _output()
     if not (once or as_json) and console.is_terminal and not console.is_dumb_terminal:

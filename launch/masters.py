@@ -11,7 +11,9 @@ from typing import Annotated
 
 import msgspec
 
+from launch.discovery import View
 from launch.http import ANSWER_S, BadStatus, fetch, fetch_lines
+from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import host_of
 from pd_cache.decoding import decode_json
 
@@ -68,6 +70,22 @@ def segments_at(metrics: str) -> list[Segment]:
     """Returns the segments of a master, from its metrics address. Raises OSError or ValueError if the master
     does not answer."""
     return read_segments(fetch(f"{metrics}/get_segments_detail"))
+
+
+def pool_bytes(config: ClusterConfig, view: View) -> int:
+    """Returns how many bytes the pool can hold, with as many copies of each object as the file says. Segments
+    that are drained do not count. Raises OSError or ValueError if no master answers."""
+    failure: OSError | ValueError = ValueError("no master of the pool is known")
+    sizes = []
+    for record in view.by_role("master"):
+        try:
+            given = segments_at(record.metrics or "")
+            sizes.append(sum(segment.size_bytes for segment in given if not segment.shown_status))
+        except (OSError, ValueError) as error:
+            failure = error
+    if not sizes:
+        raise failure
+    return max(sizes) // config.cache.pool.replicas  # of elected masters, only the leader knows the segments
 
 
 def read_segments(body: bytes) -> list[Segment]:

@@ -111,8 +111,8 @@ def patient(monkeypatch):
     needs, and no rate that it reaches is too low."""
     monkeypatch.setattr("launch.doctor.probe._SLOW", {"tcp": 0.0, "rdma": 0.0})
     for name in (
-        "launch.operate.watched.SYNC_S",
-        "launch.operate.watched.TIMEOUT_S",
+        "launch.watch.asker.SYNC_S",
+        "launch.watch.asker.TIMEOUT_S",
         "launch.doctor.probe._CONTROL_S",
         "launch.doctor.probe._DEADLINE_S",
         "launch.doctor.probe._OPEN_S",

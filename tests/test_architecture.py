@@ -22,9 +22,7 @@ LAUNCH_LAYERS = (
     ("openai", "run._tethered"),
     ("run.supervise", "http", "run.health_server"),
     ("masters", "discovery"),
-    ("operate.pool_lookups", "operate.figures"),
-    ("operate.state",),
-    ("operate.watched", "run.up"),
+    ("watch", "run.up"),
     ("engines", "proxy"),
     ("run", "doctor", "demo", "operate"),
     ("cli", "__main__"),
@@ -35,9 +33,9 @@ STRANGERS = (
     {"paged", "tiers", "lookup"},
     {"cluster", "events"},
     {"vllm", "adapters"},
-    {"operate.watched", "run.up"},
+    {"watch", "run.up"},
     {"engines", "proxy"},
-    {"run.roles", "doctor", "demo"},
+    {"run.roles", "doctor", "demo", "operate"},
 )
 """Modules and packages of one layer that never import one another."""
 
@@ -178,7 +176,7 @@ LIGHT = {
     "transfer": ("torch", "mooncake"),
     "launch.cli": ("torch", "mooncake", "aiohttp"),
     "launch.run.roles": ("torch", "mooncake", "aiohttp", "grpc", "zmq", "prometheus_client", "rich"),
-    "launch.operate.watched": ("torch", "mooncake", "aiohttp", "grpc", "rich"),
+    "launch.watch.asker": ("torch", "mooncake", "aiohttp", "grpc", "rich"),
     "launch.doctor": ("torch", "mooncake", "aiohttp", "grpc"),
     "launch.operate.top": ("torch", "mooncake", "aiohttp", "grpc"),
     "launch.operate.explain": ("torch", "mooncake", "aiohttp", "grpc"),

@@ -15,6 +15,7 @@ from launch.discovery.directory import (
     file_records,
     find_master,
     known_master,
+    master_of,
     open_directory,
 )
 from launch.discovery.membership import Directory, View
@@ -26,5 +27,6 @@ __all__ = [
     "file_records",
     "find_master",
     "known_master",
+    "master_of",
     "open_directory",
 ]

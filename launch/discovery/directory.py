@@ -150,6 +150,12 @@ def known_master(config: ClusterConfig) -> str | None:
     return config.master_address if config.masters.ha or written else None
 
 
+def master_of(config: ClusterConfig, view: View) -> str | None:
+    """Returns the address of the pool's master: the file's, or that of the registered one; None if both are
+    unknown."""
+    return known_master(config) or next((record.address for record in view.by_role("master")), None)
+
+
 def find_master(config: ClusterConfig, timeout_s: float) -> ClusterConfig:
     """Returns the same cluster with its masters in it: those of the file, or those that registered.
 

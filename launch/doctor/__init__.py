@@ -18,8 +18,8 @@ import msgspec
 import pd_cache
 from launch.doctor import checks, probe
 from launch.doctor.report import DoctorReport, Finding, Verdict, skipped
-from launch.operate.state import ClusterStatus
-from launch.operate.watched import cluster_status, leading_master
+from launch.watch.asker import cluster_status, leading_master
+from launch.watch.state import ClusterStatus
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import local_nodes, source_address
 from transfer.settings import rdma_devices

@@ -20,7 +20,7 @@ import msgspec
 import pd_cache
 from launch.doctor.report import Finding, broken, ok, skipped, warning
 from launch.masters import Segment, copies_at
-from launch.operate.state import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
+from launch.watch.state import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
 from pd_cache.cluster import ClusterConfig, MasterNode
 from pd_cache.cluster.machine import host_of, port_of, shown_bytes
 from transfer import MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status

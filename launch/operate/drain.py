@@ -19,8 +19,8 @@ import msgspec
 
 from launch.masters import Segment, begin_drain, cancel_drain, drain_job, keys_in, segments_at
 from launch.operate.pool import open_store
-from launch.operate.watched import cluster_status
 from launch.run.supervise import StopFlag
+from launch.watch.asker import cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes
 from pd_cache.errors import ConfigError, PdCacheError

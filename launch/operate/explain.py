@@ -17,13 +17,13 @@ from typing import Annotated
 
 import msgspec
 
-from launch.discovery import View
+from launch.discovery import View, master_of
 from launch.http import NOBODY, BadStatus, fetch, proxy_access
-from launch.operate.pool_lookups import hash_seeds, master_of, open_lookup
-from launch.operate.state import NodeStatus
-from launch.operate.watched import cluster_status
+from launch.proxy.direct import Pool, hash_seeds, open_lookup
 from launch.proxy.prefixes import PromptNamer
 from launch.proxy.trips import HopReport, Trip
+from launch.watch.asker import cluster_status
+from launch.watch.state import NodeStatus
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ENGINES, ClusterConfig, NodeRecord
 from pd_cache.decoding import UndecodableError, decode_json, one_line
@@ -255,7 +255,7 @@ class _PoolLookups:
 
     def _client(self, spaces: tuple[Namespace, ...], master: str) -> MooncakeLookupClient:
         if spaces not in self._clients:
-            client = open_lookup(self._config, self._config.nodes[0].host, spaces, master)
+            client = open_lookup(self._config, self._config.nodes[0].host, Pool(spaces, master))
             self._clients[spaces] = self._stack.enter_context(contextlib.closing(client))
             client.store.wait_open(_POOL_S)
         return self._clients[spaces]

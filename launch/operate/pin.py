@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from launch.http import client_key, fetch, proxy_access
-from launch.operate.watched import cluster_status
 from launch.proxy.pins import ActionAnswer, HintsAnswer
+from launch.watch.asker import cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.decoding import decode_json
 from pd_cache.errors import PdCacheError

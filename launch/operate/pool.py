@@ -24,8 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.masters import KEYS_IN_A_URL, LONGEST_IN_A_URL, Segment, copies_at, keys_at
-from launch.operate.state import ClusterStatus
-from launch.operate.watched import cluster_status, leading_master
+from launch.watch.asker import cluster_status, leading_master
+from launch.watch.state import ClusterStatus
 from pd_cache.chunks import KEY_FORMAT, Namespace
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes

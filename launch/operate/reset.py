@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from launch.http import fetch
-from launch.operate.state import ClusterStatus, NodeStatus, shown_version
-from launch.operate.watched import cluster_status
+from launch.watch.asker import cluster_status
+from launch.watch.state import ClusterStatus, NodeStatus, shown_version
 from pd_cache.cluster import ENGINES, ClusterConfig
 from pd_cache.errors import PdCacheError
 from pd_cache.versions import FIRST, Naming

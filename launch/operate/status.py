@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launch.operate.figures import shown_age
-from launch.operate.state import SKEW_UNTRIED, ClusterStatus
+from launch.watch.figures import shown_age
+from launch.watch.state import SKEW_UNTRIED, ClusterStatus
 from pd_cache.cluster import different_lengths
 from pd_cache.cluster.machine import shown_bytes
 from pd_cache.decoding import one_line

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from launch.discovery import open_directory
 from launch.http import proxy_access
-from launch.operate.figures import hit_rate, shown_age
-from launch.operate.state import ClusterStatus, NodeStatus
-from launch.operate.watched import SYNC_S, Asker, watched_nodes
 from launch.run.supervise import stop_on_signals
+from launch.watch.asker import SYNC_S, Asker, watched_nodes
+from launch.watch.figures import hit_rate, shown_age
+from launch.watch.state import ClusterStatus, NodeStatus
 from pd_cache.cluster import ENGINES, ClusterConfig
 
 _REDRAW_S = 0.5

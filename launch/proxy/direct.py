@@ -15,8 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 from launch.proxy.prefixes import NamedPrompt, PromptNamer
-from pd_cache.chunks import MediaItem, Namespace
-from pd_cache.lookup import LookupClient
+from pd_cache.chunks import SEED_VARIABLE, MediaItem, Namespace
+from pd_cache.cluster import ClusterConfig, EngineNode, VllmEngineConfig
+from pd_cache.config import NodeSettings
+from pd_cache.lookup import LookupClient, MooncakeLookupClient
 from pd_cache.reasons import MissReason
 from pd_cache.versions import FIRST
 
@@ -53,6 +55,22 @@ class Pool(NamedTuple):
 
 OpenLookup = Callable[[Pool], LookupClient]
 """Opens a client of a pool. Must return quickly; may raise any exception."""
+
+
+def open_lookup(config: ClusterConfig, host: str, pool: Pool) -> MooncakeLookupClient:
+    """Returns a client of the pool, in a cluster like `config`. `host` is this process's address. Does not
+    wait for the pool."""
+    settings = NodeSettings(master=pool.master, host=host, cache=config.cache, transfer=config.transfer)
+    first, *further = pool.namespaces
+    return MooncakeLookupClient(settings, first, pool.master, further=further)
+
+
+def hash_seeds(config: ClusterConfig) -> set[str]:
+    """Returns the seeds of vLLM's block hashes that the file sets."""
+    if not isinstance(config.engine, VllmEngineConfig):
+        return set()
+    own = (node.env for node in config.nodes if isinstance(node, EngineNode))
+    return {env[SEED_VARIABLE] for env in (config.engine.env, *own) if SEED_VARIABLE in env}
 
 
 class DirectRule:

@@ -20,14 +20,14 @@ from launch.doctor.probe import advertised_findings
 from launch.engines.reference.protocol import parse_completion
 from launch.masters import MasterHealth, read_copies, read_segments
 from launch.openai import ApiError
-from launch.operate.figures import NodeHistory, read_node, read_samples
-from launch.operate.state import ClusterStatus, NodeStatus, WatchedNodes
 from launch.operate.status import as_dict, status_table
 from launch.operate.top import plain
 from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_models, read_tokens
 from launch.proxy.events import KnownRank, read_query
 from launch.proxy.metrics import read_report
 from launch.proxy.prefixes import PromptNamer
+from launch.watch.figures import NodeHistory, read_node, read_samples
+from launch.watch.state import ClusterStatus, NodeStatus, WatchedNodes
 from pd_cache import events as kv_events
 from pd_cache.chunks import MAX_SHARDS, BlockHasher, Namespace, describe_hashes, token_bytes
 from pd_cache.cluster import (

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from launch.operate.watched import cluster_status
+from launch.watch.asker import cluster_status
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import (
     CHUNK,

@@ -178,7 +178,7 @@ def test_a_vllm_node_registers_with_the_namespace_of_its_connector_and_leaves_be
 
 
 def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("launch.operate.watched.SYNC_S", 0.5)  # for an etcd that nobody answers for
+    monkeypatch.setattr("launch.watch.asker.SYNC_S", 0.5)  # for an etcd that nobody answers for
     file = cluster_file(tmp_path, discovery={"kind": "etcd", "endpoints": ["127.0.0.1:1"]})
     found = cli_json("status", "-c", file, code=1)
     assert found["discovery"] == "etcd, which does not answer: these are the nodes of the file"

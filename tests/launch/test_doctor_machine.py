@@ -11,8 +11,8 @@ from launch.doctor.checks import library_findings, memory_finding, rdma_findings
 from launch.doctor.probe import advertised_findings, cluster_findings, metadata_finding
 from launch.doctor.report import Verdict
 from launch.masters import LEADER, Segment
-from launch.operate.state import ClusterStatus, NodeStatus
 from launch.operate.status import status_table
+from launch.watch.state import ClusterStatus, NodeStatus
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord
 from pd_cache.cluster.machine import machine_memory
 from tests.support.cli import drawn

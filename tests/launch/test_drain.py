@@ -11,8 +11,8 @@ import pytest
 from launch.masters import begin_drain, drain_job, keys_in, segments_at
 from launch.operate import drain as drained_by
 from launch.operate.drain import drain
-from launch.operate.watched import cluster_status
 from launch.run.supervise import StopFlag
+from launch.watch.asker import cluster_status
 from pd_cache.cluster import load_config
 from pd_cache.errors import PdCacheError
 from tests.support.cli import cli, run_program

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from launch.operate.watched import cluster_status
+from launch.watch.asker import cluster_status
 from tests.support.cli import run_program
 from tests.support.cluster import (
     CHUNK,

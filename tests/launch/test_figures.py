@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from launch.operate.figures import NodeHistory, merged_sources, quantile, read_node, read_samples
+from launch.watch.figures import NodeHistory, merged_sources, quantile, read_node, read_samples
 
 RECORDED = """
 # TYPE pd_cache_bytes_total counter

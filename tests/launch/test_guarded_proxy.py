@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from launch.http import NOBODY, BadStatus, client_key, fetch, proxy_access, trusting
-from launch.operate.watched import cluster_status
+from launch.watch.asker import cluster_status
 from pd_cache.cluster import ClusterConfig, read_config
 from tests.support.etcd import make_certificates
 from tests.support.pool import free_port

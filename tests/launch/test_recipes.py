@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from launch.cli import example_file
-from launch.operate.watched import cluster_status
 from launch.run.up import running
+from launch.watch.asker import cluster_status
 from pd_cache.cluster import load_config, read_config
 from pd_cache.cluster.machine import find_program
 from tests.support.cli import cli, cli_json, printed

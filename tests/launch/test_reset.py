@@ -127,7 +127,7 @@ def test_a_node_that_is_not_reached_is_named_and_the_exit_code_is_1(c):
 
 
 def test_without_an_answer_of_discovery_the_exit_code_says_that_engines_may_be_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr("launch.operate.watched.SYNC_S", 0.5)  # for an etcd that nobody answers for
+    monkeypatch.setattr("launch.watch.asker.SYNC_S", 0.5)  # for an etcd that nobody answers for
     cluster = Cluster(tmp_path, discovery={"kind": "etcd", "endpoints": ["127.0.0.1:1"]})
     try:
         for node in (cluster.a, cluster.b):

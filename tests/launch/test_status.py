@@ -8,9 +8,9 @@ import pytest
 
 from launch.discovery import View
 from launch.masters import Segment
-from launch.operate.figures import NodeReading, read_node, read_samples
-from launch.operate.state import ClusterStatus, NodeStatus, WatchedNodes
 from launch.operate.status import as_dict, status_table
+from launch.watch.figures import NodeReading, read_node, read_samples
+from launch.watch.state import ClusterStatus, NodeStatus, WatchedNodes
 from pd_cache.cluster import Capacity, NodeRecord
 from tests.support.cli import drawn
 

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from launch.discovery import View
 from launch.masters import Segment
-from launch.operate.figures import NodeReading
-from launch.operate.state import NodeStatus, WatchedNodes
 from launch.operate.top import columns_for, plain, seconds, short
 from launch.run.supervise import end, spawn_child
+from launch.watch.figures import NodeReading
+from launch.watch.state import NodeStatus, WatchedNodes
 from pd_cache.cluster import NodeRecord
 from tests.support.cli import cli, cli_json, program, run_program
 from tests.support.cluster import cluster_file

@@ -11,10 +11,10 @@ import pytest
 from launch.discovery import View, file_records
 from launch.http import NOBODY
 from launch.masters import Segment
-from launch.operate.figures import NodeReading
-from launch.operate.state import NodeStatus, WatchedNodes, page_of
-from launch.operate.watched import Asker, ask_node
 from launch.run.health_server import Response, serving
+from launch.watch.asker import Asker, ask_node
+from launch.watch.figures import NodeReading
+from launch.watch.state import NodeStatus, WatchedNodes, page_of
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, NodeRecord
 from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S, wait_for
@@ -174,7 +174,7 @@ def test_a_cache_server_whose_port_launch_has_chosen_is_not_asked_and_counts_as_
 
 
 def test_many_nodes_that_hang_delay_none_that_answers(well, mute, monkeypatch):
-    monkeypatch.setattr("launch.operate.watched.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("launch.watch.asker.TIMEOUT_S", 0.2)
     records = [record("well", well), *(record(f"mute{number}", mute) for number in range(40))]
     answers = []
     with closing(Asker(NOBODY, 0.05)) as asker:
@@ -200,7 +200,7 @@ def test_a_node_that_is_asked_is_not_asked_again_meanwhile_and_then_after_an_int
         let.wait(PATIENCE_S)
         return NodeStatus(record=record, state="down", why="refused")
 
-    monkeypatch.setattr("launch.operate.watched.ask_node", ask)
+    monkeypatch.setattr("launch.watch.asker.ask_node", ask)
     asker, records = Asker(NOBODY, 2.0), [record("a", 1)]
     for now in (50.0, 51.0, 51.5):
         assert asker.poll(records, now) == []

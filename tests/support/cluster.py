@@ -14,8 +14,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from launch.doctor.report import DoctorReport, Verdict
-from launch.operate.watched import cluster_status
 from launch.run.up import running
+from launch.watch.asker import cluster_status
 from pd_cache.cluster import dump_config, load_config, read_config
 from tests.support.cli import program
 from tests.support.pool import ROOT, free_port

@@ -9,7 +9,7 @@ import yaml
 import zmq
 
 from launch.http import fetch
-from launch.operate.figures import read_samples, total
+from launch.watch.figures import read_samples, total
 from pd_cache.cluster import CacheServerNode
 from pd_cache.config import CacheConfig
 from pd_cache.layout import KVLayout

@@ -2,7 +2,7 @@
 elsewhere.
 
 `recent.py` (pure) keeps the last hour's requests, `pages.py` serves the page and its events, for which it
-asks the nodes while a browser follows (`launch/operate/watched.py`), and `page.html`, `page.css` and
+asks the nodes while a browser follows (`launch/watch/asker.py`), and `page.html`, `page.css` and
 `page.js` are the page.
 """
 

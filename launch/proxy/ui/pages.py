@@ -24,8 +24,8 @@ import pd_cache
 from launch.discovery import View
 from launch.http import NOBODY
 from launch.openai import ApiError, overloaded
-from launch.operate.state import WatchedNodes
-from launch.operate.watched import Asker
+from launch.watch.state import WatchedNodes
+from launch.watch.asker import Asker
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics, RecentTrips
 from launch.proxy.nodes import NodePools

@@ -9,11 +9,11 @@ from functools import partial
 
 import uvloop
 
-from launch.discovery import View, open_directory
-from launch.operate.pool_lookups import hash_seeds, master_of, open_lookup, pool_bytes
+from launch.discovery import View, master_of, open_directory
+from launch.masters import pool_bytes
 from launch.proxy.app import Proxy
 from launch.proxy.bodies import unmap_freed_bodies
-from launch.proxy.direct import DirectRule
+from launch.proxy.direct import DirectRule, hash_seeds, open_lookup
 from launch.proxy.gateway import serve_through_envoy
 from launch.proxy.keys import ServerTls, WatchedFiles
 from launch.run.supervise import stop_signals
@@ -45,7 +45,7 @@ def run_proxy(
     tokens = config.proxy.direct_tokens
     direct = DirectRule(
         config.cache.chunk_tokens if tokens is None else tokens,
-        lambda pool: open_lookup(config, node.host, pool.namespaces, pool.master),
+        partial(open_lookup, config, node.host),
         timeout_s=timeout_s,
         seeds=hash_seeds(config),
         stream_tokens=_STREAM_TOKENS[config.handoff.stream],
@@ -57,8 +57,8 @@ def run_proxy(
         settings,
         direct,
         cluster=config.name,
-        master=lambda view: master_of(config, view),
-        pool_bytes=lambda view: pool_bytes(config, view),
+        master=partial(master_of, config),
+        pool_bytes=partial(pool_bytes, config),
         files=files,
         tracing=tracing,
     )

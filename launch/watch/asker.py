@@ -20,8 +20,8 @@ import msgspec
 from launch.discovery import known_master, open_directory
 from launch.http import NOBODY, Access, BadStatus, fetch, proxy_access
 from launch.masters import LEADER, MasterHealth, read_segments
-from launch.operate.figures import read_node, read_samples
-from launch.operate.state import ClusterStatus, NodeStatus, RoleShown, WatchedNodes, page_of, shown_version
+from launch.watch.figures import read_node, read_samples
+from launch.watch.state import ClusterStatus, NodeStatus, RoleShown, WatchedNodes, page_of, shown_version
 from pd_cache.cluster import ClusterConfig, NodeRecord, read_about
 from pd_cache.decoding import decode_json, one_line
 from pd_cache.versions import FIRST

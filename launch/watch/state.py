@@ -2,7 +2,7 @@
 `doctor` and `/ui` print it. Pure.
 
 `NodeStatus` is the state of a node at one moment, `ClusterStatus` the state of all nodes. `WatchedNodes`
-makes both from the nodes' answers (`watched.py`).
+makes both from the nodes' answers (`asker.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from launch.discovery import View
 from launch.masters import LEADER, Segment
-from launch.operate.figures import NodeHistory, NodeReading, Rates, merged_sources
+from launch.watch.figures import NodeHistory, NodeReading, Rates, merged_sources
 from pd_cache.cluster import ENGINES, NodeRecord, Skew, differences, mooncake_skew
 from pd_cache.cluster.machine import host_of, shown_bytes
 
