@@ -13,17 +13,21 @@ It guarantees:
 5. A client that goes away takes its upstream connections with it.
 6. Nodes come and go with discovery's view (`nodes`). The proxy waits for neither discovery nor the pool.
 
-A completion's way: `app` (the socket, the outermost handler, and the proxy's own pages) →
-`Serving._answered`, inside of `Requests.begun` (its key, its end) and `Requests.admitted` (its place, its
-deadline) → `Requests.prepared`: `Hops.judge` decides whether a prefill node is needed, and `Hops.prefill`
-asks one → `Serving._decode` asks the decode node → `Relay.pass_on`. `exchange` is the request's state.
+A completion's way, and where each step is:
 
-`bodies` reads what clients and nodes send, and `direct` looks prompts up in the pool. `routing` (pure)
-decides which node is next, when to stop, and what is to blame for a failure. `prefixes` (pure) and `events`
-know which nodes have the beginning of a prompt. `roles` and `limits` (pure) follow the nodes' load. `nodes`
-sends requests to nodes, and checks their health. `keys` admits clients, `hints` and `pins` keep prompts in
-the pool, `metrics` counts, and `ui` shows the cluster to browsers.
+1. `app.Proxy.setup` lists the pages. `serving.Serving.completion` answers completions and chats.
+2. `requests.Requests.begun` checks the client's key and tenant. `bodies.read_body` reads the body.
+3. `requests.Requests.admitted` holds a place for the request, and ends it at its deadline.
+4. `requests.Requests.prepared` is all that comes before the decode node: the lookup (`hops.Hops.judge`), the
+   limits, hints, and the prefill node (`hops.Hops.prefill`).
+5. `serving.Serving._decode` asks the decode node. `serving.Relay.pass_on` passes its answer on.
 
-Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`: it reads the client's body
-and names the decode node, and the gateway asks that node. Then rule 3 is the gateway's affair.
+Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`: steps 2 to 4 are the same,
+then it names the decode node, and the gateway asks that node. There, rule 3 is the gateway's affair.
+
+`exchange` is the state of a request. `bodies` reads what clients and nodes send. `direct` looks prompts up in
+the pool. `routing` (pure) decides which node is next, when to stop, and what is to blame for a failure.
+`prefixes` (pure) and `events` know which nodes have the beginning of a prompt. `roles` and `limits` (pure)
+follow the nodes' load. `nodes` sends requests to nodes, and checks their health. `keys` admits clients.
+`hints` and `pins` keep prompts in the pool. `metrics` counts, and `ui` shows the cluster to browsers.
 """

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 import pd_cache
 from launch.discovery import View
@@ -32,7 +32,7 @@ from launch.proxy.hops import Hops
 from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import NodePools, check_nodes, new_session
-from launch.proxy.requests import Requests
+from launch.proxy.requests import CHAT, COMPLETIONS, MODELS, Requests
 from launch.proxy.serving import REQUEST_ID, Serving
 from launch.proxy.trips import HopReport, Trip
 from launch.proxy.ui import RecentRequests, UiPages
@@ -78,7 +78,6 @@ class Proxy:
         self.hops = hops = Hops(config, keys, self._pools, self._direct, self.metrics)
         self._hints = Hints(config.hints, self._direct, keys, hops, self.metrics, pool_bytes)
         self.requests = Requests(config, keys, hops, self._hints, self.metrics, recent, tracing)
-        self._serving = Serving(self.requests)
         self._picker: Any = None
         self._ui = UiPages(cluster, keys, recent, self.metrics, self._pools, self.hops.trips)
         self._queries = CacheQuery(self._direct, self._pools.caches, keys, self.hops.bodies)
@@ -92,12 +91,17 @@ class Proxy:
     async def setup(self) -> None:
         """Starts the application. It accepts no connections yet."""
         app = web.Application(client_max_size=LARGEST_BODY, middlewares=[self._outermost, errors])
-        for pages in (self._serving, self._queries, self._ui):
-            pages.add_to(app)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._samples)
-        app.router.add_get("/requests/{id}", self._trip)
-        app.router.add_get("/", self._home)
+        serving, router = Serving(self.requests), app.router
+        for path in (COMPLETIONS, CHAT):
+            router.add_post(path, serving.completion)
+        router.add_get(MODELS, serving.models, allow_head=False)
+        router.add_post("/hints", serving.hint)
+        router.add_post("/query", self._queries.answer)
+        router.add_get("/health", self._health)
+        router.add_get("/metrics", self._samples)
+        router.add_get("/requests/{id}", self._trip)
+        router.add_get("/", self._home)
+        self._ui.add_to(app)
         app.on_response_prepare.append(self._share)
         app.cleanup_ctx.append(self._beside_requests)
         app.on_shutdown.append(lambda _: self.requests.drain())
@@ -202,22 +206,8 @@ class Proxy:
 
     async def _samples(self, request: web.Request) -> web.Response:
         self._keys.check_watcher(request.headers.get("Authorization"))
-        now, metrics = time.monotonic(), self.metrics
-        metrics.node_up.clear()  # also for nodes that have left
-        metrics.node_load.clear()
-        for hop, pool in self._pools.pools.items():
-            for node, up in pool.health(now).items():
-                metrics.node_up.labels(hop, node).set(up)
-            for node, load in pool.loads().items():
-                metrics.node_load.labels(hop, node).set(load)
-        metrics.node_role.clear()
-        if (roles := self._pools.roles) is not None:
-            for node, role in roles.now.items():
-                for hop in self._pools.pools:
-                    metrics.node_role.labels(hop, node).set(role.does == hop)
-        metrics.view_stale.set(self._pools.stale_s(now))
         return web.Response(
-            body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            body=self.metrics.page(self._pools), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
     async def _trip(self, request: web.Request) -> web.Response:

@@ -93,36 +93,29 @@ async def read_body(
     Raises ApiError 413 if the body is larger, 408 if it comes too slowly, 503 if there is no memory for it,
     400 if it cannot be read. Raises ClientGone if the client hung up.
     """
+    too_large = ApiError(413, f"The body is larger than {most} bytes", code="request_too_large")
+    if announced is not None and announced > most:
+        raise too_large
+    parts: list[bytes] = []
+    total = 0
     try:
         # not `wait_for`: its task would hold a refused body's memory for another turn of the loop, so that
         # all bodies that arrive together would be refused
         async with asyncio.timeout(limit_s):
-            return await _read(pieces, share, most, announced or 0)
+            async for data in pieces:
+                total += len(data)
+                if total > most:
+                    raise too_large
+                if not share.grow(len(data)):
+                    raise overloaded("Other requests take all the memory for bodies")
+                parts.append(data)
+        return b"".join(parts)
     except TimeoutError:
         raise ApiError(408, f"The body did not arrive within {limit_s:.3g} s", code="timeout") from None
     except ConnectionError as error:
         raise ClientGone from error
     except (web.RequestPayloadError, http_exceptions.HttpProcessingError) as error:
         raise ApiError(400, f"The body cannot be read: {error}", code="invalid_body") from None
-
-
-async def _read(pieces: AsyncIterator[bytes], share: BodyShare, most: int, announced: int) -> bytes:
-    if announced > most:
-        raise _too_large(most)
-    parts: list[bytes] = []
-    total = 0
-    async for data in pieces:
-        total += len(data)
-        if total > most:
-            raise _too_large(most)
-        if not share.grow(len(data)):
-            raise overloaded("Other requests take all the memory for bodies")
-        parts.append(data)
-    return b"".join(parts)
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"The body is larger than {most} bytes", code="request_too_large")
 
 
 _TRANSFER, _HINTS = "kv_transfer_params", "kv_hints"

@@ -122,18 +122,15 @@ class DirectRule:
         if self._closed:
             return
         if pool != self._used:
-            self._change(pool)
+            self._used, self._client, self._namer = pool, None, None
+            blind = pool if isinstance(pool, str) else self._enter(pool)
+            if self._tokens == 0:
+                blind = "direct_tokens is 0"
+            elif blind != self.blind:
+                log.info("looking up prompts in the pool" if not blind else f"looking up no prompts: {blind}")
+            self.blind = blind
         if self._client is not None:
             self._client.reset(label)
-
-    def _change(self, pool: Pool | str) -> None:
-        self._used, self._client, self._namer = pool, None, None
-        blind = pool if isinstance(pool, str) else self._enter(pool)
-        if self._tokens == 0:
-            blind = "direct_tokens is 0"
-        if blind != self.blind and self._tokens:
-            log.info("looking up prompts in the pool" if not blind else f"looking up no prompts: {blind}")
-        self.blind = blind
 
     def _enter(self, pool: Pool) -> str:
         """Returns why its prompts cannot be looked up; empty if they can."""
@@ -185,39 +182,35 @@ class DirectRule:
         """Returns the names of a prompt, and how much of it the pool holds if prompts are looked up here.
         Returns None if the prompt cannot be named here. Raises ValueError if an element of the prompt is no
         token id."""
-        namer, client, most = self._namer, self._client, self.most_chunks
+        namer = self._namer
         if namer is None or len(tokens) > _MAX_TOKENS:
             return None
-
-        def find() -> NamedPrompt:
-            return self._found(client, namer.name(tokens, salt, media), most, request_id)
-
-        return await asyncio.get_running_loop().run_in_executor(self._threads, find)
+        return await self._find(lambda: namer.name(tokens, salt, media), request_id)
 
     async def look_up_blocks(self, hashes: Sequence[bytes], request_id: str) -> NamedPrompt | None:
         """Does the same for a prompt that is given by the hashes of its blocks
         (`PromptNamer.name_blocks`)."""
-        return (
-            None
-            if self._namer is None
-            else await self.look_up_again(self._namer.name_blocks(hashes), request_id)
-        )
+        namer = self._namer
+        return None if namer is None else await self._find(lambda: namer.name_blocks(hashes), request_id)
 
     async def look_up_again(self, named: NamedPrompt, request_id: str) -> NamedPrompt:
         """Returns the prompt with how much of it the pool holds now."""
-        unknown, client, most = named._replace(pool_tokens=None), self._client, self.most_chunks
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._found, client, unknown, most, request_id
-        )
+        return await self._find(lambda: named._replace(pool_tokens=None), request_id)
 
-    @staticmethod
-    def _found(client: LookupClient | None, named: NamedPrompt, most: int, request_id: str) -> NamedPrompt:
-        if client is None or len(named.names) > most:
-            return named
-        found = client.find(named.names, request_id)
-        if found.reason not in _ANSWERED:
-            return named
-        return named._replace(pool_tokens=found.chunks * named.chunk_tokens)
+    async def _find(self, name: Callable[[], NamedPrompt], request_id: str) -> NamedPrompt:
+        """Names a prompt and looks it up, on a thread."""
+        client, most = self._client, self.most_chunks
+
+        def find() -> NamedPrompt:
+            named = name()
+            if client is None or len(named.names) > most:
+                return named
+            found = client.find(named.names, request_id)
+            if found.reason not in _ANSWERED:
+                return named
+            return named._replace(pool_tokens=found.chunks * named.chunk_tokens)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, find)
 
     @property
     def most_chunks(self) -> int:

@@ -303,10 +303,7 @@ class CacheQuery:
         self._under_way = 0
         self._reading = asyncio.Lock()
 
-    def add_to(self, app: web.Application) -> None:
-        app.router.add_post("/query", self._answer)
-
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.Request) -> web.Response:
         self._keys.check_watcher(authorization := request.headers.get("Authorization"))
         client = self._keys.visible_client(authorization)
         share = BodyShare(self._bodies)

@@ -14,7 +14,7 @@ from launch.proxy.bodies import BodyShare
 from launch.proxy.keys import Client, Keys
 from launch.proxy.limits import Predicted
 from launch.proxy.prefixes import NamedPrompt
-from launch.proxy.routing import Hop, RetryBudget, Trial
+from launch.proxy.routing import NO_PROMPT, Hop, RetryBudget, Trial
 from launch.proxy.trips import HopReport, Trip
 from pd_cache.reasons import RequestReport
 from pd_cache.tracing import TraceSpan, Tracing, trace_headers
@@ -48,8 +48,10 @@ class Exchange:
         """How long the decode node's first byte took; None before it."""
         self.prefill_s: float | None = None
         """How long the prefill hop took; None without one."""
-        self.tokens = 1.0
-        """How many tokens the prompt of a completion has."""
+        self.body = b""
+        """The client's body until the request is prepared, then that for the decode node until it answers."""
+        self.prompt = NO_PROMPT
+        """A completion's prompt, once it is looked up."""
         self.predicted = Predicted()
         """What was predicted when it was admitted."""
         self.status = 499
@@ -75,7 +77,7 @@ class Exchange:
         self.until_answered = ExitStack()
         """Ends the streams that the decode node needs until its first byte."""
         self.known: NamedPrompt | str | None = None
-        """The names of a completion's prompt, or the reason why there are none."""
+        """The names of a completion's prompt, or the reason why there are none; None before its lookup."""
         self.hinted: asyncio.Task[bytes] | None = None
         """Makes the answer to the request's hints; None without hints."""
 

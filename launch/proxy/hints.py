@@ -58,7 +58,7 @@ from launch.proxy.pins import (
 )
 from launch.proxy.prefixes import NamedPrompt
 from pd_cache.cluster import HintsConfig
-from pd_cache.decoding import UndecodableError, decode_json
+from pd_cache.decoding import UndecodableError, decode_json, one_line
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ _PREFETCH_REFUSED_S = 0.1
 class Prefetched(NamedTuple):
     holder: str
     node: str
-    stream: asyncio.Task[int]
-    """Holds the prompt at the node."""
+    stream: asyncio.Task[str]
+    """Holds the prompt at the node. Its result is why it no longer does."""
 
 
 class Hints:
@@ -123,6 +123,18 @@ class Hints:
         self._recent_chunks = 0
         self._prefetched: dict[bytes, Prefetched] = {}
         """By the names of prompts' last chunks."""
+
+    def begin(self, exchange: Exchange, message: bytes | None) -> None:
+        """Takes in a request whose prompt was looked up, and the hints that came with it. A decode node that
+        has loaded the prompt ahead will answer it."""
+        if (named := exchange.prompt.named) is not None:
+            self.note(exchange.client, exchange.id, named)
+            last = next((name for name in reversed(named.names) if name in self._prefetched), None)
+            if last is not None:
+                _, exchange.decodes, stream = self._prefetched.pop(last)
+                exchange.until_answered.callback(stream.cancel)
+        if message is not None:
+            exchange.hinted = asyncio.create_task(self.taken(message, exchange))
 
     def note(self, client: Client, request_id: str, named: NamedPrompt) -> None:
         """Takes in the prompt of a client's request. Hints may name the request later."""
@@ -186,7 +198,9 @@ class Hints:
     async def _do(self, action: HintAction, exchange: Exchange) -> ActionAnswer:
         """Raises ApiError, HintRefusedError or UndecodableError with the reason if the action is refused."""
         kind, config, client = action.action_type, self._config, exchange.client
-        action.check()
+        if kind not in KINDS or action.action_version != "1.0":
+            what = one_line(f"{kind[:40]} {action.action_version[:8]}")
+            raise HintRefusedError(f"{what} is not supported, only {', '.join(KINDS)} 1.0")
         if not config.max_share:
             raise HintRefusedError("proxy.hints.max_share is 0")
         payload = bytes(action.payload)
@@ -309,77 +323,72 @@ class Hints:
         nothing."""
         return any(prefetched.holder == client.holder for prefetched in self._prefetched.values())
 
-    def prefetched(self, named: NamedPrompt) -> Prefetched | None:
-        """Returns the longest prefetch of a request's prompt, which ends with the request; None if there is
-        none."""
-        last = next((name for name in reversed(named.names) if name in self._prefetched), None)
-        return None if last is None else self._prefetched.pop(last)
-
     def end_prefetches(self) -> None:
         for prefetched in self._prefetched.values():
             prefetched.stream.cancel()
 
     async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt) -> str | None:
-        """Chooses the decode node that a request with this prompt would get. Makes it load the prompt and
-        hold it for `PREFETCH_S`; the request will go there.
+        """Makes a decode node load the prompt and hold it for `PREFETCH_S`; a request with it will go there.
 
         Returns the node's URL, or None if this client may not see it. Raises HintRefusedError, with the
         reason, if no node loads the prompt.
         """
-        if not named.pool_tokens:
-            raise HintRefusedError(
-                "the pool does not answer"
-                if named.pool_tokens is None
-                else "the pool has no chunk of the prompt"
-            )
         completion.isolate(exchange.client.tenant)
-        now, pool, last = time.monotonic(), self._hops.pools["decode"], named.names[-1]
-        node = pool.pick(now)
-        if node is None:
-            raise HintRefusedError("no decode node can be asked")
-        streams = pool.target(node).streams
-        if not streams and not self._direct.grouped:
-            raise HintRefusedError(
-                "decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)"
-            )
-        if not streams and not self._direct.why(named.tokens, named.pool_tokens):
-            raise HintRefusedError(
-                "a decode node would compute it: the pool lacks too much of it (docs/hints.md)"
-            )
-        holder = exchange.client.holder
+        node, streams = self._loading_node(named)
+        last, holder = named.names[-1], exchange.client.holder
         held = sum(prefetched.holder == holder for prefetched in self._prefetched.values())
         if not fair(holder, held, _MOST_PREFETCHED - len(self._prefetched)):
             raise HintRefusedError(
                 f"all {_MOST_PREFETCHED} prefetches are taken, or this client has as many as are free"
             )
-        body, name = (
-            completion.for_stream() if streams else completion.for_load(),
-            f"-prefetch-{last.hex()[:8]}",
-        )
-        stream = self._hops.stream(exchange, node, completion.path, body, name, PREFETCH_S)
-        if stream is None:
-            raise HintRefusedError("other requests take all the memory for bodies")
+        body = completion.for_stream() if streams else completion.for_load()
+
+        async def hold() -> str:
+            """Returns why the node does not load the prompt, or no longer; empty once the time is over."""
+            try:
+                async with asyncio.timeout(PREFETCH_S):
+                    name = f"-prefetch-{last.hex()[:8]}"
+                    why = await self._hops.load(exchange, node, completion.path, body, name)
+                    if streams or why:
+                        return why or "no room"
+                    await asyncio.sleep(PREFETCH_S)  # what it has loaded stays in its own cache
+            except TimeoutError:
+                pass
+            finally:
+                if self._prefetched.get(last) is prefetched:
+                    del self._prefetched[last]
+            return ""
+
+        prefetched = Prefetched(holder, node, asyncio.create_task(hold()))
         if last in self._prefetched:
             self._prefetched[last].stream.cancel()
-        self._prefetched[last] = prefetched = Prefetched(holder, node, stream)
-
-        def ended(*_: object) -> None:
-            if self._prefetched.get(last) is prefetched:
-                del self._prefetched[last]
-
-        def failed() -> bool:
-            # a cancelled stream has given way to its request, or to another stream of the same prompt
-            return stream.done() and not stream.cancelled() and (streams or stream.result() != 200)
-
-        stream.add_done_callback(lambda _: ended() if failed() else None)
-        # what a node without streams has loaded stays in its own cache
-        asyncio.get_running_loop().call_later(PREFETCH_S, ended)
-        await asyncio.wait({stream}, timeout=_PREFETCH_REFUSED_S)
-        if failed():
-            status = stream.result()
-            why = {0: "no answer", 200: "no room"}.get(status, f"status {status}")
-            raise HintRefusedError(f"the decode node does not load it: {why}")
+        self._prefetched[last] = prefetched
+        await asyncio.wait({prefetched.stream}, timeout=_PREFETCH_REFUSED_S)
+        # a cancelled one has given way to its request, or to another of the same prompt
+        if prefetched.stream.done() and not prefetched.stream.cancelled():
+            raise HintRefusedError(f"the decode node does not load it: {prefetched.stream.result()}")
         return node if self._keys.may_watch(exchange.headers.get("Authorization")) else None
+
+    def _loading_node(self, named: NamedPrompt) -> tuple[str, bool]:
+        """Returns the decode node that a request with this prompt would get, and whether it streams. Raises
+        HintRefusedError if the node would not load the prompt."""
+        if named.pool_tokens is None:
+            raise HintRefusedError("the pool does not answer")
+        if not named.pool_tokens:
+            raise HintRefusedError("the pool has no chunk of the prompt")
+        pool = self._hops.pools["decode"]
+        if (node := pool.pick(time.monotonic())) is None:
+            raise HintRefusedError("no decode node can be asked")
+        if not (streams := pool.target(node).streams):
+            if not self._direct.grouped:
+                raise HintRefusedError(
+                    "decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)"
+                )
+            if not self._direct.why(named.tokens, named.pool_tokens):
+                raise HintRefusedError(
+                    "a decode node would compute it: the pool lacks too much of it (docs/hints.md)"
+                )
+        return node, streams
 
     # --- leases ---------------------------------------------------------------------------------------------
 

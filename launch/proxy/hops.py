@@ -1,5 +1,5 @@
-"""A request's hops before its answer: to a decode node for the prompt's tokens, to the prefill node, and the
-stream to the decode node."""
+"""A request's hops before its answer: the lookup of its prompt, whose tokens a decode node may return, the
+prefill node, and meanwhile the load at the decode node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import TypeVar
 
 import aiohttp
@@ -25,6 +26,7 @@ from launch.proxy.bodies import (
 from launch.proxy.direct import MAX_WAITING, DirectRule, Why
 from launch.proxy.exchange import Exchange
 from launch.proxy.keys import Keys
+from launch.proxy.limits import Asked
 from launch.proxy.metrics import ProxyMetrics, RecentTrips, read_report
 from launch.proxy.nodes import (
     HopError,
@@ -39,8 +41,8 @@ from launch.proxy.prefixes import NamedPrompt, PromptTokens, RoutedPrompt
 from launch.proxy.routing import Attempts, Hop
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.decoding import one_line
+from pd_cache.reasons import RequestReport
 from pd_cache.sparse_log import SparseLog
-from pd_cache.tracing import TraceSpan
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class Hops:
         self._judging = 0
         """How many prompts are being tokenized or looked up."""
 
-    # --- what a prompt is known by --------------------------------------------------------------------------
+    # --- the lookup -----------------------------------------------------------------------------------------
 
     async def judge(
         self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, *, name: bool
@@ -121,42 +123,58 @@ class Hops:
         node = self.pools["decode"].out_of_turn(time.monotonic(), renders=not plain)
         if node is None:
             return "no decode node returns its tokens" if plain else "no decode node renders chats"
+        headers, limit_s = exchange.node_headers(self._keys, exchange.span), self._direct.timeout_s
         try:
             if plain:
-                path, body, read = "/tokenize", completion.for_tokenize(), read_tokens
-            else:
-                path, body, read = (
-                    f"{completion.path}/render",
-                    await asyncio.to_thread(completion.for_render),
-                    read_rendered,
+                return await self.whole(
+                    node + "/tokenize", headers, completion.for_tokenize(), read_tokens, limit_s
                 )
-            return await self.whole(exchange, exchange.span, "POST", node + path, body, read)
+            body = await asyncio.to_thread(completion.for_render)
+            return await self.whole(f"{node}{completion.path}/render", headers, body, read_rendered, limit_s)
         except (HopError, Refusal) as error:
             if self._sparse.admit((node, "tokens")) is not None:
                 log.info("request %s: node %s did not return a prompt's tokens: %s", exchange.id, node, error)
             return "no decode node has returned its tokens"
 
+    # --- requests to nodes ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def asking(self, exchange: Exchange, hop: Hop, node: str) -> Iterator[tuple[dict[str, str], Asked]]:
+        """Counts a completion at a node while the block asks the node. Yields the headers for the node, and
+        what notes its answer's first byte."""
+        pool, prompt, now = self.pools[hop], exchange.prompt, time.monotonic()
+        tokens = pool.work(node, prompt) if hop == "prefill" else prompt.length
+        exchange.nodes[hop] = node
+        with (
+            pool.working(node, prompt),
+            self.limits.asking(hop, node, tokens, now) as asked,
+            exchange.hop_span(hop, node) as span,
+        ):
+            yield exchange.node_headers(self._keys, span), asked
+
     async def whole(
         self,
-        exchange: Exchange,
-        span: TraceSpan,
-        method: str,
         url: str,
+        headers: Mapping[str, str],
         body: bytes | None,
         read: Callable[[bytes], T],
+        limit_s: float,
     ) -> T:
-        """Returns the result of `read` for a node's whole answer. Raises Refusal if the node refuses the
-        request, HopError if it fails."""
-        answer = await send(self.session, method, url, exchange.node_headers(self._keys, span), body)
+        """Returns the result of `read` for a node's whole answer to a GET, or with a `body`, to a POST.
+        Raises Refusal if the node refuses the request, HopError if it fails or takes longer than
+        `limit_s`."""
         try:
-            await check_status(answer)
-            if answer.status >= 400:
-                raise await refusal_of(answer)
-            return read(await read_all(answer, LARGEST_BODY))
+            async with asyncio.timeout(limit_s):
+                answer = await send(self.session, "GET" if body is None else "POST", url, headers, body)
+                with closing(answer):
+                    await check_status(answer)
+                    if answer.status >= 400:
+                        raise await refusal_of(answer)
+                    return read(await read_all(answer, LARGEST_BODY))
+        except TimeoutError as error:
+            raise HopError("timeout", f"no answer within {limit_s:.3g} s") from error
         except ValueError as error:
             raise HopError("garbage", str(error)) from error
-        finally:
-            answer.close()
 
     def failed(
         self, exchange: Exchange, hop: Hop, node: str, attempts: Attempts | None, error: HopError
@@ -177,7 +195,7 @@ class Hops:
     # --- the prefill hop ------------------------------------------------------------------------------------
 
     async def prefill(
-        self, exchange: Exchange, body: bytes, prompt: RoutedPrompt, first: str | None
+        self, exchange: Exchange, body: bytes, first: str | None
     ) -> tuple[str, HandedOver | None]:
         """Returns the outcome, and what a prefill node handed over; None if none computed the prompt. `first`
         is the node to try first.
@@ -189,37 +207,19 @@ class Hops:
         limit_s, refused = self._config.prefill_timeout_s, 0
         until = time.monotonic() + limit_s
         pool = self.pools["prefill"]
-        attempts = Attempts(pool, exchange.trial, prompt, first=first)
+        attempts = Attempts(pool, exchange.trial, exchange.prompt, first=first)
         while refused < _MOST_REFUSALS:
             if (left := until - time.monotonic()) <= 0 or (node := attempts.next(time.monotonic())) is None:
                 break
-            exchange.nodes["prefill"] = node
             try:
-                work, now = pool.work(node, prompt), time.monotonic()
-                with (
-                    pool.working(node, prompt),
-                    self.limits.asking("prefill", node, work, now) as asked,
-                    exchange.hop_span("prefill", node) as span,
-                ):
+                with self.asking(exchange, "prefill", node) as (headers, asked):
                     url = node + exchange.path
-                    asking = self.whole(
-                        exchange,
-                        span,
-                        "POST",
-                        url,
-                        body,
-                        lambda answer: (read_handoff(answer), read_report(answer)),
-                    )
-                    async with asyncio.timeout(left):
-                        handoff, report = await asking
+                    handoff, report = await self.whole(url, headers, body, _read_prefilled, left)
                     asked.answered(time.monotonic())
-            except TimeoutError:
-                # a second node is not to blame if the first one left it too little time
-                whole = left > limit_s / 2
-                failure = HopError("timeout", f"no answer within {left:.3g} s")
-                self.failed(exchange, "prefill", node, attempts if whole else None, failure)
             except HopError as error:
-                self.failed(exchange, "prefill", node, attempts, error)
+                # a second node is not to blame if the first one left it too little time
+                blamed = error.reason != "timeout" or left > limit_s / 2
+                self.failed(exchange, "prefill", node, attempts if blamed else None, error)
             except Refusal as refusal:
                 free_frames(refusal)
                 refused += 1
@@ -234,56 +234,47 @@ class Hops:
                 return "handed_over" if handoff else "nothing_stored", handoff
         return "prefill_refused" if refused else "prefill_failed", None
 
-    # --- the stream -----------------------------------------------------------------------------------------
+    # --- loads at the decode node ---------------------------------------------------------------------------
 
-    def streaming_node(self, exchange: Exchange, prompt: RoutedPrompt) -> str | None:
+    def streaming_node(self, exchange: Exchange) -> str | None:
         """Returns the decode node that should load the prompt's chunks while a prefill node computes them;
         None if streaming is not worthwhile.
 
         The node will probably answer the request.
         """
-        pool, named = self.pools["decode"], prompt.named
-        tokens, found = (prompt.tokens, 0) if named is None else (named.tokens, named.pool_tokens or 0)
+        pool, prompt = self.pools["decode"], exchange.prompt
+        found = (prompt.named and prompt.named.pool_tokens) or 0
         # half of the memory for bodies is for requests that are to be answered
-        if not self._direct.streams(tokens, found) or self.bodies.used > self.bodies.limit // 2:
+        if not self._direct.streams(prompt.length, found) or self.bodies.used > self.bodies.limit // 2:
             return None
         node = exchange.decodes = exchange.decodes or pool.pick(time.monotonic(), tried=exchange.excluded)
         return node if node is not None and pool.target(node).streams else None
 
-    def stream(
-        self,
-        exchange: Exchange,
-        node: str,
-        path: str,
-        body: bytes,
-        name: str = _STREAM_ID,
-        most_s: float | None = None,
-    ) -> asyncio.Task[int] | None:
-        """Keeps a stream open until it is cancelled, for at most `most_s`. The task's result is the status of
-        its answer; 0 without one. Returns None if there is no memory for its body.
+    async def load(
+        self, exchange: Exchange, node: str, path: str, body: bytes, name: str = _STREAM_ID
+    ) -> str:
+        """Has a decode node load a prompt, until the node answers or the caller is cancelled. Returns why the
+        node did not answer well; empty if it did.
 
         No request depends on it, so its failure counts against no node.
         """
         share = BodyShare(self.bodies)
         if not share.grow(len(body)):
-            return None
-
-        async def held() -> int:
+            return "other requests take all the memory for bodies"
+        try:
             with self.pools["decode"].working(node), exchange.hop_span("stream", node) as span:
                 headers = {**exchange.node_headers(self._keys, span), ID_HEADER: exchange.id + name}
-                try:
-                    async with asyncio.timeout(most_s):
-                        answer = await send(self.session, "POST", node + path, headers, body)
-                    answer.close()
-                    status, why = answer.status, f"status {answer.status}"
-                except (TimeoutError, HopError) as error:
-                    status, why = 0, f"{error!r}"
-                log.debug("request %s: the stream to %s has ended: %s", exchange.id, node, why)
-                return status
+                answer = await send(self.session, "POST", node + path, headers, body)
+            answer.close()
+            return "" if answer.status == 200 else f"status {answer.status}"
+        except HopError as error:
+            return f"{error.reason}: {error}"
+        finally:
+            share.give_back()
 
-        task = asyncio.create_task(held())
-        task.add_done_callback(lambda _: share.give_back())
-        return task
+
+def _read_prefilled(answer: bytes) -> tuple[HandedOver, RequestReport | None]:
+    return read_handoff(answer), read_report(answer)
 
 
 def free_frames(error: BaseException | None) -> None:

@@ -6,12 +6,21 @@ come, and looks only at their ends. vLLM's streams hold no report; the node itse
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 from launch.openai import ApiError, RecentReports
 from launch.proxy.keys import Client
+from launch.proxy.nodes import NodePools
 from launch.proxy.trips import Trip
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.reasons import KEY, RequestReport
@@ -45,20 +54,6 @@ class ProxyMetrics:
             ["result"],
         )
         self.running = gauge("pd_cache_proxy_requests_running", "Requests in flight")
-        self.node_up = gauge("pd_cache_proxy_node_up", "0 while a node is skipped", ["hop", "node"])
-        self.node_load = gauge(
-            "pd_cache_proxy_node_load",
-            "Work given to a node and not done: prompt tokens for prefill, requests for decode",
-            ["hop", "node"],
-        )
-        self.node_role = gauge(
-            "pd_cache_proxy_node_role",
-            "1 for the present role of a node of the role both (proxy.roles)",
-            ["hop", "node"],
-        )
-        self.view_stale = gauge(
-            "pd_cache_proxy_view_stale_seconds", "Seconds for which discovery has not answered"
-        )
         self.hints = counter(
             "pd_cache_proxy_hints",
             "Actions of hints: retain, release, prefetch or other; accepted, clipped or refused",
@@ -66,16 +61,13 @@ class ProxyMetrics:
         )
         self.pins = gauge("pd_cache_proxy_pins", "Prompts that are kept in the pool")
         self.pinned_bytes = gauge(
-            "pd_cache_proxy_pinned_bytes", "The most bytes that pinned prompts take in the pool"
+            "pd_cache_proxy_pinned_bytes", "Bytes of the pool that pinned prompts take at most"
         )
         self.pinned_objects = gauge(
-            "pd_cache_proxy_pinned_objects",
-            "Objects of pinned prompts that the pool has; 0 if it does not answer",
+            "pd_cache_proxy_pinned_objects", "Objects of pinned prompts in the pool; 0 if it does not answer"
         )
         self.tenant_requests = counter(
-            "pd_cache_proxy_tenant_requests",
-            "Completions of the tenants that proxy.tenants_file names",
-            ["tenant"],
+            "pd_cache_proxy_tenant_requests", "Completions of the tenants of proxy.tenants_file", ["tenant"]
         )
         self.tenant_tokens = counter(
             "pd_cache_proxy_tenant_tokens",
@@ -86,8 +78,7 @@ class ProxyMetrics:
             "pd_cache_proxy_prefill_seconds", "From a request's arrival to the end of its prefill hop"
         )
         self.first_byte_seconds = histogram(
-            "pd_cache_proxy_first_byte_seconds",
-            "From a completion's arrival to its first byte from the decode node",
+            "pd_cache_proxy_first_byte_seconds", "From a completion's arrival to its answer's first byte"
         )
         self.refused = counter(
             "pd_cache_proxy_refused",
@@ -100,6 +91,31 @@ class ProxyMetrics:
             buckets=(0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0),
             registry=self.registry,
         )
+
+    def page(self, pools: NodePools) -> bytes:
+        """Returns all metrics as text for Prometheus, with those of the present nodes."""
+        now, registry = time.monotonic(), CollectorRegistry()
+        gauge = partial(Gauge, registry=registry)
+        up = gauge("pd_cache_proxy_node_up", "0 while a node is skipped", ["hop", "node"])
+        load = gauge(
+            "pd_cache_proxy_node_load",
+            "Work given to a node and not done: prompt tokens for prefill, requests for decode",
+            ["hop", "node"],
+        )
+        role = gauge(
+            "pd_cache_proxy_node_role",
+            "1 for the present role of a node of the role both (proxy.roles)",
+            ["hop", "node"],
+        )
+        stale = gauge("pd_cache_proxy_view_stale_seconds", "Seconds for which discovery has not answered")
+        stale.set(pools.stale_s(now))
+        for hop, pool in pools.pools.items():
+            for node, well in pool.health(now).items():
+                up.labels(hop, node).set(well)
+                load.labels(hop, node).set(pool.load(node))
+            for node, known in ({} if pools.roles is None else pools.roles.now).items():
+                role.labels(hop, node).set(known.does == hop)
+        return generate_latest(self.registry) + generate_latest(registry)
 
 
 REPORT_BYTES = 1 << 14

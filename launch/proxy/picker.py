@@ -116,27 +116,21 @@ class _Picker:
         # with a place, or many clients that send half a body would take all streams
         with requests.admission.admitted(exchange.client):
             limit_s = requests.config.request_timeout_s
-            body = await read_body(aiter(pieces), exchange.share, LARGEST_BODY, limit_s)
+            exchange.body = await read_body(aiter(pieces), exchange.share, LARGEST_BODY, limit_s)
         async with requests.admitted(exchange):
             if (subset := _subset(first)) is not None:
                 exchange.excluded = {url for url in pool.urls() if await _address(url) not in subset}
-            body = await requests.prepared(exchange, body)
+            await requests.prepared(exchange)
             attempts = Attempts(pool, exchange.trial, first=exchange.decodes, tried=exchange.excluded)
             while (node := attempts.next(time.monotonic())) and not (address := await _address(node)):
                 failure = HopError("unreachable", "its name is not known")
                 requests.hops.failed(exchange, "decode", node, attempts, failure)
             if node is None:
                 raise overloaded("No decode node could answer")
-            exchange.nodes["decode"] = node
-            with (
-                pool.working(node),
-                requests.hops.limits.asking("decode", node, exchange.tokens, time.monotonic()) as asked,
-                exchange.hop_span("decode", node) as span,
-            ):
-                sent = {ENDPOINT: address, **exchange.node_headers(requests.keys, span)}
-                for message in _decision(exchange, sent, body, pieces.trailers):
+            with requests.hops.asking(exchange, "decode", node) as (headers, asked):
+                for message in _decision(exchange, {ENDPOINT: address, **headers}, pieces.trailers):
                     await stream.write(message)
-                body = b""
+                exchange.body = b""
                 head = await stream.read()
                 if head is grpc.aio.EOF:
                     raise ClientGone
@@ -202,9 +196,10 @@ async def _address(url: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _decision(exchange: Exchange, sent: Mapping[str, str], body: bytes, trailers: bool) -> Iterable[Any]:
-    """Yields the messages that make the gateway send `body` to the node, with the headers `sent` and no other
-    headers of the client."""
+def _decision(exchange: Exchange, sent: Mapping[str, str], trailers: bool) -> Iterable[Any]:
+    """Yields the messages that make the gateway send the request to the node, with the headers `sent` and no
+    other headers of the client."""
+    body = exchange.body
     kept = {name.lower() for name in sent} | {"host", "content-length"}
     others = {name.lower() for name in exchange.headers} - kept
     removed = [name for name in others if not name.startswith((":", "x-envoy-"))]

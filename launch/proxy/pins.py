@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from launch.proxy.keys import Client
-from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
 
 KINDS = {"kv.retain": "retain", "kv.release": "release", "kv.prefetch": "prefetch"}
@@ -39,12 +38,6 @@ class HintAction(msgspec.Struct, frozen=True):
     action_type: str
     action_version: str
     payload: msgspec.Raw
-
-    def check(self) -> None:
-        """Raises HintRefusedError for an unknown action."""
-        if self.action_type not in KINDS or self.action_version != "1.0":
-            what = one_line(f"{self.action_type[:40]} {self.action_version[:8]}")
-            raise HintRefusedError(f"{what} is not supported, only {', '.join(KINDS)} 1.0")
 
 
 class HintPayload(msgspec.Struct, frozen=True):

@@ -60,6 +60,11 @@ class RoutedPrompt(NamedTuple):
     named: NamedPrompt | None = None
     """The names under which nodes and the pool know the prompt; None if unknown."""
 
+    @property
+    def length(self) -> int:
+        """Its number of tokens, as exactly as it is known."""
+        return self.tokens if self.named is None else self.named.tokens
+
 
 def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:
     """Returns what routing needs to know about a prompt. `text` is its JSON. Prompts of different `isolation`

@@ -1,5 +1,11 @@
-"""A request's life without its connection: its key, its place, its deadline, its errors as the client sees
-them, its counts, and a completion's steps before its decode node."""
+"""A request's way until its decode node, for both faces of the proxy: `serving` and `picker`.
+
+1. `begun` checks the client's key and tenant. At the request's end, it frees, counts and logs.
+2. The face reads the body.
+3. `admitted` holds a place for the request, and ends it at its deadline.
+4. `prepared` does all that comes before a completion's decode node, one step a line.
+5. The face asks the decode node, and calls `answering` when its answer begins.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +15,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from multidict import CIMultiDictProxy
 
 from launch.openai import ApiError, overloaded
 from launch.proxy.bodies import BodyShare, ClientGone, Completion, HandedOver
+from launch.proxy.direct import Why
 from launch.proxy.exchange import Exchange
 from launch.proxy.hints import Hints
 from launch.proxy.hops import Hops, free_frames
 from launch.proxy.keys import Admission, Keys
 from launch.proxy.limits import WAIT_S
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.routing import RetryBudget
 from launch.proxy.ui import EndedRequest, RecentRequests
 from pd_cache.cluster import LimitsConfig, ProxyConfig
@@ -103,6 +109,7 @@ class Requests:
             if exchange.hinted is not None:
                 exchange.hinted.cancel()
             share.give_back()
+            exchange.body = b""
             status = exchange.status
             self.metrics.requests.labels(str(status)).inc()
             exchange.span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
@@ -153,68 +160,59 @@ class Requests:
             self.metrics.prediction_error.observe(error)
         exchange.until_answered.close()
         exchange.share.give_back()
+        exchange.body = b""
 
     # --- until its decode node ------------------------------------------------------------------------------
 
-    async def prepared(self, exchange: Exchange, body: bytes) -> bytes:
-        """Looks the prompt up, checks its limits, begins what hints ask for, and has a prefill node compute
-        the prompt. A decode node may load it meanwhile. Returns the body for the decode node. Raises ApiError
-        if the request is refused, or if no node can answer it."""
-        field: Literal["messages", "prompt"] = "messages" if exchange.path == CHAT else "prompt"
-        nbytes, hops, hints, tenant = len(body), self.hops, self.hints, exchange.client.tenant
-        completion, prompt = await self._computed(nbytes, lambda: _read(body, field, tenant))
-        if not set(hops.pools["decode"].urls()).difference(exchange.excluded):
+    async def prepared(self, exchange: Exchange) -> None:
+        """Does all that comes before the decode node. Then `exchange.body` is the body for that node. Raises
+        ApiError if the request is refused, or if no node can answer it."""
+        completion = await self._read(exchange)
+        why = await self._looked_up(exchange, completion)
+        prefills = why is None and bool(self.hops.pools["prefill"].urls())
+        first = await self._within_limits(exchange, prefills, completion.priority())
+        self.hints.begin(exchange, completion.hints)
+        result: str = why or "no_prefill_nodes"
+        handoff: HandedOver | None = None
+        if prefills:
+            result, handoff = await self._prefilled(exchange, completion, first)
+        self.metrics.handoffs.labels(result).inc()
+        exchange.body = await self._computed(exchange, lambda: completion.for_decode(handoff))
+
+    async def _read(self, exchange: Exchange) -> Completion:
+        """Returns the client's request. Raises ApiError if no node could answer it."""
+
+        def read() -> Completion:
+            completion = Completion(exchange.body, prompt="messages" if exchange.path == CHAT else "prompt")
+            completion.isolate(exchange.client.tenant)
+            exchange.prompt = completion.prompt()
+            return completion
+
+        completion = await self._computed(exchange, read)
+        if not set(self.hops.pools["decode"].urls()).difference(exchange.excluded):
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
-        handoff: HandedOver | None = None
+        return completion
+
+    async def _looked_up(self, exchange: Exchange, completion: Completion) -> Why | None:
+        """Looks the prompt up in the pool. Returns why it needs no prefill node; None if it needs one."""
+        tenant, hops, hints = exchange.client.tenant, self.hops, self.hints
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
             name = bool(completion.hints) or hints.prefetched_by(exchange.client)
-            why, exchange.known = await hops.judge(exchange, completion, prompt, name=name)
-            named = None if isinstance(exchange.known, str) else exchange.known
+            why, exchange.known = await hops.judge(exchange, completion, exchange.prompt, name=name)
             if completion.scores_prompt():
                 why = why or "scored"
-            if tenant in (self.keys.tenants or ()):
-                self.metrics.tenant_requests.labels(tenant).inc()
-                if named is not None and named.pool_tokens is not None:
-                    self.metrics.tenant_tokens.labels(tenant, "requested").inc(named.tokens)
-                    self.metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
             span.note(direct=why or "")
-        prompt = prompt._replace(named=named)
-        exchange.tokens = prompt.tokens if named is None else named.tokens
-        prefills = why is None and bool(hops.pools["prefill"].urls())
-        first = await self._within_limits(exchange, prompt, prefills, completion.priority())
-        if named is not None:
-            hints.note(exchange.client, exchange.id, named)
-            if (prefetched := hints.prefetched(named)) is not None:
-                exchange.decodes = prefetched.node
-                exchange.until_answered.callback(prefetched.stream.cancel)
-        if completion.hints is not None:
-            exchange.hinted = asyncio.create_task(hints.taken(completion.hints, exchange))
-        result: str
-        if why is not None:
-            result = why
-        elif prefills:
-            if (node := hops.streaming_node(exchange, prompt)) is not None:
-                stream = hops.stream(
-                    exchange, node, completion.path, await self._computed(nbytes, completion.for_stream)
-                )
-                if stream is not None:
-                    exchange.until_answered.callback(stream.cancel)
-            result, handoff = await hops.prefill(
-                exchange, await self._computed(nbytes, completion.for_prefill), prompt, first
-            )
-            exchange.prefill_s = time.monotonic() - exchange.started
-            self.metrics.prefill_seconds.observe(exchange.prefill_s)
-            if not handoff:
-                exchange.until_answered.close()  # nothing will come
-        else:
-            result = "no_prefill_nodes"
-        self.metrics.handoffs.labels(result).inc()
-        return await self._computed(nbytes, lambda: completion.for_decode(handoff))
+        named = None if isinstance(exchange.known, str) else exchange.known
+        exchange.prompt = exchange.prompt._replace(named=named)
+        if tenant in (self.keys.tenants or ()):
+            self.metrics.tenant_requests.labels(tenant).inc()
+            if named is not None and named.pool_tokens is not None:
+                self.metrics.tenant_tokens.labels(tenant, "requested").inc(named.tokens)
+                self.metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
+        return why
 
-    async def _within_limits(
-        self, exchange: Exchange, prompt: RoutedPrompt, prefills: bool, priority: int
-    ) -> str | None:
+    async def _within_limits(self, exchange: Exchange, prefills: bool, priority: int) -> str | None:
         """Returns the prefill node to try first; None if a decode node is to compute the prompt. Raises
         ApiError 429 for a request that would miss its limits."""
         limits = self.keys.limits(exchange.client.tenant).limits or self.config.limits
@@ -222,9 +220,9 @@ class Requests:
 
         def predicted() -> str | None:
             now = time.monotonic()
-            first = pool.pick(now, prompt) if prefills else None
+            first = pool.pick(now, exchange.prompt) if prefills else None
             if limits != _UNLIMITED:
-                exchange.predicted = known.predict(first, prompt, now, now - exchange.started)
+                exchange.predicted = known.predict(first, exchange.prompt, now, now - exchange.started)
             return first
 
         first = predicted()
@@ -246,15 +244,27 @@ class Requests:
                         return first
         raise over
 
-    async def _computed(self, nbytes: int, function: Callable[[], T]) -> T:
+    async def _prefilled(
+        self, exchange: Exchange, completion: Completion, first: str | None
+    ) -> tuple[str, HandedOver | None]:
+        """Has a prefill node compute the prompt, `first` if that works, while a decode node may load it.
+        Returns the outcome, and what the prefill node handed over."""
+        hops = self.hops
+        if (node := hops.streaming_node(exchange)) is not None:
+            body = await self._computed(exchange, completion.for_stream)
+            stream = asyncio.create_task(hops.load(exchange, node, completion.path, body))
+            exchange.until_answered.callback(stream.cancel)
+        body = await self._computed(exchange, completion.for_prefill)
+        result, handoff = await hops.prefill(exchange, body, first)
+        exchange.prefill_s = time.monotonic() - exchange.started
+        self.metrics.prefill_seconds.observe(exchange.prefill_s)
+        if not handoff:
+            exchange.until_answered.close()  # nothing will come
+        return result, handoff
+
+    async def _computed(self, exchange: Exchange, function: Callable[[], T]) -> T:
         """Calls the function and returns its result. For a large body, calls it on a separate thread, so that
         other requests go on."""
-        if nbytes < _LARGE:
+        if len(exchange.body) < _LARGE:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._large, function)
-
-
-def _read(body: bytes, field: Literal["messages", "prompt"], tenant: str) -> tuple[Completion, RoutedPrompt]:
-    completion = Completion(body, prompt=field)
-    completion.isolate(tenant)
-    return completion, completion.prompt()

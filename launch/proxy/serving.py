@@ -1,13 +1,13 @@
-"""Serves a client's connection: reads the body, asks the decode node, and relays its answer, without a task
-for each piece."""
+"""Serves clients' connections: reads the body, asks the decode node, and relays its answer, without a task
+for each piece. What comes before the decode node is in `requests`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import aiohttp
 import msgspec
@@ -27,7 +27,7 @@ from launch.proxy.nodes import (
     read_some,
     send,
 )
-from launch.proxy.requests import CHAT, COMPLETIONS, MODELS, Requests
+from launch.proxy.requests import MODELS, Requests
 from launch.proxy.routing import Attempts, Reason
 from pd_cache.cluster import LARGEST_BODY
 
@@ -40,128 +40,111 @@ _LAST_WORDS_S = 1.0
 _MOST_UNSENT = 64 << 10
 """If more bytes than this wait for the client in this process, no more are read from the node."""
 _LIST_AT_ONE_S = 1.0
-Serve = Callable[["Relay", bytes], Awaitable[web.StreamResponse]]
-"""Answers a request, given its body."""
 
 
 class Serving:
-    """Serves the pages of OpenAI's API."""
+    """Serves the pages of OpenAI's API, and `/hints`."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
+        self._limit_s = requests.config.request_timeout_s
 
-    def add_to(self, app: web.Application) -> None:
-        limit_s = self._requests.config.request_timeout_s
-        for path in (COMPLETIONS, CHAT):
-            app.router.add_post(path, partial(self._answered, self._completion, LARGEST_BODY, limit_s))
-        app.router.add_post("/hints", partial(self._answered, self._hint, LARGEST_HINTS, HINTS_S))
-        app.router.add_get(MODELS, partial(self._answered, self._models, 0, limit_s), allow_head=False)
+    async def completion(self, request: web.Request) -> web.StreamResponse:
+        """Answers a completion or a chat."""
+        async with self._accepted(request, LARGEST_BODY, self._limit_s) as relay:
+            await self._requests.prepared(relay.exchange)
+            await self._decode(relay)
+        return relay.response
 
-    async def _answered(
-        self, serve: Serve, most: int, read_s: float, request: web.Request
-    ) -> web.StreamResponse:
-        """Reads a body of at most `most` bytes within `read_s`, and serves the request."""
-        response: web.StreamResponse | None
-        with self._requests.begun(request[REQUEST_ID], request.path, request.headers) as exchange:
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """Answers with the models of a decode node."""
+        async with self._accepted(request, 0, self._limit_s) as relay:
+            relay.response = await self._models(relay.exchange)
+        return relay.response
+
+    async def hint(self, request: web.Request) -> web.StreamResponse:
+        """Answers a message of hints."""
+        async with self._accepted(request, LARGEST_HINTS, HINTS_S) as relay:
+            answer = await self._requests.hints.take(relay.exchange.body, relay.exchange)
+            relay.response = web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+        return relay.response
+
+    @asynccontextmanager
+    async def _accepted(self, request: web.Request, most: int, read_s: float) -> AsyncIterator[Relay]:
+        """Checks the client's key, and reads its body of at most `most` bytes within `read_s`. Holds a place
+        while the block answers. An error after the answer's first byte ends the answer."""
+        requests = self._requests
+        with requests.begun(request[REQUEST_ID], request.path, request.headers) as exchange:
             relay = Relay(exchange, request)
             try:
                 # not `request.read()`, which would keep the bytes for as long as the request lasts
                 pieces, announced = request.content.iter_any(), request.content_length
-                body = await read_body(pieces, exchange.share, most, read_s, announced)
-                async with self._requests.admitted(exchange):
-                    serving = serve(relay, body)
-                    del body  # so that it takes memory only until the decode node has it
-                    response = await serving
-                exchange.status = response.status
-                if exchange.first_byte_s is not None and response.status == 200:
-                    took_s = time.monotonic() - exchange.started - exchange.first_byte_s
-                    self._requests.hops.limits.ended(took_s)
+                exchange.body = await read_body(pieces, exchange.share, most, read_s, announced)
+                async with requests.admitted(exchange):
+                    yield relay
+                exchange.status = relay.response.status
+                if exchange.first_byte_s is not None and exchange.status == 200:
+                    requests.hops.limits.ended(time.monotonic() - exchange.started - exchange.first_byte_s)
             except ApiError as error:
-                if (response := relay.response) is None or not response.prepared:
+                if not relay.response.prepared:
                     raise
-                exchange.status, exchange.cut_status = response.status, error.status
-                self._requests.metrics.cut.labels(error.code or "").inc()
+                exchange.status, exchange.cut_status = relay.response.status, error.status
+                requests.metrics.cut.labels(error.code or "").inc()
                 await relay.cut(error)
             except ClientGone:
-                response = relay.response
-        # aiohttp needs something to return to a client that is gone; nothing reads it
-        return response or web.Response(status=499)
+                pass
 
-    async def _hint(self, relay: Relay, body: bytes) -> web.StreamResponse:
-        answer = await self._requests.hints.take(body, relay.exchange)
-        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
-
-    async def _completion(self, relay: Relay, body: bytes) -> web.StreamResponse:
-        """Answers a completion. Raises ApiError if no node could answer it, or if the answer breaks off."""
-        decoding = self._decode(relay, await self._requests.prepared(relay.exchange, body))
-        del body  # so that it takes memory only until a decode node has it
-        return await decoding
-
-    async def _decode(self, relay: Relay, body: bytes) -> web.StreamResponse:
+    async def _decode(self, relay: Relay) -> None:
+        """Answers with a decode node's answer. Raises ApiError if no node could answer, or if the answer
+        breaks off."""
         exchange, hops = relay.exchange, self._requests.hops
-        pool = hops.pools["decode"]
-        attempts = Attempts(pool, exchange.trial, first=exchange.decodes)
+        attempts = Attempts(hops.pools["decode"], exchange.trial, first=exchange.decodes)
         refusals: dict[Reason, Refusal] = {}
         while (node := attempts.next(time.monotonic())) is not None:
-            exchange.nodes["decode"] = node
             answer: aiohttp.ClientResponse | None = None
             try:
-                with (
-                    pool.working(node),
-                    hops.limits.asking("decode", node, exchange.tokens, time.monotonic()) as asked,
-                    exchange.hop_span("decode", node) as span,
-                ):
-                    try:
-                        headers = exchange.node_headers(self._requests.keys, span)
-                        answer = await send(hops.session, "POST", node + exchange.path, headers, body)
-                        await check_status(answer)
-                        first = await read_some(answer)  # a node that dies before this can still be replaced
-                        if not first and answer.status < 300:
-                            raise HopError("garbage", "the answer is empty")
-                    except HopError as error:
-                        hops.failed(exchange, "decode", node, attempts, error)
-                        if error.refusal is not None:
-                            refusals[error.reason] = error.refusal
-                        span.end(f"{error.reason}: {error}")
-                        continue
+                with hops.asking(exchange, "decode", node) as (headers, asked):
+                    answer = await send(hops.session, "POST", node + exchange.path, headers, exchange.body)
+                    await check_status(answer)
+                    first = await read_some(answer)  # a node that dies before this can still be replaced
+                    if not first and answer.status < 300:
+                        raise HopError("garbage", "the answer is empty")
                     attempts.answered(node, time.monotonic(), well=answer.status < 300)
                     if answer.status < 300:
                         asked.answered(time.monotonic())
                     self._requests.answering(exchange)
-                    body = b""
-                    try:
-                        return await relay.pass_on(answer, first, hops.trips)
-                    except HopError as error:
-                        hops.failed(exchange, "decode", node, None, error)
-                        what = f"The decode node failed while it answered: {error.reason}"
-                        raise ApiError(502, what, code="node_failed") from error
+                    await relay.pass_on(answer, first, hops.trips)
+                    return
+            except HopError as error:
+                begun = exchange.first_byte_s is not None
+                hops.failed(exchange, "decode", node, None if begun else attempts, error)
+                if begun:
+                    what = f"The decode node failed while it answered: {error.reason}"
+                    raise ApiError(502, what, code="node_failed") from error
+                if error.refusal is not None:
+                    refusals[error.reason] = error.refusal
             finally:
                 if answer is not None:
                     answer.close()
         refusal = (None if attempts.blamed else refusals.get("busy")) or refusals.get("error")
-        if refusal is not None:
-            return passed_on(refusal)
-        if attempts.blamed:
+        if refusal is None and attempts.blamed:
             raise ApiError(
                 502, "This request failed on two nodes and is not tried on others", code="node_failed"
             )
-        raise overloaded("No decode node could answer")
+        if refusal is None:
+            raise overloaded("No decode node could answer")
+        relay.response = passed_on(refusal)
 
-    async def _models(self, relay: Relay, _: bytes) -> web.Response:
+    async def _models(self, exchange: Exchange) -> web.Response:
         """Returns the list of one of two decode nodes. It says nothing about how a node computes: only a
         refused connection counts against it."""
-        exchange, hops = relay.exchange, self._requests.hops
-        pool, tried = hops.pools["decode"], list[str]()
+        hops, tried = self._requests.hops, list[str]()
+        pool, headers = hops.pools["decode"], exchange.node_headers(self._requests.keys, exchange.span)
         while len(tried) < 2 and (node := pool.out_of_turn(time.monotonic(), tried)) is not None:
             tried.append(node)
             exchange.nodes["decode"] = node
             try:
-                asking = hops.whole(exchange, exchange.span, "GET", node + MODELS, None, read_models)
-                async with asyncio.timeout(_LIST_AT_ONE_S):
-                    found = await asking
-            except TimeoutError:
-                failure = HopError("timeout", f"no list of models within {_LIST_AT_ONE_S:g} s")
-                hops.failed(exchange, "decode", node, None, failure)
+                found = await hops.whole(node + MODELS, headers, None, read_models, _LIST_AT_ONE_S)
             except HopError as error:
                 hops.failed(exchange, "decode", node, None, error)
             except Refusal as refused:
@@ -180,14 +163,12 @@ class Relay:
     def __init__(self, exchange: Exchange, request: web.Request) -> None:
         self.exchange = exchange
         self.request = request
-        self.response: web.StreamResponse | None = None
-        """Set when the first byte is about to be sent."""
+        self.response: web.StreamResponse = web.Response(status=499)
+        """The answer. Nothing reads the present one, which aiohttp needs for a client that is gone."""
         self._ending = bytearray()
         """At least the last `REPORT_BYTES` bytes that were sent."""
 
-    async def pass_on(
-        self, answer: aiohttp.ClientResponse, first: bytes, trips: RecentTrips
-    ) -> web.StreamResponse:
+    async def pass_on(self, answer: aiohttp.ClientResponse, first: bytes, trips: RecentTrips) -> None:
         """Passes on a decode node's answer as it comes, beginning with `first`. Raises HopError if it breaks
         off."""
         exchange = self.exchange
@@ -217,7 +198,6 @@ class Relay:
             await response.write_eof()
         except ConnectionError as error:
             raise ClientGone from error
-        return response
 
     def note_sent(self, data: bytes) -> None:
         self._ending += data
@@ -227,7 +207,6 @@ class Relay:
     async def cut(self, error: ApiError) -> None:
         """Reports an error after the first byte: by an event in a stream, otherwise by breaking off."""
         response = self.response
-        assert response is not None
         log.warning("request %s: cut after its first byte: %s", self.exchange.id, error.message)
         if self.exchange.streamed and response.content_length is None:
             between = b"" if self._ending.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
@@ -263,7 +242,6 @@ class _Shortcut(asyncio.Protocol):
         node, client = connection and connection.transport, relay.request.transport
         if connection is None or node is None or client is None:
             return b""  # all has come, or one of them is gone
-        assert relay.response is not None
         assert connection.protocol is not None
         self._node, self._parser, self._client = node, connection.protocol, client
         self._chunked = "Transfer-Encoding" in relay.response.headers

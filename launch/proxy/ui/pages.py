@@ -24,12 +24,12 @@ import pd_cache
 from launch.discovery import View
 from launch.http import NOBODY
 from launch.openai import ApiError, overloaded
-from launch.watch.state import WatchedNodes
-from launch.watch.asker import Asker
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics, RecentTrips
 from launch.proxy.nodes import NodePools
 from launch.proxy.ui.recent import EndedRequest, RecentRequests, first_token_within, prompt_sources
+from launch.watch.asker import Asker
+from launch.watch.state import WatchedNodes
 from pd_cache.decoding import one_line
 
 _HERE = Path(__file__).parent
@@ -111,7 +111,9 @@ class UiPages:
         self.followers += 1
         try:
             if self.followers == 1:
-                self._start()
+                self._events.clear()
+                self._nodes = WatchedNodes()  # a pause would look like one long interval
+                self._task = asyncio.create_task(self._watch())
             return await self._tell(request, authorization)
         finally:
             self.followers -= 1
@@ -127,9 +129,11 @@ class UiPages:
             while not self._closing and self._keys.may_watch(authorization):  # keys may change meanwhile
                 published = self._published
                 client = self._keys.visible_client(authorization)
-                event = self._event(client and client.name)
+                name = client and client.name
+                if name not in self._events:
+                    self._events[name] = b"data: " + msgspec.json.encode(self.state(name)) + b"\n\n"
                 async with asyncio.timeout(_WRITE_S):
-                    await response.write(event)
+                    await response.write(self._events[name])
                 await published.wait()
             await response.write_eof()
             return response
@@ -144,11 +148,6 @@ class UiPages:
         """Shows the nodes of this view, except for proxies: this one has no keys to ask them with."""
         nodes = tuple(record for record in view.nodes if record.role != "proxy")
         self._view = dataclasses.replace(view, nodes=nodes)
-
-    def _start(self) -> None:
-        self._events.clear()
-        self._nodes = WatchedNodes()  # a pause would look like one long interval
-        self._task = asyncio.create_task(self._watch())
 
     async def _stop(self, app: web.Application | None = None) -> None:
         if (task := self._task) is not None:
@@ -179,11 +178,6 @@ class UiPages:
         self._published.set()
 
     # --- an event -------------------------------------------------------------------------------------------
-
-    def _event(self, client: str | None) -> bytes:
-        if client not in self._events:
-            self._events[client] = b"data: " + msgspec.json.encode(self.state(client)) + b"\n\n"
-        return self._events[client]
 
     def state(self, client: str | None) -> dict[str, Any]:
         """Returns the contents of an event. `client`: the client whose requests it may name; None for all."""

@@ -199,12 +199,12 @@ async def test_a_follower_that_never_reads_is_cut_off(monkeypatch):
     monkeypatch.setattr(pages, "_INTERVAL_S", 0.001)
     written = []
 
-    def event(client):
+    def state(client):
         written.append(1 << 16)
-        return b"data: " + b"x" * (1 << 16) + b"\n\n"
+        return "x" * (1 << 16)
 
     async with cluster(prefill=0) as c:
-        monkeypatch.setattr(c.proxy._ui, "_event", event)
+        monkeypatch.setattr(c.proxy._ui, "state", state)
         host, _, port = c.url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port))) as mute:
             mute.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
