@@ -23,8 +23,7 @@ import msgspec
 from bench.lib.report import finish, option, output_options, progress
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import UnitCosts, read_costs
-from bench.lib.simulation.limits import compare_limits
-from bench.lib.simulation.roles import LARGE, compare_roles
+from bench.lib.simulation.roles import LARGE, compare_limits, compare_roles
 from bench.lib.simulation.workload import CopiedTrace, of_arrival, of_some_users
 from bench.lib.stats import quantile
 from bench.lib.trace import Request, read_trace

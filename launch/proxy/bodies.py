@@ -321,6 +321,10 @@ class Completion:
         except UndecodableError:
             return 0
 
+    def streams(self) -> bool:
+        """Returns whether the answer comes token by token."""
+        return bytes(self._fields.get("stream", b"")) == b"true"
+
     def cache_salt(self) -> str | None:
         """Returns the salt that separates the request's cache from others; None without one. Raises
         ValueError if it is not text."""

@@ -150,6 +150,8 @@ class Hops:
             self.limits.asking(hop, node, tokens, now) as asked,
             exchange.hop_span(hop, node) as span,
         ):
+            if hop == "decode" and not exchange.streamed:
+                asked.end()  # its answer's first byte is no first token
             yield exchange.node_headers(self._keys, span), asked
 
     async def whole(

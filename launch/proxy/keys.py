@@ -23,7 +23,7 @@ import msgspec
 from multidict import CIMultiDictProxy
 
 from launch.openai import ApiError, overloaded
-from pd_cache.cluster import ProxyConfig, ServerTlsConfig, TenantConfig, read_tenants
+from pd_cache.cluster import LimitsConfig, ProxyConfig, ServerTlsConfig, TenantConfig, read_tenants
 from pd_cache.errors import ConfigError
 from pd_cache.sparse_log import SparseLog
 
@@ -117,6 +117,7 @@ class Keys:
         """The nodes' own key."""
         self.tenants: Mapping[str, TenantConfig] | None = None
         """Those of `tenants_file`; None without one."""
+        self._of_keys: Mapping[str, LimitsConfig] = {}
         for field in ("api_keys_file", "monitor_keys_file", "node_key_file", "tenants_file"):
             if (file := getattr(config, field)) is not None:
                 files.add(f"proxy.{field}", [file], partial(self._read, field, file))
@@ -127,7 +128,8 @@ class Keys:
         elif field == "monitor_keys_file":
             self._monitors = read_keys(file, field)
         elif field == "tenants_file":
-            self.tenants = read_tenants(file)
+            read = read_tenants(file)
+            self.tenants, self._of_keys = read.tenants, read.keys
         else:
             self.node_key = read_node_key(file)
 
@@ -172,6 +174,10 @@ class Keys:
         """Returns the limits of a tenant. A tenant that the file does not name any more may have no pins."""
         known = self.tenants or {}
         return known.get(tenant, _UNKNOWN if known and tenant else _ANYTHING)
+
+    def times(self, client: Client) -> LimitsConfig | None:
+        """Returns how long a client's completions may take; None if only `proxy.limits` says that."""
+        return self._of_keys.get(client.name) or self.limits(client.tenant).limits
 
     def may_watch(self, authorization: str | None) -> bool:
         """Returns whether the client may see answers that name nodes."""

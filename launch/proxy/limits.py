@@ -13,8 +13,8 @@ a completion that would miss its limits. Pure: the time comes from the caller.
    the mean of its own prompts.
 5. The predicted time of the first token is multiplied by a margin, so that about one request in 50 is late.
 6. With `over: best_effort`, a request that would miss a limit waits. It goes on once the work in front of it
-   takes at most half of the limit. Until then, others overtake it. Waiting requests go on in the order of
-   their priorities.
+   takes at most half of the limit. Until then, others overtake it. The waiting requests of a tenant, or of a
+   client without one, go on in the order of their priorities.
 7. An unknown time counts as 0. A request with no other in front of it is never refused: it would not be
    answered sooner at another time, and its answer corrects wrong figures.
 """
@@ -43,7 +43,8 @@ _LATE, _STEP = 0.02, 0.1
 _MOST_MARGIN = 2.0
 """A higher margin would have most requests refused for long after one node stopped with many."""
 _WAITING_SHARE, _MOST_WAITING = 0.5, 100
-"""The share of the limit in 6; how many requests may wait."""
+"""The share of the limit in 6; how many requests may wait. Tenants and clients that have waiting requests
+share these places equally."""
 WAIT_S = 60.0
 """How long a request may wait. Then it is refused."""
 _MEAN_OF = 16
@@ -107,7 +108,7 @@ class _Queue:
     def work(self, tokens: float, now: float) -> float:
         """Returns how many tokens the node has to process until a new prompt of `tokens` is answered."""
         work = tokens + self.others * self.mean + sum(asked.tokens for asked in self.asked)
-        done = (now - self.since) / self.time.each_s
+        done = max(0.0, now - self.since) / self.time.each_s
         return work - min(self.asked[0].tokens, done) if self.asked else work
 
 
@@ -123,14 +124,18 @@ class Asked:
         queue.mean += (tokens - queue.mean) / (_MEAN_OF if queue.mean else 1)
 
     def answered(self, now: float) -> None:
-        """Notes the first byte."""
-        self._queue.since = now
-        if self._learns:
-            self._queue.time.add(self._work, now - self._now)
-        self.end()
+        """Notes the first token, unless the prompt has left the queue."""
+        if self in self._queue.asked:
+            self.end()
+            self._queue.since = now
+            if self._learns:
+                self._queue.time.add(self._work, now - self._now)
 
     def end(self) -> None:
+        """Takes the prompt out of the queue."""
         if self in self._queue.asked:
+            if self is self._queue.asked[0]:
+                self._queue.since = math.inf  # the next one has just begun, at a time that is not known
             self._queue.asked.remove(self)
 
 
@@ -139,7 +144,8 @@ class Place(NamedTuple):
 
     priority: int
     number: int
-    limits: LimitsConfig
+    holder: str
+    """The tenant or the client that has it."""
 
 
 class _Reported(NamedTuple):
@@ -167,23 +173,26 @@ class Limits:
 
     # --- what it learns from ------------------------------------------------------------------------------
 
-    def look(self, now: float, reports: Mapping[str, NodeReport]) -> None:
-        """Learns from the nodes' newest reports, by their URLs."""
-        recent = {url: known for url, known in self._reported.items() if now <= known.at + _RECENT_S}
-        self._steps = {url: step for url, step in self._steps.items() if url in recent}
+    def look(self, now: float, url: str, report: NodeReport) -> None:
+        """Learns from a node's report, which has just come: this proxy's requests are counted now."""
+        own = self._own(url)
+        if (queue := self._queues.get(("prefill", url))) is not None:
+            queue.others = max(0.0, report.queued + report.running - own)
+        if (known := self._reported.get(url)) is not None:
+            tokens, seconds = report.tokens - known.report.tokens, report.token_s - known.report.token_s
+            if tokens > 0 and seconds > 0:
+                running = (known.report.running + report.running) / 2
+                self._steps.setdefault(url, _Time()).add(max(1.0, running), seconds / tokens)
+        self._reported[url] = _Reported(report, now, own)
+
+    def forget(self, now: float) -> None:
+        """Forgets nodes that have left, and reports that are too old."""
+        self._reported = {url: known for url, known in self._reported.items() if now <= known.at + _RECENT_S}
+        self._steps = {url: step for url, step in self._steps.items() if url in self._reported}
         urls = {(hop, url) for hop, pool in self._pools.items() for url in pool.urls()}
         self._queues = {key: queue for key, queue in self._queues.items() if key in urls or queue.asked}
-        for url, report in reports.items():
-            own = self._own(url)
-            if (queue := self._queues.get(("prefill", url))) is not None:
-                queue.others = max(0.0, report.queued + report.running - own)
-            if (known := recent.get(url)) is not None:
-                tokens, seconds = report.tokens - known.report.tokens, report.token_s - known.report.token_s
-                if tokens > 0 and seconds > 0:
-                    running = (known.report.running + report.running) / 2
-                    self._steps.setdefault(url, _Time()).add(max(1.0, running), seconds / tokens)
-            recent[url] = _Reported(report, now, own)
-        self._reported = recent
+        for (_, url), queue in self._queues.items():
+            queue.others *= url in self._reported
 
     @contextmanager
     def asking(self, hop: Hop, url: str, tokens: float, now: float) -> Iterator[Asked]:
@@ -237,12 +246,13 @@ class Limits:
         return Predicted(first, alone, *min(steps))
 
     @contextmanager
-    def place(self, priority: int, limits: LimitsConfig, over: ApiError) -> Iterator[Place]:
-        """Holds a place among the waiting requests while the block runs. Raises `over` if too many wait that
-        have these limits. Nobody waits for a request that has others."""
-        if sum(place.limits == limits for place in self.waiting) >= _MOST_WAITING:
+    def place(self, priority: int, holder: str, over: ApiError) -> Iterator[Place]:
+        """Holds a place among the waiting requests while the block runs. Raises `over` if the holder has its
+        share of the places. Nobody waits for another holder's requests."""
+        holders = [holder, *(place.holder for place in self.waiting)]
+        if (holders.count(holder) - 1) * len(set(holders)) >= _MOST_WAITING:
             raise over
-        insort(self.waiting, place := Place(priority, next(self._numbers), limits))
+        insort(self.waiting, place := Place(priority, next(self._numbers), holder))
         try:
             yield place
         finally:
@@ -252,10 +262,10 @@ class Limits:
         """Raises ApiError 429 if a request would miss a limit. With `waiting`, raises it until the request
         may go on (see 6). `retry_after` is the time until the request would be admitted."""
         queue, token = predicted.first_s - predicted.alone_s, predicted.token_s
-        first = self._margin * (queue / _WAITING_SHARE if waiting else predicted.first_s)
-        if limits.ttft_s is not None and first > limits.ttft_s and queue > 0:
-            what = f"The first token would come in {first:.3g} s, and may take {limits.ttft_s:.3g} s"
-            raise _over("ttft_s", what, min(first - limits.ttft_s, queue))
+        first = queue / _WAITING_SHARE if waiting else predicted.first_s
+        if limits.ttft_s is not None and self._margin * first > limits.ttft_s and queue > 0:
+            what = f"The first token would come in {self._margin * first:.3g} s, and may take {limits.ttft_s:.3g} s"
+            raise _over("ttft_s", what, min(first - limits.ttft_s / self._margin, queue))
         if limits.token_s is not None and token > limits.token_s and predicted.ends_s:
             what = f"A token would take {token:.3g} s, and may take {limits.token_s:.3g} s"
             ends = (token - limits.token_s) / predicted.less_s
@@ -272,8 +282,7 @@ class Limits:
             return math.inf, 0.0
         report = known.report
         has = max(0.0, report.queued + report.running + self._own(url) - known.own)
-        used = 1.0 if report.queued else report.used
-        return report.running / used if report.running and used > 0 else math.inf, has
+        return report.running / report.used if report.running and report.used > 0 else math.inf, has
 
     def _room_s(self, now: float) -> float:
         """Returns how long it takes until a decode node has room for one more request."""

@@ -247,7 +247,7 @@ class NodePools:
 
     def look(self, now: float, reports: Mapping[str, NodeReport]) -> None:
         """Decides the roles of nodes that can prefill and decode, from the reports of all nodes."""
-        self.limits.look(now, reports)
+        self.limits.forget(now)
         if self.gateways:
             for url, report in reports.items():
                 self.pools["decode"].reported(url, report.queued + report.running)
@@ -359,6 +359,7 @@ async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
                 most = max(pool.target(url).max_running for pool in nodes.pools.values())
                 if (report := read_metrics(page, most)) is not None:
                     reports[url] = report
+                    nodes.limits.look(time.monotonic(), url, report)
 
     reports: dict[str, NodeReport] = {}
     urls = {url for pool in nodes.pools.values() for url in pool.urls()}

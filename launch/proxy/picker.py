@@ -148,7 +148,7 @@ class _Picker:
                     attempts.answered(node, time.monotonic(), well=status < 300)
                     if status < 300:
                         asked.answered(time.monotonic())
-                requests.answering(exchange)
+                requests.answering(exchange, well=status < 300)
             more = {ID_HEADER: exchange.id}
             if exchange.hinted is not None:
                 more[HINTS_HEADER] = (await exchange.hinted).decode()

@@ -151,13 +151,14 @@ class Requests:
                 self.running.discard(task)
                 self.metrics.running.set(len(self.running))
 
-    def answering(self, exchange: Exchange) -> None:
-        """Notes that the decode node's answer begins."""
+    def answering(self, exchange: Exchange, *, well: bool) -> None:
+        """Notes that the decode node's answer begins: `well`, or with a refusal."""
         exchange.first_byte_s = time.monotonic() - exchange.started
         self.metrics.first_byte_seconds.observe(exchange.first_byte_s)
-        error = self.hops.limits.measured(exchange.predicted, exchange.first_byte_s)
-        if error is not None:
-            self.metrics.prediction_error.observe(error)
+        if well and exchange.streamed:
+            error = self.hops.limits.measured(exchange.predicted, exchange.first_byte_s)
+            if error is not None:
+                self.metrics.prediction_error.observe(error)
         exchange.until_answered.close()
         exchange.share.give_back()
         exchange.body = b""
@@ -186,6 +187,7 @@ class Requests:
             completion = Completion(exchange.body, prompt="messages" if exchange.path == CHAT else "prompt")
             completion.isolate(exchange.client.tenant)
             exchange.prompt = completion.prompt()
+            exchange.streamed = completion.streams()
             return completion
 
         completion = await self._computed(exchange, read)
@@ -215,34 +217,32 @@ class Requests:
     async def _within_limits(self, exchange: Exchange, prefills: bool, priority: int) -> str | None:
         """Returns the prefill node to try first; None if a decode node is to compute the prompt. Raises
         ApiError 429 for a request that would miss its limits."""
-        limits = self.keys.limits(exchange.client.tenant).limits or self.config.limits
+        limits = self.keys.times(exchange.client) or self.config.limits
         known, pool = self.hops.limits, self.hops.pools["prefill"]
 
-        def predicted() -> str | None:
+        def checked(arrived: float, *, waiting: bool = False) -> str | None:
             now = time.monotonic()
             first = pool.pick(now, exchange.prompt) if prefills else None
             if limits != _UNLIMITED:
-                exchange.predicted = known.predict(first, exchange.prompt, now, now - exchange.started)
+                exchange.predicted = known.predict(first, exchange.prompt, now, now - arrived)
+                known.check(exchange.predicted, limits, waiting=waiting)
             return first
 
-        first = predicted()
         try:
-            known.check(exchange.predicted, limits)
-            return first
+            return checked(exchange.started)
         except ApiError as error:
             if limits.over == "refuse":
                 raise
             over = error
-        with known.place(priority, limits, over) as place:
+        holder = exchange.client.holder
+        with known.place(priority, holder, over) as place:
             until = time.monotonic() + WAIT_S
             while time.monotonic() < until:
                 await asyncio.sleep(_LOOK_S)
-                if place == next(first for first in known.waiting if first.limits == limits):
-                    first = predicted()
+                if place == next(first for first in known.waiting if first.holder == holder):
                     with suppress(ApiError):
-                        known.check(exchange.predicted, limits, waiting=True)
-                        return first
-        raise over
+                        return checked(exchange.started, waiting=True)
+        return checked(time.monotonic())  # as if it came now, so that `Retry-After` holds
 
     async def _prefilled(
         self, exchange: Exchange, completion: Completion, first: str | None

@@ -33,7 +33,7 @@ _FULL, _SLACK, _WORTH_S = 0.7, 0.5, 10.0
 _IDLE = 0.02
 """The work of each kind that is assumed of each node, so that single requests decide nothing."""
 _SAMPLE = re.compile(
-    rb"^(?:vllm:|pd_cache_reference_)(num_requests_waiting|num_requests_running|kv_cache_usage_perc"
+    rb'^(?:vllm:|pd_cache_reference_)(num_requests_waiting|num_requests_waiting_by_reason(?=.*reason="deferred")|num_requests_running|kv_cache_usage_perc'
     rb"|request_success_total|inter_token_latency_seconds_sum|inter_token_latency_seconds_count|queue_length|running|free_blocks|blocks|requests_total"
     rb"|token_seconds_sum|token_seconds_count)(?:\{.*\})? ([0-9.e+-]+)\r?$",
     re.MULTILINE,
@@ -44,8 +44,9 @@ class NodeReport(NamedTuple):
     """What a node reports at one moment."""
 
     queued: float
-    """Requests that wait."""
+    """Requests that wait for room."""
     running: float
+    """The others; those whose prompts are loaded, too."""
     used: float
     """The share of its room that is taken, 0 to 1."""
     ended: float
@@ -76,6 +77,10 @@ def read_metrics(page: bytes, max_running: int) -> NodeReport | None:
     running = total.get(b"num_requests_running", total.get(b"running"))
     if queued is None or running is None or not math.isfinite(sum(total.values())):
         return None
+    loading = total.get(
+        b"num_requests_waiting_by_reason", 0.0
+    )  # vLLM says that they wait, but they have room
+    queued, running = max(0.0, queued - loading), running + loading
     blocks = max(1.0, total.get(b"blocks", 1.0))
     used = max(
         _mean(samples.get(b"kv_cache_usage_perc", [])),

@@ -83,7 +83,7 @@ class Serving:
                 async with requests.admitted(exchange):
                     yield relay
                 exchange.status = relay.response.status
-                if exchange.first_byte_s is not None and exchange.status == 200:
+                if exchange.streamed and exchange.first_byte_s is not None and exchange.status == 200:
                     requests.hops.limits.ended(time.monotonic() - exchange.started - exchange.first_byte_s)
             except ApiError as error:
                 if not relay.response.prepared:
@@ -109,10 +109,11 @@ class Serving:
                     first = await read_some(answer)  # a node that dies before this can still be replaced
                     if not first and answer.status < 300:
                         raise HopError("garbage", "the answer is empty")
-                    attempts.answered(node, time.monotonic(), well=answer.status < 300)
-                    if answer.status < 300:
+                    well = answer.status < 300
+                    attempts.answered(node, time.monotonic(), well=well)
+                    if well:
                         asked.answered(time.monotonic())
-                    self._requests.answering(exchange)
+                    self._requests.answering(exchange, well=well)
                     await relay.pass_on(answer, first, hops.trips)
                     return
             except HopError as error:

@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from pd_cache.cluster.checks import KeyPath, Problem, consistency_problems
-from pd_cache.cluster.schema import ClusterConfig, TenantConfig, TenantsFile
+from pd_cache.cluster.schema import ClusterConfig, TenantsFile
 from pd_cache.errors import ConfigError
 from transfer.settings import decode_custom
 
@@ -99,9 +99,9 @@ def parse_config(text: str, file: str | Path) -> tuple[ClusterConfig, Source]:
     return config, source
 
 
-def read_tenants(file: str) -> dict[str, TenantConfig]:
+def read_tenants(file: str) -> TenantsFile:
     """Reads the file that `proxy.tenants_file` names. Raises ConfigError if it cannot be used."""
-    return _converted(parse_document(_text(file), Path(file)), TenantsFile).tenants
+    return _converted(parse_document(_text(file), Path(file)), TenantsFile)
 
 
 def _converted(source: Source, kind: type[T]) -> T:

@@ -470,6 +470,8 @@ class TenantsFile(Section, frozen=True, kw_only=True):
     """The file that `proxy.tenants_file` names."""
 
     tenants: Annotated[dict[Name, TenantConfig], Meta(max_length=1000)]
+    keys: dict[Name, LimitsConfig] = msgspec.field(default_factory=dict)
+    """The limits of single keys, by their names. They replace those of the tenant and `proxy.limits`."""
 
 
 class ProxyConfig(Section, frozen=True, kw_only=True):
@@ -504,8 +506,8 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """A file with lines of `NAME KEY` or `NAME KEY TENANT`. If it is given, clients need one of these keys.
     It is read again when it changes."""
     tenants_file: Line | None = None
-    """A YAML file with `tenants: {NAME: {pins, max_requests, limits}}`. Tenants that it does not name are
-    refused. Read again when it changes."""
+    """A YAML file with `tenants: {NAME: {pins, max_requests, limits}}` and `keys: {NAME: {ttft_s, token_s,
+    over}}`. Tenants that it does not name are refused. Read again when it changes."""
     monitor_keys_file: Line | None = None
     """A file with lines of `NAME KEY`, for `/metrics` and all of `/health`. None: clients' keys open
     these."""

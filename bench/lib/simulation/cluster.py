@@ -172,7 +172,8 @@ class _Proxy:
 
     def look(self, cluster: SimulatedCluster) -> None:
         reports = {url: node.engine.report() for url, node in cluster.by_url.items()}
-        self.limits.look(cluster.time.now, reports)
+        for url, report in reports.items():
+            self.limits.look(cluster.time.now, url, report)
         if cluster.plan.both:
             self.roles.look(cluster.time.now, cluster.roles, dict.fromkeys(reports, True), reports)
             for hop, pool in self.pools.items():

@@ -9,12 +9,14 @@ two hours after it. An hour lasts 300 s. The minute before the first hour is not
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from bench.lib.report import Check, at_least
+from bench.lib.report import Check, at_least, at_most
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import DecodeCosts, EngineShape, PrefillCosts, UnitCosts
 from bench.lib.simulation.workload import Arrival, CopiedTrace, Part, of_arrival
@@ -36,6 +38,8 @@ _WARM, _DEPTH = 1000, 2000
 NO_LIMITS = LimitsConfig()
 _STEP = 1.06
 """The ratio of two rates that are tried one after the other."""
+_LOADS = (0.8, 1.0, 1.5, 2.0, 3.0)
+"""Those of `compare_limits`."""
 
 
 class Load(NamedTuple):
@@ -144,6 +148,27 @@ def compare_roles(
                 checks.append(at_least(f"auto / split, {name} {hour}", own / fixed, 0.97))
         if name == "day":
             checks.append(at_least("auto / split, day", sum(auto[name]) / sum(kept.per_s), 1.25))
+    return rows, checks
+
+
+def compare_limits(trace: Sequence[Request], costs: UnitCosts) -> tuple[list[dict[str, Any]], list[Check]]:
+    """What are limits worth? Returns a row for each load, relative to what the best split can do, and each
+    number of proxies: requests a second within the limits, with `proxy.limits` and without, and the median
+    error of predictions. And the targets. Of four proxies, each knows of the others' requests only what nodes
+    report, so the targets are for one proxy."""
+    load = of_trace(trace, 1.5)
+    rate, split, _ = best_split(load, costs)
+    limits = LimitsConfig(ttft_s=FIRST_S, token_s=TOKEN_S)
+    rows: list[dict[str, Any]] = []
+    for proxies, times in itertools.product((1, _PROXIES), _LOADS):
+        without, kept = (run(load, rate * times, split, costs, each, proxies) for each in (NO_LIMITS, limits))
+        row = {"proxies": proxies, "load": times, "rate": rate * times, "prefill": split}
+        row |= {"without": fmean(without.per_s), "limits": fmean(kept.per_s), "error": kept.error}
+        rows.append(row)
+    known = rows[: len(_LOADS)]
+    peak = max(row["limits"] for row in known)
+    checks = [at_least("of the peak, at three times the load", known[-1]["limits"] / peak, 0.95)]
+    checks += [at_most(f"median error at {row['load']:g} times", row["error"], 0.2) for row in known]
     return rows, checks
 
 

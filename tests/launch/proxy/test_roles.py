@@ -170,13 +170,14 @@ def test_reports_are_read_from_the_metrics_of_vllm_and_of_the_reference_engine()
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 1.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
-vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 7.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 1.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="deferred"} 1.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.1
 vllm:request_success_total{engine="0",finished_reason="stop"} 1.2e+02
 vllm:request_success_total{engine="0",finished_reason="length"} 5.0
 """
-    assert read_metrics(vllm, 0) == NodeReport(2.0, 4.0, 0.3, 125.0)
+    assert read_metrics(vllm, 0) == NodeReport(1.0, 5.0, 0.3, 125.0)
     reference = b"""pd_cache_reference_queue_length 0.0
 pd_cache_reference_running 2.0
 pd_cache_reference_free_blocks 300.0

@@ -51,6 +51,7 @@ def body(**fields):
         ("tenants: {a: {max_requests: 0}}", "tenants.a.max_requests: 0"),
         ("tenants: {a: {limits: {ttft_s: 0}}}", "tenants.a.limits.ttft_s: 0"),
         ("tenants: {a: {}, a: {}}", "given twice"),
+        ("tenants: {}\nkeys: {ann: {ttft: 5}}", "keys.ann.ttft: .*did you mean ttft_s"),
     ],
 )
 def test_a_wrong_file_of_tenants_is_refused_with_the_reason(tmp_path, text, told):
