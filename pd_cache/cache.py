@@ -68,10 +68,12 @@ class BlockCache(Protocol):
         """Returns the names of a prompt's whole chunks. The prompt is given as token ids or as the engine's
         block hashes."""
 
-    def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
+    def find(
+        self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
+    ) -> Found:
         """Returns how many chunks, from the first, the cache holds with every shard, and why not more.
 
-        The first `at_hand` chunks are not looked up and count as found. A cache server protects the found
+        The first `chunks_at_hand` chunks are not looked up and count as found. A cache server protects the found
         chunks from eviction until `session` has loaded them or ends. `timeout` is in seconds.
         """
 
@@ -422,7 +424,7 @@ class PromptCache:
         """
         size, names = self.cache.chunk_size, self.cache.name_chunks(tokens, hashes, extra_keys)
         chunks = min(max(at_hand, 0) // size, len(names))
-        return self.cache.find(names, at_hand=chunks, session=session, timeout=timeout).chunks * size
+        return self.cache.find(names, chunks_at_hand=chunks, session=session, timeout=timeout).chunks * size
 
     def store(
         self,

@@ -55,7 +55,9 @@ class LooksUp(ABC):
         """False while lookups are known to find nothing."""
 
     @abstractmethod
-    def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
+    def find(
+        self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
+    ) -> Found:
         """Returns how long a prefix is; see `BlockCache.find`."""
 
 
@@ -110,26 +112,26 @@ class LookupClient(ABC):
             self._count(error, lookup_id)
             return 0
         size = self._database.chunk_size
-        return self.find(names, lookup_id, at_hand=at_hand // size).chunks * size
+        return self.find(names, lookup_id, chunks_at_hand=at_hand // size).chunks * size
 
-    def find(self, names: Names, lookup_id: str | None = None, *, at_hand: int = 0) -> Found:
+    def find(self, names: Names, lookup_id: str | None = None, *, chunks_at_hand: int = 0) -> Found:
         """Returns how many chunks of a prompt, from the first, were found, and why not more.
 
-        The first `at_hand` chunks are not looked up, and count as found. `lookup_id` names the request in log
-        lines. A client that protects found chunks does so under this id, until the prefix is loaded or until
-        `end`.
+        The first `chunks_at_hand` chunks are not looked up, and count as found. `lookup_id` names the request
+        in log lines. A client that protects found chunks does so under this id, until the prefix is loaded or
+        until `end`.
         """
         reason: MissReason = "not_asked"
         if self._cache is not None:
             try:
                 return self._cache.find(
-                    names, at_hand=at_hand, session=lookup_id or "", timeout=self._timeout
+                    names, chunks_at_hand=chunks_at_hand, session=lookup_id or "", timeout=self._timeout
                 )
             except Exception as error:  # noqa: BLE001 - a lookup never fails its request
                 self._count(error, lookup_id)
                 reason = "error"
-        at_hand = min(max(at_hand, 0), len(names))
-        return Found(at_hand, at_hand, "none" if at_hand == len(names) else reason)
+        first = min(max(chunks_at_hand, 0), len(names))
+        return Found(first, first, "none" if first == len(names) else reason)
 
     def reset(self, version: str | None = None) -> None:
         """Notes that the engine's weights have changed. `version` is their label: up to 64 letters, digits,
@@ -213,53 +215,53 @@ class PrefixLookup(LooksUp):
         """Whether it is closed, so that lookups find nothing."""
         return False
 
-    def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
+    def find(
+        self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
+    ) -> Found:
         """Returns how many chunks, from the first, the tiers hold with every shard, and why not more.
 
-        The first `at_hand` chunks are not looked up and count as found. `session` has no effect: a lookup
-        protects nothing here. `timeout` is in seconds. Raises ValueError for names that chunks cannot have.
+        The first `chunks_at_hand` chunks are not looked up and count as found. `session` has no effect: a
+        lookup protects nothing here. `timeout` is in seconds. Raises ValueError for names that chunks cannot
+        have.
         """
         check_names(names)
-        at_hand = min(max(at_hand, 0), len(names))
-        if at_hand == len(names):
-            return Found(at_hand, at_hand)
+        first = min(max(chunks_at_hand, 0), len(names))
+        if first == len(names):
+            return Found(first, first)
         if self._closed:
-            return Found(at_hand, at_hand, "not_asked")
+            return Found(first, first, "not_asked")
         label = self.version.state.label
         if label is None:
-            self.metrics.counts.looked_up((len(names) - at_hand) * self.groups.first.chunk_size, 0)
+            self.metrics.counts.looked_up((len(names) - first) * self.groups.first.chunk_size, 0)
             self.metrics.trouble("lookup", "weights_unnamed")
-            return Found(at_hand, at_hand, "weights_unnamed")
-        keys = self.groups.keys(names[at_hand:], label)
+            return Found(first, first, "weights_unnamed")
+        keys = self.groups.keys(names[first:], label)
         begun = time.perf_counter()
         statuses = self.backend.batched_contains(keys, end_in(timeout))
         self.metrics.counts.took("lookup", time.perf_counter() - begun)
-        return count_found(self, names, at_hand, statuses, label)
+        return self.count_found(names, first, statuses, label)
 
+    def count_found(self, names: Names, first: int, statuses: Sequence[Status], label: str) -> Found:
+        """Returns how many of the first chunks were found, and why not more. Counts their tokens.
 
-def count_found(
-    lookup: PrefixLookup, names: Names, at_hand: int, statuses: Sequence[Status], label: str
-) -> Found:
-    """Returns how many of the first chunks were found, and why not more. Counts their tokens.
-
-    `statuses` are those of the chunks after the first `at_hand`, in the order of `LayerGroups.keys`, in the
-    weights version `label`.
-    """
-    groups, history, asked = lookup.groups, lookup.history, names[at_hand:]
-    size, found = groups.first.chunk_size, judge(groups, statuses)
-    lookup.metrics.counts.looked_up(len(asked) * size, found.chunks * size)
-    reason, near = found.reason, TierChunks()
-    if reason != "none":
-        lookup.metrics.outages("lookup", statuses)
-    if history is not None:
-        history.follow(label)
+        `statuses` are those of the chunks from `first` on, in the order of `LayerGroups.keys`, in the weights
+        version `label`. The chunks before `first` are at hand.
+        """
+        groups, history, asked = self.groups, self.history, names[first:]
+        size, found = groups.first.chunk_size, judge(groups, statuses)
+        self.metrics.counts.looked_up(len(asked) * size, found.chunks * size)
+        reason, near = found.reason, TierChunks()
         if reason != "none":
-            reason = history.explain(reason, asked[found.chunks])
-        # if all groups have a tail, only the end of a prefix is known to be there
-        history.note(asked[0 if groups.need_all else max(0, found.leading - 1) : found.leading])
-    if lookup.backend.near is not None:
-        near = lookup.backend.near(groups.first.keys(asked[: found.chunks], (0,), label))
-    return Found(at_hand + found.chunks, at_hand + found.leading, reason, near)
+            self.metrics.outages("lookup", statuses)
+        if history is not None:
+            history.follow(label)
+            if reason != "none":
+                reason = history.explain(reason, asked[found.chunks])
+            # if all groups have a tail, only the end of a prefix is known to be there
+            history.note(asked[0 if groups.need_all else max(0, found.leading - 1) : found.leading])
+        if self.backend.near is not None:
+            near = self.backend.near(groups.first.keys(asked[: found.chunks], (0,), label))
+        return Found(first + found.chunks, first + found.leading, reason, near)
 
 
 class _Pool:

@@ -121,14 +121,18 @@ class RemoteCache(LooksUp):
 
     # --- operations that wait for their end -----------------------------------------------------------------
 
-    def find(self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None) -> Found:
+    def find(
+        self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
+    ) -> Found:
         """Returns how many chunks, from the first, the server's cache holds with every shard, and why not
         more.
 
-        The first `at_hand` chunks are not looked up and count as found. The server protects the found chunks
-        from eviction until `session` has loaded them or ends. `timeout` (s) is `lookup_timeout_s` by default.
+        The first `chunks_at_hand` chunks are not looked up and count as found. The server protects the found
+        chunks from eviction until `session` has loaded them or ends. `timeout` (s) is `lookup_timeout_s` by
+        default.
         """
-        return self.begin_lookup(names, at_hand=at_hand, session=session, timeout=timeout).wait()
+        lookup = self.begin_lookup(names, chunks_at_hand=chunks_at_hand, session=session, timeout=timeout)
+        return lookup.wait()
 
     def store(
         self,
@@ -172,14 +176,14 @@ class RemoteCache(LooksUp):
     # --- operations that only begin -------------------------------------------------------------------------
 
     def begin_lookup(
-        self, names: Names, *, at_hand: int = 0, session: str = "", timeout: Timeout = None
+        self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
     ) -> UnderWay[Found]:
         """Begins a lookup; arguments as for `find`."""
         check_names(names)
-        at_hand = min(max(at_hand, 0), len(names))
-        pending = UnderWay(self, "lookup", functools.partial(self._found, len(names), at_hand))
-        if at_hand == len(names):
-            pending.result = Found(at_hand, at_hand)
+        chunks_at_hand = min(max(chunks_at_hand, 0), len(names))
+        pending = UnderWay(self, "lookup", functools.partial(self._found, len(names), chunks_at_hand))
+        if chunks_at_hand == len(names):
+            pending.result = Found(chunks_at_hand, chunks_at_hand)
         elif not self.connection.ready:  # the server answers only registered clients
             pending.outcome = "server_lost"
         elif (label := self.version.state.label) is None:
@@ -187,7 +191,7 @@ class RemoteCache(LooksUp):
         else:
             seconds = self._lookup_timeout_s if timeout is None else timeout
             pending.future = self.connection.link.request(
-                Lookup(session, tuple(names), at_hand, label), seconds
+                Lookup(session, tuple(names), chunks_at_hand, label), seconds
             )
         return pending
 
@@ -287,12 +291,12 @@ class RemoteCache(LooksUp):
 
     # --- what answers mean ----------------------------------------------------------------------------------
 
-    def _found(self, chunks: int, at_hand: int, answer: Answer | str) -> Found:
+    def _found(self, chunks: int, chunks_at_hand: int, answer: Answer | str) -> Found:
         """Returns the result of a lookup of `chunks` chunks, including those at hand. Counts it."""
         if not isinstance(answer, Found):
-            return Found(at_hand, at_hand, self._failed("lookup", 1, answer))
+            return Found(chunks_at_hand, chunks_at_hand, self._failed("lookup", 1, answer))
         size = self.chunk_size
-        self.metrics.counts.looked_up((chunks - at_hand) * size, (answer.chunks - at_hand) * size)
+        self.metrics.counts.looked_up((chunks - chunks_at_hand) * size, (answer.chunks - chunks_at_hand) * size)
         return answer
 
     def _loaded(self, chunks: int, label: str | None, answer: Answer | str) -> Loaded:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from pd_cache.chunks import Names
-from pd_cache.lookup import PrefixLookup, count_found
+from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.models import Model
 from pd_cache.server.protocol import Answer, Lookup, Refused, failed
@@ -169,7 +169,7 @@ class LookupJob(NamedTuple):
     def found(self, keys: Sequence[Sequence[str]], end: int) -> list[FoundChunks]:
         """Returns, for each layer group, the chunks that a load up to `end` needs. `keys`: for each layer
         group, those of the chunks that are not at hand."""
-        found, first = [], self.request.at_hand
+        found, first = [], self.request.chunks_at_hand
         for model, own, needed in zip(self.models, keys, self.prefix.groups.needed(first, end), strict=True):
             shards, names = model.database.namespace.shards, self.request.names[needed.start : needed.stop]
             chunks = range(needed.start - first, needed.stop - first)
@@ -191,7 +191,7 @@ def answer_lookups(
     """For each job, the keys that are wanted of each model."""
     wanted: dict[StorageBackend, list[str]] = {}
     for job in jobs:
-        first = job.request.at_hand
+        first = job.request.chunks_at_hand
         names = job.request.names[first : first + max(1, MOST_KEYS // job.prefix.groups.keys_per_chunk)]
         asked.append([])
         for model in job.models:
@@ -222,8 +222,10 @@ def answer_lookups(
         client, request = job.client, job.request
         try:
             if answer is None:
-                answer = count_found(job.prefix, request.names, request.at_hand, statuses, request.label)
-                if request.session and answer.chunks > request.at_hand:
+                answer = job.prefix.count_found(
+                    request.names, request.chunks_at_hand, statuses, request.label
+                )
+                if request.session and answer.chunks > request.chunks_at_hand:
                     sessions.open(client, request.session, job.found(by_model, answer.chunks), session_s)
                     for model in job.models:
                         if model.mover.closed:  # closed meanwhile, with its sessions

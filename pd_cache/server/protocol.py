@@ -212,7 +212,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
     session: str
     names: Names
-    at_hand: Count = 0
+    chunks_at_hand: Count = 0
     """How many of the first chunks need not be looked up."""
     label: Label = ""
     """The weights version to look in."""

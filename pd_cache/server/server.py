@@ -267,9 +267,8 @@ class CacheServer:
             models = [
                 model for group in client.groups if (model := self.models.by_group.get(group)) is not None
             ]
-            if len(models) < len(client.groups) or request.at_hand >= len(request.names):
-                at_hand = min(request.at_hand, len(request.names))
-                return Found(at_hand, at_hand, "none" if at_hand == len(request.names) else "not_asked")
+            if len(models) < len(client.groups):  # no worker of a layer group has registered yet
+                return Found(request.chunks_at_hand, request.chunks_at_hand, "not_asked")
             if client.prefix is None or models != client.models:
                 mover, groups = models[0].mover, LayerGroups([model.database for model in models])
                 client.prefix = PrefixLookup(groups, mover.backend, None, self.metrics, mover.history)

@@ -144,12 +144,12 @@ class SchedulerSide:
             awaited = tracked.awaited(self._labelled(), now) if waits and self._lookup.available else 0
             if tracked.needs_lookup(awaited, now):
                 chunk, names = self._plan.chunk, tracked.names.first(tracked.most)
-                at_hand = tracked.at_hand // chunk
+                chunks_at_hand = tracked.at_hand // chunk
                 if tracked.span is NO_SPAN:
                     asked = {"asked": len(names) * chunk, "announced": awaited * chunk}
                     tracked.span = request_span(self._tracing, "pd_cache.lookup", request, **asked)
-                found = self._lookup.find(names, tracked.id, at_hand=at_hand)
-                streamed = self.streams.came(names[:at_hand]) if waits else 0
+                found = self._lookup.find(names, tracked.id, chunks_at_hand=chunks_at_hand)
+                streamed = self.streams.came(names[:chunks_at_hand]) if waits else 0
                 tracked.looked_up(found, streamed, awaited, self._clock())
             tokens = None if tracked.lacks(awaited) else self._match(tracked, now)
         self._refused = tokens is not None  # until vLLM has found blocks

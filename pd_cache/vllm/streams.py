@@ -131,7 +131,7 @@ class Streams:
         if stream is None or now < self._next_poll:
             return
         stream.asked, self._next_poll = now, now + _APART_S
-        found = lookup.find(stream.names, stream.tracked.id, at_hand=stream.done).chunks
+        found = lookup.find(stream.names, stream.tracked.id, chunks_at_hand=stream.done).chunks
         if found > stream.done:
             part = stream.tracked.part(0, stream.done, found, [stream.blocks])
             stream.ranks, stream.loaded = self._plan.ranks, Loaded(found - stream.done)

@@ -178,7 +178,7 @@ def test_random_histories_agree_with_a_set_of_names(side):
         expected = at_hand
         while expected < len(names) and names[expected] in stored:
             expected += 1
-        found = side.find(names, at_hand=at_hand)
+        found = side.find(names, chunks_at_hand=at_hand)
         assert (found.chunks, found.reason == "none") == (expected, expected == len(names))
         first, loaded = at_hand * PER_CHUNK, list[Loaded]()
         changed = side.changed(lambda: loaded.append(side.load(names[at_hand:], blocks[first:])))  # noqa: B023 - called at once
@@ -203,17 +203,17 @@ def test_random_histories_agree_with_a_set_of_names(side):
 def test_a_hole_ends_the_prefix_and_the_load_although_later_chunks_are_there(side, stored):
     side.evict(stored[1:2])
     assert side.find(stored) == Found(1, 1, "evicted")
-    assert side.find(stored, at_hand=2) == Found(3, 3)
+    assert side.find(stored, chunks_at_hand=2) == Found(3, 3)
     assert side.load(stored, ELSEWHERE) == Loaded(1, "evicted", TierChunks(pool=1))
 
 
 def test_what_is_at_hand_is_neither_asked_for_nor_lost(side, tokens):
     names = side.names(tokens)
-    assert side.find(names, at_hand=3) == Found(3, 3)
-    assert side.find(names, at_hand=9) == Found(3, 3)
-    assert side.find(names, at_hand=-1) == Found(0, 0, "never_stored")
+    assert side.find(names, chunks_at_hand=3) == Found(3, 3)
+    assert side.find(names, chunks_at_hand=9) == Found(3, 3)
+    assert side.find(names, chunks_at_hand=-1) == Found(0, 0, "never_stored")
     assert side.find([]) == Found(0, 0)
-    assert side.find(names, at_hand=2) == Found(2, 2, "never_stored")
+    assert side.find(names, chunks_at_hand=2) == Found(2, 2, "never_stored")
 
 
 @pytest.mark.parametrize("left_out", [1, PER_CHUNK, 2 * PER_CHUNK + 1])
@@ -313,6 +313,6 @@ def test_a_closed_cache_finds_loads_and_stores_nothing_and_raises_nothing(kind, 
             rank.close()
             rank.close()
             assert not rank.available
-            assert rank.find(names, at_hand=1).chunks == 1
+            assert rank.find(names, chunks_at_hand=1).chunks == 1
             assert not any(rank.store(names, WHOLE, kv_caches=None) if isinstance(rank, RemoteCache) else [])
         assert side.changed(lambda: None) == []

@@ -198,7 +198,7 @@ def test_nodes_of_different_tensor_parallel_size_share_a_pool(pool, tokens):
 def test_an_engine_without_kv_tensors_can_look_up_and_no_more(pool, tokens):
     with host(pool) as node:
         names = node.engine.name_chunks(tokens)
-        assert node.engine.find(names, at_hand=2).chunks == 2
+        assert node.engine.find(names, chunks_at_hand=2).chunks == 2
         with pytest.raises(ValueError, match="register_kv_caches first"):
             node.engine.store(names, list(range(6)))
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cache.groups import LayerGroups
-from pd_cache.lookup import PrefixLookup, count_found
+from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import (
     MEANINGS,
@@ -37,7 +37,7 @@ def over(*groups, history=None):
 
 
 def find(lookup, statuses, at_hand=0):
-    return count_found(lookup, NAMES, at_hand, statuses, FIRST)
+    return lookup.count_found(NAMES, at_hand, statuses, FIRST)
 
 
 def test_every_reason_is_explained():

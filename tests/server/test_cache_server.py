@@ -285,7 +285,7 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
             first.store(NAMES[:2], end)
         assert scheduler.find(NAMES, session="a") == Found(4, 5, "no_tail")
         assert pinned_keys(own_server) == before + 4 + 2 * 3
-        assert scheduler.find(NAMES, at_hand=3) == Found(4, 5, "no_tail")
+        assert scheduler.find(NAMES, chunks_at_hand=3) == Found(4, 5, "no_tail")
         into = range(20, 20 + 4 * PER_CHUNK)
         assert first.load(NAMES[:4], into, session="a").chunks == 4
         assert pinned_keys(own_server) == before + 2 * 3
@@ -309,7 +309,7 @@ def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins
         before = pinned_keys(own_server)
         assert scheduler.find(NAMES, session="a") == Found(4, 4, "none")
         assert pinned_keys(own_server) == before + 4 + 4
-        assert scheduler.find(NAMES, at_hand=2) == Found(4, 4, "none")
+        assert scheduler.find(NAMES, chunks_at_hand=2) == Found(4, 4, "none")
         assert scheduler.find(NAMES[:3]) == Found(2, 2, "none")
         assert other.load(NAMES[1:], range(4 * PER_CHUNK), session="a").chunks == 4
         assert pinned_keys(own_server) == before + 4

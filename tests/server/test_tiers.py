@@ -57,7 +57,7 @@ def test_a_server_says_why_a_prefix_ends_and_which_tiers_were_read(pool, tmp_pat
         assert cache.find(names) == Found(0, 0, "never_stored")
         assert cache.store(names[:3], blocks[:-2]) == [StoreOutcome.NEW] * 3
         assert cache.find(names) == Found(3, 3, "never_stored", TierChunks(memory=3))
-        assert cache.find(names, at_hand=2) == Found(3, 3, "never_stored", TierChunks(memory=1))
+        assert cache.find(names, chunks_at_hand=2) == Found(3, 3, "never_stored", TierChunks(memory=1))
         assert cache.load(names[:3], blocks[:-2]) == Loaded(3, "none", TierChunks(memory=3))
         model = next(iter(server.models))
         memory, rest = (tier.backend for tier in model.mover.backend.tiers)

@@ -107,7 +107,7 @@ class Choosing(PromptCache):
         end = time.monotonic() + timeout
         first = int((~mask).sum()) // CHUNK
         found = self.cache.find(
-            self.cache.name_chunks(tokens), at_hand=first, session=session, timeout=timeout
+            self.cache.name_chunks(tokens), chunks_at_hand=first, session=session, timeout=timeout
         )
         wanted = found.chunks - first
         if wanted <= 0:

@@ -173,17 +173,17 @@ class RandomLookups(Lookups):
         self._groups = LayerGroups(databases)
         self._history = history
 
-    def _answer(self, names, *, at_hand, session, timeout):
-        history, asked = self._history, names[at_hand:]
+    def _answer(self, names, *, chunks_at_hand, session, timeout):
+        history, asked = self._history, names[chunks_at_hand:]
         if history.rng.random() < 0.1:
             asked = asked[: history.rng.randint(0, len(asked))]
         with history.lock:
             there = [(name, part.layers[0]) in history.pool for part in history.parts for name in asked]
             found = judge(self._groups, [Status.OK if one else Status.MISSING for one in there])
             if history.version.label is None:
-                return Found(at_hand, at_hand, "never_stored")
-        end = at_hand + found.chunks
-        return Found(end, at_hand + found.leading, "none" if end == len(names) else "never_stored")
+                return Found(chunks_at_hand, chunks_at_hand, "never_stored")
+        end = chunks_at_hand + found.chunks
+        return Found(end, chunks_at_hand + found.leading, "none" if end == len(names) else "never_stored")
 
 
 class History:

@@ -189,7 +189,7 @@ class PrefixCache:
         Returns how much is there."""
         cache, pause = self._cache, next_pause()
         while True:
-            found = cache.find(prefix.names, at_hand=chunks, session=prefix.session)
+            found = cache.find(prefix.names, chunks_at_hand=chunks, session=prefix.session)
             tokens, until = attempt.awaited
             remaining = until - time.monotonic()
             over = found.chunks > chunks or found.chunks * self.chunk_size >= tokens or not cache.available

@@ -43,7 +43,7 @@ class Lookups(LookupClient):
     def available(self):
         return True
 
-    def find(self, names, lookup_id=None, *, at_hand=0):
+    def find(self, names, lookup_id=None, *, chunks_at_hand=0):
         self.asked.append(names)
         self.gate.wait(60)
         chunks = self.found // NAMESPACE.chunk_size

@@ -185,14 +185,14 @@ class Lookups(LookupClient):
     def available(self):
         return self.here
 
-    def _answer(self, names, *, at_hand, session, timeout):
-        self.asked.append(at_hand)
+    def _answer(self, names, *, chunks_at_hand, session, timeout):
+        self.asked.append(chunks_at_hand)
         if not self.here:
             raise ConnectionError("the server is lost")
-        found = at_hand
+        found = chunks_at_hand
         while found < len(names) and names[found] in self.there:
             found += 1
-        found = max(at_hand, found - self.ahead)
+        found = max(chunks_at_hand, found - self.ahead)
         return Found(
             found, max(found, self.leading), "none" if found == len(names) else self.reason, self.near
         )

@@ -31,7 +31,7 @@ class FakeCache:
         self.named += 1
         return ChunkNamer(self.chunk_size).name_chunks(tokens, None, extra_keys)
 
-    def find(self, names, *, at_hand=0, session=""):
+    def find(self, names, *, chunks_at_hand=0, session=""):
         self.before("find")
         found = self._found(names)
         return Found(found, found, "none" if found == len(names) else "never_stored")
@@ -82,7 +82,7 @@ class ClaimingCache(FakeCache):
     """Claims to have everything. Overwrites the blocks with what no model computes, and says that nothing was
     loaded."""
 
-    def find(self, names, *, at_hand=0, session=""):
+    def find(self, names, *, chunks_at_hand=0, session=""):
         self.before("find")
         return Found(len(names), len(names), "none")
 
