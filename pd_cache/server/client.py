@@ -44,14 +44,10 @@ from transfer.deadlines import Timeout
 
 R = TypeVar("R")
 
-_GIVE_UP_S = 5.0
-
-
 class RemoteCache(LooksUp):
     """A `BlockCache` (see there) over the connection of an engine rank. Thread-safe.
 
-    Each operation has a twin that only begins it, for callers that must not wait. A failure is counted when
-    the caller sees the end of the operation.
+    Each operation has a twin that only begins it, for callers that must not wait.
     """
 
     def __init__(
@@ -180,20 +176,18 @@ class RemoteCache(LooksUp):
     ) -> UnderWay[Found]:
         """Begins a lookup; arguments as for `find`."""
         check_names(names)
-        chunks_at_hand = min(max(chunks_at_hand, 0), len(names))
-        pending = UnderWay(self, "lookup", functools.partial(self._found, len(names), chunks_at_hand))
-        if chunks_at_hand == len(names):
-            pending.result = Found(chunks_at_hand, chunks_at_hand)
+        first = min(max(chunks_at_hand, 0), len(names))
+        sent: Future | Found | str
+        if first == len(names):
+            sent = Found(first, first)
         elif not self.connection.ready:  # the server answers only registered clients
-            pending.outcome = "server_lost"
+            sent = "server_lost"
         elif (label := self.version.state.label) is None:
-            pending.outcome = "weights_unnamed"
+            sent = "weights_unnamed"
         else:
             seconds = self._lookup_timeout_s if timeout is None else timeout
-            pending.future = self.connection.link.request(
-                Lookup(session, tuple(names), chunks_at_hand, label), seconds
-            )
-        return pending
+            sent = self.connection.link.request(Lookup(session, tuple(names), first, label), seconds)
+        return UnderWay(self, "lookup", functools.partial(self._found, len(names), first), sent)
 
     def begin_store(
         self,
@@ -262,41 +256,38 @@ class RemoteCache(LooksUp):
         """`judge` gets the number of chunks, their label and the answer; see `UnderWay`."""
         seconds = self._move_timeout_s if timeout is None else timeout
         label = self.label if label == PRESENT else label
-        op = "store" if kind is Store else "retrieve"
-        pending = UnderWay(self, op, functools.partial(judge, len(names), label))
+        op, loads = ("store", False) if kind is Store else ("retrieve", True)
         layers = self.connection.hello.engine.layers
-        may_leave_out = leaving_out(loads=kind is Retrieve, keeps_tail=layers is not None and layers.tail > 0)
+        may_leave_out = leaving_out(loads=loads, keeps_tail=layers is not None and layers.tail > 0)
         if self._layout is None:
             raise ValueError("no KV tensors: call register_kv_caches first")
         ids: list[int] = []
         for chunk in plan_named(names, blocks, self._layout, self.chunk_size, may_leave_out=may_leave_out):
             ids += chunk.tolist()
         self.metrics.tokens(op, "requested", len(names) * self.chunk_size)
-        if not self.connection.ready:
-            pending.outcome = "server_lost"
-        elif outdated := self.version.why_not(label):
-            pending.outcome = outdated
-        elif (place := self.connection.fence.admit(loads=kind is Retrieve)) is None:
-            pending.outcome = "busy"
-        else:
-            pending.place, pending.event = place, after
-            try:
-                patience, handle = max(1, int(seconds * 1000)), event_handle(after)
-                request = kind(session, tuple(names), tuple(ids), *place, patience, handle, label or FIRST)
-                pending.future = self.connection.link.request(request, seconds)
-            except BaseException:
-                pending.give_up()
-                raise
-        return pending
+        judged = functools.partial(judge, len(names), label)
+        why = self.version.why_not(label) if self.connection.ready else "server_lost"
+        fence = self.connection.fence
+        place = None if why else fence.admit(loads=loads)
+        if place is None:
+            return UnderWay(self, op, judged, why or "busy")
+        try:
+            patience, handle = max(1, int(seconds * 1000)), event_handle(after)
+            request = kind(session, tuple(names), tuple(ids), *place, patience, handle, label or FIRST)
+            return UnderWay(self, op, judged, self.connection.link.request(request, seconds), place, after)
+        except BaseException:
+            fence.give_up(*place)
+            raise
 
     # --- what answers mean ----------------------------------------------------------------------------------
 
-    def _found(self, chunks: int, chunks_at_hand: int, answer: Answer | str) -> Found:
-        """Returns the result of a lookup of `chunks` chunks, including those at hand. Counts it."""
+    def _found(self, chunks: int, first: int, answer: Answer | str) -> Found:
+        """Returns the result of a lookup of `chunks` chunks, of which those before `first` are at hand. Counts
+        it."""
         if not isinstance(answer, Found):
-            return Found(chunks_at_hand, chunks_at_hand, self._failed("lookup", 1, answer))
+            return Found(first, first, self._failed("lookup", 1, answer))
         size = self.chunk_size
-        self.metrics.counts.looked_up((chunks - chunks_at_hand) * size, (answer.chunks - chunks_at_hand) * size)
+        self.metrics.counts.looked_up((chunks - first) * size, (answer.chunks - first) * size)
         return answer
 
     def _loaded(self, chunks: int, label: str | None, answer: Answer | str) -> Loaded:
@@ -335,74 +326,70 @@ class RemoteCache(LooksUp):
 
 
 class UnderWay(Generic[R]):
-    """A lookup, load or store under way. The server may touch its blocks until `query` returns True. For use
-    by one thread."""
+    """A lookup, load or store, under way until `query` returns True. The server may touch its blocks until
+    then. For use by one thread."""
 
-    def __init__(self, cache: RemoteCache, op: str, judge: Callable[[Answer | str], R]) -> None:
-        """`judge` turns the answer, or the word that says why there is none, into the result, and counts
-        it."""
-        self._cache = cache
+    def __init__(
+        self,
+        cache: RemoteCache,
+        op: str,
+        judge: Callable[[Answer | str], R],
+        sent: Future | Answer | str,
+        place: tuple[int, int] | None = None,
+        event: object = None,
+    ) -> None:
+        """`judge` turns the answer, or the word that says why there is none, into the result, and counts it.
+
+        `sent` is the future of the request; if nothing was sent, the answer or that word. `place`: the slot
+        and the ticket of a load or store in the fence. `event` is kept alive, because the server opens it by
+        its handle.
+        """
+        self._connection = cache.connection
+        self._counts = cache.metrics.counts
+        self._op = op
         self._judge = judge
-        self.op = op
-        self.result: R | None = None
-        """The result; None until the operation has ended."""
-        self.future: Future | None = None
-        self.place: tuple[int, int] | None = None
-        """Its slot and ticket of the fence, until the server cannot touch the blocks any more; None for a
-        lookup."""
-        self.event: object = None  # kept alive: the server opens it by its handle
-        self.outcome: Answer | str | None = None
-        """The answer, or why there is none; None while it is under way."""
+        self._under_way: Future | None = None
+        """None once the operation has ended. Then it has a result."""
+        self._result: R | None = None
+        self._place = place
+        self._event = event
+        if isinstance(sent, Future):
+            self._under_way = sent
+        else:
+            self._result = judge(sent)
 
     def query(self) -> bool:
         """Checks, without waiting, whether it has ended. Returns True once it has, and the server cannot
         touch its blocks any more."""
-        if self.result is not None:
+        future = self._under_way
+        if future is None:
             return True
-        if self.future is not None and (self.outcome is None or self.place is not None):
-            if self.future.answer is None and not self._cache.connection.link.look(self.future):
-                return False
-            if self.place is not None and not self._cache.connection.fence.revoke(*self.place):
-                return False  # the connection was lost in the middle of a copy into the blocks
-            self.place = self.event = None
-            answer = self.future.answer
-            why = answer.reason if isinstance(answer, CacheServerError) else answer
-            self.outcome = self.outcome or why
-        assert self.outcome is not None
-        self.result = self._judge(self.outcome)
+        if future.answer is None and not self._connection.link.look(future):
+            return False
+        if self._place is not None and not self._connection.fence.revoke(*self._place):
+            return False  # the connection was lost in the middle of a copy into the blocks
+        self._under_way = self._event = None
+        answer = future.answer
+        assert answer is not None
+        self._result = self._judge(answer.reason if isinstance(answer, CacheServerError) else answer)
         return True
 
     def wait(self) -> R:
         """Waits until `query` returns True. Returns the result. If an exception ends the wait, the operation
         is given up."""
-        begun = time.perf_counter()
-        try:
-            if self.result is None and self.future is not None:
-                self._cache.connection.link.wait(self.future)
-            while not self.query():
-                time.sleep(0.001)
-        except BaseException:  # the blocks are the engine's again when this returns
-            self.give_up()
-            raise
-        if self.future is not None:
-            self._cache.metrics.counts.took(self.op, time.perf_counter() - begun)
-        assert self.result is not None
-        return self.result
-
-    def give_up(self) -> None:
-        """Returns once the server cannot touch the blocks any more.
-
-        For a load, waits for as long as a copy lasts. If the server stands still in the middle of a copy, the
-        fence goes on trying.
-        """
-        end = time.monotonic() + _GIVE_UP_S
-        while self.place is not None and time.monotonic() < end:
-            if self._cache.connection.fence.revoke(*self.place):
-                self.place = None
-            else:
-                time.sleep(0.001)
-        if self.outcome is None:
-            self.outcome = "abandoned"
+        if self._under_way is not None:
+            begun = time.perf_counter()
+            try:
+                self._connection.link.wait(self._under_way)
+                while not self.query():
+                    time.sleep(0.001)
+            except BaseException:  # the blocks are the engine's again when this returns
+                if self._place is not None:
+                    self._connection.fence.give_up(*self._place)
+                raise
+            self._counts.took(self._op, time.perf_counter() - begun)
+        assert self._result is not None
+        return self._result
 
 
 class ServerLookupClient(LookupClient):

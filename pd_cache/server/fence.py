@@ -32,6 +32,7 @@ from pd_cache.server.memory import new_memory
 
 SLOTS = 1024
 """The most loads and stores of a worker at a time."""
+_GIVE_UP_S = 5.0
 _SLOT = struct.Struct("<Q")
 _NBYTES = SLOTS * _SLOT.size
 
@@ -137,6 +138,13 @@ class Fence:
                 self._page.unlock(slot)
             del self._taken[slot]
             return True
+
+    def give_up(self, slot: int, ticket: int) -> None:
+        """Removes the ticket. Waits for as long as the server copies into the blocks, at most five seconds:
+        if it stands still in the middle of a copy, `close` goes on trying."""
+        end = time.monotonic() + _GIVE_UP_S
+        while not self.revoke(slot, ticket) and time.monotonic() < end:
+            time.sleep(0.001)
 
     def close(self, timeout: float = 0.0) -> int:
         """Removes all tickets, so that the server touches no block any more, and unmaps the page. Idempotent.
