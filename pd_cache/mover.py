@@ -278,58 +278,61 @@ class ChunkMover:
         return staged
 
     def _get(self, run: ChunkRun, pages: Pages, end: End, kinds: list[TierKind]) -> str:
-        """Scatters objects in order, up to the first missing object. Returns why not more; `none` if all were
-        scattered.
-
-        Adds to `kinds` the kind of tier that each object came from.
+        """Loads objects in order, up to the first that no tier has. Adds to `kinds` the kind of tier that each
+        came from. Returns why there are no more; `none` if all were loaded.
 
         A damaged object is read again: its tier has removed it, and another tier may have an intact copy.
+        """
+        damages, damage = 0, ""
+        while True:
+            first = len(kinds)
+            reason, damaged = self._scatter(run, pages, end, kinds)
+            if len(kinds) > first:
+                damages, damage = 0, ""
+            # the damaged object was removed, so its absence is no further trouble
+            if reason != "none" and not (damage and reason in (damage, Status.MISSING.value)):
+                late = len(run.keys) - len(kinds) if reason == "deadline" else 1
+                self.metrics.trouble("retrieve", reason, late)
+            if not damaged:
+                return damage or reason
+            damages, damage = damages + 1, reason
+            if damages > _RETRIES:
+                return reason
+
+    def _scatter(self, run: ChunkRun, pages: Pages, end: End, kinds: list[TierKind]) -> tuple[str, bool]:
+        """Reads the objects from number `len(kinds)` on, and scatters them, up to the first that is missing
+        or damaged. Adds to `kinds` for each.
+
+        Returns why there are no more, and whether the next object is damaged; then its tier has removed it.
         Blocks into which a damaged object was scattered count as not loaded, whatever they hold.
         """
-        size, failures, known = self._payload_bytes, 0, ""
-        while (first := len(kinds)) < len(run.keys):
-            reason, damaged = "", False
-            fetching = self.backend.batched_fetch(run.keys[first:], payload_bytes=size, end=end)
-            with contextlib.closing(fetching) as fetches:
-                for together in fetches:
-                    try:
-                        if self.closed:
+        keys, size = run.keys[len(kinds) :], self._payload_bytes
+        with contextlib.closing(self.backend.batched_fetch(keys, payload_bytes=size, end=end)) as fetches:
+            for together in fetches:
+                try:
+                    if self.closed:
+                        break
+                    if end is not None and time.monotonic() >= end:
+                        return "deadline", False
+                    reason, damaged, payloads = "", False, list[memoryview]()
+                    for fetched in together:
+                        if fetched.payload is None:
+                            reason = fetched.reason or Status.CLOSED.value
                             break
-                        if end is not None and time.monotonic() >= end:
-                            reason = "deadline"
-                            break
-                        payloads: list[memoryview] = []
-                        for fetched in together:
-                            if fetched.payload is None:
-                                reason = fetched.reason
-                                break
-                            payloads.append(fetched.payload)
-                        places = itertools.count(len(kinds))
-                        checksums = run.copy(
-                            pages, lambda copier, *where: copier.scatter(*where), places, payloads
-                        )
-                        for fetched, copied in zip(together, checksums, strict=False):
-                            # removed; later damaged objects are removed, too
-                            if damage := self.backend.check(fetched, copied):
-                                reason, damaged = damage, True
-                            elif not damaged:
-                                kinds.append(fetched.tier)
-                        if reason or len(payloads) < len(together):
-                            break
-                    finally:
-                        for fetched in together:
-                            fetched.release()
-            if len(kinds) > first:
-                failures, known = 0, ""
-            # the damaged object was removed, so its absence is no further trouble
-            if reason and not (known and reason in (known, Status.MISSING.value)):
-                self.metrics.trouble(
-                    "retrieve", reason, len(run.keys) - len(kinds) if reason == "deadline" else 1
-                )
-            if damaged:
-                failures, known = failures + 1, reason
-                if failures > _RETRIES:
-                    return reason
-            elif len(kinds) < len(run.keys):
-                return known or reason or Status.CLOSED.value
-        return "none"
+                        payloads.append(fetched.payload)
+                    places = itertools.count(len(kinds))
+                    checksums = run.copy(
+                        pages, lambda copier, *where: copier.scatter(*where), places, payloads
+                    )
+                    for fetched, copied in zip(together, checksums, strict=False):
+                        # removed; later damaged objects are removed, too
+                        if damage := self.backend.check(fetched, copied):
+                            reason, damaged = damage, True
+                        elif not damaged:
+                            kinds.append(fetched.tier)
+                    if reason:
+                        return reason, damaged
+                finally:
+                    for fetched in together:
+                        fetched.release()
+        return "none" if len(kinds) == len(run.keys) else Status.CLOSED.value, False
