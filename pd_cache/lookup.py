@@ -23,7 +23,7 @@ from pd_cache.groups import LayerGroups, judge
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import ChunkHistory, Found, MissReason, TierChunks
 from pd_cache.versions import WeightsVersion
-from transfer.deadlines import End, Timeout, end_in, left
+from transfer.deadlines import End, Timeout, end_in
 from transfer.errors import Status
 from transfer.store import MooncakeStore
 
@@ -175,7 +175,7 @@ class LookupClient(ABC):
 
 
 class HoldsKeys(Protocol):
-    """Tiers, or the pool alone: reports which keys are there. See `StorageBackend`."""
+    """Tiers (`StorageBackend`), or the pool alone (`MooncakeStore`): reports which keys are there."""
 
     @property
     def near(self) -> Callable[[Keys], TierChunks] | None: ...
@@ -264,23 +264,6 @@ class PrefixLookup(LooksUp):
         return Found(first + found.chunks, first + found.leading, reason, near)
 
 
-class _Pool:
-    """The pool, as `PrefixLookup` asks it."""
-
-    near = None
-
-    def __init__(self, store: MooncakeStore) -> None:
-        self.store = store
-
-    @property
-    def available(self) -> bool:
-        return self.store.available
-
-    def batched_contains(self, keys: Keys, end: End = None) -> list[Status]:
-        assert end is not None
-        return self.store.batch_exist(list(keys), timeout=left(end))
-
-
 class MooncakeLookupClient(LookupClient):
     """Looks up all chunks and shards, in all layer groups, with one `batch_is_exist`."""
 
@@ -309,10 +292,9 @@ class MooncakeLookupClient(LookupClient):
         )
         groups = LayerGroups([ChunkedTokenDatabase(space) for space in spaces])
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
-        self._exist_s = config.transfer.timeouts.exist_ms / 1000
-        self._prefix = PrefixLookup(groups, _Pool(self.store), version, metrics, history)
+        self._prefix = PrefixLookup(groups, self.store, version, metrics, history)
         self.version = self._prefix.version
-        super().__init__(groups.first, self._prefix.metrics, cache=self._prefix, timeout=self._exist_s)
+        super().__init__(groups.first, self._prefix.metrics, cache=self._prefix)
 
     def renew(self, names: Names) -> tuple[str, int] | None:
         groups, label, found = self._prefix.groups, self.version.label, 0
@@ -321,7 +303,7 @@ class MooncakeLookupClient(LookupClient):
             return None
         for start in range(0, len(names), step):
             keys = groups.keys(names[start : start + step], label)
-            statuses = self.store.batch_exist(keys, timeout=self._exist_s)
+            statuses = self.store.batched_contains(keys)
             if not {Status.OK, Status.MISSING}.intersection(statuses):
                 return None
             found += statuses.count(Status.OK)

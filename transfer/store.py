@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from transfer.calls import Call, CallThreads
-from transfer.deadlines import left
+from transfer.deadlines import End, end_or, left
 from transfer.direct_reads import DirectReads, idle
 from transfer.errors import MissingLibraryError, PoolUnavailableError, Status, TransferError, status_of
 from transfer.health import CircuitBreaker
@@ -172,9 +172,12 @@ class Pending(NamedTuple, Generic[R]):
 class MooncakeStore:
     """A client of one Mooncake pool, with or without a segment of its own.
 
-    Thread-safe. Every timeout is in seconds. Each key has its own result, and no call raises because the pool
-    is in trouble.
+    Thread-safe. A call ends by its `end`, by default after the configured time-out. Each key has its own
+    result, and no call raises because the pool is in trouble.
     """
+
+    near = None
+    """No key is on this host; see `pd_cache.tiers.StorageBackend.near`."""
 
     def __init__(
         self,
@@ -200,6 +203,7 @@ class MooncakeStore:
         prepare(settings, election)  # before the import: Mooncake reads its log level when it is loaded
         module = load_mooncake()
         self._settings = settings
+        self._timeouts = settings.timeouts
         self._host = host
         self.segment_size = int(settings.segment_size if segment_size is None else segment_size)
         self._client: _MooncakeClient = module.MooncakeDistributedStore()
@@ -294,7 +298,7 @@ class MooncakeStore:
             self._changed.notify_all()
         if self._lookup_rpc is not None:
             self._lookup_rpc.close()
-        end = time.monotonic() + self._settings.timeouts.close_ms / 1000
+        end = end_or(None, self._timeouts.close_ms)
         drained = True
         for threads in (self._gets, self._puts, self._control):
             drained &= threads.close(left(end))
@@ -324,7 +328,7 @@ class MooncakeStore:
 
     # --- calls ----------------------------------------------------------------------------------------------
 
-    def batch_exist(self, keys: list[str], *, timeout: float) -> list[Status]:
+    def batched_contains(self, keys: Sequence[str], end: End = None) -> list[Status]:
         """Returns OK or MISSING for each key, with one request to the master. Any other status says why the
         answer is unknown.
 
@@ -334,20 +338,21 @@ class MooncakeStore:
             return []
         if not self.available:
             return [self._refusal()] * len(keys)
-        deadline, rpc = time.monotonic() + timeout, self._lookup_rpc
+        begun, rpc = time.monotonic(), self._lookup_rpc
+        end = begun + self._timeouts.exist_ms / 1000 if end is None else end
         codes: Sequence[int] | None = None
         # asks the master directly only if it has just answered Mooncake's client, so that the breaker judges
         # by the client's own calls alone
-        if rpc is not None and time.monotonic() < self._breaker.well_until:
+        if rpc is not None and begun < self._breaker.well_until:
             try:
-                codes = rpc.ask(keys, deadline)
+                codes = rpc.ask(keys, end)
             except TimeoutError:
-                if self._breaker.is_fair(timeout):
+                if self._breaker.is_fair(end - begun):
                     self._breaker.well_until = 0.0
                     rpc.drop_idle()  # they are no younger than the connection that is now silent
                 return [Status.TIMEOUT] * len(keys)
         if codes is None:
-            call = self._control.submit(self._exist, deadline, None, keys)
+            call = self._control.submit(self._exist, end, None, list(keys))
             if call is None:
                 return [self._refusal()] * len(keys)
             codes = call.outcome([])
@@ -355,7 +360,7 @@ class MooncakeStore:
                 self._breaker.timed_out("batch_is_exist", call.had_s)
                 return [Status.TIMEOUT] * len(keys)
             if rpc is not None and rpc.wants_connection:
-                self._control.submit(rpc.connect, time.monotonic() + timeout)
+                self._control.submit(rpc.connect, end_or(None, self._timeouts.exist_ms))
         if codes.count(1) == len(codes):
             return [Status.OK] * len(codes)
         return [_EXISTS.get(code) or status_of(code) for code in codes]
@@ -365,12 +370,15 @@ class MooncakeStore:
         self._breaker.judge("batch_is_exist", codes)
         return codes
 
-    def start_get(self, keys: list[str], slots: Sequence[Slot], *, timeout: float) -> Pending[GetResult]:
+    def start_get(
+        self, keys: Sequence[str], slots: Sequence[Slot], end: End = None
+    ) -> Pending[GetResult]:
         """Begins to read each key into its slot, as far as the slot reaches.
 
         The slots are retained until the call has really ended, however long that takes.
         """
-        batch, end = Batch(keys, list(slots), [slot.size for slot in slots]), time.monotonic() + timeout
+        batch = Batch(list(keys), list(slots), [slot.size for slot in slots])
+        end = end_or(end, self._timeouts.get_ms)
         _check(batch)
         call = None
         if self.available:
@@ -380,11 +388,11 @@ class MooncakeStore:
 
     def start_put(
         self,
-        keys: list[str],
+        keys: Sequence[str],
         slots: Sequence[Slot],
         sizes: Sequence[int],
+        end: End = None,
         *,
-        timeout: float,
         placement: Placement | None = None,
     ) -> Pending[Status]:
         """Begins to write the first `sizes[i]` bytes of slot i under key i.
@@ -397,7 +405,7 @@ class MooncakeStore:
 
         The slots are retained until the call has really ended; then they are settled.
         """
-        batch, end = Batch(keys, list(slots), list(sizes)), time.monotonic() + timeout
+        batch, end = Batch(list(keys), list(slots), list(sizes)), end_or(end, self._timeouts.put_ms)
         _check(batch)
         call = None
         if self.available:
@@ -406,26 +414,26 @@ class MooncakeStore:
             call = self._puts.submit(self._moves.put, end, batch.settle_and_release, batch, config, end)
         return Pending(self, call, len(keys), lambda status, _: status)
 
-    def remove(self, keys: list[str], *, timeout: float, force: bool = False) -> list[Status]:
+    def remove(self, keys: Sequence[str], end: End = None, *, force: bool = False) -> list[Status]:
         """Removes keys. The status of a leased key is BUSY, unless `force`."""
-        codes = self._call(self._control, timeout, self._client.batch_remove, keys, force)
+        codes = self._call(self._control, end, self._client.batch_remove, list(keys), force)
         return [Status.TIMEOUT] * len(keys) if codes is None else [status_of(code) for code in codes]
 
-    def start_move(self, key: str, source: str, target: str, *, timeout: float) -> Status:
+    def start_move(self, key: str, source: str, target: str, end: End = None) -> Status:
         """Asks for a key to be moved from one segment to another, leased or not. OK means that the owner of
         `source` gets the task within seconds."""
-        task = self._call(self._control, timeout, self._client.create_move_task, key, source, target)
+        task = self._call(self._control, end, self._client.create_move_task, key, source, target)
         return Status.TIMEOUT if task is None else status_of(task[1])
 
-    def put_small(self, key: str, value: bytes, *, timeout: float) -> Status:
+    def put_small(self, key: str, value: bytes, end: End = None) -> Status:
         """Writes a control object, which is never evicted. Returns OK also if it was there before, INVALID if
         it is empty."""
-        code = self._call(self._puts, timeout, self._client.put, key, value, self._pinned)
+        code = self._call(self._puts, end, self._client.put, key, value, self._pinned)
         return Status.TIMEOUT if code is None else status_of(code)
 
-    def get_small(self, key: str, *, timeout: float) -> bytes | None:
+    def get_small(self, key: str, end: End = None) -> bytes | None:
         """Returns a control object; None if it is missing or the pool did not answer in time."""
-        return self._call(self._gets, timeout, self._client.get, key) or None
+        return self._call(self._gets, end, self._client.get, key) or None
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -447,16 +455,17 @@ class MooncakeStore:
     def _suspect(self) -> None:
         """Looks for silent peers, in the background. Called when a transfer's deadline has passed."""
         if self.available and self._gets.late:
-            patience = self._settings.timeouts.exist_ms / 1000
-            self._control.submit(self._moves.suspect_slow_peers, time.monotonic() + patience)
+            end = end_or(None, self._timeouts.exist_ms)
+            self._control.submit(self._moves.suspect_slow_peers, end)
 
-    def _call(self, threads: CallThreads, timeout: float, function: Callable[..., R], *args: Any) -> R | None:
+    def _call(self, threads: CallThreads, end: End, function: Callable[..., R], *args: Any) -> R | None:
         """Returns what a call returns; None if the pool is not available or did not answer in time.
 
         Control objects are transferred on other threads than control calls, and their time-outs say nothing
         about the master. So a silent store node holds up no control calls, and does not open the breaker.
         """
-        call = threads.submit(function, time.monotonic() + timeout, None, *args) if self.available else None
+        end = end_or(end, self._timeouts.exist_ms)
+        call = threads.submit(function, end, None, *args) if self.available else None
         if call is None:
             return None
         answer = call.outcome(None)

@@ -24,6 +24,7 @@ import msgspec
 from bench.lib.pool import bench_transfer, local_pool
 from bench.lib.report import Check, at_least, machine, option, output_options, progress, size
 from bench.lib.two_machines import Crew, Site, conduct, machine_options
+from transfer.deadlines import end_in
 from transfer.errors import Status, TransferError
 from transfer.settings import MIN_SEGMENT, ByteSize, Placement, TransferSettings
 from transfer.staging import Slot, StagingPool
@@ -138,12 +139,12 @@ class BandwidthSite(Site):
         if job.part == "put":
             placement = Placement(preferred_segment=job.to.segment)
             return store.start_put(
-                keys, self._source, self._sizes, timeout=timeout, placement=placement
+                keys, self._source, self._sizes, end_in(timeout), placement=placement
             ).results()
         if job.part == "get":
-            return [moved.status for moved in store.start_get(keys, self._target, timeout=timeout).results()]
+            return [moved.status for moved in store.start_get(keys, self._target, end_in(timeout)).results()]
         if job.part == "remove":
-            return store.remove(keys, timeout=timeout, force=True)
+            return store.remove(keys, end_in(timeout), force=True)
         write = job.part == "raw_write"
         own = [slot.address for slot in (self._source if write else self._target)]
         move = self._engine.batch_transfer_sync_write if write else self._engine.batch_transfer_sync_read

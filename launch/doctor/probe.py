@@ -24,6 +24,7 @@ from launch.watch.state import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
 from pd_cache.cluster import ClusterConfig, MasterNode
 from pd_cache.cluster.machine import host_of, port_of, shown_bytes
 from transfer import MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
+from transfer.deadlines import end_in
 from transfer.errors import TransferError
 from transfer.settings import BreakerSettings, Placement, Timeouts
 
@@ -243,7 +244,7 @@ def _probe(
             slots.append(slot)
         return _transfer(store, segment, keys, slots, master_metrics)
     finally:
-        store.remove(keys, timeout=_CONTROL_S, force=True)
+        store.remove(keys, end_in(_CONTROL_S), force=True)
         for slot in slots:
             slot.release()
 
@@ -258,7 +259,7 @@ def _transfer(
         slot.view[:8] = index.to_bytes(8, "little")
     started = time.perf_counter()
     putting = store.start_put(
-        keys, slots, [_OBJECT] * len(slots), timeout=_DEADLINE_S, placement=Placement(preferred_segment=name)
+        keys, slots, [_OBJECT] * len(slots), end_in(_DEADLINE_S), placement=Placement(preferred_segment=name)
     )
     try:
         put = putting.results()
@@ -282,7 +283,7 @@ def _transfer(
     for slot in slots:
         slot.view[:] = bytes(_OBJECT)
     started = time.perf_counter()
-    got = store.start_get(keys, slots, timeout=_DEADLINE_S).results()
+    got = store.start_get(keys, slots, end_in(_DEADLINE_S)).results()
     get_s = time.perf_counter() - started
     if missed := [result.status for result in got if result.status is not Status.OK]:
         if set(missed) == {Status.MISSING}:

@@ -24,6 +24,7 @@ from launch.watch.asker import cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes
 from pd_cache.errors import ConfigError, PdCacheError
+from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.store import MooncakeStore
 
@@ -231,9 +232,9 @@ class _Follower:
             listed = here + unknown  # the master refuses to move a key that lies elsewhere
         store.wait_open(_CALL_S)
         keys, self._listed = listed[:_LEASED_AT_A_TIME], listed[_LEASED_AT_A_TIME:]
-        store.batch_exist(keys, timeout=_CALL_S)  # a lease keeps the job from moving them
+        store.batched_contains(keys, end_in(_CALL_S))  # a lease keeps the job from moving them
         for key, target in zip(keys, itertools.cycle(self._targets), strict=False):
-            if store.start_move(key, self._own.segment_name, target, timeout=_CALL_S) is Status.OK:
+            if store.start_move(key, self._own.segment_name, target, end_in(_CALL_S)) is Status.OK:
                 self._asked_for.add(key)
         self._ask_again = time.monotonic() + 2.0 + len(keys) / _PER_S
 
@@ -247,7 +248,7 @@ class _Follower:
         self._store.wait_open(_CALL_S)
         while status == "DRAINING" and time.monotonic() < deadline:
             # the master cancels only while no move is under way, and begins no move of a leased object
-            self._store.batch_exist(keys, timeout=_CALL_S)
+            self._store.batched_contains(keys, end_in(_CALL_S))
             cancel_drain(self._metrics, self._job)
             time.sleep(_POLL_S)
             status = self._look()

@@ -32,6 +32,7 @@ from pd_cache.cluster.machine import shown_bytes
 from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
 from pd_cache.objects.values import KEY_FORMAT as VALUE_FORMAT
+from transfer.deadlines import end_in
 from transfer.errors import PoolUnavailableError, Status
 from transfer.store import MooncakeStore
 
@@ -240,8 +241,7 @@ def _manifests(
     with contextlib.suppress(PoolUnavailableError), opened(config, status) as store:
         end = time.monotonic() + _MANIFESTS_S
         for fingerprint in sorted(fingerprints):
-            left = end - time.monotonic()
-            manifest = store.get_small(manifest_key(fingerprint), timeout=left) if left > 0 else None
+            manifest = store.get_small(manifest_key(fingerprint), end) if time.monotonic() < end else None
             with contextlib.suppress(ValueError):
                 found[fingerprint] = Namespace.read(manifest or b"")
     return found
@@ -293,7 +293,7 @@ def remove(config: ClusterConfig, report: PoolReport, chosen: Sequence[Space]) -
         with opened(config, status) as store:
             keys = keys_of(metrics, names, manifests)
             while batch := list(itertools.islice(keys, _REMOVALS)):
-                outcomes = Counter(store.remove(batch, timeout=_REMOVAL_S, force=True))
+                outcomes = Counter(store.remove(batch, end_in(_REMOVAL_S), force=True))
                 removed, busy = removed + outcomes[Status.OK], busy + outcomes[Status.BUSY]
                 if failed := outcomes.keys() - {Status.OK, Status.BUSY, Status.MISSING}:
                     raise PdCacheError(f"the pool's answer: {', '.join(outcome.value for outcome in failed)}")

@@ -8,7 +8,6 @@ of a whole pool, the master no longer knows which objects engines used least rec
 
 from __future__ import annotations
 
-import functools
 import logging
 import random
 import time
@@ -28,6 +27,7 @@ from pd_cache.cluster.machine import shown_bytes
 from pd_cache.errors import PdCacheError
 from pd_cache.layout import checksum
 from pd_cache.tiers.memory import TRAILER_BYTES, Damage, inspect
+from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import TransferSettings
 from transfer.staging import Slot, StagingPool
@@ -115,7 +115,7 @@ def scan(
                 raise PdCacheError(f"the master does not answer: {error}") from error
             sizes = {key: found[0].size_ for key, found in copies.items()}
             if to is not None:
-                for key, known in zip(copies, to.batch_exist(list(copies), timeout=_CALL_S), strict=True):
+                for key, known in zip(copies, to.batched_contains(list(copies), end_in(_CALL_S)), strict=True):
                     if known is Status.OK:
                         del sizes[key]
                     elif known is not Status.MISSING:
@@ -132,7 +132,7 @@ def scan(
                         log.warning("%s in %s: %s", key, segment, outcome.value)
                         state.damaged[segment] += 1
                         if repair:
-                            state.removed += store.remove([key], timeout=_CALL_S, force=True).count(Status.OK)
+                            state.removed += store.remove([key], end_in(_CALL_S), force=True).count(Status.OK)
                     elif outcome is Status.MISSING:
                         state.gone += 1
                     elif outcome is not Status.OK:
@@ -140,7 +140,7 @@ def scan(
                 intact = [found[:3] for found in objects if found.outcome is Status.OK]
                 if to is not None and intact:
                     put_keys, slots, lengths = zip(*intact, strict=True)
-                    put = to.start_put(list(put_keys), slots, lengths, timeout=patience)
+                    put = to.start_put(list(put_keys), slots, lengths, end_in(patience))
                     outcomes = Counter(outcome.value for outcome in put.results())
                     state.copied += outcomes.pop(Status.OK.value, 0)
                     state.there += outcomes.pop(Status.BUSY.value, 0)  # another writer has begun it
@@ -172,7 +172,7 @@ def copy(
         for space in chosen:
             if space.namespace is not None:
                 manifest = msgspec.convert(space.namespace, Namespace).manifest()
-                to.put_small(manifest_key(space.fingerprint), manifest, timeout=_CALL_S)
+                to.put_small(manifest_key(space.fingerprint), manifest, end_in(_CALL_S))
         yield from scan(config, chosen, rate=rate, stop=stop, to=to)
 
 
@@ -215,7 +215,7 @@ class _Reader:
             if not slots:
                 raise PdCacheError("a store node does not answer, and reads from it hold all memory")
             group, keys = keys[: len(slots)], keys[len(slots) :]
-            get = functools.partial(self._stores[0].start_get, timeout=patience)
+            get = self._stores[0].start_get
             try:
                 objects = list(map(_inspected, group, slots, get(group, slots).results()))
                 for number, (key, slot, _, outcome) in enumerate(objects):

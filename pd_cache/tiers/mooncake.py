@@ -27,7 +27,7 @@ from pd_cache.tiers.memory import (
     payload_size,
     slots_of,
 )
-from transfer.deadlines import End, end_or, left
+from transfer.deadlines import End, end_or
 from transfer.errors import Status
 from transfer.staging import Pin, Quota, Slot
 from transfer.store import GetResult, MooncakeStore, Pending
@@ -109,8 +109,7 @@ class MooncakeBackend(StorageBackend):
         self.store.wait_open(timeout)
 
     def batched_contains(self, keys: Keys, end: End = None) -> list[Status]:
-        seconds = self._timeouts.exist_ms / 1000 if end is None else left(end)
-        return self.store.batch_exist(list(keys), timeout=seconds)
+        return self.store.batched_contains(keys, end)
 
     def batched_fetch(
         self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
@@ -131,7 +130,7 @@ class MooncakeBackend(StorageBackend):
                     batch = list(keys[started : started + len(slots)])
                     started += len(slots)
                     # the memory and the transfer share one deadline
-                    call = self.store.start_get(batch, list(slots), timeout=left(until))
+                    call = self.store.start_get(batch, slots, until)
                     ahead.append(_ReadBatch(batch, slots, call, until))
                 if not ahead:
                     down = not self._closed and not self.store.available
@@ -167,8 +166,7 @@ class MooncakeBackend(StorageBackend):
         items = self.memory.own(staged, keys)
         try:
             sizes = [item.seal(key) for key, item in zip(keys, items, strict=True)]
-            seconds = left(end_or(end, self._timeouts.put_ms))
-            return self.store.start_put(list(keys), [item.slot for item in items], sizes, timeout=seconds)
+            return self.store.start_put(keys, [item.slot for item in items], sizes, end)
         finally:
             # the call in flight holds its own references
             for item in items:
@@ -177,12 +175,12 @@ class MooncakeBackend(StorageBackend):
     def batched_remove(self, keys: Keys, end: End = None, *, force: bool = False) -> list[Status]:
         if self._closed:
             return [Status.CLOSED] * len(keys)
-        return self.store.remove(list(keys), timeout=left(end_or(end, self._timeouts.exist_ms)), force=force)
+        return self.store.remove(keys, end, force=force)
 
     def annotate(self, key: str, value: bytes, end: End = None) -> Status:
         if self._closed:
             return Status.CLOSED
-        return self.store.put_small(key, value, timeout=left(end_or(end, self._timeouts.exist_ms)))
+        return self.store.put_small(key, value, end)
 
     def close(self) -> None:
         self._closed = True
@@ -237,14 +235,14 @@ class MooncakeBackend(StorageBackend):
         have replaced the object. Mooncake has no conditional removal, so a replacement that comes after the
         second read is removed, too. That costs a miss.
         """
-        result = self.store.start_get([key], [slot], timeout=left(end)).results()[0]
+        result = self.store.start_get([key], [slot], end).results()[0]
         found = self._object(key, slot, result, size)
         if isinstance(found, int) and checksum(slot.view[: payload_size(slot.view, size)]) != found:
             found = Damage.CORRUPT.value
         # Mooncake refuses to read an object that is too short in the same way as for other reasons
         if found == reason or (reason == "other_size" and found in _DAMAGED):
             # by force: lookups of its prompt renew its lease, which would keep the damaged object
-            seconds = min(self._timeouts.exist_ms / 1000, end - time.monotonic())
-            if seconds > 0 and self.store.remove([key], timeout=seconds, force=True) == [Status.OK]:
+            end = min(end, end_or(None, self._timeouts.exist_ms))
+            if self.store.remove([key], end, force=True) == [Status.OK]:
                 self._metrics.healed()
         return reason if isinstance(found, str) else found

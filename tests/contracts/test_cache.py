@@ -21,6 +21,7 @@ from pd_cache.tiers import open_backend
 from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import holds_token, make_cache, write_prompt
 from tests.support.server import LATE_S, PER_CHUNK, served
+from transfer.deadlines import end_in
 
 LONG = 3 * CHUNK + 5
 WHOLE = list(range(3 * PER_CHUNK))
@@ -76,7 +77,7 @@ class Side:
         return sorted(different)
 
     def evict(self, names):
-        self.pool.store.remove(self.database.keys(names), timeout=60, force=True)
+        self.pool.store.remove(self.database.keys(names), end_in(60), force=True)
 
 
 def _tensors(ranks):

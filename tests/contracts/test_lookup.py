@@ -18,6 +18,7 @@ from tests.support.engines import BLOCK, BLOCKS, CHUNK, host, random_slots
 from tests.support.kv import make_cache
 from tests.support.server import LATE_S, served
 from tests.support.waiting import wait_for
+from transfer.deadlines import end_in
 
 CLIENTS = ("bypass", "mooncake", "server")
 
@@ -70,7 +71,7 @@ def test_it_agrees_with_the_engine_on_random_prompts_with_holes(clients, node):
                 node.store(tokens, random_slots(rng, len(tokens)))
             if rng.random() < 0.3 and len(tokens) >= CHUNK:
                 keys = node.keys(tokens)
-                node.engine.backend.store.remove([rng.choice(keys)], timeout=60, force=True)
+                node.engine.backend.store.remove([rng.choice(keys)], end_in(60), force=True)
             for at_hand in (0, 5, 8, 17, 1000):
                 expected = node.lookup(tokens, at_hand=at_hand)
                 assert client.lookup(tokens, uuid.uuid4().hex, at_hand=at_hand) == expected

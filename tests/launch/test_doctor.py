@@ -156,8 +156,8 @@ def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool, monkeypatch):
 def test_bytes_that_come_back_changed_are_broken(pool, monkeypatch):
     get = MooncakeStore.start_get
 
-    def damaged(store, keys, slots, *, timeout):
-        pending = get(store, keys, slots, timeout=timeout)
+    def damaged(store, keys, slots, end):
+        pending = get(store, keys, slots, end)
         pending.results()
         slots[3].view[100] ^= 1
         return pending

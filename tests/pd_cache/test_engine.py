@@ -20,6 +20,7 @@ from pd_cache.reasons import Found, Loaded, StoreOutcome, TierChunks
 from tests.support.engines import BLOCK, CHUNK, host, random_slots
 from tests.support.kv import make_cache, same_tensors, write_prompt
 from tests.support.waiting import wait_for
+from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import Placement
 from transfer.store import MooncakeStore
@@ -214,14 +215,14 @@ def test_a_full_pool_is_counted_and_stores_go_on_when_there_is_room(make_pool, t
         memory = filler.staging(16 << 20)
         filler.wait_open(60)
         slot = memory.lease(time.monotonic() + 5)
-        assert filler.start_put(["filler"], [slot], [slot.size], timeout=60).results() == [Status.OK]
+        assert filler.start_put(["filler"], [slot], [slot.size], end_in(60)).results() == [Status.OK]
         slot.release()
         node.compute(tokens, slots)
         assert node.store(tokens, slots) == 0
         assert node.troubles("store") == {"no_space": 3}
         assert not any(node.retrieve(tokens, slots))
         assert node.engine.available, "a full pool is not a pool that is down"
-        assert filler.remove(["filler"], timeout=60, force=True) == [Status.OK]
+        assert filler.remove(["filler"], end_in(60), force=True) == [Status.OK]
         assert node.store(tokens, slots) == 24
         memory.close()
 
@@ -270,7 +271,7 @@ def test_only_a_node_that_stored_or_found_a_chunk_knows_that_it_was_evicted(pool
         assert storer.store(tokens, slots) == 24
         assert finder.engine.find(names) == Found(3, 3, "none")
         gone = storer.engine.database.keys(names[1:])
-        assert storer.engine.backend.store.remove(gone, timeout=60, force=True) == [Status.OK] * len(gone)
+        assert storer.engine.backend.store.remove(gone, end_in(60), force=True) == [Status.OK] * len(gone)
         assert storer.engine.find(names) == Found(1, 1, "evicted")
         assert finder.engine.find(names) == Found(1, 1, "evicted")
         assert stranger.engine.find(names) == Found(1, 1, "never_stored")

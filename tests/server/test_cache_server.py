@@ -35,6 +35,7 @@ from tests.support.server import (
     store_surely,
 )
 from tests.support.waiting import wait_for
+from transfer.deadlines import end_in
 
 _prompts = itertools.count()
 
@@ -146,7 +147,7 @@ def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(
         assert engine.retrieve(name, tokens, first_block=10) == set()
         assert engine.holds(tokens[: 3 * CHUNK], first_block=10)
         assert engine.lookup(name, tokens) == 3 * CHUNK
-        model.mover.backend.store.remove([keys[1]], timeout=60, force=True)
+        model.mover.backend.store.remove([keys[1]], end_in(60), force=True)
         assert engine.retrieve(name, tokens, first_block=20) == set(range(20 + PER_CHUNK, 20 + 3 * PER_CHUNK))
         assert engine.holds(tokens[:CHUNK], first_block=20)
         assert engine.worker.get_block_ids_with_load_errors() == set(), "bad blocks are reported once"
@@ -546,7 +547,7 @@ def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool, tmp_path
 
         def refused(tokens):
             keys = model.database.keys(model.database.name_chunks(tokens))
-            return sum(status.name == "BUSY" for status in store.remove(keys, timeout=60))
+            return sum(status.name == "BUSY" for status in store.remove(keys, end_in(60)))
 
         wait_for(lambda: refused(control) == 0, "the lease of what no session holds to end")
         assert refused(held) == 3

@@ -11,6 +11,7 @@ from tests.support.engines import BLOCK, BLOCKS, CHUNK
 from tests.support.kv import make_cache
 from tests.support.server import Engine, served, store_surely
 from tests.support.waiting import wait_for
+from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import ByteSize
 
@@ -70,7 +71,7 @@ def test_a_server_says_why_a_prefix_ends_and_which_tiers_were_read(pool, tmp_pat
         assert memory.batched_remove(keys[2:3]) == [Status.OK], (
             "what was read from the pool is in memory again"
         )
-        assert rest.store.remove(keys[2:3], timeout=60, force=True) == [Status.OK]
+        assert rest.store.remove(keys[2:3], end_in(60), force=True) == [Status.OK]
         assert cache.load(names[:3], blocks[:-2]) == Loaded(2, "evicted", TierChunks(memory=2))
         assert cache.find(names) == Found(2, 2, "evicted", TierChunks(memory=2))
         servers.close()

@@ -9,6 +9,7 @@ import pytest
 from tests.support.waiting import beside, wait_for
 from tests.transfer.test_moves import Replica, moves_of, settings, soon, whole
 from tests.transfer.test_store import SLOT, fresh, leased, opened, put
+from transfer.deadlines import end_in
 from transfer.direct_reads import DirectReads, Read
 from transfer.errors import Status, status_of
 from transfer.staging import StagingPool
@@ -134,7 +135,7 @@ def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_an
         assert put(store, staging, keys) == [Status.OK] * 12
         for _ in range(2):
             slots = leased(staging, 12, b"\0")
-            assert store.start_get(keys, slots, timeout=60).results() == [GetResult(Status.OK, SLOT)] * 12
+            assert store.start_get(keys, slots, end_in(60)).results() == [GetResult(Status.OK, SLOT)] * 12
             assert [bytes(slot.view[:2]) for slot in slots] == [
                 bytes([b"a"[0] + index] * 2) for index in range(12)
             ]
@@ -145,10 +146,10 @@ def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_an
         ways.clear()
         [slot, larger] = leased(staging, 2)
         small = fresh(1)
-        assert store.start_put(small, [slot], [100], timeout=60).results() == [Status.OK]
-        assert store.start_get(small, [larger], timeout=60).results() == [GetResult(Status.OK, 100)]
+        assert store.start_put(small, [slot], [100], end_in(60)).results() == [Status.OK]
+        assert store.start_get(small, [larger], end_in(60)).results() == [GetResult(Status.OK, 100)]
         assert ways == ["direct"]
-        missing = store.start_get([*small, *fresh(1)], [slot, larger], timeout=60).results()
+        missing = store.start_get([*small, *fresh(1)], [slot, larger], end_in(60)).results()
         assert [result.status for result in missing] == [Status.OK, Status.MISSING]
         assert ways == ["direct"], "what the master does not know is Mooncake's client's to answer"
 
@@ -163,7 +164,7 @@ def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_wh
         slots = leased(staging, 4)
 
         def got(timeout):
-            return [result.status for result in store.start_get(keys, slots, timeout=timeout).results()]
+            return [result.status for result in store.start_get(keys, slots, end_in(timeout)).results()]
 
         assert got(20) == got(20) == [Status.OK] * 4
         with pool.nodes["store-0"].stopped():
@@ -180,9 +181,9 @@ def test_a_store_that_closes_while_bytes_come_waits_for_them(make_pool):
         keys = fresh(4)
         assert put(store, staging, keys) == [Status.OK] * 4
         slots = leased(staging, 4, b"\0")
-        assert store.start_get(keys, slots, timeout=60).results() == [GetResult(Status.OK, SLOT)] * 4
+        assert store.start_get(keys, slots, end_in(60)).results() == [GetResult(Status.OK, SLOT)] * 4
         with pool.nodes["store-0"].stopped():
-            pending = store.start_get(keys, slots, timeout=60)
+            pending = store.start_get(keys, slots, end_in(60))
             closing = threading.Thread(target=MooncakeStore.close, args=(store,))
             closing.start()
             wait_for(lambda: not store.available)

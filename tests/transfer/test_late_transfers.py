@@ -17,6 +17,7 @@ import sys, time, uuid
 from pathlib import Path
 from tests.support.waiting import wait_for
 from transfer import staging as memory
+from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import ByteSize, TransferSettings
 from transfer.store import MooncakeStore
@@ -30,14 +31,14 @@ with MooncakeStore(settings, master=sys.argv[1]) as store:
     slots = [staging.lease(time.monotonic() + 60) for _ in keys]
     for slot in slots:
         slot.view[:] = bytes([7]) * SIZE
-    assert store.start_put(keys, slots, [SIZE] * 4, timeout=60).results() == [Status.OK] * 4
+    assert store.start_put(keys, slots, [SIZE] * 4, end_in(60)).results() == [Status.OK] * 4
     for _ in range(2 * (sys.argv[2] == "later read")):  # which does not go through Mooncake's client
-        assert all(result.status is Status.OK for result in store.start_get(keys, slots, timeout=60).results())
+        assert all(result.status is Status.OK for result in store.start_get(keys, slots, end_in(60)).results())
     for slot in slots:
         slot.view[:] = bytes(SIZE)
     print("stored", flush=True)
     sys.stdin.readline()  # the store node is stopped
-    results = store.start_get(keys, slots, timeout=100).results()
+    results = store.start_get(keys, slots, end_in(100)).results()
     assert all(result.status is Status.TRANSFER_FAILED for result in results), results
     for slot in slots:
         slot.release()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.support.pool import suspend
 from tests.support.waiting import beside, together, wait_for
 from tests.transfer.test_store import fresh, opened, put
+from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.lookup_rpc import LookupRpc, lookup_rpc, why_silent
 
@@ -31,7 +32,7 @@ def later():
 def asks_directly(store):
     """Whether the store has a connection that it may use now; if not, it has been given a reason to make
     one."""
-    return store.batch_exist(["k"], timeout=60) == [Status.MISSING] and bool(store._lookup_rpc._idle)
+    return store.batched_contains(["k"], end_in(60)) == [Status.MISSING] and bool(store._lookup_rpc._idle)
 
 
 # --- a real master ------------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_ove
 
         def work():
             for _ in range(200):
-                if (found := store.batch_exist(keys, timeout=PATIENCE)) != expected:
+                if (found := store.batched_contains(keys, end_in(PATIENCE))) != expected:
                     wrong.append(found)
                 if len(store._lookup_rpc._connections) > 4:
                     wrong.append("too many connections")
@@ -77,7 +78,7 @@ def test_a_store_asks_the_master_itself_once_it_has_asked_through_the_client_ove
         wait_for(lambda: asks_directly(store), "the connection being made")
         store._breaker.well_until = float("inf")  # for however long the next line takes
         monkeypatch.setattr(store._control, "submit", None)
-        assert store.batch_exist(keys, timeout=60) == expected
+        assert store.batched_contains(keys, end_in(60)) == expected
 
 
 def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as_is_one_that_is_started_anew(
@@ -91,11 +92,11 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
         wait_for(lambda: asks_directly(store), "the connection being made")
         (master,) = psutil.Process(pool.nodes["master"].process.pid).children()
         suspend(master)
-        wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.TIMEOUT], "a time-out")
-        wait_for(lambda: store.batch_exist(["k"], timeout=0.3) == [Status.POOL_DOWN], "the breaker")
+        wait_for(lambda: store.batched_contains(["k"], end_in(0.3)) == [Status.TIMEOUT], "a time-out")
+        wait_for(lambda: store.batched_contains(["k"], end_in(0.3)) == [Status.POOL_DOWN], "the breaker")
         master.resume()
         wait_for(
-            lambda: store.batch_exist(["k"], timeout=60) == [Status.MISSING], "the pool being found back"
+            lambda: store.batched_contains(["k"], end_in(60)) == [Status.MISSING], "the pool being found back"
         )
         wait_for(lambda: asks_directly(store), "the connection being made")
         pool.kill("master")
@@ -103,7 +104,7 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
         assert not store._lookup_rpc._connections
         for _ in range(2):
             start = time.monotonic()
-            assert store.batch_exist(["k"], timeout=0.3)[0] in (Status.TIMEOUT, Status.POOL_DOWN)
+            assert store.batched_contains(["k"], end_in(0.3))[0] in (Status.TIMEOUT, Status.POOL_DOWN)
             assert time.monotonic() - start < 30, (
                 "a bound, not a measurement: Mooncake itself waits for a minute"
             )
@@ -128,7 +129,7 @@ def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_s
         client, store._client = store._client, Cut()
         try:
             store._breaker.well_until = time.monotonic()
-            found = store.batch_exist(["a", "b", "c", "d"], timeout=60)
+            found = store.batched_contains(["a", "b", "c", "d"], end_in(60))
             assert found == [Status.OK, Status.MISSING, Status.POOL_DOWN, Status.POOL_DOWN], (
                 "an outage is no miss"
             )
@@ -136,7 +137,7 @@ def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_s
             for _ in range(2):
                 assert store.available
                 store._breaker.well_until = time.monotonic()
-                assert store.batch_exist(["k"], timeout=60) == [Status.POOL_DOWN]
+                assert store.batched_contains(["k"], end_in(60)) == [Status.POOL_DOWN]
             assert not store.available
         finally:
             store._client = client
@@ -153,11 +154,11 @@ def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_c
 
         monkeypatch.setattr(store._lookup_rpc, "ask", too_late)
         store._breaker.well_until = float("inf")
-        assert store.batch_exist(["k"], timeout=0.1) == [Status.TIMEOUT]
+        assert store.batched_contains(["k"], end_in(0.1)) == [Status.TIMEOUT]
         assert store._breaker.well_until == float("inf")
-        assert store.batch_exist(["k"], timeout=60) == [Status.TIMEOUT]
+        assert store.batched_contains(["k"], end_in(60)) == [Status.TIMEOUT]
         assert store.available
-        assert store.batch_exist(["k"], timeout=60) == [Status.MISSING], "of the client"
+        assert store.batched_contains(["k"], end_in(60)) == [Status.MISSING], "of the client"
 
 
 # --- masters that speak otherwise ---------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import pytest
 from tests.support.needs import needs_etcd
 from tests.support.pool import free_port
 from tests.transfer.test_store import SLOT, leased, opened, put
+from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.store import GetResult
 
@@ -17,5 +18,5 @@ def test_objects_move_through_each_kind_of_metadata_service(make_pool, etcd, kin
     with opened(pool, metadata=metadata) as (store, staging):
         assert put(store, staging, ["k"], b"m") == [Status.OK]
         slots = leased(staging, 1)
-        assert store.start_get(["k"], slots, timeout=60).results() == [GetResult(Status.OK, SLOT)]
+        assert store.start_get(["k"], slots, end_in(60)).results() == [GetResult(Status.OK, SLOT)]
         assert bytes(slots[0].view) == b"m" * SLOT

@@ -4,6 +4,7 @@ import time
 
 from tests.support.waiting import wait_for
 from tests.transfer.test_store import SLOT, fresh, leased, opened, put
+from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import Placement
 from transfer.store import GetResult
@@ -14,7 +15,7 @@ MIB = 1 << 20
 def readable(store, staging, keys, fill):
     slots = leased(staging, len(keys))
     try:
-        results = store.start_get(keys, slots, timeout=60).results()
+        results = store.start_get(keys, slots, end_in(60)).results()
         return all(
             result.status is Status.OK and bytes(slot.view) == bytes([fill[0] + index]) * SLOT
             for index, (result, slot) in enumerate(zip(results, slots, strict=True))
@@ -40,13 +41,13 @@ def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(mak
         unlucky, slots = fresh(2), leased(staging, 1)
         failed = put(store, staging, unlucky, replicas=2)
         assert failed == [Status.TRANSFER_FAILED] * 2, "one copy of two is a failure"
-        assert store.batch_exist(unlucky, timeout=60) == [Status.MISSING] * 2
+        assert store.batched_contains(unlucky, end_in(60)) == [Status.MISSING] * 2
         assert not store._moves.peers.any_silent(time.monotonic()), "which of the two failed is not known"
         for key in [key for key in keys if read_from[key] == alive]:
-            assert store.start_get([key], slots, timeout=60).results() == [GetResult(Status.OK, SLOT)]
+            assert store.start_get([key], slots, end_in(60)).results() == [GetResult(Status.OK, SLOT)]
         assert not store._moves.peers.any_silent(time.monotonic())
         for key in [key for key in keys if read_from[key] == dead]:
-            assert store.start_get([key], slots, timeout=60).results()[0].status is Status.TRANSFER_FAILED
+            assert store.start_get([key], slots, end_in(60)).results()[0].status is Status.TRANSFER_FAILED
         assert set(store._moves.peers._silent) == {dead}
 
 
@@ -84,15 +85,15 @@ def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_su
         assert (used(0), used(1)) == (0, SLOT), "a put may have a placement of its own"
         assert put(store, staging, other) == [Status.OK]
         assert (used(0), used(1)) == (SLOT, SLOT)
-        store.remove([*one, *other], timeout=60, force=True)
+        store.remove([*one, *other], end_in(60), force=True)
     with opened(two_segments) as (store, staging):
         for index in (0, 1):
             keys = put_all(preferred_segment=two_segments.segment(index))
             assert (used(index), used(1 - index)) == (40 * SLOT, 0)
-            store.remove(keys, timeout=60, force=True)
+            store.remove(keys, end_in(60), force=True)
         keys = put_all(preferred_segment="any")
         assert min(used(0), used(1)) > 0
-        store.remove(keys, timeout=60, force=True)
+        store.remove(keys, end_in(60), force=True)
         alone = put_all(preferred_segment=two_segments.segment(0))[:8]
         both = put_all(replicas=2)[:8]
         assert (used(0), used(1)) == (80 * SLOT, 40 * SLOT)
@@ -116,6 +117,6 @@ def test_pinned_objects_survive_pressure_that_evicts_the_others(make_pool):
         assert set(later) <= {Status.OK, Status.NO_SPACE}
         assert later.count(Status.OK) > 16, "eviction goes on: more was stored than there is room for"
         assert store.available, "a full pool is not a pool that is down"
-        assert store.batch_exist(pinned, timeout=60) == [Status.OK] * 4
-        assert Status.MISSING in store.batch_exist(plain[:8], timeout=60)
-        assert store.batch_exist(brief, timeout=60) == [Status.MISSING], "a soft pin holds for its time"
+        assert store.batched_contains(pinned, end_in(60)) == [Status.OK] * 4
+        assert Status.MISSING in store.batched_contains(plain[:8], end_in(60))
+        assert store.batched_contains(brief, end_in(60)) == [Status.MISSING], "a soft pin holds for its time"

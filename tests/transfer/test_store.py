@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tests.support.waiting import wait_for
+from transfer.deadlines import end_in
 from transfer.errors import MissingLibraryError, Status, TransferError
 from transfer.settings import ByteSize, Placement, TransferSettings
 from transfer.staging import StagingPool
@@ -50,7 +51,7 @@ def put(store, staging, keys, fill=b"a", **placement):
     slots, there = leased(staging, len(keys), fill), Placement(**placement) if placement else None
     try:
         return store.start_put(
-            keys, slots, [slot.size for slot in slots], timeout=60, placement=there
+            keys, slots, [slot.size for slot in slots], end_in(60), placement=there
         ).results()
     finally:
         for slot in slots:
@@ -62,7 +63,7 @@ def test_bytes_that_were_put_come_back_until_they_are_removed_and_missing_keys_s
         keys = fresh(3)
         assert put(store, staging, keys[:2]) == [Status.OK, Status.OK]
         slots = leased(staging, 3)
-        results = store.start_get(keys, slots, timeout=60).results()
+        results = store.start_get(keys, slots, end_in(60)).results()
         assert results == [
             GetResult(Status.OK, SLOT),
             GetResult(Status.OK, SLOT),
@@ -72,22 +73,22 @@ def test_bytes_that_were_put_come_back_until_they_are_removed_and_missing_keys_s
         assert bytes(slots[1].view) == b"b" * SLOT
         for bad, sizes in (([], []), (["a", "b"], [1, 1]), (["a"], [0]), (["a"], [SLOT + 1])):
             with pytest.raises(ValueError):
-                store.start_put(bad, slots[:1], sizes, timeout=60)
+                store.start_put(bad, slots[:1], sizes, end_in(60))
         for slot in slots:
             slot.release()
         assert staging.in_use == 0
-        assert store.batch_exist(keys, timeout=60) == [
+        assert store.batched_contains(keys, end_in(60)) == [
             Status.OK,
             Status.OK,
             Status.MISSING,
         ]  # which leases the first two
-        assert store.remove(keys, timeout=60) == [Status.BUSY, Status.BUSY, Status.MISSING]
-        assert store.remove(keys, timeout=60, force=True) == [Status.OK, Status.OK, Status.MISSING]
-        assert store.get_small(keys[2], timeout=60) is None
-        assert store.put_small(keys[2], b"in words", timeout=60) is Status.OK
-        assert store.get_small(keys[2], timeout=60) == b"in words"
+        assert store.remove(keys, end_in(60)) == [Status.BUSY, Status.BUSY, Status.MISSING]
+        assert store.remove(keys, end_in(60), force=True) == [Status.OK, Status.OK, Status.MISSING]
+        assert store.get_small(keys[2], end_in(60)) is None
+        assert store.put_small(keys[2], b"in words", end_in(60)) is Status.OK
+        assert store.get_small(keys[2], end_in(60)) == b"in words"
         for _ in range(10):
-            store.batch_exist(["k"], timeout=0.0)
+            store.batched_contains(["k"], end_in(0.0))
         assert store.available, "an impatient caller says nothing about the pool"
 
 
@@ -98,7 +99,7 @@ def test_a_put_with_a_segment_lands_on_the_writers_own_node_whose_memory_is_resi
         assert put(store, staging, key) == [Status.OK]
         assert [record for record in caplog.records if "33554432 bytes prefaulted in" in record.getMessage()]
     with opened(pool) as (store, _):
-        assert store.batch_exist(key, timeout=60) == [Status.MISSING], "unmounted with its segment"
+        assert store.batched_contains(key, end_in(60)) == [Status.MISSING], "unmounted with its segment"
 
 
 def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool):
@@ -106,10 +107,10 @@ def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool):
         store.close()
         store.close()
         slots = leased(staging, 1)
-        assert store.batch_exist(["k"], timeout=60) == [Status.CLOSED]
-        assert store.start_get(["k"], slots, timeout=60).results() == [GetResult(Status.CLOSED, 0)]
-        assert store.start_put(["k"], slots, [SLOT], timeout=60).results() == [Status.CLOSED]
-        assert store.get_small("k", timeout=60) is None
+        assert store.batched_contains(["k"], end_in(60)) == [Status.CLOSED]
+        assert store.start_get(["k"], slots, end_in(60)).results() == [GetResult(Status.CLOSED, 0)]
+        assert store.start_put(["k"], slots, [SLOT], end_in(60)).results() == [Status.CLOSED]
+        assert store.get_small("k", end_in(60)) is None
         with pytest.raises(TransferError, match="closed"):
             store.wait_open(1)
 
@@ -147,7 +148,7 @@ def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool):
         with pool.nodes["store-0"].stopped():
             slots = leased(staging, 2)
             start = time.monotonic()
-            results = store.start_get(keys, slots, timeout=1).results()
+            results = store.start_get(keys, slots, end_in(1)).results()
             assert time.monotonic() - start < 30, "a bound, not a measurement"
             assert all(result.status in (Status.TIMEOUT, Status.TRANSFER_FAILED) for result in results)
             for slot in slots:
