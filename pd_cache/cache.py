@@ -1,6 +1,7 @@
 """The cache. A `BlockCache` finds, stores and loads chunks by their names and by ids of blocks. `CacheEngine`
-is the `BlockCache` of this process. `PromptCache` offers the same operations by tokens, masks and slot
-mappings."""
+is the `BlockCache` of this process: it checks the arguments, and `mover.py` moves the chunks. `PromptCache`
+offers the same operations by tokens, masks and slot mappings.
+"""
 
 from __future__ import annotations
 

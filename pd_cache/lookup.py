@@ -1,5 +1,10 @@
-"""Lookups: find the longest contiguous prefix of a prompt that a pool or an engine holds. The clients here
-need no cache server."""
+"""Lookups: find the longest contiguous prefix of a prompt that a pool or an engine holds.
+
+A scheduler calls `LookupClient.find`, which never raises. It calls `PrefixLookup.find`, or `RemoteCache.find`
+(`server/client.py`) with a cache server. `PrefixLookup` makes the keys and asks `batched_contains` of the
+tiers (`tiers/mooncake.py`, `tiers/hybrid.py`), or of the pool alone (`transfer/store.py`). Then
+`count_found` turns the statuses into the length of the prefix.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +37,7 @@ _RENEWED = 1 << 14
 
 
 class LooksUp(ABC):
-    """Answers the lookups of a `LookupClient`: a cache, all layer groups of an engine together, or the pool
-    itself."""
+    """Answers the lookups of a `LookupClient`: a `PrefixLookup` or a `RemoteCache`."""
 
     def __init__(self, version: WeightsVersion | None, metrics: CacheMetrics | None) -> None:
         """`version`: the version of the engine's weights; by default a new one."""

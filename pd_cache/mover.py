@@ -3,6 +3,11 @@ cache server.
 
 Store and load are pipelines over the backend's memory. While a batch of chunks is on the network, a store
 gathers the next batch, and a load scatters the batch before.
+
+    load   ->  _get: until nothing is damaged  ->  _scatter: one pass   ->  backend.batched_fetch
+    store  ->  _put: batch by batch            ->  _gather: one batch   ->  backend.batched_put
+
+The backend is the pool (`tiers/mooncake.py`), or several tiers (`tiers/hybrid.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """MooncakeStore: wraps a client of a Mooncake store. Only this module and `transfer.moves` call such a
 client.
 
+A lookup is `batched_contains`. A load is `start_get`, and a store is `start_put`: they queue `Moves.get` and
+`Moves.put` (`transfer/moves.py`) for another thread (`transfer/calls.py`), and the caller waits in
+`Pending.results`.
+
 A bare client is dangerous (docs/mooncake.md). A call before setup or after close kills the process. A call
 blocks for seconds if the master is dead, and for a minute if a peer is stopped. So here:
 

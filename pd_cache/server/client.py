@@ -1,5 +1,9 @@
 """The client of this host's cache server: `RemoteCache`, which takes chunk names and block ids, and the
-lookup client over it."""
+lookup client over it.
+
+`find`, `store` and `load` send a message (`protocol.py`) over the connection (`connection.py`, `link.py`),
+and wait for its end in `UnderWay.wait`. In the server, `CacheServer._handle` (`server.py`) takes it.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,9 @@ connection maps the memory that the engine lends. One thread answers lookups, al
 that no transfer delays them. A pool of threads moves bytes, in turns, so that a long store lets others in
 between. One thread keeps house: it renews leases and ends late sessions.
 
+    lookup           ->  _handle  ->  queue  ->  _find, on a thread  ->  answer_lookups (lookups.py)
+    store, retrieve  ->  _handle  ->  queue  ->  _copy, on a thread  ->  turns (clients.py)  ->  ChunkMover
+
 When a client disconnects or is killed, the server gives up the client's tensors and its sessions.
 """
 

@@ -1,7 +1,7 @@
 """MooncakeBackend: the shared pool. Objects move between staging memory and the network without another copy.
 
 Reads run ahead: while the caller scatters a batch of chunks, the next batches are in flight, as far as
-staging memory allows.
+staging memory allows. The transfers themselves are `start_get` and `start_put` of `transfer/store.py`.
 """
 
 from __future__ import annotations
