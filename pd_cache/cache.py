@@ -74,8 +74,8 @@ class BlockCache(Protocol):
     ) -> Found:
         """Returns how many chunks, from the first, the cache holds with every shard, and why not more.
 
-        The first `chunks_at_hand` chunks are not looked up and count as found. A cache server protects the found
-        chunks from eviction until `session` has loaded them or ends. `timeout` is in seconds.
+        The first `chunks_at_hand` chunks are not looked up and count as found. A cache server protects the
+        found chunks from eviction until `session` has loaded them or ends. `timeout` is in seconds.
         """
 
     def store(

@@ -283,8 +283,8 @@ class ChunkMover:
         return staged
 
     def _get(self, run: ChunkRun, pages: Pages, end: End, kinds: list[TierKind]) -> str:
-        """Loads objects in order, up to the first that no tier has. Adds to `kinds` the kind of tier that each
-        came from. Returns why there are no more; `none` if all were loaded.
+        """Loads objects in order, up to the first that no tier has. Adds to `kinds` the kind of each one's
+        tier. Returns why there are no more; `none` if all were loaded.
 
         A damaged object is read again: its tier has removed it, and another tier may have an intact copy.
         """

@@ -374,9 +374,7 @@ class MooncakeStore:
         self._breaker.judge("batch_is_exist", codes)
         return codes
 
-    def start_get(
-        self, keys: Sequence[str], slots: Sequence[Slot], end: End = None
-    ) -> Pending[GetResult]:
+    def start_get(self, keys: Sequence[str], slots: Sequence[Slot], end: End = None) -> Pending[GetResult]:
         """Begins to read each key into its slot, as far as the slot reaches.
 
         The slots are retained until the call has really ended, however long that takes.

@@ -115,7 +115,9 @@ def scan(
                 raise PdCacheError(f"the master does not answer: {error}") from error
             sizes = {key: found[0].size_ for key, found in copies.items()}
             if to is not None:
-                for key, known in zip(copies, to.batched_contains(list(copies), end_in(_CALL_S)), strict=True):
+                for key, known in zip(
+                    copies, to.batched_contains(list(copies), end_in(_CALL_S)), strict=True
+                ):
                     if known is Status.OK:
                         del sizes[key]
                     elif known is not Status.MISSING:

@@ -48,6 +48,7 @@ from transfer.deadlines import Timeout
 
 R = TypeVar("R")
 
+
 class RemoteCache(LooksUp):
     """A `BlockCache` (see there) over the connection of an engine rank. Thread-safe.
 
@@ -286,8 +287,7 @@ class RemoteCache(LooksUp):
     # --- what answers mean ----------------------------------------------------------------------------------
 
     def _found(self, chunks: int, first: int, answer: Answer | str) -> Found:
-        """Returns the result of a lookup of `chunks` chunks, of which those before `first` are at hand. Counts
-        it."""
+        """Returns the result of a lookup of `chunks` chunks. Those before `first` are at hand. Counts it."""
         if not isinstance(answer, Found):
             return Found(first, first, self._failed("lookup", 1, answer))
         size = self.chunk_size
