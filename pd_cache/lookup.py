@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pd_cache.chunks import (
@@ -182,9 +182,6 @@ class HoldsKeys(Protocol):
     """Tiers (`StorageBackend`), or the pool alone (`MooncakeStore`): reports which keys are there."""
 
     @property
-    def near(self) -> Callable[[Keys], TierChunks] | None: ...
-
-    @property
     def available(self) -> bool: ...
 
     def batched_contains(self, keys: Keys, end: End = None) -> list[Status]: ...
@@ -243,29 +240,32 @@ class PrefixLookup(LooksUp):
         begun = time.perf_counter()
         statuses = self.backend.batched_contains(keys, end_in(timeout))
         self.metrics.counts.took("lookup", time.perf_counter() - begun)
-        return self.count_found(names, first, statuses, label)
+        return count_found(self, names, first, statuses, label)
 
-    def count_found(self, names: Names, first: int, statuses: Sequence[Status], label: str) -> Found:
-        """Returns how many of the first chunks were found, and why not more. Counts their tokens.
 
-        `statuses` are those of the chunks from `first` on, in the order of `LayerGroups.keys`, in the weights
-        version `label`. The chunks before `first` are at hand.
-        """
-        groups, history, asked = self.groups, self.history, names[first:]
-        size, found = groups.first.chunk_size, judge(groups, statuses)
-        self.metrics.counts.looked_up(len(asked) * size, found.chunks * size)
-        reason, near = found.reason, TierChunks()
+def count_found(
+    lookup: PrefixLookup, names: Names, first: int, statuses: Sequence[Status], label: str
+) -> Found:
+    """Returns how many of the first chunks were found, and why not more. Counts their tokens.
+
+    `statuses` are those of the chunks from `first` on, in the order of `LayerGroups.keys`, in the weights
+    version `label`. The chunks before `first` are at hand.
+    """
+    groups, history, asked = lookup.groups, lookup.history, names[first:]
+    size, found = groups.first.chunk_size, judge(groups, statuses)
+    lookup.metrics.counts.looked_up(len(asked) * size, found.chunks * size)
+    reason, tiers = found.reason, TierChunks()
+    if reason != "none":
+        lookup.metrics.outages("lookup", statuses)
+    if history is not None:
+        history.follow(label)
         if reason != "none":
-            self.metrics.outages("lookup", statuses)
-        if history is not None:
-            history.follow(label)
-            if reason != "none":
-                reason = history.explain(reason, asked[found.chunks])
-            # if all groups have a tail, only the end of a prefix is known to be there
-            history.note(asked[0 if groups.need_all else max(0, found.leading - 1) : found.leading])
-        if self.backend.near is not None:
-            near = self.backend.near(groups.first.keys(asked[: found.chunks], (0,), label))
-        return Found(first + found.chunks, first + found.leading, reason, near)
+            reason = history.explain(reason, asked[found.chunks])
+        # if all groups have a tail, only the end of a prefix is known to be there
+        history.note(asked[0 if groups.need_all else max(0, found.leading - 1) : found.leading])
+    if near := getattr(lookup.backend, "near", None):  # the pool alone has none
+        tiers = near(groups.first.keys(asked[: found.chunks], (0,), label))
+    return Found(first + found.chunks, first + found.leading, reason, tiers)
 
 
 class MooncakeLookupClient(LookupClient):

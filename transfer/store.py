@@ -180,9 +180,6 @@ class MooncakeStore:
     result, and no call raises because the pool is in trouble.
     """
 
-    near = None
-    """No key is on this host; see `pd_cache.tiers.StorageBackend.near`."""
-
     def __init__(
         self,
         settings: TransferSettings,

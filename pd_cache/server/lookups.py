@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from pd_cache.chunks import Names
-from pd_cache.lookup import PrefixLookup
+from pd_cache.lookup import PrefixLookup, count_found
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.models import Model
 from pd_cache.server.protocol import Answer, Lookup, Refused, failed
@@ -222,8 +222,8 @@ def answer_lookups(
         client, request = job.client, job.request
         try:
             if answer is None:
-                answer = job.prefix.count_found(
-                    request.names, request.chunks_at_hand, statuses, request.label
+                answer = count_found(
+                    job.prefix, request.names, request.chunks_at_hand, statuses, request.label
                 )
                 if request.session and answer.chunks > request.chunks_at_hand:
                     sessions.open(client, request.session, job.found(by_model, answer.chunks), session_s)

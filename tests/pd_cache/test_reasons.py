@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cache.groups import LayerGroups
-from pd_cache.lookup import PrefixLookup
+from pd_cache.lookup import PrefixLookup, count_found
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import (
     MEANINGS,
@@ -32,12 +32,11 @@ NAMES = [bytes([number]) * 16 for number in range(1, 5)]
 
 def over(*groups, history=None):
     """Looks up in nothing: the tests say what was answered."""
-    nothing = SimpleNamespace(near=None)
-    return PrefixLookup(LayerGroups(groups), nothing, WeightsVersion(), CacheMetrics(), history)
+    return PrefixLookup(LayerGroups(groups), SimpleNamespace(), WeightsVersion(), CacheMetrics(), history)
 
 
 def find(lookup, statuses, at_hand=0):
-    return lookup.count_found(NAMES, at_hand, statuses, FIRST)
+    return count_found(lookup, NAMES, at_hand, statuses, FIRST)
 
 
 def test_every_reason_is_explained():
