@@ -18,8 +18,8 @@ A completion's way, and where each step is:
 1. `app.Proxy.setup` lists the pages. `serving.Serving.completion` answers completions and chats.
 2. `requests.Requests.begun` checks the client's key and tenant. `bodies.read_body` reads the body.
 3. `requests.Requests.admitted` holds a place for the request, and ends it at its deadline.
-4. `requests.Requests.prepared` is all that comes before the decode node: the lookup (`hops.Hops.judge`), the
-   limits, hints, and the prefill node (`hops.Hops.prefill`).
+4. `requests.Requests.prepared` is all that comes before the decode node: the lookup (`hops.Hops.look_up`),
+   the limits, hints, and the prefill node (`hops.Hops.prefill`).
 5. `serving.Serving._decode` asks the decode node. `serving.Relay.pass_on` passes its answer on.
 
 Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`: steps 2 to 4 are the same,

@@ -17,7 +17,9 @@ The form of `/query` is that of Mooncake Conductor's indexer API. A request is `
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Annotated, Any
 
@@ -137,7 +139,7 @@ class KnownCache:
     def __init__(self, room: Callable[[], int], ranks: int = 1) -> None:
         """`room()`: how many more blocks may be noted, of all caches together."""
         self.ranks = tuple(KnownRank(room) for _ in range(ranks))
-        self._under_way: dict[int, int] = {}
+        self._under_way: Counter[int] = Counter()
         """Blocks of prompts that were sent to the node and are not answered yet, each with the number of
         these prompts."""
         self.fingerprint: str | None = None
@@ -156,24 +158,20 @@ class KnownCache:
         requests under way. Counts the rank that has the most."""
         return max(rank.blocks(prompt, self._under_way) for rank in self.ranks) * prompt.block_tokens
 
-    def begin(self, prompt: NamedPrompt) -> Sequence[int]:
-        """Notes that the node is about to compute this prompt. Returns what `end` needs."""
-        under_way = self._under_way
-        if len(under_way) + len(prompt.blocks) > _MOST_UNDER_WAY:
-            return ()
-        for block in prompt.blocks:
-            under_way[block] = under_way.get(block, 0) + 1
-        return prompt.blocks
-
-    def end(self, begun: Sequence[int]) -> None:
-        """Notes that the node has computed the prompt, or failed. From then on, its events alone count."""
-        under_way = self._under_way
-        for block in begun:
-            left = under_way[block] - 1
-            if left:
-                under_way[block] = left
-            else:
-                del under_way[block]
+    @contextmanager
+    def computing(self, prompt: NamedPrompt | None) -> Iterator[None]:
+        """Counts the prompt's blocks as the node's while the block runs. Then, its events alone count."""
+        under_way, blocks = self._under_way, () if prompt is None else prompt.blocks
+        if not self.knows(prompt) or len(under_way) + len(blocks) > _MOST_UNDER_WAY:
+            blocks = ()
+        under_way.update(blocks)
+        try:
+            yield
+        finally:
+            under_way.subtract(blocks)
+            for block in blocks:
+                if not under_way[block]:
+                    del under_way[block]
 
 
 def _short(hashes: Sequence[int | bytes]) -> list[int]:

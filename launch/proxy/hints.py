@@ -208,28 +208,24 @@ class Hints:
         given, fields = decode_json(payload, HintPayload), decode_json(payload, dict[str, msgspec.Raw])
         self.pins.end_where(self._is_over)
         if kind == "kv.release":
-            named = None if given.action_id else await self._target(fields, given, exchange)
-            last = named and named.names[-1]
-            ended = self.pins.end_where(
-                lambda key, pin: (
-                    key[0] == client and (pin.target == last if last else key[1] == given.action_id)
-                )
-            )
+            which = given.action_id or (await self._target(fields, given, exchange))[0].names[-1]
+            ended = self.pins.end_where(lambda key, pin: key[0] == client and which in (key[1], pin.target))
             if not ended:
                 raise HintRefusedError("this client has no such pin at this proxy")
             return done(action.action_id, (), released=ended)
         if kind == "kv.prefetch":
             if not fields.keys() & set(PROMPTS):
                 raise HintRefusedError(f"a node needs the prompt itself: give one of {', '.join(PROMPTS)}")
-            named = await self._target(fields, given, exchange)
-            node = await self._prefetch(exchange, self._completion(fields), named)
+            named, completion = await self._target(fields, given, exchange)
+            assert completion is not None
+            node = await self._prefetch(exchange, completion, named)
             tokens = len(named.names) * named.chunk_tokens
             return done(
                 action.action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=node
             )
         if given.ttl_s is None:
             raise HintRefusedError("ttl_s is missing: the seconds for which to keep the prompt")
-        named = await self._target(fields, given, exchange)
+        named, _ = await self._target(fields, given, exchange)
         room, renewed = await self._room(), await self._direct.renew(())
         if renewed is None or renewed[0][0] != named.fingerprint or named.pool_tokens is None:
             raise HintRefusedError("the pool does not answer")
@@ -250,9 +246,10 @@ class Hints:
 
     async def _target(
         self, payload: dict[str, msgspec.Raw], known: HintPayload, exchange: Exchange
-    ) -> NamedPrompt:
-        """Returns the prompt that an action is about. It has at least one whole chunk."""
-        given = [field for field in TARGETS if field in payload]
+    ) -> tuple[NamedPrompt, Completion | None]:
+        """Returns the prompt that an action is about, which has at least one whole chunk, and the request for
+        it, if the payload has the prompt itself."""
+        given, completion = [field for field in TARGETS if field in payload], None
         if len(given) > 1 or (not given and exchange.known is None):
             raise HintRefusedError(f"the payload must have exactly one of {', '.join(TARGETS)}")
         named = exchange.known
@@ -269,20 +266,19 @@ class Hints:
         elif known.block_hashes is not None:
             named = await direct.look_up_blocks([*map(bytes.fromhex, known.block_hashes)], "hint")
         elif given:
-            completion = self._completion(payload)
-            completion.isolate(exchange.client.tenant)
-            named = (await self._hops.judge(exchange, completion, completion.prompt(), name=True))[1]
+            completion = self._completion(payload, exchange.client)
+            named = (await self._hops.look_up(exchange, completion, completion.prompt(), name=True))[1]
         if named is None or isinstance(named, str):
             raise HintRefusedError(f"the prompt cannot be named: {named or direct.blind}")
         if not named.names:
             raise HintRefusedError(
                 f"the prompt has {named.tokens} tokens: no whole chunk of {named.chunk_tokens}"
             )
-        return named
+        return named, completion
 
-    def _completion(self, payload: dict[str, msgspec.Raw]) -> Completion:
-        """Returns the request whose prompt an action names. Raises ApiError or HintRefusedError if it names
-        none."""
+    def _completion(self, payload: dict[str, msgspec.Raw], client: Client) -> Completion:
+        """Returns the client's request with the prompt in an action's payload. Raises ApiError or
+        HintRefusedError if it is no prompt."""
         fields = {"prompt" if field == "tokens" else field: raw for field, raw in payload.items()}
         for field in ("ttl_s", "once", "action_id"):
             fields.pop(field, None)
@@ -293,6 +289,7 @@ class Hints:
         )
         if "tokens" in payload and completion.token_ids() is None:
             raise HintRefusedError("tokens must be a list of token ids")
+        completion.isolate(client.tenant)
         return completion
 
     async def _room(self) -> int:
@@ -333,7 +330,6 @@ class Hints:
         Returns the node's URL, or None if this client may not see it. Raises HintRefusedError, with the
         reason, if no node loads the prompt.
         """
-        completion.isolate(exchange.client.tenant)
         node, streams = self._loading_node(named)
         last, holder = named.names[-1], exchange.client.holder
         held = sum(prefetched.holder == holder for prefetched in self._prefetched.values())

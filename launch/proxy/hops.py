@@ -76,7 +76,7 @@ class Hops:
 
     # --- the lookup -----------------------------------------------------------------------------------------
 
-    async def judge(
+    async def look_up(
         self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, *, name: bool
     ) -> tuple[Why | None, NamedPrompt | str]:
         """Returns why the prompt needs no prefill node (None if it needs one); and the names of the prompt,

@@ -201,7 +201,7 @@ class Requests:
         tenant, hops, hints = exchange.client.tenant, self.hops, self.hints
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
             name = bool(completion.hints) or hints.prefetched_by(exchange.client)
-            why, exchange.known = await hops.judge(exchange, completion, exchange.prompt, name=name)
+            why, exchange.known = await hops.look_up(exchange, completion, exchange.prompt, name=name)
             if completion.scores_prompt():
                 why = why or "scored"
             span.note(direct=why or "")

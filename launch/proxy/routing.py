@@ -30,7 +30,7 @@ nodes must not stop decode nodes from answering.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from random import Random
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -130,11 +130,7 @@ class NodePool:
         nodes = {}
         for target in targets:
             known = self._nodes.get(target.url)
-            kv_tokens, streams, renders = target.kv_tokens, target.streams, target.renders
-            if (
-                known is None
-                or known.target._replace(kv_tokens=kv_tokens, streams=streams, renders=renders) != target
-            ):
+            if known is None or known.target.instance != target.instance:
                 known = _RoutedNode(target, self._failures, self._rng.random() - 1)
             known.target = target
             known.prefixes.capacity_tokens = target.kv_tokens or _KV_TOKENS
@@ -220,15 +216,12 @@ class NodePool:
         work = 1.0 if self._hop == "decode" else self.work(url, prompt)
         if self._learns:
             node.prefixes.add(prompt)
-        cache, named = node.cache, prompt.named
-        begun = cache.begin(named) if cache is not None and named is not None and cache.knows(named) else ()
         node.load += work
         try:
-            yield
+            with nullcontext() if node.cache is None else node.cache.computing(prompt.named):
+                yield
         finally:
             node.load -= work
-            if begun and cache is not None:
-                cache.end(begun)
 
     def _node(self, url: str) -> _RoutedNode:
         """Returns the node; if it has left since it was picked, a stand-in that counts for no pool."""

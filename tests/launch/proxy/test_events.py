@@ -112,12 +112,11 @@ def test_a_node_whose_hashes_cover_tokens_behind_a_block_is_guessed_and_not_take
 
 def test_what_is_under_way_counts_until_it_is_answered():
     known, asked = cache(StoredEvent([1, 2])), prompt([1, 2, 3, 4, 5])
-    begun, again = known.begin(prompt([1, 2, 3, 4])), known.begin(prompt([1, 2, 3]))
-    tokens = [known.tokens(asked)]
-    for one in (begun, again):
-        known.end(one)
-        tokens.append(known.tokens(asked))
-    assert tokens == [64, 48, 32]
+    with known.computing(prompt([1, 2, 3])):
+        with known.computing(prompt([1, 2, 3, 4])):
+            assert known.tokens(asked) == 64
+        assert known.tokens(asked) == 48
+    assert known.tokens(asked) == 32
 
 
 def test_layers_with_a_window_say_nothing_of_prefixes():

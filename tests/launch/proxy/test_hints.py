@@ -115,7 +115,7 @@ class Kept:
         self.now, self.room = 0.0, room
         # rounding: a chunk more or less
         size = lambda view: round(self.room * 4 * proxies * self.direct.chunk_bytes) + 1  # noqa: E731
-        hops = SimpleNamespace(judge=self._judge)
+        hops = SimpleNamespace(look_up=self._look_up)
         keys = Keys(ProxyConfig(), WatchedFiles())
         self.hints = Hints(
             HintsConfig(**config), self.direct, keys, hops, self.metrics, size, lambda: self.now
@@ -133,7 +133,7 @@ class Kept:
         (one,) = answer.actions
         return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
 
-    async def _judge(self, exchange, completion, prompt, *, name):
+    async def _look_up(self, exchange, completion, prompt, *, name):
         return None, await self.named(completion.token_ids(), completion.cache_salt())
 
     async def named(self, tokens, salt=None):
