@@ -178,13 +178,12 @@ class DirectRule:
 
     async def look_up(
         self, tokens: list[int], salt: str | None, request_id: str, media: Sequence[MediaItem] = ()
-    ) -> NamedPrompt | None:
+    ) -> NamedPrompt:
         """Returns the names of a prompt, and how much of it the pool holds if prompts are looked up here.
-        Returns None if the prompt cannot be named here. Raises ValueError if an element of the prompt is no
-        token id."""
+        Raises ValueError with the reason if the prompt cannot be named here."""
         namer = self._namer
         if namer is None or len(tokens) > _MAX_TOKENS:
-            return None
+            raise ValueError(self.blind or "it is too long")
         return await self._find(lambda: namer.name(tokens, salt, media), request_id)
 
     async def look_up_blocks(self, hashes: Sequence[bytes], request_id: str) -> NamedPrompt | None:

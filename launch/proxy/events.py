@@ -328,9 +328,10 @@ class CacheQuery:
         model = self._direct.model
         if query.lora_name or query.lora_id not in (None, -1) or (model and query.model not in (None, model)):
             return {_TENANT: {}}
-        prompt = await self._direct.look_up(query.token_ids, salt, "query")
-        if prompt is None:
-            raise overloaded(f"Prompts cannot be named now: {self._direct.blind or 'too many, or too long'}")
+        try:
+            prompt = await self._direct.look_up(query.token_ids, salt, "query")
+        except ValueError as error:
+            raise overloaded(f"Prompts cannot be named now: {error}") from None
         if query.block_size not in (None, 0, prompt.block_tokens, prompt.chunk_tokens):
             sizes = f"{prompt.block_tokens} or {prompt.chunk_tokens}"
             raise ApiError(

@@ -96,10 +96,7 @@ class Hops:
         self._judging += 1
         try:
             async with asyncio.timeout(direct.timeout_s):
-                found = await self._tokens(exchange, completion)
-                if isinstance(found, str):
-                    return why, found
-                tokens, media = found
+                tokens, media = await self._tokens(exchange, completion)
                 if (why := direct.why(len(tokens))) is not None and not name:
                     return why, "not asked for"
                 named = await direct.look_up(tokens, completion.cache_salt(), exchange.id, media)
@@ -109,20 +106,19 @@ class Hops:
             return why, one_line(str(error))
         finally:
             self._judging -= 1
-        if named is None:
-            return direct.why(len(tokens)), direct.blind or "it is too long"
         return direct.why(len(tokens), named.pool_tokens or 0), named
 
-    async def _tokens(self, exchange: Exchange, completion: Completion) -> PromptTokens | str:
-        """Returns a prompt's tokens, if necessary from a decode node; or the reason why there are none."""
+    async def _tokens(self, exchange: Exchange, completion: Completion) -> PromptTokens:
+        """Returns a prompt's tokens, if necessary from a decode node. Raises ValueError with the reason if
+        there are none."""
         plain = completion.plain()
         if plain and (ids := completion.token_ids()) is not None:
             return PromptTokens(ids)
         if not plain and not completion.renderable:
-            return "its tokens do not identify it"
+            raise ValueError("its tokens do not identify it")
         node = self.pools["decode"].out_of_turn(time.monotonic(), renders=not plain)
         if node is None:
-            return "no decode node returns its tokens" if plain else "no decode node renders chats"
+            raise ValueError("no decode node " + ("returns its tokens" if plain else "renders chats"))
         headers, limit_s = exchange.node_headers(self._keys, exchange.span), self._direct.timeout_s
         try:
             if plain:
@@ -134,7 +130,7 @@ class Hops:
         except (HopError, Refusal) as error:
             if self._sparse.admit((node, "tokens")) is not None:
                 log.info("request %s: node %s did not return a prompt's tokens: %s", exchange.id, node, error)
-            return "no decode node has returned its tokens"
+            raise ValueError("no decode node has returned its tokens") from error
 
     # --- requests to nodes ----------------------------------------------------------------------------------
 
