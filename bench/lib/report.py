@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-import msgspec
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
@@ -26,23 +25,11 @@ from rich.table import Table
 from rich.text import Text
 
 import pd_cache
-from pd_cache.cluster import ClusterConfig
-from transfer.settings import ByteSize, mooncake_version
+from transfer.settings import mooncake_version
 
 _WIDTH = 160
 """Columns, if the output is not a terminal."""
 option = functools.partial(click.option, show_default=True)
-
-
-def size(context: click.Context, parameter: click.Parameter, value: str) -> ByteSize:
-    """A click callback for sizes such as 4MiB."""
-    try:
-        parsed = ByteSize(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, parameter) from None
-    if not 4096 <= parsed <= 1 << 30:
-        raise click.BadParameter(f"{parsed}: 4KiB to 1GiB are allowed", context, parameter)
-    return parsed
 
 
 class Check(NamedTuple):
@@ -84,31 +71,16 @@ _LOAD = " ".join(f"{value:.1f}" for value in os.getloadavg())
 """The machine's load before the bench, which itself adds load."""
 
 
-def about(config: ClusterConfig | None = None) -> dict[str, str]:
-    """Returns what a reader needs to compare the figures with others: the command, when and where it ran,
-    versions, and the file's settings that affect speed and differ from the defaults."""
-    facts = {
+def about() -> dict[str, str]:
+    """Returns what a reader needs to compare the figures with others: the command, when and where it ran, and
+    versions. The load is from before the bench."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
-        "machine": machine(),
+        "machine": f"{socket.gethostname()}: {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}, load {_LOAD}",
         "versions": f"pd-cache {pd_cache.__version__}, Mooncake {mooncake_version()}, Python {platform.python_version()}",
     }
-    if config is not None:
-        facts["cluster"] = config.name
-        facts |= {"transfer": _changed(config.transfer), "cache": _changed(config.cache)}
-    return facts
-
-
-def machine() -> str:
-    """Returns name, processors, memory and kernel of this machine, and its load when this process began."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{socket.gethostname()}: {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}, load {_LOAD}"
-
-
-def _changed(section: msgspec.Struct) -> str:
-    here: Mapping[str, object] = msgspec.to_builtins(section, enc_hook=str)
-    usual: Mapping[str, object] = msgspec.to_builtins(type(section)(), enc_hook=str)
-    return ", ".join(f"{key}: {value}" for key, value in here.items() if value != usual[key]) or "defaults"
 
 
 # --- a bench's end ------------------------------------------------------------------------------------------
@@ -128,20 +100,13 @@ def progress() -> Progress:
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
-def finish(
-    results: Mapping[str, Any],
-    checks: Iterable[Check],
-    *,
-    as_json: bool,
-    strict: bool,
-    config: ClusterConfig | None = None,
-) -> None:
+def finish(results: Mapping[str, Any], checks: Iterable[Check], *, as_json: bool, strict: bool) -> None:
     """Prints the report of the click command that runs; with `strict`, exits with 1 if a check failed.
 
     `results` are all figures. In the tables for people, each list of rows is a table; the other figures share
-    one. `config`: the cluster's file, if there was one.
+    one.
     """
-    facts, listed = about(config), list(checks)
+    facts, listed = about(), list(checks)
     ok = all(check.ok for check in listed)
     if as_json:
         rows = [

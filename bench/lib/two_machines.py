@@ -123,11 +123,11 @@ def conduct(
     own = Location("node", towards(reached) if reached else "127.0.0.1", config)
     with closing(Crew(site, own, 1 if connect else local, connect)) as crew:
         figures = lead(crew)
-    finish(figures, checks_of(figures), config=None if file is None else config, **output)
+    finish(figures, checks_of(figures), **output)
 
 
 class Crew:
-    """The sites of a bench, by name: `NODE-0`, `NODE-1` …, where `NODE` is the location's."""
+    """The sites of a bench, by name: `NODE-0`, `NODE-1` …, where `NODE` is the location's. For one thread."""
 
     def __init__(self, site: type[Site], location: Location, count: int, connect: str | None = None) -> None:
         """Starts `count` processes on this machine, which end with this process. Asks the machine that serves
@@ -137,7 +137,7 @@ class Crew:
         """Things to close after all sites, such as a pool."""
         self._folder = tempfile.TemporaryDirectory(prefix="pd-cache-bench-")
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, zmq.Socket[bytes]] = {}
         (Path(self._folder.name) / "cluster.yaml").write_text(dump_config(location.config), encoding="utf-8")
         what = f"{site.__module__}:{site.__name__}"
         try:
@@ -145,15 +145,16 @@ class Crew:
                 address = f"ipc://{self._folder.name}/{location.node}-{number}"
                 command = (sys.executable, "-P", "-m", __name__, what, address, location.host)
                 self._processes.append(spawn_child(command, stdout=subprocess.DEVNULL))
-                self._peers[f"{location.node}-{number}"] = Peer(site, address)
+                self._ask(f"{location.node}-{number}", site, address)
             if connect is not None:
-                peer = self._peers[f"{location.node}-{count}"] = Peer(site, f"tcp://{connect}")
-                peer.end(time.monotonic() + _HELLO_S)
+                self._ask(served := f"{location.node}-{count}", site, f"tcp://{connect}")
+                self._answer(served, time.monotonic() + _HELLO_S)
             deadline = time.monotonic() + _START_S + 5 * count
-            for process, peer in zip(self._processes, self._peers.values(), strict=False):
-                while not peer.has_answer(1.0) and process.poll() is None and time.monotonic() < deadline:
-                    pass
-                peer.end(time.monotonic())
+            for process, node in zip(self._processes, self._peers, strict=False):
+                while process.poll() is None and time.monotonic() < deadline:
+                    if self._peers[node].poll(1000):
+                        break
+                self._answer(node, time.monotonic())
         except BaseException:
             self.close()
             raise
@@ -167,8 +168,9 @@ class Crew:
         site fails or does not answer in time."""
         deadline = time.monotonic() + timeout_s
         for node, job in jobs.items():
-            self._peers[node].begin(method, job)
-        return {node: self._peers[node].result(method, deadline) for node in jobs}
+            self._peers[node].send_multipart([method.__name__.encode(), msgspec.msgpack.encode(job)])
+        decode: Callable[[bytes], R] = msgpack_decoder(typing.get_type_hints(method)["return"])
+        return {node: decode(self._answer(node, deadline)) for node in jobs}
 
     def everywhere(self, method: Callable[[Any, J], R], job: J, *, timeout_s: float) -> dict[str, R]:
         """Makes all sites do the same job."""
@@ -177,61 +179,38 @@ class Crew:
     def close(self) -> None:
         """Closes all sites, and ends the processes of this machine. Kills processes that do not end."""
         with self.later:
-            for peer in [*self._peers.values()][len(self._processes) :]:
-                peer.leave()
+            for node in [*self._peers][len(self._processes) :]:
+                with suppress(PeerError):  # it is gone, or closes its site by itself
+                    self._peers[node].send_multipart([_LEAVE])
+                    self._answer(node, time.monotonic() + _HELLO_S)
             end(self._processes, _GRACE_S)
             for peer in self._peers.values():
                 peer.close()
             self._folder.cleanup()
 
-
-class Peer:
-    """A site in another process. For one thread."""
-
-    def __init__(self, site: type[Site], address: str) -> None:
-        """Asks the process at `address` to open the site; `end` waits until it has."""
-        self._address = address
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
+    def _ask(self, node: str, site: type[Site], address: str) -> None:
+        """Asks the process at `address` to open the site; `_answer` waits until it has."""
+        peer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
+        self._peers[node] = peer
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
         # so that the site can be closed while an answer is outstanding
-        self._socket.setsockopt(zmq.REQ_RELAXED, 1)
-        self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
-        self._socket.connect(address)
-        self._socket.send_multipart(_hello(site))
+        peer.setsockopt(zmq.REQ_RELAXED, 1)
+        peer.setsockopt(zmq.REQ_CORRELATE, 1)
+        peer.connect(address)
+        peer.send_multipart(_hello(site))
 
-    def begin(self, method: Callable[[Any, J], Any], job: J) -> None:
-        """Sends a job; `result` waits for its result."""
-        self._socket.send_multipart([method.__name__.encode(), msgspec.msgpack.encode(job)])
-
-    def result(self, method: Callable[[Any, Any], R], deadline: float) -> R:
-        """Returns what the step returned. Raises PeerError as `end` does."""
-        decode: Callable[[bytes], R] = msgpack_decoder(typing.get_type_hints(method)["return"])
-        return decode(self.end(deadline))
-
-    def has_answer(self, seconds: float) -> bool:
-        """Returns whether the answer comes within this time."""
-        return bool(self._socket.poll(max(0, int(seconds * 1000))))
-
-    def end(self, deadline: float) -> bytes:
-        """Returns the answer. Raises PeerError if it is an error, or does not come by the deadline
+    def _answer(self, node: str, deadline: float) -> bytes:
+        """Returns a site's answer. Raises PeerError if it is an error, or does not come by the deadline
         (`time.monotonic()`)."""
-        if not self.has_answer(deadline - time.monotonic()):
-            raise PeerError(f"{self._address} does not answer; does it run, with --serve?")
-        outcome, answer = self._socket.recv_multipart()
+        peer = self._peers[node]
+        address = peer.getsockopt_string(zmq.LAST_ENDPOINT)
+        if not peer.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+            raise PeerError(f"{address} does not answer; does it run, with --serve?")
+        outcome, answer = peer.recv_multipart()
         if outcome != b"ok":
-            raise PeerError(f"{self._address}: {answer.decode(errors='replace')}")
+            raise PeerError(f"{address}: {answer.decode(errors='replace')}")
         return answer
-
-    def leave(self) -> None:
-        """Asks the process to close the site. A process that does not answer is gone, or closes its site by
-        itself."""
-        with suppress(PeerError):
-            self._socket.send_multipart([_LEAVE])
-            self.end(time.monotonic() + _HELLO_S)
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def serve_site(site: type[Site], address: str, location: Location) -> None:

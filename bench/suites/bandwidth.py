@@ -22,7 +22,7 @@ import click
 import msgspec
 
 from bench.lib.pool import bench_transfer, local_pool
-from bench.lib.report import Check, at_least, machine, option, output_options, progress, size
+from bench.lib.report import Check, at_least, option, output_options, progress
 from bench.lib.two_machines import Crew, Site, conduct, machine_options
 from transfer.deadlines import end_in
 from transfer.errors import Status, TransferError
@@ -59,7 +59,6 @@ class NodeMemory(msgspec.Struct, frozen=True):
     segment: str
     engine: str
     address: int
-    machine: str
     timeout_s: float
     """The time-out of its transfers."""
 
@@ -114,7 +113,7 @@ class BandwidthSite(Site):
             self.held.callback(self._engine.unregister_memory, pool.address)
         engine = f"{host}:{self._engine.get_rpc_port()}"
         return NodeMemory(
-            self.location.node, host, store.hostname, engine, self._memory.address, machine(), self._timeout_s
+            self.location.node, host, store.hostname, engine, self._memory.address, self._timeout_s
         )
 
     def transfer(self, job: Transfer) -> Timed:
@@ -231,16 +230,7 @@ def lead(
     if link_gbit is not None:
         for row in rows:
             row["get_of_link"] = None if row["from"] == row["to"] else 8 * row["get_gbps"] / link_gbit
-    return {
-        "results": rows[:4],
-        "at_once": rows[4:],
-        "nodes": [
-            {"node": memory.node, "host": memory.host, "machine": memory.machine}
-            for memory in opened.values()
-        ],
-        "object_bytes": object_bytes,
-        "objects": _OBJECTS,
-    }
+    return {"results": rows[:4], "at_once": rows[4:]}
 
 
 # --- the report ---------------------------------------------------------------------------------------------
@@ -259,9 +249,19 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     return found
 
 
+def _size(context: click.Context, parameter: click.Parameter, value: str) -> ByteSize:
+    try:
+        parsed = ByteSize(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from None
+    if not 4096 <= parsed <= 1 << 30:
+        raise click.BadParameter(f"{parsed}: 4KiB to 1GiB are allowed", context, parameter)
+    return parsed
+
+
 @click.command()
 @machine_options
-@option("--size", default="4MiB", callback=size, help="Bytes of an object.")
+@option("--size", default="4MiB", callback=_size, help="Bytes of an object.")
 @option("--rounds", default=5, type=click.IntRange(1, 1000), help="Batches of each kind for each pair.")
 @option("--at-once", is_flag=True, help="Then also both directions at the same time.")
 @option("--link-gbit", type=click.FloatRange(0.001), help="The link's rate, to compare with.")

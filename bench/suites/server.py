@@ -2,7 +2,7 @@
 `CacheEngine` in this process; and `memory_ratio`, in comparison with memcpy.
 
 The server, Mooncake's master and a store node are processes of their own. Transfers have Llama-3.1-8B's KV
-shape by default (128 KiB a token). The server takes turns with its peers: the engine has the same pool, and
+shape (128 KiB a token). The server takes turns with its peers: the engine has the same pool, and
 memcpy copies the same bytes into the same shared buffer.
 
     pd-cache bench server [--device cuda] --json
@@ -26,7 +26,7 @@ import zmq
 
 from bench.lib.kv import BLOCK, CHUNK, Device, FlatCopy, PagedPrompt, Shape, device_option
 from bench.lib.pool import cluster_here
-from bench.lib.report import all_at_least, all_at_most, at_most, finish, option, output_options
+from bench.lib.report import all_at_least, all_at_most, at_most, finish, output_options
 from bench.lib.stats import gbps, in_turn, quantile, timed
 from bench.lib.two_machines import Crew, Location, Site
 from launch.run.supervise import end, spawn_child
@@ -48,7 +48,7 @@ CLIENTS = 4
 RATE = 1000
 """Lookups a second, of all clients together."""
 LOOKUP_TOKENS = 4096
-_QUESTIONS, _SECONDS = 20_000, 10.0
+_ROUNDS, _QUESTIONS, _SECONDS = 7, 20_000, 10.0
 _PATIENCE_S = 60.0
 _WARM_UP = 200
 _ECHO = """
@@ -97,7 +97,7 @@ def served(
         yield cache
 
 
-def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str, rounds: int) -> dict[str, float]:
+def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str) -> dict[str, float]:
     """GB/s of the server and of an engine in this process, in turn, medians over the rounds."""
     metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
     with (
@@ -128,7 +128,7 @@ def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str, rounds:
                 f"_{name}_arrived": partial(arrived, name),
                 f"_{name}_forget": forget,
             }
-        rates = gbps(prompt.nbytes, in_turn(rounds, steps))
+        rates = gbps(prompt.nbytes, in_turn(_ROUNDS, steps))
     return {
         **rates,
         "store_ratio": rates["server_store_gbps"] / rates["engine_store_gbps"],
@@ -136,7 +136,7 @@ def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str, rounds:
     }
 
 
-def from_memory(prompt: PagedPrompt, url: str, rounds: int) -> dict[str, float]:
+def from_memory(prompt: PagedPrompt, url: str) -> dict[str, float]:
     """GB/s of a retrieve from the server's own memory, and of memcpy into the same buffer."""
     metadata, whole = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout), prompt.whole_tokens
     with served(url, metadata, prompt.tensors, prompt.tokens[:whole], prompt.source[:whole]) as server:
@@ -154,7 +154,7 @@ def from_memory(prompt: PagedPrompt, url: str, rounds: int) -> dict[str, float]:
             "_scramble": prompt.scramble,
             "memory_retrieve": partial(prompt.retrieve, server),
         }
-        rates = gbps(prompt.nbytes, in_turn(rounds, steps))
+        rates = gbps(prompt.nbytes, in_turn(_ROUNDS, steps))
     return {**rates, "memory_ratio": rates["memory_retrieve_gbps"] / rates["memcpy_gbps"]}
 
 
@@ -249,14 +249,11 @@ def lookups_at_a_rate(url: str, model: str) -> list[float]:
 
 
 @click.command()
-@option("--tokens", default=4096, type=click.IntRange(CHUNK), help="Of the prompt that is transferred.")
-@option("--layers", default=32, type=click.IntRange(1))
-@option("--rounds", default=7, type=click.IntRange(3))
 @device_option
 @output_options
-def main(tokens: int, layers: int, rounds: int, device: Device, **output: Any) -> None:
+def main(device: Device, **output: Any) -> None:
     """The cache server's questions and transfers."""
-    shape = Shape(tokens, layers)
+    shape = Shape()
     prompt = PagedPrompt(shape, device)
     # the whole prompt, as read from the pool or stored, fits into the server's own memory
     local = LocalTier(capacity=int(1.25 * shape.nbytes) + (64 << 20))
@@ -265,13 +262,13 @@ def main(tokens: int, layers: int, rounds: int, device: Device, **output: Any) -
         for name, trips in (("empty_lookup", round_trips(url)), ("zmq_echo", raw_round_trips())):
             results[f"{name}_p50_us"] = quantile(trips, 0.5) * 1e6
             results[f"{name}_p99_us"] = quantile(trips, 0.99) * 1e6
-        results |= from_the_pool(prompt, settings, url, rounds)
+        results |= from_the_pool(prompt, settings, url)
         with small_prompt(url) as model:
             latencies = lookups_at_a_rate(url, model)
         results["lookup_p50_ms"] = quantile(latencies, 0.5) * 1e3
         results["lookup_p99_ms"] = quantile(latencies, 0.99) * 1e3
     with cache_server(shape, local) as (_, url):
-        results |= from_memory(prompt, url, rounds)
+        results |= from_memory(prompt, url)
     checks = [
         *all_at_most(results, empty_lookup_p50_us=150, empty_lookup_p99_us=1000),
         at_most(f"lookup_p99_ms at {RATE}/s", results["lookup_p99_ms"], 5),

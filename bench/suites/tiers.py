@@ -22,7 +22,7 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.lib.report import Check, all_at_least, all_at_most, at_most, finish, option, output_options, size
+from bench.lib.report import Check, all_at_least, all_at_most, at_most, finish, option, output_options
 from bench.lib.stats import gbps, in_turn
 from pd_cache.config import CacheConfig, DiskTier, EvictionName, LocalTier, NodeSettings, StorageTier
 from pd_cache.tiers import open_backend
@@ -32,13 +32,14 @@ from pd_cache.tiers.index import EvictingIndex
 from pd_cache.tiers.memory import TRAILER_BYTES
 from transfer.deadlines import end_in
 from transfer.errors import Status
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import TransferSettings
 from transfer.staging import StagingPool
 
 POLICIES: tuple[EvictionName, ...] = ("lru", "lfu", "s3fifo")
 PAGE = 4096
-_OBJECTS = 16
-"""Chunks of a round."""
+CHUNK_BYTES, _OBJECTS = 32 << 20, 16
+"""The payload of a chunk, and the chunks of a round."""
+ROUNDS = 9
 MOST = 1_000_000
 """Entries of the larger index."""
 
@@ -115,7 +116,7 @@ def compared(nbytes: int, seconds: dict[str, list[float]], limits: Mapping[str, 
 # --- memory -------------------------------------------------------------------------------------------------
 
 
-def measure_local(payload: int, rounds: int) -> dict[str, float]:
+def measure_local(payload: int) -> dict[str, float]:
     """Compares local gets with copies of the same bytes, and a hybrid's gets with those of its first tier."""
     keys = names(_OBJECTS)
     source = [np.ones(payload, dtype=np.uint8) for _ in keys]
@@ -145,12 +146,12 @@ def measure_local(payload: int, rounds: int) -> dict[str, float]:
             "local_get_copied": copied,
             "hybrid_get": lambda: get(backend, keys),
         }
-        seconds = in_turn(3 * rounds, ways)  # short ones
+        seconds = in_turn(3 * ROUNDS, ways)  # short ones
     limits = {"local_get": "memcpy", "local_get_copied": "memcpy", "hybrid_get": "local_get"}
     return compared(_OBJECTS * payload, seconds, limits)
 
 
-def measure_contains(rounds: int, folder: Path) -> dict[str, float]:
+def measure_contains(folder: Path) -> dict[str, float]:
     """Returns the microseconds of one `contains` over 512 keys, of which half exist."""
     payload, asked, entries = 64, 512, 4096
     keys = names(entries)
@@ -166,7 +167,7 @@ def measure_contains(rounds: int, folder: Path) -> dict[str, float]:
             for start in range(0, entries, 128):
                 put(first, keys[start : start + 128])
             assert first.batched_contains(asked_keys).count(Status.OK) == asked // 2
-            (seconds,) = in_turn(20 * rounds, {"": partial(first.batched_contains, asked_keys)}).values()
+            (seconds,) = in_turn(20 * ROUNDS, {"": partial(first.batched_contains, asked_keys)}).values()
             figures[f"{name}_contains_us"] = 1e6 * statistics.median(seconds)
     return figures
 
@@ -174,7 +175,7 @@ def measure_contains(rounds: int, folder: Path) -> dict[str, float]:
 # --- disk ---------------------------------------------------------------------------------------------------
 
 
-def measure_disk(payload: int, rounds: int, folder: Path) -> dict[str, float]:
+def measure_disk(payload: int, folder: Path) -> dict[str, float]:
     """Compares disk gets and puts with plain loops of the same calls, with the tier's flags, sizes and number
     of threads, in turn."""
     file_bytes = -(-(payload + TRAILER_BYTES) // PAGE) * PAGE
@@ -218,7 +219,7 @@ def measure_disk(payload: int, rounds: int, folder: Path) -> dict[str, float]:
             "disk_get": partial(get, disk, keys),
             "_remove": remove,
         }
-        seconds = in_turn(rounds, ways)
+        seconds = in_turn(ROUNDS, ways)
     return compared(_OBJECTS * file_bytes, seconds, {"disk_get": "raw_read", "disk_put": "raw_write"})
 
 
@@ -267,8 +268,6 @@ _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
 @click.command()
-@option("--chunk", default="32MiB", callback=size, help="Bytes of a payload.")
-@option("--rounds", default=9, type=click.IntRange(3))
 @option(
     "--path",
     default=tempfile.gettempdir,
@@ -277,13 +276,13 @@ _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
     help="Of the disk tier.",
 )
 @output_options
-def main(chunk: ByteSize, rounds: int, path: Path, **output: Any) -> None:
+def main(path: Path, **output: Any) -> None:
     """Every storage tier against its limit."""
-    figures: dict[str, Any] = {"chunk_bytes": int(chunk), "chunks": _OBJECTS}
+    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-", dir=path) as folder:
-        figures |= measure_local(chunk, rounds)
-        figures |= measure_contains(rounds, Path(folder) / "contains")
-        figures |= measure_disk(chunk, rounds, Path(folder))
+        figures |= measure_local(CHUNK_BYTES)
+        figures |= measure_contains(Path(folder) / "contains")
+        figures |= measure_disk(CHUNK_BYTES, Path(folder))
     for policy in POLICIES:
         for held in (1000, MOST):
             figures[f"evict_us_{policy}_{held}"] = measure_eviction(held, policy)

@@ -5,10 +5,7 @@ import json
 import click
 from click.testing import CliRunner
 
-from bench.lib.report import about, at_least, finish, laid_out, output_options
-from pd_cache.cluster import ClusterConfig, MasterNode
-from pd_cache.config import CacheConfig
-from transfer.settings import TransferSettings
+from bench.lib.report import at_least, finish, laid_out, output_options
 
 NASTY = "a <b> & \"c\" [red]d[/] 'e' $f"
 
@@ -35,15 +32,3 @@ def test_a_few_long_rows_stand_side_by_side():
     row = {"tokens": 512, "a": 1, "b": 2, "c": 3, "d": 4}
     assert laid_out([row, row | {"tokens": 1024}])[0] == list(row)
     assert laid_out([row]) == (["", "tokens 512"], [["a", 1], ["b", 2], ["c", 3], ["d", 4]])
-
-
-def test_what_is_said_about_a_run_names_the_settings_that_are_not_the_defaults():
-    config = ClusterConfig(
-        name="c",
-        cache=CacheConfig(chunk_size=512),
-        transfer=TransferSettings(threads=3),
-        nodes=(MasterNode(name="m"),),
-    )
-    facts = about(config)
-    assert (facts["cluster"], facts["transfer"], facts["cache"]) == ("c", "threads: 3", "chunk_size: 512")
-    assert about(ClusterConfig(nodes=(MasterNode(name="m"),)))["transfer"] == "defaults"

@@ -1,41 +1,54 @@
 """Each bench of one machine runs, at sizes that say nothing, and has the figures that others read from its
 JSON."""
 
+from functools import partial
+
 import pytest
 
+from bench.lib.kv import Shape
 from bench.suites.bandwidth import checks_of
+from bench.suites.proxy import Load
+from pd_cache.cluster.machine import find_program
 from tests.support.cli import cli_json
 
-SMALL = ("--tokens", "512", "--layers", "2")
 RUNS = {
     "engine": (
-        (*SMALL, "--rounds", "5"),
+        ("--rounds", "5"),
         "store_gbps retrieve_gbps raw_put_gbps raw_get_gbps store_ratio retrieve_ratio bytes_equal",
     ),
     "server": (
-        (*SMALL, "--rounds", "3"),
+        (),
         "empty_lookup_p50_us zmq_echo_p50_us lookup_p50_ms memory_ratio store_ratio retrieve_ratio",
     ),
-    "proxy": (
-        ("--streams", "4", "--tokens", "4", "--rounds", "3", "--open", "10"),
-        "proxy_adds_first_ms proxy_adds_total_ms proxy_event_us decision_ms",
-    ),
+    "proxy": ((), "proxy_adds_first_ms proxy_adds_total_ms processor decision_ms"),
     "tiers": (
-        ("--chunk", "64KiB", "--rounds", "3"),
+        (),
         "local_get_ratio disk_get_ratio disk_put_ratio hybrid_get_ratio disk_contains_us evict_us_lru_1000",
     ),
-    "bandwidth": (("--size", "64KiB", "--rounds", "1", "--at-once"), "about nodes results at_once"),
+    "bandwidth": (("--size", "64KiB", "--rounds", "1", "--at-once"), "about results at_once"),
     "lookup": (("--clients", "2", "--clients", "1"), "about results clients"),
 }  # fmt: skip
 
 
 QUICKLY = {
+    "engine.Shape": partial(Shape, 512, 2),
+    "server.Shape": partial(Shape, 512, 2),
+    "server._ROUNDS": 3,
     "server.CLIENTS": 2,
     "server._QUESTIONS": 200,
     "server._SECONDS": 0.2,
     "tiers.MOST": 2000,
+    "tiers.CHUNK_BYTES": 65536,
+    "tiers.ROUNDS": 3,
     "lookup._ROUNDS": 3,
     "lookup._SECONDS": 0.1,
+    "proxy._ROUNDS": 2,
+    "proxy.PACED": Load(4, 4, 40, 3),
+    "proxy.OPEN": Load(10, 5, 100),
+    "proxy.MANY": Load(4, 8, 20, 5),
+    "proxy.FEW": Load(4, 4, 40, 5),
+    "proxy.SHORT": Load(4, 1, 0, 5),
+    "proxy.LONG": Load(4, 1, 0, 5, 1024),
 }
 """What else says how long they take."""
 
@@ -57,6 +70,10 @@ def test_a_bench_runs_and_has_its_figures(bench, tmp_path, monkeypatch):
         assert all(
             row["bytes_equal"] and row["put_gbps"] > 0 for row in report["results"] + report["at_once"]
         )
+    if bench == "proxy":
+        programs = [row["program"] for row in report["processor"]]
+        envoy = ["envoy", "picker", "picker's envoy"] if find_program("envoy") else []
+        assert programs == ["one-hop", "two-hops", *envoy]
     if bench == "lookup":
         asked = [(row["clients"], row["tokens"]) for row in report["clients"]]
         assert asked == [(1, 4096), (1, 32768), (2, 4096), (2, 32768)]

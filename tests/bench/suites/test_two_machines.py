@@ -59,7 +59,6 @@ def test_bandwidth_between_hosts_is_that_of_their_link_at_most(hosts):
         assert row["bytes_equal"]
         for part in ("put", "get", "raw_write", "raw_read"):
             assert 0 < row[f"{part}_gbps"] <= 1.1 * GBPS, (part, row)
-    assert [one["host"] for one in told["nodes"]] == [hosts["a"].address, hosts["b"].address]
 
 
 def test_a_machine_that_ends_in_the_middle_or_never_came_is_an_error_that_names_it(hosts):
