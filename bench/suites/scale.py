@@ -6,6 +6,7 @@ costs are assumed; a file may give others.
 
     pd-cache bench scale --trace FILE
     pd-cache bench scale --trace FILE --costs mine.yaml      with those costs that the file gives
+    pd-cache bench scale --trace FILE --gateway envoy        with Envoy and a picker in place of the proxy
     pd-cache bench scale --trace FILE --roles                every split of six nodes against proxy.roles.auto
     pd-cache bench scale --trace FILE --limits               more load than six nodes can do, with limits
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import msgspec
@@ -28,6 +29,7 @@ from bench.lib.simulation.workload import CopiedTrace, of_arrival, of_some_users
 from bench.lib.stats import quantile
 from bench.lib.trace import Request, read_trace
 from bench.suites.routing import agent_trace
+from pd_cache.cluster import ProxyConfig
 
 _NODES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _MEMORY = 32 << 30
@@ -49,6 +51,7 @@ def grow(
     trace: Sequence[Request],
     costs: UnitCosts,
     proxies: int,
+    proxy: ProxyConfig,
     nodes: int,
     rate_per_node: float,
     requests: int = 0,
@@ -56,9 +59,8 @@ def grow(
     """Simulates one cluster under `rate_per_node` requests a second for each of its nodes; `requests` in all,
     or as many a node as usual.
 
-    Returns its figures: `answered_per_s` while requests came, and until the last one of these was answered;
-    `refused` those answered with an error. And what each kind of resource was asked for, as a share of what
-    it can do: of the master and the proxies, of all of a kind; 1 is full.
+    Returns its figures; `refused` are requests answered with an error. And what each kind of resource was
+    asked for, as a share of what it can do: of the master and the proxies, of all of a kind; 1 is full.
     """
     prefill, rate = nodes // 2, rate_per_node * nodes
     count = requests or max(_LEAST_REQUESTS, _REQUESTS_PER_NODE * nodes)
@@ -68,20 +70,16 @@ def grow(
     users = of_some_users(trace, share) or trace
     copied, size = CopiedTrace(users, round(_WARM * share), min(_DEPTH, count)), costs.engine.chunk_tokens
     arrivals = copied.arrivals(count, rate)
-    plan = ClusterPlan(prefill, nodes - prefill, proxies, max(1, nodes * _MEMORY // costs.chunk_bytes))
+    plan = ClusterPlan(prefill, nodes - prefill, proxies, max(1, nodes * _MEMORY // costs.chunk_bytes), proxy)
     cluster = SimulatedCluster(plan, costs)
     cluster.remember(copied, count)
     outcomes, asked = cluster.run([of_arrival(arrival, size) for arrival in arrivals])
     answered = [outcome for outcome in outcomes if not outcome.error]
     firsts = [outcome.first or 0.0 for outcome in answered]
-    seconds = max([outcome.due + outcome.last for outcome in answered] + [arrivals[-1].due])
     row = {
         "nodes": nodes,
-        "prefill": prefill,
-        "decode": nodes - prefill,
         "requests": len(outcomes),
         "rate": rate,
-        "answered_per_s": len(answered) / seconds,
         "refused": len(outcomes) - len(answered),
         "hit_rate": sum(outcome.cached or 0 for outcome in answered)
         / max(1, sum(outcome.prompt_tokens for outcome in answered)),
@@ -91,11 +89,11 @@ def grow(
     return row, asked
 
 
-def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int) -> float:
+def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int, proxy: ProxyConfig) -> float:
     """Returns the requests a second for each node at which the busier kind of engines has the use `_BUSY`."""
     guess = 1.0
     for _ in range(12):
-        _, asked = grow(trace, costs, proxies, _TRIAL_NODES, guess, _TRIAL_REQUESTS)
+        _, asked = grow(trace, costs, proxies, proxy, _TRIAL_NODES, guess, _TRIAL_REQUESTS)
         most = max(asked["prefill"], asked["decode"])
         if 0.5 * _TRIAL_BUSY <= most <= 1.5 * _TRIAL_BUSY:
             return guess * _BUSY / most
@@ -134,6 +132,7 @@ def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
 )
 @option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill nodes, and as many decode nodes or one more; may be given several times. By default ten numbers from 1 to 1000.")  # fmt: skip
 @option("--proxies", default=1, type=click.IntRange(1, 10_000))
+@option("--gateway", type=click.Choice(["envoy"]), help="As `proxy.gateway`: answers pass Envoy, and only requests pass Python.")  # fmt: skip
 @option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip
 @option("--roles", is_flag=True, help="Compare fixed roles with roles that follow the load, on the trace, on agents, and on a day that turns at noon.")  # fmt: skip
 @option("--limits", is_flag=True, help="Compare requests a second within limits with proxy.limits and without, at up to three times the load that six nodes can do.")  # fmt: skip
@@ -142,6 +141,7 @@ def main(
     trace: Path,
     counts: tuple[int, ...],
     proxies: int,
+    gateway: Literal["envoy"] | None,
     file: Path | None,
     roles: bool,
     limits: bool,
@@ -150,8 +150,8 @@ def main(
     """A cluster of 1 to 1,000 nodes, in simulation."""
     requests = read_trace(trace)
     if roles or limits:
-        if counts or proxies > 1 or roles == limits:
-            what = "--roles and --limits have nodes and proxies of their own: give one of the two, without --nodes and --proxies"
+        if counts or proxies > 1 or gateway or roles == limits:
+            what = "--roles and --limits have nodes and proxies of their own: give one of the two, without --nodes, --proxies and --gateway"
             raise click.UsageError(what)
         costs = LARGE if file is None else read_costs(file)
         compared = (
@@ -161,10 +161,11 @@ def main(
         finish({"results": rows}, checks, **output)
         return
     costs = UnitCosts() if file is None else read_costs(file)
-    per_node = usual_rate(requests, costs, proxies)
+    proxy = ProxyConfig(gateway=gateway)
+    per_node = usual_rate(requests, costs, proxies, proxy)
     with progress() as bar:
         sizes = bar.track(sorted(set(counts or _NODES)), description="nodes")
-        steps = [grow(requests, costs, proxies, nodes, per_node) for nodes in sizes]
+        steps = [grow(requests, costs, proxies, proxy, nodes, per_node) for nodes in sizes]
     found = full_from({row["nodes"]: asked for row, asked in steps})
     results = {
         "rate_per_node": per_node,

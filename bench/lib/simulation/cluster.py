@@ -98,22 +98,16 @@ class SimulatedPool:
                 self._owner.popitem(last=False)
 
 
-class _Machine:
-    """Processors and a link. An accelerator computes beside them."""
-
-    def __init__(self, time: SimulatedTime, costs: UnitCosts) -> None:
-        self.cores = Station(time, costs.machine.cores)
-        self.incoming, self.outgoing = Station(time), Station(time)
-
-
 class _Node:
-    """A prefill or decode node: its HTTP server, its engine, and its client of the pool."""
+    """A prefill or decode node: its HTTP server, its engine, its client of the pool, and its link. An
+    accelerator computes beside its cores."""
 
     def __init__(self, cluster: SimulatedCluster, number: int) -> None:
         self.number, self._cluster = number, cluster
-        self.machine = _Machine(cluster.time, cluster.costs)
-        self.serving = Station(cluster.time)
-        self.engine = SimulatedEngine(cluster.time, cluster.costs, self.load, self.store)
+        time, costs = cluster.time, cluster.costs
+        self.cores, self.serving = Station(time, costs.machine.cores), Station(time)
+        self.incoming, self.outgoing = Station(time), Station(time)
+        self.engine = SimulatedEngine(time, costs, self.load, self.store)
 
     def take(
         self, request: SimulatedRequest, output: int, announced: int, on_tokens: Callable[[int], None]
@@ -133,7 +127,7 @@ class _Node:
         size, time = cluster.costs.engine.chunk_tokens, cluster.time
         deadline, pause = time.now + (_WAIT_S if generating.announced else 0.0), next_pause()
         while names:
-            found = yield from cluster.look_up(self.machine, names)
+            found = yield from cluster.look_up(self.cores, names)
             if found * size >= generating.announced or time.now >= deadline:
                 tokens = (0, 0, found * size)
                 if found and not generating.announced:
@@ -155,12 +149,15 @@ class _Node:
 
 
 class _Proxy:
-    """One proxy: its event loop, and its policies."""
+    """One proxy: its event loop, and its policies. With a gateway, Envoy passes on the answers, on all cores
+    of the proxy's machine."""
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         plan, shape = cluster.plan, cluster.costs.engine
-        self.machine = _Machine(cluster.time, cluster.costs)
+        self.cores = Station(cluster.time, cluster.costs.machine.cores)
         self.loop = Station(cluster.time)
+        self.gateway = plan.proxy.gateway is not None
+        self.costs = cluster.costs.picker if self.gateway else cluster.costs.proxy
         self.looking = self.most_admitted = 0
         self.admission = Admission(plan.proxy.max_requests, None, lambda tenant: TenantConfig())
         self.budget = RetryBudget(max(100, plan.proxy.max_requests))
@@ -186,7 +183,7 @@ class SimulatedCluster:
     def __init__(self, plan: ClusterPlan, costs: UnitCosts) -> None:
         self.plan, self.costs, self.time = plan, costs, SimulatedTime()
         self.pool = SimulatedPool(plan.pool_chunks)
-        self.master = _Machine(self.time, costs)
+        self.master = Station(self.time, costs.machine.cores)
         self.roles: dict[str, str] = {}
         """By the nodes' URLs."""
         counts = (("prefill", plan.prefill), ("decode", plan.decode), ("both", plan.both))
@@ -246,7 +243,10 @@ class SimulatedCluster:
     # --- a request ------------------------------------------------------------------------------------------
 
     def _serve(self, proxy: _Proxy, request: SimulatedRequest, outcome: RequestOutcome) -> Process:
-        costs = self.costs.proxy
+        costs = proxy.costs
+        if proxy.gateway:
+            envoy = self.costs.envoy
+            yield proxy.cores.run(envoy.request_s + envoy.token_s * request.tokens)
         yield proxy.loop.run(costs.request_s + costs.token_s * request.tokens)
         with ExitStack() as admitted:
             try:
@@ -282,7 +282,7 @@ class SimulatedCluster:
         if why is not None or tokens == 0 or proxy.looking >= MAX_WAITING:
             return why, 0
         proxy.looking += 1
-        looking = self.time.start(self.look_up(proxy.machine, request.names))
+        looking = self.time.start(self.look_up(proxy.cores, request.names))
         looking.then(lambda found: setattr(proxy, "looking", proxy.looking - 1))
         yield first_of(looking, self.time.after(LOOKUP_TIMEOUT_S))
         found = looking.value * size if looking.done else 0
@@ -300,7 +300,7 @@ class SimulatedCluster:
         pool = proxy.pools["prefill"]
         attempts = Attempts(pool, trial, prompt, first=first)
         while (url := attempts.next(self.time.now)) is not None:
-            yield proxy.loop.run(self.costs.proxy.node_s * len(self.nodes["prefill"]))
+            yield proxy.loop.run(proxy.costs.node_s * len(self.nodes["prefill"]))
             node = self.by_url[url]
             work = pool.work(url, prompt)
             with (
@@ -315,7 +315,7 @@ class SimulatedCluster:
                 yield node.serving.run(self.costs.node.event_s)
                 asked.answered(self.time.now)
             attempts.answered(url, self.time.now, well=True)
-            yield proxy.loop.run(self.costs.proxy.hop_s)
+            yield proxy.loop.run(proxy.costs.hop_s)
             return len(request.names) * self.costs.engine.chunk_tokens, generating.loaded
         return 0, None
 
@@ -331,12 +331,11 @@ class SimulatedCluster:
         pool = proxy.pools["decode"]
         attempts = Attempts(pool, trial)
         while (url := attempts.next(self.time.now)) is not None:
-            yield proxy.loop.run(self.costs.proxy.node_s * len(self.nodes["decode"]))
+            yield proxy.loop.run(proxy.costs.node_s * len(self.nodes["decode"]))
             node = self.by_url[url]
-            with (
-                pool.working(url),
-                proxy.limits.asking("decode", url, request.tokens, self.time.now) as asked,
-            ):
+            with ExitStack() as known:
+                known.enter_context(pool.working(url))
+                asked = known.enter_context(proxy.limits.asking("decode", url, request.tokens, self.time.now))
                 arrived: list[Happening] = []
 
                 def on_tokens(tokens: int, node: _Node = node, arrived: list[Happening] = arrived) -> None:
@@ -351,6 +350,8 @@ class SimulatedCluster:
                 yield generating.first
                 attempts.answered(url, self.time.now, well=True)
                 asked.answered(first := self.time.now)
+                if proxy.gateway:
+                    known.close()  # a picker does not see the rest of an answer
                 error = proxy.limits.measured(predicted, first - request.due)
                 self.errors += [error] if error is not None else []
                 yield generating.ended
@@ -364,7 +365,10 @@ class SimulatedCluster:
 
     def _pass_on(self, proxy: _Proxy, node: _Node, outcome: RequestOutcome, tokens: int) -> Process:
         yield node.serving.run(self.costs.node.event_s * tokens)
-        yield proxy.loop.run(self.costs.proxy.event_s * tokens)
+        if proxy.gateway:
+            yield proxy.cores.run(self.costs.envoy.event_s * tokens)
+        else:
+            yield proxy.loop.run(proxy.costs.event_s * tokens)
         outcome.last = self.time.now - outcome.due
         outcome.tokens += tokens
         if outcome.first is None:
@@ -372,11 +376,11 @@ class SimulatedCluster:
 
     # --- the pool -------------------------------------------------------------------------------------------
 
-    def look_up(self, machine: _Machine, names: Sequence[bytes]) -> Process:
+    def look_up(self, cores: Station, names: Sequence[bytes]) -> Process:
         """Returns how many chunks of a prompt, from the first, the pool holds."""
         costs = self.costs.lookup
-        yield machine.cores.run(costs.call_s + costs.object_s * len(names))
-        yield self.master.cores.run(costs.master_s + costs.master_object_s * len(names))
+        yield cores.run(costs.call_s + costs.object_s * len(names))
+        yield self.master.run(costs.master_s + costs.master_object_s * len(names))
         return self.pool.leading(names)
 
     def store(self, node: _Node, names: Sequence[bytes]) -> Process:
@@ -398,24 +402,24 @@ class SimulatedCluster:
         count, size = len(owners), self.costs.chunk_bytes
         if not count:
             return
-        yield self.master.cores.run(costs.master_s + costs.master_object_s * count)
-        under_way = [node.machine.cores.run(costs.call_s + count * (costs.object_s + costs.byte_s * size))]
+        yield self.master.run(costs.master_s + costs.master_object_s * count)
+        under_way = [node.cores.run(costs.call_s + count * (costs.object_s + costs.byte_s * size))]
         for owner in sorted(set(owners)):
-            pieces, there = owners.count(owner), self._every[owner].machine
+            pieces, there = owners.count(owner), self._every[owner]
             under_way.append(there.cores.run(pieces * costs.owner_byte_s * size))
-            if there is not node.machine:
+            if there is not node:
                 seconds = pieces * size / self.costs.machine.link_bytes_per_s
-                under_way += [there.outgoing.run(seconds), node.machine.incoming.run(seconds)]
+                under_way += [there.outgoing.run(seconds), node.incoming.run(seconds)]
         yield from wait_for_all(under_way)
 
     # --- what was used --------------------------------------------------------------------------------------
 
     def _uses(self, seconds: float) -> dict[str, float]:
-        machines = [node.machine for node in self._every]
         cores = seconds * self.costs.machine.cores
         return {
-            "master": self.master.cores.asked / cores,
+            "master": self.master.asked / cores,
             "proxy": _mean([proxy.loop.asked for proxy in self.proxies]) / seconds,
+            "proxy's cores": _mean([proxy.cores.asked for proxy in self.proxies]) / cores,
             "proxy's places": _mean([proxy.most_admitted for proxy in self.proxies])
             / self.plan.proxy.max_requests,
             "prefill": _mean([node.engine.asked for node in self.nodes["prefill"]]) / seconds,
@@ -426,9 +430,8 @@ class SimulatedCluster:
             )
             / seconds,
             # the link of the node that holds the first chunk of all prompts
-            "busiest link": max(max(machine.outgoing.asked, machine.incoming.asked) for machine in machines)
+            "busiest link": max(max(node.outgoing.asked, node.incoming.asked) for node in self._every)
             / seconds,
-            "nodes' cores": _mean([machine.cores.asked for machine in machines]) / cores,
         }
 
 

@@ -42,9 +42,9 @@ class ServiceCosts(_CostSection, frozen=True):
     event_s: Cost = 0.0
     """For each token of the answer."""
     hop_s: Cost = 0.0
-    """For a prefill hop. Only the proxy has this cost."""
+    """For a prefill hop. Only proxies and pickers have this cost and the next."""
     node_s: Cost = 0.0
-    """For each node from which the proxy chooses. Only the proxy has this cost."""
+    """For each node from which a proxy chooses."""
 
 
 class PrefillCosts(_CostSection, frozen=True):
@@ -111,6 +111,10 @@ class UnitCosts(_CostSection, frozen=True):
     proxy: ServiceCosts = ServiceCosts(
         request_s=2e-3, token_s=7e-7, event_s=2.5e-4, hop_s=1.5e-3, node_s=8e-7
     )
+    picker: ServiceCosts = ServiceCosts(request_s=2e-3, token_s=7e-7, hop_s=1.5e-3, node_s=8e-7)
+    """The proxy behind Envoy."""
+    envoy: ServiceCosts = ServiceCosts(request_s=5e-4, event_s=5e-5)
+    """Before a picker, on all cores of its machine."""
     node: ServiceCosts = ServiceCosts(request_s=1.4e-3, token_s=4.6e-6)
     lookup: PoolCosts = PoolCosts(call_s=1.6e-4, object_s=1.2e-6, master_s=3.3e-5, master_object_s=4.1e-7)
     store: PoolCosts = PoolCosts(call_s=1e-3, object_s=2.6e-4, byte_s=3.8e-10, owner_byte_s=1e-10, master_s=1.8e-4, master_object_s=2.7e-5)  # fmt: skip

@@ -89,6 +89,19 @@ def test_a_prefill_node_computes_and_a_decode_node_loads():
     assert set(uses) >= {"master", "proxy", "prefill", "decode", "busiest link"}
 
 
+@pytest.mark.parametrize("gateway, uses", [(None, (0.055, 0.0)), ("envoy", (0.01, 0.011))])
+def test_behind_envoy_only_requests_take_the_proxys_time(gateway, uses):
+    costs = msgspec.structs.replace(
+        _COSTS,
+        proxy=ServiceCosts(event_s=0.05),
+        picker=ServiceCosts(request_s=0.1),
+        envoy=ServiceCosts(event_s=0.16),
+    )
+    plan = ClusterPlan(0, 1, proxy=ProxyConfig(direct_tokens=0, gateway=gateway))
+    _, asked = SimulatedCluster(plan, costs).run([_request(0.0, 1, output=11), _request(10.0, 2)])
+    assert (asked["proxy"], asked["proxy's cores"]) == pytest.approx(uses)
+
+
 def test_what_a_step_has_computed_is_there_for_others_before_the_prompt_is():
     engine = msgspec.structs.replace(_COSTS.engine, step_tokens=500, max_running=1)
     costs = msgspec.structs.replace(_COSTS, engine=engine)
