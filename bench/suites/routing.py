@@ -11,13 +11,14 @@ computes one prompt after the other, at a steady rate of tokens that its cache l
 - `guess_of_size`: the same, if nodes report the size.
 - `events`: `prefix_aware` with the nodes' KV events, which arrive 0.1 s after the prompt was computed.
 - `oracle`: the same cost, but the router looks into every cache and queue at the moment of its choice.
+- `longest_prefix`: the node whose cache holds most of the prompt; among equals, the first node.
+- `longest_prefix_idle`: the same; among equals, the least loaded node.
+- `random`: any node.
 
 `--pooled` compares nodes' own caches with one pool that has as much room as all of them together
-(docs/performance.md has published figures). `longest_prefix` takes the node whose cache holds most of the
-prompt; among equals, it takes the first node, and `longest_prefix_idle` takes the least loaded. `--customers`
-is llm-d's prefix workload; `random` takes any node.
+(docs/performance.md has published figures). `--customers` is llm-d's prefix workload.
 
-    pd-cache bench routing [--pooled | --customers N] [--trace FILE] --json
+    pd-cache bench routing [--pooled] [--customers N] [--trace FILE] --json
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple, get_args
@@ -45,9 +46,10 @@ from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
 from launch.proxy.routing import NodePool, Policy, Target
 from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
 
-Policies = Literal["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
-Router = Policies | Literal["longest_prefix", "longest_prefix_idle", "random"]
-Found = tuple[list[dict[str, Any]], list[Check]]
+Router = Literal[
+    "round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle",
+    "longest_prefix", "longest_prefix_idle", "random",
+]  # fmt: skip
 _SPACE = "0" * 16
 _RATE = 12_000.0
 """Tokens/s of a node."""
@@ -91,7 +93,7 @@ class PolicyOutcome(NamedTuple):
 
 class _SimulatedNode:
     def __init__(self, cache_tokens: int) -> None:
-        self.cache = SimulatedLru[int](cache_tokens // BLOCK_TOKENS)
+        self.cache = SimulatedLru(cache_tokens // BLOCK_TOKENS)
         self.queue: deque[tuple[float, Request, ExitStack]] = deque()
         """Arrival time and request; closing the stack reports to the router that the node has computed the
         prompt."""
@@ -104,7 +106,7 @@ def simulate(
     nodes: int,
     cache_tokens: int,
     rate: float = _RATE,
-    behind: SimulatedLru[int] | None = None,
+    behind: SimulatedLru | None = None,
 ) -> PolicyOutcome:
     """Lets `nodes` nodes of `rate` tokens/s each compute the trace, with the pool behind them, if there is
     one."""
@@ -178,65 +180,58 @@ def simulate(
     return PolicyOutcome(hit / total, queueing, computed)
 
 
-# --- the comparisons: rows of the report, and targets -------------------------------------------------------
-
-
-def compare_policies(
-    name: str, requests: list[Request], nodes: int, cache_tokens: int, rate: float = _RATE
-) -> Found:
-    """One row per policy."""
-    rows: dict[str, dict[str, Any]] = {}
-    for router in get_args(Policies):
-        outcome = simulate(requests, router, nodes, cache_tokens, rate)
+def compare(
+    workload: str,
+    requests: list[Request],
+    routers: Iterable[Router],
+    nodes: int,
+    cache_tokens: int,
+    *,
+    pooled: bool = False,
+    rate: float = _RATE,
+) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Returns a row for each router, and targets. With `pooled`, a row also has what a pool finds that is as
+    large as the caches of all nodes together: `hits` and `prefill_time` are its hits, and the tokens that it
+    leaves to compute, divided by those of the nodes."""
+    rows: dict[Router, dict[str, Any]] = {}
+    at = f"{workload}, {nodes} nodes, {cache_tokens} tokens"
+    ideal = measure(requests, SimulatedLru()).hit_rate
+    for router in routers:
+        hit_rate, queueing, computed = simulate(requests, router, nodes, cache_tokens, rate)
         rows[router] = {
-            "workload": name,
+            "workload": workload,
+            "requests": len(requests),
+            "ideal": ideal,
+            "nodes": nodes,
             "cache_tokens": cache_tokens,
             "policy": router,
-            "hit_rate": outcome.hit_rate,
-            "queueing_mean_s": statistics.fmean(outcome.queueing),
-            "queueing_p99_s": quantile(outcome.queueing, 0.99),
+            "hit_rate": hit_rate,
+            "queueing_mean_s": statistics.fmean(queueing),
+            "queueing_p99_s": quantile(queueing, 0.99),
+            "computed_mean_s": statistics.fmean(computed),
+            "computed_p90_s": quantile(computed, 0.9),
         }
-    known, oracle, robin, at = (
-        rows["events"],
-        rows["oracle"],
-        rows["round_robin"],
-        f"{name} at {cache_tokens}",
-    )
-    return list(rows.values()), [
-        at_least(f"hits of the oracle's, {at}", known["hit_rate"] / max(1e-9, oracle["hit_rate"]), 0.95),
-        at_least(f"hit_rate, {at}", known["hit_rate"], robin["hit_rate"]),
-        at_most(f"queueing_p99_s, {at}", known["queueing_p99_s"], robin["queueing_p99_s"]),
-    ]
+    checks = []
+    if pooled:
+        whole = SimulatedLru(nodes * cache_tokens // BLOCK_TOKENS)
+        pool = simulate(requests, "least_loaded", nodes, 0, behind=whole).hit_rate
+        for router, row in rows.items():
+            own = row["hit_rate"]
+            row |= {"pool_hit_rate": pool, "hits": pool / max(1e-9, own)}
+            row["prefill_time"] = (1 - pool) / max(1e-9, 1 - own)
+            checks.append(at_least(f"hits, {at}, {router}", row["hits"], 1.0))
+    elif rows.keys() >= {"events", "oracle", "round_robin"}:
+        events, oracle, robin = (rows[router] for router in ("events", "oracle", "round_robin"))
+        share = events["hit_rate"] / max(1e-9, oracle["hit_rate"])
+        checks += [
+            at_least(f"hits of the oracle's, {at}", share, 0.95),
+            at_least(f"hit_rate, {at}", events["hit_rate"], robin["hit_rate"]),
+            at_most(f"queueing_p99_s, {at}", events["queueing_p99_s"], robin["queueing_p99_s"]),
+        ]
+    return [*rows.values()], checks
 
 
-def compare_pooled(
-    name: str, requests: list[Request], routers: Iterable[Router], nodes: int, cache_tokens: int
-) -> Found:
-    """Returns a row for each router, for nodes with caches of their own; and a row for the pool, whose hits
-    do not depend on the router."""
-    whole = SimulatedLru[int](nodes * cache_tokens // BLOCK_TOKENS)
-    pooled = simulate(requests, "least_loaded", nodes, 0, behind=whole).hit_rate
-    rows: list[dict[str, Any]] = []
-    for router in routers:
-        own = simulate(requests, router, nodes, cache_tokens).hit_rate
-        row = {"workload": name, "nodes": nodes, "cache_tokens": cache_tokens, "policy": router}
-        row |= {"own_hit_rate": own, "pool_hit_rate": pooled}
-        row |= {"hits": pooled / max(1e-9, own), "prefill_time": (1 - pooled) / max(1e-9, 1 - own)}
-        rows.append(row)
-    return rows, [at_least(f"hits, {name} {row['policy']} {nodes}", row["hits"], 1.0) for row in rows]
-
-
-def compare_customers(customers: int, nodes: int, cache_tokens: int, scale: float = 1.0) -> Found:
-    """Returns a row for each router: how long it took until the prompts of `customer_trace` were computed."""
-    requests, rows = customer_trace(customers, scale), []
-    routers: tuple[Router, ...] = ("random", "least_loaded", "guess", "guess_of_size", "events")
-    for router in routers:
-        outcome = simulate(requests, router, nodes, cache_tokens)
-        prompts = outcome.computed
-        row = {"cache_tokens": cache_tokens, "policy": router, "hit_rate": outcome.hit_rate}
-        row |= {"prompt_mean_s": statistics.fmean(prompts), "prompt_p90_s": quantile(prompts, 0.9)}
-        rows.append(row)
-    return rows, []
+# --- traces -------------------------------------------------------------------------------------------------
 
 
 def customer_trace(customers: int, scale: float = 1.0) -> list[Request]:
@@ -307,7 +302,6 @@ def agent_trace(sessions: int) -> list[Request]:
 
 
 _CACHES = (500_000, 1_000_000, 2_000_000, 8_000_000)
-_POOLED: tuple[Router, ...] = ("longest_prefix", "longest_prefix_idle", "round_robin", "events")
 
 
 @click.command()
@@ -315,60 +309,37 @@ _POOLED: tuple[Router, ...] = ("longest_prefix", "longest_prefix_idle", "round_r
     "--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Besides the synthetic one."
 )
 @option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; with --pooled, for each node; 0 for none.")  # fmt: skip
-@option("--nodes", "fleets", multiple=True, default=(4,), type=click.IntRange(1), help="With --pooled: may be given several times.")  # fmt: skip
+@option("--customers", default=0, type=click.IntRange(0), help="llm-d's prefix workload of this many customers, in place of agents.")  # fmt: skip
+@option("--nodes", "fleets", multiple=True, default=(4,), type=click.IntRange(1), help="May be given several times.")  # fmt: skip
 @option("--cache", "caches", multiple=True, default=_CACHES, type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
-@option(
-    "--pooled",
-    is_flag=True,
-    help="Compare nodes' own caches with a pool of all of them, instead of policies.",
-)
-@option("--policy", "routers", multiple=True, default=_POOLED, type=click.Choice(get_args(Policies) + _POOLED[:2]), help="With --pooled: of the nodes that have their own caches; may be given several times.")  # fmt: skip
-@option("--customers", default=0, type=click.IntRange(0), help="llm-d's prefix workload of this many customers, in place of the other workloads.")  # fmt: skip
+@option("--pooled", is_flag=True, help="Compare nodes' own caches with a pool of all of them.")
+@option("--policy", "routers", multiple=True, default=get_args(Router), type=click.Choice(get_args(Router)), help="May be given several times.")  # fmt: skip
 @output_options
 def main(
     trace: Path | None,
     agents: int,
+    customers: int,
     fleets: tuple[int, ...],
     caches: tuple[int, ...],
     pooled: bool,
     routers: tuple[Router, ...],
-    customers: int,
     **output: Any,
 ) -> None:
     """Policies on traces, in simulation."""
-    nodes, *more = fleets
-    if customers and (pooled or trace is not None):
-        raise click.UsageError("--customers makes its own requests: leave out --pooled and --trace")
-    if more and not pooled:
-        raise click.UsageError("several --nodes are for --pooled")
     if not (agents or customers or trace):
         raise click.UsageError("neither --trace nor --agents: nothing to route")
     recorded = {} if trace is None else {trace.name.split(".")[0].split("_")[0]: read_trace(trace)}
-
-    def workloads(sessions: int) -> dict[str, list[Request]]:
-        return recorded | ({"agents": agent_trace(sessions)} if agents else {})
-
-    comparisons: list[Callable[[], Found]] = []
-    about: dict[str, Any] = {}
     if customers:
-        comparisons = [partial(compare_customers, customers, nodes, cache) for cache in caches]
-    elif pooled:
-        for fleet in fleets:
-            for name, requests in workloads(agents * fleet).items():
-                comparisons += [
-                    partial(compare_pooled, name, requests, routers, fleet, cache) for cache in caches
-                ]
-    else:
-        about |= {"requests": {}, "ideal_hit_rate": {}}
-        for name, requests in workloads(agents).items():
-            comparisons += [partial(compare_policies, name, requests, nodes, cache) for cache in caches]
-            about["requests"][name] = len(requests)
-            about["ideal_hit_rate"][name] = measure(requests, SimulatedLru()).hit_rate
+        recorded["customers"] = customer_trace(customers)
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []
     with progress() as bar:
-        for comparison in bar.track(comparisons, description="comparisons"):
-            more_rows, more_checks = comparison()
-            rows += more_rows
-            checks += more_checks
-    finish({**about, "results": rows}, checks, **output)
+        for nodes, cache in bar.track([*product(fleets, caches)], description="caches"):
+            workloads = dict(recorded)
+            if agents and not customers:
+                workloads["agents"] = agent_trace(agents * nodes if pooled else agents)
+            for name, requests in workloads.items():
+                more_rows, more_checks = compare(name, requests, routers, nodes, cache, pooled=pooled)
+                rows += more_rows
+                checks += more_checks
+    finish({"results": rows}, checks, **output)
