@@ -21,10 +21,10 @@ import gzip
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
-from typing import Annotated, Generic, NamedTuple, Protocol, TypeVar
+from typing import Annotated, NamedTuple, Protocol
 
 import click
 import msgspec
@@ -75,15 +75,6 @@ class _Call(msgspec.Struct):
 _decode, _decode_call = msgspec.json.Decoder(Request).decode, msgspec.json.Decoder(_Call).decode
 
 
-def read_request(line: bytes) -> Request:
-    """Returns the request of one line. Raises ValueError for a line that holds none."""
-    try:
-        request = _decode(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"no request of a trace: {error}") from None
-    return _checked(request)
-
-
 def _checked(request: Request) -> Request:
     blocks = -(-request.input_length // BLOCK_TOKENS)
     if len(request.hash_ids) != blocks:
@@ -104,10 +95,11 @@ def read_trace(file: Path) -> list[Request]:
     fresh = count(1 << 61)
     for number, line in _lines(file):
         try:
+            called = b'"session_id"' in line
             requests.append(
-                _read_call(line, sessions, fresh) if b'"session_id"' in line else read_request(line)
+                _call_of_session(_decode_call(line), sessions, fresh) if called else _checked(_decode(line))
             )
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{file}, line {number}: {error}") from None
     if not requests:
         raise TraceError(f"{file}: holds no requests")
@@ -117,13 +109,9 @@ def read_trace(file: Path) -> list[Request]:
     return sorted(requests, key=lambda request: request.timestamp)
 
 
-def _read_call(line: bytes, sessions: dict[str, list[Request]], fresh: Iterator[int]) -> Request:
+def _call_of_session(call: _Call, sessions: dict[str, list[Request]], fresh: Iterator[int]) -> Request:
     """Adds a call to its session. The call's prompt is everything in the session before it; its time counts
     from the session's beginning."""
-    try:
-        call = _decode_call(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"no call of a session: {error}") from None
     session = sessions.setdefault(call.session_id, [])
     now, tokens, blocks = 0.0, call.input_length, call.hash_ids
     if session:
@@ -151,10 +139,8 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 # --- caches in simulation -----------------------------------------------------------------------------------
 
-B = TypeVar("B", bound=Hashable)
 
-
-class SimulatedLru(Generic[B]):
+class SimulatedLru:
     """Forgets the least recently used blocks. Of a prompt, it forgets the last block first, because that is
     useless without those before it."""
 
@@ -162,14 +148,14 @@ class SimulatedLru(Generic[B]):
         """`capacity` is in blocks. By default the cache never forgets, which gives a trace's ideal. `batch`:
         how many blocks it forgets at a time beyond those that it must."""
         self._capacity, self._batch = capacity, batch
-        self._blocks: OrderedDict[B, None] = OrderedDict()
-        self.gone: list[B] = []
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self.gone: list[int] = []
         """The blocks that the last use displaced."""
 
     def __contains__(self, block: object) -> bool:
         return block in self._blocks
 
-    def find(self, blocks: Sequence[B]) -> int:
+    def find(self, blocks: Sequence[int]) -> int:
         """Returns how many blocks of a prompt, from the first, it holds. This counts as a use of these
         blocks."""
         found = leading(blocks, self._blocks)
@@ -177,7 +163,7 @@ class SimulatedLru(Generic[B]):
             self._blocks.move_to_end(block)
         return found
 
-    def use(self, blocks: Sequence[B]) -> int:
+    def use(self, blocks: Sequence[int]) -> int:
         """Takes in a prompt. Returns how many of its blocks, from the first, it held before."""
         found = leading(blocks, self._blocks)
         for block in reversed(blocks):
@@ -205,21 +191,15 @@ class Outcome(NamedTuple):
     """How many of the written blocks were found before the cache forgot them."""
 
 
-def measure(
-    requests: Iterable[Request],
-    cache: Cache,
-    admits: Callable[[Sequence[int], int], Sequence[int]] | None = None,
-) -> Outcome:
-    """Runs the requests against a cache. `admits` gets a request and how many of its blocks were found, and
-    returns the blocks to store unless they are there. Without it, all blocks are stored."""
+def measure(requests: Iterable[Request], cache: Cache) -> Outcome:
+    """Runs the requests against a cache, which takes in all their blocks."""
     hit = total = written = read = 0
     unread = set[int]()
     for request in requests:
         blocks = request.whole_blocks
         found = leading(blocks, cache)
-        stored = {*(admits(blocks, found) if admits else blocks)}
         missing = [block for block in blocks if block not in cache]
-        cache.use([block for block in blocks if block in cache or block in stored])
+        cache.use(blocks)
         hit, total = hit + found * BLOCK_TOKENS, total + request.input_length
         read += len(unread.intersection(blocks[:found]))
         unread.difference_update(blocks[:found])

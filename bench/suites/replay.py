@@ -16,15 +16,14 @@ The **hit rate** is the prompt tokens that were loaded, divided by all prompt to
 from __future__ import annotations
 
 import math
-import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
 import click
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -34,7 +33,7 @@ from bench.lib.pool import local_pool
 from bench.lib.report import Check, at_most, finish, option, output_options, progress
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, measure, read_trace
 from bench.suites.routing import agent_trace
-from pd_cache.cache import CacheEngine, CacheEngineBuilder
+from pd_cache.cache import CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import MasterNode
 from pd_cache.config import CacheConfig, NodeSettings
@@ -53,8 +52,8 @@ _STAGING = 32 << 20
 _SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4)
 """Shares of the trace's distinct blocks: the capacities that are tried by default."""
 
-STEP_BYTES = 2 * BLOCK_TOKENS
-"""Chunks are a multiple of this: one half-precision number a token."""
+CHUNK_BYTES = 4096
+"""One or more half-precision numbers a token."""
 
 _FIRST, _NEXT = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D  # odd, so that no two blocks or words come out equal
 
@@ -64,9 +63,11 @@ class ShrunkenCache:
     computed from the block's number. There are pages to store from, and as many pages to load into."""
 
     def __init__(self, blocks: int, chunk_bytes: int) -> None:
-        """`blocks` of the longest prompt; `chunk_bytes` a multiple of STEP_BYTES."""
+        """`blocks` of the longest prompt; `chunk_bytes` a multiple of 2 * BLOCK_TOKENS."""
         self._blocks = blocks
-        self._bits = torch.zeros((2 * blocks, BLOCK_TOKENS, chunk_bytes // STEP_BYTES), dtype=torch.int16)
+        self._bits = torch.zeros(
+            (2 * blocks, BLOCK_TOKENS, chunk_bytes // (2 * BLOCK_TOKENS)), dtype=torch.int16
+        )
         self._words = np.arange(chunk_bytes // 8, dtype=np.uint64) * np.uint64(_NEXT)
         slots = torch.arange(2 * blocks * BLOCK_TOKENS)
         self._source, self._target = slots[: blocks * BLOCK_TOKENS], slots[blocks * BLOCK_TOKENS :]
@@ -106,116 +107,65 @@ def allotted_bytes(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-class Replayed(msgspec.Struct):
-    """The outcomes of all requests, added up."""
-
-    prompt_tokens: int = 0
-    found: int = 0
-    """Chunks of the prefixes that lookups found."""
-    loaded: int = 0
-    """Chunks that were loaded with the right bytes."""
-    damaged: int = 0
-    """Loaded with other bytes than were stored."""
-    stored: int = 0
-    refused: int = 0
-    """Chunks that the pool did not take."""
-    seconds: float = 0.0
-
-    @property
-    def hit_rate(self) -> float:
-        return self.loaded * BLOCK_TOKENS / max(1, self.prompt_tokens)
-
-
-def replay(what: str, requests: Sequence[Request], settings: NodeSettings, chunk_bytes: int) -> Replayed:
-    """Replays the requests, one after the other, on the pool of these settings. `what` is for the progress
-    bar."""
-    cache = ShrunkenCache(max(1, *(len(request.whole_blocks) for request in requests)), chunk_bytes)
+def replay(what: str, requests: Sequence[Request], settings: NodeSettings) -> Counter[str]:
+    """Replays the requests, one after the other, on the pool of these settings. Returns how many chunks were
+    `loaded`, `damaged` (loaded with other bytes than were stored), `stored`, and `refused`. `what` is for the
+    progress bar."""
+    cache = ShrunkenCache(max(1, *(len(request.whole_blocks) for request in requests)), CHUNK_BYTES)
     model = f"replay-{uuid.uuid4().hex}"
-    metadata = CacheMetadata.of(model, cache.layout)
-    tally, start = Replayed(), time.monotonic()
+    metadata, tally = CacheMetadata.of(model, cache.layout), Counter[str]()
     with (
         closing(CacheEngineBuilder.get_or_create(model, settings, metadata, cache.layout)) as engine,
         progress() as bar,
     ):
         engine.wait_available(_OPEN_S)
-        for request in bar.track(requests, description=what):
-            _live(engine, cache, request.whole_blocks, tally)
-            tally.prompt_tokens += request.input_length
-        tally.seconds = time.monotonic() - start
+        for blocks in bar.track([request.whole_blocks for request in requests], description=what):
+            names = [block.to_bytes(16, "big") for block in blocks]
+            loaded = 0
+            if found := engine.find(names).chunks:
+                slots = Slots(cache.target(found))
+                loaded = engine.load(names[:found], slots, kv_caches=cache.tensors).chunks
+                if not cache.arrived(blocks[:loaded]):
+                    tally["damaged"] += loaded
+                    loaded = 0
+            tally["loaded"] += loaded
+            if missing := names[loaded:]:
+                slots = Slots(cache.fill(blocks[loaded:]))
+                outcomes = engine.store(missing, slots, kv_caches=cache.tensors)
+                tally["stored"] += outcomes.count(StoreOutcome.NEW)
+                tally["refused"] += outcomes.count(StoreOutcome.NOT)
     return tally
 
 
-def _live(engine: CacheEngine, cache: ShrunkenCache, blocks: Sequence[int], tally: Replayed) -> None:
-    names = [block.to_bytes(16, "big") for block in blocks]
-    found = engine.find(names).chunks
-    loaded = 0
-    if found:
-        loaded = engine.load(names[:found], Slots(cache.target(found)), kv_caches=cache.tensors).chunks
-        if not cache.arrived(blocks[:loaded]):
-            tally.damaged += loaded
-            loaded = 0
-    tally.found += found
-    tally.loaded += loaded
-    if missing := names[loaded:]:
-        outcomes = engine.store(missing, Slots(cache.fill(blocks[loaded:])), kv_caches=cache.tensors)
-        tally.stored += outcomes.count(StoreOutcome.NEW)
-        tally.refused += outcomes.count(StoreOutcome.NOT)
-
-
-class Pools:
-    """A trace, and the pools on which it is replayed."""
-
-    def __init__(self, requests: Sequence[Request], chunk_bytes: int) -> None:
-        self._trace, self._chunk_bytes = requests, chunk_bytes
-        self._slot = allotted_bytes(chunk_bytes + TRAILER_BYTES)
-        self.ideal = measure(requests, SimulatedLru()).hit_rate
-        self.prompt_tokens = sum(request.input_length for request in requests)
-        self.distinct = len({block for request in requests for block in request.whole_blocks})
-
-    def capacities(self, asked: Sequence[float]) -> Sequence[float]:
-        """Returns the pools' room in chunks: as asked, or by default. Raises UsageError for one that would be
-        too small."""
-        least = -(-MIN_SEGMENT // self._slot)
-        if small := [int(room) for room in asked if room < least]:
-            raise click.UsageError(
-                f"--capacity {small[0]}: Mooncake's least segment of 16MiB has room for {least} chunks of {self._chunk_bytes} bytes; "
-                "choose larger --chunk-bytes"
-            )
-        return asked or (*(float(max(least, round(share * self.distinct))) for share in _SHARES), _UNBOUNDED)
-
-    def row(self, capacity: float, watermark: float, ratio: float) -> dict[str, Any]:
-        """Replays the trace on a pool with room for `capacity` chunks. Returns the figures."""
-        bounded = capacity != _UNBOUNDED
-        # no transfer outlives its lease, and a lease delays eviction
-        lease_ms = 200 if bounded else 60_000
-        timeouts = Timeouts(get_ms=lease_ms, put_ms=lease_ms)
-        transfer = TransferSettings(staging_size=_STAGING, timeouts=timeouts)
-        master = MasterNode(
-            name="master", lease_ttl_ms=lease_ms, eviction_high_watermark=watermark, eviction_ratio=ratio
-        )
-        chunks = capacity if bounded else _ROOM * self.distinct / watermark
-        with local_pool(
-            max(MIN_SEGMENT, math.ceil(chunks) * self._slot), transfer=transfer, master=master
-        ) as address:
-            # a chunk is a block of the trace, named by its number
-            cache = CacheConfig(chunk_size=BLOCK_TOKENS, hash_mode="blocks")
-            settings = NodeSettings(master=address, cache=cache, transfer=transfer)
-            what = f"{capacity:.0f} chunks" if bounded else "unbounded"
-            tally = replay(what, self._trace, settings, self._chunk_bytes)
-        return {
-            "capacity_chunks": int(capacity) if bounded else "unbounded",
-            "capacity_mib": capacity * self._slot / (1 << 20) if bounded else None,
-            "watermark": watermark,
-            "ratio": ratio,
-            "hit_rate": tally.hit_rate,
-            "lru": measure(self._trace, SimulatedLru(int(capacity))).hit_rate if bounded else self.ideal,
-            "ideal": self.ideal,
-            "refused": tally.refused,
-            "lost": tally.found - tally.loaded - tally.damaged,
-            "damaged": tally.damaged,
-            "stored": tally.stored,
-            "seconds": tally.seconds,
-        }
+def measure_pool(
+    requests: Sequence[Request], distinct: int, capacity: float, watermark: float, ratio: float
+) -> dict[str, Any]:
+    """Replays the trace, which has `distinct` chunks, on a pool with room for `capacity` chunks. Returns the
+    figures."""
+    bounded, slot = capacity != _UNBOUNDED, allotted_bytes(CHUNK_BYTES + TRAILER_BYTES)
+    # no transfer outlives its lease, and a lease delays eviction
+    lease_ms = 200 if bounded else 60_000
+    timeouts = Timeouts(get_ms=lease_ms, put_ms=lease_ms)
+    transfer = TransferSettings(staging_size=_STAGING, timeouts=timeouts)
+    master = MasterNode(
+        name="master", lease_ttl_ms=lease_ms, eviction_high_watermark=watermark, eviction_ratio=ratio
+    )
+    chunks = capacity if bounded else _ROOM * distinct / watermark
+    segment = max(MIN_SEGMENT, math.ceil(chunks) * slot)
+    room = int(capacity) if bounded else "unbounded"
+    with local_pool(segment, transfer=transfer, master=master) as address:
+        # a chunk is a block of the trace, named by its number
+        cache = CacheConfig(chunk_size=BLOCK_TOKENS, hash_mode="blocks")
+        settings = NodeSettings(master=address, cache=cache, transfer=transfer)
+        tally = replay(f"{room} chunks", requests, settings)
+    prompt_tokens = sum(request.input_length for request in requests)
+    return {
+        "capacity_chunks": room,
+        "hit_rate": tally["loaded"] * BLOCK_TOKENS / prompt_tokens,
+        "lru": measure(requests, SimulatedLru(int(min(capacity, distinct)))).hit_rate,
+        "ideal": measure(requests, SimulatedLru()).hit_rate,
+        **{what: tally[what] for what in ("stored", "refused", "damaged")},
+    }
 
 
 def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
@@ -244,12 +194,6 @@ def _capacities(
     return tuple(map(read, values))
 
 
-def _chunk_bytes(context: click.Context, option: click.Parameter, value: int) -> int:
-    if value % STEP_BYTES:
-        raise click.BadParameter(f"{value} is not a multiple of {STEP_BYTES}", context, option)
-    return value
-
-
 _CAPACITY = (
     "Chunks that the pool has room for, or `unbounded`; may be given several times. "
     "By default 1/32, 1/16, 1/8 and 1/4 of the trace's distinct blocks, and unbounded."
@@ -260,9 +204,8 @@ _CAPACITY = (
 @option("--trace", type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
 @option("--capacity", "capacities", multiple=True, callback=_capacities, help=_CAPACITY)
 @option("--agents", default=0, type=click.IntRange(0), help="In place of a trace, the synthetic one of this many agents (`bench routing`).")  # fmt: skip
-@option("--policies", is_flag=True, help="Compare policies of eviction and admission in simulation, without a pool: `--evict` and `--chunk-bytes` change nothing then.")  # fmt: skip
+@option("--policies", is_flag=True, help="Compare policies of eviction in simulation, without a pool: `--evict` changes nothing then.")  # fmt: skip
 @option("--evict", nargs=2, default=(0.9, 0.1), type=click.FloatRange(0, 1, min_open=True), help="The master's eviction_high_watermark and eviction_ratio.")  # fmt: skip
-@option("--chunk-bytes", default=4096, type=click.IntRange(STEP_BYTES, 16 << 20), callback=_chunk_bytes, help="Of a chunk.")  # fmt: skip
 @output_options
 def main(
     trace: Path | None,
@@ -270,20 +213,27 @@ def main(
     agents: int,
     policies: bool,
     evict: tuple[float, float],
-    chunk_bytes: int,
     **output: Any,
 ) -> None:
     """A trace's hit rate on a real pool, against its ideal and LRU."""
     if (trace is None) == (not agents):
         raise click.UsageError("give either --trace or --agents")
     requests = agent_trace(agents) if trace is None else read_trace(trace)
-    pools = Pools(requests, chunk_bytes)
+    distinct = len({block for request in requests for block in request.whole_blocks})
+    least = -(-MIN_SEGMENT // allotted_bytes(CHUNK_BYTES + TRAILER_BYTES))
+    shares = (float(max(least, round(share * distinct))) for share in _SHARES)
+    rooms = capacities or (*shares, _UNBOUNDED)
     if policies:
-        rooms = capacities or pools.capacities(())
-        rows = [row for room in rooms for row in compare(requests, int(min(room, pools.distinct)))]
+        rows = [row for room in rooms for row in compare(requests, int(min(room, distinct)))]
         checks = []
+    elif min(rooms) < least:
+        least_segment = (
+            f"Mooncake's least segment of 16MiB has room for {least} chunks of {CHUNK_BYTES} bytes"
+        )
+        raise click.UsageError(f"--capacity {min(rooms):.0f}: {least_segment}")
     else:
-        rows = [pools.row(room, *evict) for room in pools.capacities(capacities)]
+        rows = [measure_pool(requests, distinct, room, *evict) for room in rooms]
         checks = checks_of(rows)
-    figures = {"prompt_tokens": pools.prompt_tokens, "distinct_chunks": pools.distinct, "results": rows}
+    prompt_tokens = sum(request.input_length for request in requests)
+    figures = {"prompt_tokens": prompt_tokens, "distinct_chunks": distinct, "results": rows}
     finish(figures, checks, **output)

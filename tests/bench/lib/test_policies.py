@@ -48,42 +48,13 @@ def test_the_oracle_finds_as_much_as_the_best_of_all_choices(ways, room):
 # Each yields what is held after each prompt, in plain lists: first what goes next.
 
 
-def plain_lru(prompts, room, admits, batch=0):
+def plain_lru(prompts, room, batch=0):
     held = []
     for blocks in prompts:
-        admitted = admits(blocks, found_in(held, blocks))
-        used = [block for block in blocks if block in held or block in admitted]
-        held = [block for block in held if block not in used] + used[::-1]
+        held = [block for block in held if block not in blocks] + blocks[::-1]
         if len(held) > room:
             held = held[len(held) - room + batch :]
         yield held
-
-
-def everything(blocks, found):
-    return blocks
-
-
-def first_64(blocks, found):
-    return blocks[:64]
-
-
-def asked_before(engines):
-    rng, asked = random.Random(0), [[] for _ in range(engines)]
-
-    def admits(blocks, found):
-        mine = rng.choice(asked)
-        before = list(mine)
-        mine += blocks
-        return [block for block in blocks if block in before]
-
-    return admits
-
-
-def cut_at_random():
-    rng = random.Random(0)
-    return lambda blocks, found: list(
-        itertools.takewhile(lambda block: block in blocks[:found] or rng.random() < 0.95, blocks)
-    )
 
 
 def plain_s3fifo(prompts, room):
@@ -109,39 +80,10 @@ def plain_s3fifo(prompts, room):
         yield small + main
 
 
-def plain_tinylfu(prompts, room):
-    window, trial, safe, asked, count = [], [], [], {}, 0
-    for blocks in prompts:
-        for block in blocks:
-            asked[block] = asked.get(block, 0) + 1
-        count += len(blocks)
-        if count > 10 * room:
-            count //= 2
-            asked = {block: times // 2 for block, times in asked.items()}
-        for block in blocks[::-1]:
-            part = safe if block in safe + trial else window
-            for other in (window, trial, safe):
-                if block in other:
-                    other.remove(block)
-            part.append(block)
-            if len(safe) > 0.8 * room:
-                trial.append(safe.pop(0))
-            if len(window) > 0.01 * room:
-                trial.append(window.pop(0))
-            if len(window + trial + safe) > room:
-                trial.pop(0 if asked[trial[0]] < asked[trial[-1]] else -1)
-        yield window + trial + safe
-
-
 PLAIN = {
-    "lru": lambda prompts, room: plain_lru(prompts, room, everything),
-    "mooncake": lambda prompts, room: plain_lru(prompts, room, everything, batch=room // 10),
+    "lru": plain_lru,
+    "mooncake": lambda prompts, room: plain_lru(prompts, room, batch=room // 10),
     "s3fifo": plain_s3fifo,
-    "tinylfu": plain_tinylfu,
-    "second_sight": lambda prompts, room: plain_lru(prompts, room, asked_before(1)),
-    "second_sight_of_8": lambda prompts, room: plain_lru(prompts, room, asked_before(8)),
-    "shallow": lambda prompts, room: plain_lru(prompts, room, first_64),
-    "cut": lambda prompts, room: plain_lru(prompts, room, cut_at_random()),
 }
 
 
