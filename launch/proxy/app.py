@@ -219,9 +219,12 @@ class Proxy:
 
 
 async def _repeat(wait_s: Callable[[], float], do: Callable[[], Awaitable[None]]) -> NoReturn:
+    loop, took_s = asyncio.get_running_loop(), 0.0
     while True:
-        await asyncio.sleep(wait_s())
+        await asyncio.sleep(wait_s() - took_s)
+        began = loop.time()
         try:
             await do()
         except Exception:  # the next time may succeed
             log.exception("%s failed unexpectedly", do)
+        took_s = loop.time() - began

@@ -12,20 +12,20 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 _MESSAGES = """\
-ProcessingRequest: HttpHeaders request_headers 2, HttpHeaders response_headers 3, HttpBody request_body 4, HttpTrailers request_trailers 6, Metadata metadata_context 8, *Entry attributes 9, ProtocolConfiguration protocol_config 11
+ProcessingRequest: HttpHeaders request_headers 2, HttpHeaders response_headers 3, HttpBody request_body 4, HttpBody response_body 5, HttpTrailers request_trailers 6, HttpTrailers response_trailers 7, Metadata metadata_context 8, *Entry attributes 9, ProtocolConfiguration protocol_config 11
 HttpHeaders: HeaderMap headers 1, bool end_of_stream 3
 HeaderMap: *HeaderValue headers 1
 HeaderValue: string key 1, string value 2, bytes raw_value 3
 HttpBody: bytes body 1, bool end_of_stream 2
 HttpTrailers: HeaderMap trailers 1
 Metadata: *Entry filter_metadata 1
-ProtocolConfiguration: int32 request_body_mode 1
+ProtocolConfiguration: int32 request_body_mode 1, int32 response_body_mode 2
 Entry: string key 1, Struct value 2
 Struct: *Field fields 1
 Field: string key 1, Value value 2
 Value: string string_value 3, Struct struct_value 5, ListValue list_value 6
 ListValue: *Value values 1
-ProcessingResponse: HeadersOrBody request_headers 1, HeadersOrBody response_headers 2, HeadersOrBody request_body 3, Trailers request_trailers 5, ImmediateResponse immediate_response 7, Struct dynamic_metadata 8
+ProcessingResponse: HeadersOrBody request_headers 1, HeadersOrBody response_headers 2, HeadersOrBody request_body 3, HeadersOrBody response_body 4, Trailers request_trailers 5, Trailers response_trailers 6, ImmediateResponse immediate_response 7, Struct dynamic_metadata 8
 HeadersOrBody: CommonResponse response 1
 CommonResponse: HeaderMutation header_mutation 2, BodyMutation body_mutation 3
 HeaderMutation: *HeaderValueOption set_headers 1, *string remove_headers 2
@@ -60,6 +60,6 @@ def _classes(*names: str) -> list[Any]:
 
 ProcessingRequest, ProcessingResponse = _classes("ProcessingRequest", "ProcessingResponse")
 FULL_DUPLEX_STREAMED = 4
-"""The `request_body_mode` that endpoint pickers use."""
+"""The mode of bodies that endpoint pickers use."""
 OVERWRITE_IF_EXISTS_OR_ADD = 2
 """An `append_action`."""

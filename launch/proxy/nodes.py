@@ -339,8 +339,9 @@ async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
 
     async def check(url: str) -> None:
         async with places:
+            until = asyncio.get_running_loop().time() + HEALTH_TIMEOUT_S
             try:
-                async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                async with asyncio.timeout_at(until):
                     why = await _why_ill(nodes, session, url)
             except TimeoutError:
                 why = f"no answer within {HEALTH_TIMEOUT_S:g} s"
@@ -354,7 +355,7 @@ async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")
         if not why and (nodes.reads_metrics or nodes.gateways):
             with contextlib.suppress(HopError, TimeoutError):
-                async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                async with asyncio.timeout_at(until):
                     _, page = await _page(session, f"{url}/metrics", _MAX_METRICS)
                 most = max(pool.target(url).max_running for pool in nodes.pools.values())
                 if (report := read_metrics(page, most)) is not None:

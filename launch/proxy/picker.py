@@ -37,6 +37,7 @@ from pd_cache.cluster import LARGEST_BODY, ServerTlsConfig
 
 ENDPOINT = "x-gateway-destination-endpoint"
 _SUBSET = f"{ENDPOINT}-subset"
+_DEADLINE = "x-envoy-upstream-rq-timeout-ms"
 _PIECE = 60_000
 """The most bytes of a body in a message: gateways may refuse more than 64 KiB."""
 
@@ -81,11 +82,11 @@ class _Picker:
         try:
             async with asyncio.timeout(self._requests.config.request_timeout_s):
                 first = await stream.read()
+                if first is not grpc.aio.EOF and first.HasField("response_headers"):
+                    # the gateway refuses the request itself
+                    await _answer(first, {}, stream)
+                    return
         except TimeoutError:
-            return
-        if first is not grpc.aio.EOF and first.HasField("response_headers"):
-            # the gateway refuses the request itself
-            await stream.write(ProcessingResponse(response_headers={}))
             return
         if first is grpc.aio.EOF or not first.HasField("request_headers"):
             await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with a request's headers")
@@ -119,7 +120,11 @@ class _Picker:
             exchange.body = await read_body(aiter(pieces), exchange.share, LARGEST_BODY, limit_s)
         async with requests.admitted(exchange):
             if (subset := _subset(first)) is not None:
-                exchange.excluded = {url for url in pool.urls() if await _address(url) not in subset}
+                urls = pool.urls()
+                addresses = await asyncio.gather(*map(_address, urls))
+                exchange.excluded = {
+                    url for url, its in zip(urls, addresses, strict=True) if its not in subset
+                }
             await requests.prepared(exchange)
             attempts = Attempts(pool, exchange.trial, first=exchange.decodes, tried=exchange.excluded)
             while (node := attempts.next(time.monotonic())) and not (address := await _address(node)):
@@ -128,11 +133,13 @@ class _Picker:
             if node is None:
                 raise overloaded("No decode node could answer")
             with requests.hops.asking(exchange, "decode", node) as (headers, asked):
-                for message in _decision(exchange, {ENDPOINT: address, **headers}, pieces.trailers):
+                left_s = max(0.001, limit_s - (time.monotonic() - exchange.started))
+                sent = {ENDPOINT: address, _DEADLINE: str(int(left_s * 1000)), **headers}
+                for message in _decision(exchange, sent, pieces.trailers):
                     await stream.write(message)
                 exchange.body = b""
                 head = await stream.read()
-                if head is grpc.aio.EOF:
+                if head is grpc.aio.EOF or not head.HasField("response_headers"):
                     raise ClientGone
                 answer = dict(_pairs(head.response_headers))
                 exchange.status = status = int(answer.get(":status", "0"))
@@ -152,9 +159,7 @@ class _Picker:
             more = {ID_HEADER: exchange.id}
             if exchange.hinted is not None:
                 more[HINTS_HEADER] = (await exchange.hinted).decode()
-            await stream.write(
-                ProcessingResponse(response_headers={"response": {"header_mutation": _set(more)}})
-            )
+            await _answer(first, more, stream)
 
 
 class _Pieces:
@@ -192,8 +197,26 @@ async def _address(url: str) -> str:
         found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return ""
-    host, port = map(str, found[0][4][:2])
+    host, port = map(str, min(found)[4][:2])  # IPv4 first: vLLM listens only there if its host is a name
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _answer(first: Any, headers: Mapping[str, str], stream: Any) -> None:
+    """Makes the gateway pass on the node's answer, with `headers`. Some gateways send its body, too, and wait
+    until they get it back."""
+    await stream.write(ProcessingResponse(response_headers={"response": {"header_mutation": _set(headers)}}))
+    ended = first.protocol_config.response_body_mode != FULL_DUPLEX_STREAMED
+    while not ended and (message := await stream.read()) is not grpc.aio.EOF:
+        ended = message.HasField("response_trailers") or message.response_body.end_of_stream
+        if message.HasField("response_body"):
+            await stream.write(_streamed("response_body", message.response_body.body, ended))
+        else:
+            await stream.write(ProcessingResponse(response_trailers={}))
+
+
+def _streamed(what: str, body: bytes, last: bool) -> Any:
+    piece = {"streamed_response": {"body": body, "end_of_stream": last}}
+    return ProcessingResponse(**{what: {"response": {"body_mutation": piece}}})
 
 
 def _decision(exchange: Exchange, sent: Mapping[str, str], trailers: bool) -> Iterable[Any]:
@@ -212,8 +235,7 @@ def _decision(exchange: Exchange, sent: Mapping[str, str], trailers: bool) -> It
     )
     for start in range(0, len(body), _PIECE):
         last = start + _PIECE >= len(body) and not trailers
-        piece = {"body": body[start : start + _PIECE], "end_of_stream": last}
-        yield ProcessingResponse(request_body={"response": {"body_mutation": {"streamed_response": piece}}})
+        yield _streamed("request_body", body[start : start + _PIECE], last)
     if trailers:
         yield ProcessingResponse(request_trailers={})
 

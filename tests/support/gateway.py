@@ -24,13 +24,14 @@ class Gateway(NamedTuple):
 
 
 @contextmanager
-def envoy(folder, picker_port=None, **config):
-    """An Envoy for proxies that come and go at the same two sockets, or for pickers at a port."""
+def envoy(folder, changes=(), **config):
+    """An Envoy for proxies that come and go at the same two sockets. `changes`: pairs of a text of its
+    configuration and what stands there instead."""
     port = free_port()
     text = configuration(folder, ProxyNode(name="proxy", port=port), ProxyConfig(**config))
-    if picker_port is not None:
-        address = f"socket_address: {{address: 127.0.0.1, port_value: {picker_port}}}"
-        text = text.replace(f'pipe: {{path: "{folder}/picker"}}', address)
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
     (folder / "envoy.yaml").write_text(text)
     log = folder / "envoy.log"
     command = [str(ENVOY), "-c", str(folder / "envoy.yaml"), "--concurrency", "1", "--disable-hot-restart"]

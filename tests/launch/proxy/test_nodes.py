@@ -15,6 +15,7 @@ import pytest
 from launch.discovery import View
 from launch.http import BadStatus, fetch
 from launch.proxy import nodes
+from pd_cache.cluster import LimitsConfig
 from tests.support.proxy import (
     EVENTS,
     Node,
@@ -26,6 +27,7 @@ from tests.support.proxy import (
     disconnects,
     error_of,
     hangs,
+    jump,
     proxy_process,
     says,
     scenario,
@@ -109,6 +111,29 @@ async def test_a_node_that_is_not_well_gets_no_requests_until_it_is_again(check,
         sick.health = answers(404)  # it knows no such path, but it answers
         while not await healthy("prefill", sick):
             pass
+
+
+@scenario
+async def test_a_node_that_is_slow_to_report_delays_no_checks_of_others(monkeypatch):
+    monkeypatch.setattr(nodes, "HEALTH_TIMEOUT_S", 200.0)
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    async def health(request):
+        asked.set()
+        await go.wait()
+        return await answers(200)(request)
+
+    async with cluster(0, 2, health_interval_s=200, limits=LimitsConfig(ttft_s=1.0)) as c:
+        slow, other = c.decode
+        slow.health, slow.default = health, hangs
+        jump(200)
+        await asked.wait()
+        await until(lambda: other.paths == ["/metrics"], "the first check of the other node")
+        jump(110)  # health and metrics have one deadline …
+        go.set()
+        await until(lambda: slow.paths == ["/metrics"], "the slow node is asked for its load")
+        jump(90)  # … and the next check is due then
+        await until(lambda: other.paths == ["/metrics"] * 2, "the second check of the other node")
 
 
 @scenario

@@ -22,6 +22,7 @@ from tests.support import proxy as support
 from tests.support.gateway import envoy
 from tests.support.pool import free_port
 from tests.support.proxy import (
+    EVENTS,
     PARAMS,
     Node,
     OneByOne,
@@ -44,13 +45,26 @@ def behind_envoy(gateway, monkeypatch):
     monkeypatch.setattr(support, "GATEWAY", gateway)
 
 
+async def code_of(answer):
+    """The code of an answer that Envoy makes itself."""
+    error = (await answer.json())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error["code"]
+
+
 # --- behind Envoy -------------------------------------------------------------------------------------------
 
 
 @scenario
 async def test_a_node_gets_what_the_picker_sends_whatever_headers_the_client_adds(behind_envoy):
     async with cluster(1, 2) as c:
-        nobody = {ENDPOINT: "127.0.0.1:1", "X-Secret": "s", "Cookie": "c", "X-Request-Id": "mine"}
+        nobody = {
+            ENDPOINT: "127.0.0.1:1",
+            "X-Secret": "s",
+            "Cookie": "c",
+            "X-Request-Id": "mine",
+            "X-Envoy-Upstream-Rq-Timeout-Ms": "0",
+        }
         async with c.post({"prompt": "x" * 100_000}, headers=nobody) as response:
             assert response.headers["X-Request-Id"] == "mine"
             assert (await response.json())["id"] == "d"
@@ -59,12 +73,15 @@ async def test_a_node_gets_what_the_picker_sends_whatever_headers_the_client_add
         assert headers[ENDPOINT] == c.decode[0].url.removeprefix("http://")
         assert headers["X-Request-Id"] == "mine"
         assert not {"X-Secret", "Cookie"} & set(headers)
+        left_ms = int(headers["X-Envoy-Expected-Rq-Timeout-Ms"])
+        assert 0 < left_ms < 300_000, "the answer has what is left of the request's deadline"
 
 
 @scenario
 async def test_what_envoy_refuses_itself_is_not_taken_for_a_dead_picker(behind_envoy):
-    async with cluster(0, 1) as c:
-        await c.ask(status=403, headers={"Connection": "upgrade", "Upgrade": "websocket"})
+    upgrade = {"Connection": "upgrade", "Upgrade": "websocket"}
+    async with cluster(0, 1) as c, c.post(headers=upgrade) as response:
+        assert (response.status, await code_of(response)) == (403, "invalid_request")
 
 
 @scenario
@@ -76,7 +93,34 @@ async def test_an_answer_that_has_begun_needs_no_picker(behind_envoy):
             await c.proxy.close()
             await stream.read(response)
             assert await response.content.read() == b""
-        await c.ask(status=503)
+        async with c.post() as response, c.get("/health") as page:
+            for answer in (response, page):
+                assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+                assert await code_of(answer) == "node_failed"
+
+
+@scenario
+async def test_a_gateway_that_sends_its_picker_the_answers_too_passes_them_on_whole_or_breaks_them_off(
+    monkeypatch,
+):
+    like_istio = [("response_body_mode: NONE", "response_body_mode: FULL_DUPLEX_STREAMED")]
+    like_istio.append(("response_trailer_mode: SKIP", "response_trailer_mode: SEND"))
+    with tempfile.TemporaryDirectory(prefix="pdc-") as folder, envoy(Path(folder), like_istio) as running:
+        monkeypatch.setattr(support, "GATEWAY", running)
+        async with cluster(0, 1) as c:
+            assert json.loads(await c.ask())["id"] == "d"
+            async with c.post(headers={"Connection": "upgrade", "Upgrade": "websocket"}) as response:
+                assert (response.status, await code_of(response)) == (403, "invalid_request")
+            c.decode[0].default = stream = OneByOne()
+            async with c.post() as response:
+                await stream.read(response)
+                assert await response.content.read() == b""
+            c.decode[0].default = OneByOne()
+            async with c.post() as response:
+                await response.content.readexactly(len(EVENTS[0]))
+                await c.proxy.close()
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await response.read()
 
 
 @scenario
@@ -88,7 +132,7 @@ async def test_a_picker_that_hangs_hangs_no_request(monkeypatch):
         with envoy(Path(folder), request_timeout_s=0.5, prefill_timeout_s=0.2) as running:
             page = f"{running.url}/v1/completions"
             async with aiohttp.ClientSession() as session, session.post(page, data=BODY) as response:
-                assert response.status == 504
+                assert (response.status, await code_of(response)) == (504, "node_failed")
 
 
 @scenario
@@ -101,7 +145,7 @@ async def test_a_node_that_cannot_be_reached_costs_one_request_and_one_that_is_f
             async with c.post() as response:
                 assert response.status == status
                 if status == 503:
-                    assert (await response.json())["error"]["code"] == "node_failed"
+                    assert await code_of(response) == "node_failed"
                     assert (response.headers["Retry-After"], len(response.headers["X-Request-Id"])) == (
                         "1",
                         32,
@@ -177,7 +221,11 @@ async def test_an_answer_outlives_its_killed_picker_and_new_requests_are_refused
     def behaves(request):
         return (stream if request.method == "POST" else decodes)(request)
 
-    with tempfile.TemporaryDirectory(prefix="pdc-") as folder, envoy(Path(folder), port) as gateway:
+    there = f"socket_address: {{address: 127.0.0.1, port_value: {port}}}"
+    with (
+        tempfile.TemporaryDirectory(prefix="pdc-") as folder,
+        envoy(Path(folder), [(f'pipe: {{path: "{folder}/picker"}}', there)]) as gateway,
+    ):
         async with Node(behaves) as node, aiohttp.ClientSession(gateway.url) as session:
 
             def picker():
@@ -318,3 +366,22 @@ async def test_a_gateway_limits_the_choice_of_nodes(tmp_path):
         for address in addresses:
             assert await picked(address, "10.0.0.9:80") == address
         assert await picked("10.0.0.9:80") == await picked() == (503, "overloaded")
+
+
+@scenario
+async def test_names_of_nodes_are_looked_up_at_once_and_an_ipv4_address_comes_first(tmp_path, monkeypatch):
+    asked_for, found = set(), [(socket.AF_INET6, "::1", 0, 0), (socket.AF_INET, "10.0.0.1")]
+
+    async def look_up(host, port, **_):
+        asked_for.add(host)
+        await until(lambda: len(asked_for) == 2, "both names are looked up")
+        return [
+            (family, socket.SOCK_STREAM, 6, "", (address, port, *more)) for family, address, *more in found
+        ]
+
+    async with picking(tmp_path, 0, ["http://a.example:80", "http://b.example:80"]) as (_, process):
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+        answer = await asked(process, head(subset=["10.0.0.1:80"]), piece(BODY))
+        assert (
+            answer.dynamic_metadata.fields[0].value.struct_value.fields[0].value.string_value == "10.0.0.1:80"
+        )
