@@ -13,17 +13,24 @@ It guarantees:
 5. A client that goes away takes its upstream connections with it.
 6. Nodes come and go with discovery's view (`nodes`). The proxy waits for neither discovery nor the pool.
 
-A completion's way, and where each step is:
+A completion's way, by file and function:
 
-1. `app.Proxy.setup` lists the pages. `serving.Serving.completion` answers completions and chats.
-2. `requests.Requests.begun` checks the client's key and tenant. `bodies.read_body` reads the body.
-3. `requests.Requests.admitted` holds a place for the request, and ends it at its deadline.
-4. `requests.Requests.prepared` is all that comes before the decode node: the lookup (`hops.Hops.look_up`),
-   the limits, hints, and the prefill node (`hops.Hops.prefill`).
-5. `serving.Serving._decode` asks the decode node. `serving.Relay.pass_on` passes its answer on.
+    app.py        Proxy.setup                  lists the pages
+    serving.py    Serving.completion           is the way; _accepted does the next three steps
+    requests.py     Requests.begun             checks the key and the tenant; at the end, counts and logs
+    bodies.py       read_body
+    requests.py     Requests.admitted          holds a place, and ends the request at its deadline
+    requests.py     Requests.prepared          is all that comes before the decode node, a step a line:
+    hops.py           Hops.look_up             does a prefill node have to compute the prompt?
+    requests.py       Requests._within_limits  refuses it, or lets it wait
+    hints.py          Hints.begin
+    hops.py           Hops.prefill             asks a prefill node
+    serving.py      Serving._decode            asks a decode node
+    serving.py      Relay.pass_on              passes its answer on
 
-Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`: steps 2 to 4 are the same,
-then it names the decode node, and the gateway asks that node. There, rule 3 is the gateway's affair.
+Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`: everything until
+`Requests.prepared` is the same, then it names the decode node, and the gateway asks that node. There, rule 3
+is the gateway's affair.
 
 `exchange` is the state of a request. `bodies` reads what clients and nodes send. `direct` looks prompts up in
 the pool. `routing` (pure) decides which node is next, when to stop, and what is to blame for a failure.

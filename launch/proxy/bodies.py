@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import http_exceptions, web
 
 from launch.openai import ApiError, overloaded
-from launch.proxy.prefixes import PromptTokens, RoutedPrompt, is_token_ids, read_prompt
+from launch.proxy.prefixes import PromptTokens, RoutedPrompt, read_prompt
 from pd_cache.chunks import MediaItem
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.handoff import Announcement, write_params
@@ -144,6 +144,12 @@ _UNTOLD = (
 )
 """Other fields that determine the prompt. `/tokenize` does not accept them; `/render` does."""
 _ISOLATION = ("model", "cache_salt")
+_CHECKED: tuple[tuple[str, Any, str], ...] = (
+    ("max_tokens", _Count | None, "an integer of at least 0"),
+    ("max_completion_tokens", _Count | None, "an integer of at least 0"),
+    ("cache_salt", str | None, "text"),
+)
+"""Fields that a node would not accept otherwise, or that have to be known here."""
 _SHOWN = ("tools", "documents", "chat_template_kwargs")
 """Fields that a chat's template puts before the messages."""
 SAMPLING = {
@@ -235,8 +241,9 @@ def _consists_of(messages: bytes, part: type[msgspec.Struct]) -> bool:
 
 
 class Completion:
-    def __init__(self, body: bytes, *, prompt: Literal["prompt", "messages"] = "prompt") -> None:
-        """`prompt`: the field that holds the prompt. Raises ApiError 400 if no node could use the body."""
+    def __init__(self, body: bytes, *, chat: bool = False, tenant: str = "") -> None:
+        """The request gets the salt of its tenant (`tenant_salt`). Raises ApiError 400 if no node could use
+        the body."""
         body = body.removeprefix(codecs.BOM_UTF8)
         check_fields(body)
         try:
@@ -248,24 +255,29 @@ class Completion:
         if len(self._fields) > _MOST_FIELDS:
             raise _too_many_fields()
         self._fields.pop(_TRANSFER, None)  # it says which memory to read, so it is only for nodes
-        hints = bytes(self._fields.pop(_HINTS, b"null"))
+        hints = bytes(self._fields.pop(_HINTS, _NULL))
         self.hints = None if hints == b"null" else hints
         """The client's hints about future prompts (`launch/proxy/hints.py`), as JSON. No node gets them."""
-        self._chat = prompt == "messages"
-        self._field = prompt
-        if prompt not in self._fields or self._fields[prompt] == _NULL:
+        self._chat = chat
+        self._field = prompt = "messages" if chat else "prompt"
+        """The field that holds the prompt."""
+        if self._fields.get(prompt, _NULL) == _NULL:
             raise ApiError(400, f"`{prompt}` is missing", param=prompt, code="missing_required_parameter")
-        for name in ("max_tokens", "max_completion_tokens"):
-            raw = bytes(self._fields.get(name, b"null"))
+        for name, kind, expected in _CHECKED:
             try:
-                decode_json(raw, _Count | None, strict=False)
+                decode_json(self._raw(name), kind, strict=False)
             except UndecodableError:
-                shown = raw[:40].decode(errors="replace")
-                what = f"`{name}` must be an integer of at least 0, not {shown}"
+                shown = self._raw(name)[:40].decode(errors="replace")
+                what = f"`{name}` must be {expected}, not {shown}"
                 raise ApiError(400, what, param=name, code="invalid_value") from None
+        own = self._value("cache_salt", str)
+        self.cache_salt = tenant_salt(own, tenant)
+        """The salt that separates the request's cache from others; None without one."""
+        if self.cache_salt != own:
+            self._fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(self.cache_salt))
         self._media: bool | None = False
         """Whether a chat has images, audio or video; None if it cannot be read."""
-        if self._chat and not _consists_of(messages := self._prompt, _TextPart):
+        if self._chat and not _consists_of(messages := self._raw(prompt), _TextPart):
             self._media = True
             if not _consists_of(messages, _UnnamedPart):
                 try:
@@ -278,15 +290,10 @@ class Completion:
         """The path of the request in OpenAI's API."""
         return "/v1/chat/completions" if self._chat else "/v1/completions"
 
-    @property
-    def _prompt(self) -> bytes:
-        """The prompt's JSON: a new copy each time, so that none stays in memory."""
-        return bytes(self._fields[self._field])
-
     def prompt(self) -> RoutedPrompt:
         shown = [bytes(self._fields[name]) for name in _SHOWN if self._chat and name in self._fields]
         isolation = b"\0".join(bytes(self._fields.get(name, b"")) for name in _ISOLATION)
-        return read_prompt(b"".join([*shown, self._prompt]), isolation)
+        return read_prompt(b"".join([*shown, self._raw(self._field)]), isolation)
 
     def plain(self) -> bool:
         """Returns whether the tokens of `/tokenize` identify the prompt. They do not if it has images or
@@ -300,56 +307,39 @@ class Completion:
 
     def token_ids(self) -> list[int] | None:
         """Returns the prompt's token ids if it is given as token ids, otherwise None."""
-        if not is_token_ids(self._prompt):
-            return None
-        try:
-            return decode_json(self._prompt, list[_Token])
-        except UndecodableError:
-            return None
+        return self._value(self._field, list[_Token])
 
     def model(self) -> str | None:
         """Returns the model that should answer; None if the request names none, or not by a string."""
-        try:
-            return decode_json(bytes(self._fields.get("model", b"null")), str | None)
-        except UndecodableError:
-            return None
+        return self._value("model", str)
 
     def priority(self) -> int:
         """Returns the request's priority; 0 without a valid number. Lower priorities go first."""
-        try:
-            return decode_json(bytes(self._fields.get("priority", b"0")), int | None) or 0
-        except UndecodableError:
-            return 0
+        return self._value("priority", int) or 0
 
     def streams(self) -> bool:
         """Returns whether the answer comes token by token."""
-        return bytes(self._fields.get("stream", b"")) == b"true"
-
-    def cache_salt(self) -> str | None:
-        """Returns the salt that separates the request's cache from others; None without one. Raises
-        ValueError if it is not text."""
-        return decode_json(bytes(self._fields.get("cache_salt", b"null")), str | None)
-
-    def isolate(self, tenant: str) -> None:
-        """Gives the request the salt of its tenant: see `tenant_salt`. Raises ApiError 400 for a salt that no
-        client may send."""
-        try:
-            own = self.cache_salt()
-        except ValueError:
-            raise ApiError(
-                400, "`cache_salt` must be text", param="cache_salt", code="invalid_value"
-            ) from None
-        if (salt := tenant_salt(own, tenant)) != own:
-            self._fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
+        return self._raw("stream") == b"true"
 
     def scores_prompt(self) -> bool:
         """Returns whether the answer has log probabilities of the prompt. For these, vLLM
         computes the whole prompt, even what it has cached."""
 
         def given(field: str) -> bool:
-            return bytes(self._fields.get(field, b"null")) not in (b"null", b"false")
+            return self._raw(field) not in (b"null", b"false")
 
         return given("prompt_logprobs") or (given("echo") and (self._chat or given("logprobs")))
+
+    def _raw(self, field: str) -> bytes:
+        """Returns a field's JSON: a new copy each time, so that none stays in memory."""
+        return bytes(self._fields.get(field, _NULL))
+
+    def _value(self, field: str, kind: type[P]) -> P | None:
+        """Returns a field's value; None if it is missing, or of another kind."""
+        try:
+            return decode_json(self._raw(field), kind)
+        except UndecodableError:
+            return None
 
     def for_tokenize(self) -> bytes:
         return msgspec.json.encode({name: raw for name, raw in self._fields.items() if name in _TOKENIZED})

@@ -284,12 +284,10 @@ class Hints:
             fields.pop(field, None)
         if self._direct.model is not None:
             fields.setdefault("model", msgspec.Raw(msgspec.json.encode(self._direct.model)))
-        completion = Completion(
-            msgspec.json.encode(fields), prompt="messages" if "messages" in payload else "prompt"
-        )
+        body, chat = msgspec.json.encode(fields), "messages" in payload
+        completion = Completion(body, chat=chat, tenant=client.tenant)
         if "tokens" in payload and completion.token_ids() is None:
             raise HintRefusedError("tokens must be a list of token ids")
-        completion.isolate(client.tenant)
         return completion
 
     async def _room(self) -> int:

@@ -99,7 +99,7 @@ class Hops:
                 tokens, media = await self._tokens(exchange, completion)
                 if (why := direct.why(len(tokens))) is not None and not name:
                     return why, "not asked for"
-                named = await direct.look_up(tokens, completion.cache_salt(), exchange.id, media)
+                named = await direct.look_up(tokens, completion.cache_salt, exchange.id, media)
         except TimeoutError:
             return why, f"its tokens were not there or not looked up within {direct.timeout_s:g} s"
         except ValueError as error:

@@ -184,8 +184,8 @@ class Requests:
         """Returns the client's request. Raises ApiError if no node could answer it."""
 
         def read() -> Completion:
-            completion = Completion(exchange.body, prompt="messages" if exchange.path == CHAT else "prompt")
-            completion.isolate(exchange.client.tenant)
+            chat, tenant = exchange.path == CHAT, exchange.client.tenant
+            completion = Completion(exchange.body, chat=chat, tenant=tenant)
             exchange.prompt = completion.prompt()
             exchange.streamed = completion.streams()
             return completion

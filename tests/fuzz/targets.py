@@ -332,7 +332,7 @@ _BODIES = (
 
 def _completion(field):
     def parse(data):
-        body = Completion(data, prompt="messages" if field == "messages" else "prompt")
+        body = Completion(data, chat=field == "messages")
         prompt = body.prompt()
         assert prompt.tokens >= 1
         assert len(prompt.blocks) <= len(data) // 2048
@@ -343,12 +343,8 @@ def _completion(field):
         model = body.model()
         if model is not None:
             model.encode()
-        try:
-            salt = body.cache_salt()
-            if salt is not None:
-                salt.encode()
-        except ValueError:
-            pass
+        if body.cache_salt is not None:
+            body.cache_salt.encode()
         prefill = _read_json(body.for_prefill())
         assert (prefill["max_tokens"], prefill["stream"]) == ("1", False)
         media = {"media_hashed": True} if body._media else {}

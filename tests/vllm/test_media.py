@@ -150,7 +150,7 @@ def ask(server, chat, *, proxied=False, **fields):
     """`proxied`: with the body that the proxy makes of it."""
     body = chat.body(**fields)
     if proxied:
-        body = json.loads(Completion(json.dumps(body).encode(), prompt="messages").for_decode(None))
+        body = json.loads(Completion(json.dumps(body).encode(), chat=True).for_decode(None))
     answer = server.ask("/v1/chat/completions", body)
     server.settle()
     assert answer["usage"]["prompt_tokens"] == chat.tokens

@@ -39,7 +39,7 @@ def test_hops_that_need_a_prompts_kv_ask_for_one_token_of_one_sequence_and_nothi
     assert json.loads(completion.for_decode(None)) == asked
     for prompt in ("prompt", "messages"):
         formatted = json.dumps({prompt: [], "response_format": {"type": "json_object"}}).encode()
-        hop = json.loads(Completion(formatted, prompt=prompt).for_prefill())
+        hop = json.loads(Completion(formatted, chat=prompt == "messages").for_prefill())
         assert ("response_format" in hop) == (prompt == "messages"), "chat templates get it"
 
 
@@ -91,7 +91,7 @@ def test_nodes_learn_that_an_image_has_only_the_name_that_they_give_it(part):
     bare = json.loads(part)
     bare.pop("uuid", None)
     chat = '{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": ["b", %s], "x": 1.50}]}'
-    completion = Completion((chat % part).encode(), prompt="messages")
+    completion = Completion((chat % part).encode(), chat=True)
     for body, params in (
         (completion.for_prefill(), {"do_remote_decode": True, "do_remote_prefill": False}),
         (completion.for_decode(None), {}),
@@ -110,7 +110,7 @@ def test_nodes_learn_that_an_image_has_only_the_name_that_they_give_it(part):
 )
 def test_what_has_no_images_is_sent_as_it_came(content):
     body = f'{{"messages":[{{"role":"user","content":{content}}}]}}'
-    assert Completion(body.encode(), prompt="messages").for_decode(None) == body.encode()
+    assert Completion(body.encode(), chat=True).for_decode(None) == body.encode()
 
 
 def test_a_chat_may_name_images_in_messages_of_a_thousand_parts():
@@ -118,7 +118,7 @@ def test_a_chat_may_name_images_in_messages_of_a_thousand_parts():
     for parts in (content, (*content, '"a"')):
         named, other = (f'{{"role": "user", "content": [{text}]}}' for text in (", ".join(parts), PART % ""))
         with nullcontext() if parts is content else pytest.raises(ApiError, match="more than 1000 parts"):
-            Completion(f'{{"messages": [{named}, {other}]}}'.encode(), prompt="messages")
+            Completion(f'{{"messages": [{named}, {other}]}}'.encode(), chat=True)
 
 
 def fields(count):

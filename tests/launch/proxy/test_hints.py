@@ -134,7 +134,7 @@ class Kept:
         return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
 
     async def _look_up(self, exchange, completion, prompt, *, name):
-        return None, await self.named(completion.token_ids(), completion.cache_salt())
+        return None, await self.named(completion.token_ids(), completion.cache_salt)
 
     async def named(self, tokens, salt=None):
         """A prompt with its names, looked up as that of a request is."""
