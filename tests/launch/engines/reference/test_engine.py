@@ -76,16 +76,6 @@ def test_a_loaded_prefix_gives_the_tokens_of_a_computed_one(make_engine, expecte
             cache.wait_for_chunks(whole // 16)
 
 
-@pytest.mark.parametrize("chunk, step", [(16, 64), (64, 16), (24, 16), (40, 256)])
-def test_chunks_and_steps_of_any_size_go_together(make_engine, expected, chunk, step):
-    cache, request = FakeCache(chunk), request_of(130)
-    for _ in range(2):
-        tokens, stats = answered(make_engine(cache, step_tokens=step), request)
-        assert tokens == expected(request)
-        cache.wait_for_chunks(130 // chunk)
-    assert stats.report.loaded == 130 // chunk * chunk
-
-
 def test_only_the_computed_chunks_are_stored_and_computed_in_aligned_steps(make_engine):
     cache = holding(make_engine, request_of(40))
     engine = make_engine(cache, slow=True, step_tokens=24)
@@ -111,34 +101,6 @@ def test_salts_keep_requests_apart(make_engine):
 
 
 # --- a cache that fails -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at", ["find", "load", "store"])
-def test_a_cache_that_raises_costs_time_only(make_engine, expected, at):
-    def fail(call):
-        if call == at:
-            raise RuntimeError(f"the cache fails at {call}")
-
-    cache = FakeCache()
-    engine = make_engine(cache)
-    answered(engine, request_of(40))
-    cache.wait_for_chunks(2)
-    cache.before = fail
-    tokens, stats = answered(engine, request_of(70))
-    assert tokens == expected(request_of(70))
-    assert stats.report.reason == ("never_stored" if at == "store" else "error")
-    counted = "stores_total" if at == "store" else "loads_total"
-    wait_for(lambda: metric(engine, counted, outcome="failed") >= 1)
-
-
-def test_an_outage_is_counted_as_one_and_nothing_is_announced(make_engine, expected):
-    cache = FakeCache()
-    cache.available = False
-    engine = make_engine(cache)
-    tokens, stats = answered(engine, request_of(40))
-    assert tokens == expected(request_of(40))
-    assert stats.prefix_tokens == 0
-    assert metric(engine, "loads_total", outcome="unavailable") == 1
 
 
 @pytest.mark.parametrize("at", ["find", "load"])
@@ -183,18 +145,6 @@ def test_stores_that_hang_hold_up_no_answer_and_keep_at_most_half_of_all_blocks(
 # --- the handoff --------------------------------------------------------------------------------------------
 
 
-def test_a_decode_node_waits_for_the_announced_prefix(make_engine, expected):
-    cache = FakeCache()
-    prefill, decode = make_engine(cache), make_engine(cache, wait_ms=FOR_EVER)
-    waiting = decode.submit(request_of(40, announced_prefix=32))
-    wait_for(lambda: metric(decode, "running") == 1)
-    answered(prefill, request_of(40, max_tokens=1))
-    assert tokens_of(waiting) == expected(request_of(40))
-    assert waiting.stats.report.loaded == 32
-    beyond_the_prompt = request_of(40, announced_prefix=10**6)
-    assert answered(decode, beyond_the_prompt)[1].report.loaded == 32
-
-
 def test_a_decode_node_waits_no_longer_than_configured_and_takes_what_is_there(make_engine, expected):
     cache = holding(make_engine, request_of(40))
     longer = GenerationRequest(
@@ -214,37 +164,6 @@ def test_nobody_waits_for_an_announced_prefix_while_the_pool_is_down(make_engine
     wait_for(lambda: metric(engine, "running") == 1)
     cache.available = False
     assert tokens_of(waiting) == expected(request_of(40))
-
-
-@pytest.mark.parametrize("way", ["cancelled", "late", "closed"])
-def test_a_wait_for_a_prefix_ends_with_its_request(make_engine, way):
-    engine = make_engine(FakeCache(), wait_ms=FOR_EVER, request_timeout_s=600.0)
-    waiting = engine.submit(request_of(40, announced_prefix=32))
-    wait_for(lambda: metric(engine, "running") == 1)
-    if way == "cancelled":
-        waiting.cancel()
-    elif way == "late":
-        waiting.deadline = time.monotonic()
-        # wakes the engine, which sleeps until the next deadline that it knows of
-        engine.submit(request_of(1)).cancel()
-    else:
-        engine.close(0.05)
-    ends_as({"cancelled": "aborted", "late": "timeout", "closed": "closed"}[way], waiting)
-    wait_for(lambda: engine.pool.free == 64)
-    if way == "closed":
-        with pytest.raises(GenerationError, match="closing"):
-            engine.submit(request_of(20))
-
-
-def test_what_is_complete_is_stored_while_the_rest_is_computed(make_engine):
-    cache = FakeCache()
-    engine = make_engine(cache, slow=True)
-    generation = engine.submit(request_of(64, max_tokens=1))
-    engine.model.gate.set()
-    cache.wait_for_chunks(4)
-    assert len(cache.store_sizes) > 1
-    assert tokens_of(generation)
-    assert generation.stats.prefix_tokens == 64
 
 
 def test_a_request_takes_over_what_a_stream_of_its_prompt_has_loaded(make_engine, expected):
@@ -276,28 +195,6 @@ def test_a_request_that_nobody_announced_takes_over_what_was_prefetched_and_wait
     cancelled(stream)
 
 
-@pytest.mark.parametrize("end", ["its load has ended", "it is cancelled", "it is late"])
-def test_a_stream_computes_nothing_and_ends_with_its_request(make_engine, expected, end):
-    cache = holding(make_engine, request_of(40))
-    engine = make_engine(cache, wait_ms=FOR_EVER, slow=True)
-    length = 40 if end == "its load has ended" else 64
-    stream = streaming(engine, 32, length)
-    if length == 40:
-        wait_for(lambda: engine._streams[0].result.tokens == 32)
-        engine.model.gate.set()
-        assert answered(engine, request_of(40, announced_prefix=32))[0] == expected(request_of(40))
-        assert engine.model.steps[0] == [(32, 8)], "the stream has computed nothing"
-        stream.cancel()
-    elif end == "it is late":
-        stream.deadline = time.monotonic()
-        engine.submit(request_of(1)).cancel()
-        engine.model.gate.set()
-    else:
-        stream.cancel()
-    ends_as("timeout" if end == "it is late" else "aborted", stream)
-    wait_for(lambda: (engine.pool.free, engine.lent_blocks) == (64, 0))
-
-
 def test_streams_together_hold_a_quarter_of_the_blocks_and_the_others_end(make_engine):
     engine = make_engine(FakeCache(), max_running=8)
     streams = [engine.submit(request_of(40, seed=seed, max_tokens=1, streams=True)) for seed in range(4)]
@@ -307,12 +204,6 @@ def test_streams_together_hold_a_quarter_of_the_blocks_and_the_others_end(make_e
     assert len(tokens_of(engine.submit(request_of(40, seed=9)))) == 6
     for stream in streams[:2]:
         cancelled(stream)
-
-
-def test_a_stream_for_which_nothing_is_loaded_holds_no_blocks(make_engine):
-    engine = make_engine()
-    ends_as("aborted", engine.submit(request_of(40, max_tokens=1, streams=True)))
-    assert engine.pool.free == 64
 
 
 def test_a_stream_gives_way_if_a_request_lacks_blocks_and_nothing_else_goes_on(make_engine, expected):
@@ -360,36 +251,6 @@ def test_what_a_stream_has_loaded_before_a_reset_is_not_used(make_engine, expect
 # --- queue, cancelling, closing -----------------------------------------------------------------------------
 
 
-def test_one_request_more_than_may_run_and_wait_is_refused(make_engine):
-    engine = make_engine(slow=True, max_running=2, max_queue=3)
-    accepted = [engine.submit(request_of(10, seed=seed)) for seed in range(5)]
-    with pytest.raises(GenerationError, match="3 requests"):
-        engine.submit(request_of(10))
-    engine.model.gate.set()
-    assert [len(tokens_of(generation)) for generation in accepted] == [6] * 5
-    assert len(tokens_of(engine.submit(request_of(10)))) == 6
-    assert metric(engine, "requests_total", outcome="rejected") == 1
-
-
-def test_cancelling_frees_blocks_in_every_phase(make_engine):
-    engine = make_engine(slow=True, max_running=2)
-    generations = [engine.submit(request_of(40, seed=seed, max_tokens=100)) for seed in range(4)]
-    for generation in generations[1:]:
-        generation.cancel()
-    engine.model.gate.set()
-    events = iter(generations[0])
-    assert not next(events).last
-    generations[0].cancel()
-    generations[0].cancel()
-    with pytest.raises(GenerationError, match="cancelled"):
-        list(events)
-    for generation in generations[1:]:
-        ends_as("aborted", generation)
-    wait_for(lambda: engine.pool.free == 64)
-    assert not engine._outstanding
-    assert metric(engine, "requests_total", outcome="aborted") == 4
-
-
 def test_a_step_that_fails_ends_its_requests_only(make_engine, expected, caplog):
     engine = make_engine(slow=True)
     engine.model.poison.add(299)
@@ -400,12 +261,6 @@ def test_a_step_that_fails_ends_its_requests_only(make_engine, expected, caplog)
     ends_as("failed", generations[1])
     assert "a poisoned token" in caplog.text
     assert engine.healthy
-
-
-def test_the_longest_request_fits(make_engine):
-    engine = make_engine(num_blocks=32)
-    assert len(tokens_of(engine.submit(request_of(255, max_tokens=1)))) == 1
-    assert len(tokens_of(engine.submit(request_of(1, max_tokens=255)))) == 255
 
 
 def test_a_bug_in_the_scheduler_ends_every_request_and_is_seen(make_engine, caplog):

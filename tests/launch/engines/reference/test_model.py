@@ -2,19 +2,14 @@
 of the pages."""
 
 import itertools
-from contextlib import closing
 
-import pytest
 import torch
 from torch.nn import functional
 
-from launch.engines.reference.engine import ReferenceEngine
 from launch.engines.reference.model import PagedModel, StepPart
-from launch.engines.reference.prefix_cache import BlockPool
 from pd_cache.cluster import ModelConfig, RandomModel
-from pd_cache.layout import PageKind
 
-from .conftest import prompt_of, request_of, tiny_config, tokens_of
+from .conftest import prompt_of, tiny_config
 
 
 def over_this_text(layer, query, key, value):
@@ -56,21 +51,6 @@ def test_neither_how_a_prompt_is_cut_nor_what_runs_beside_it_nor_what_blocks_hel
             torch.testing.assert_close(computed(cuts, beside), whole, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_served(dtype):
-    with closing(ReferenceEngine.open(tiny_config(dtype=dtype))) as engine:
-        assert len(tokens_of(engine.submit(request_of(20)))) == 6
-
-
-def test_all_layers_lie_in_one_allocation_of_heads_first_pages():
-    kv = PagedModel(tiny_config()).kv
-    tensors = list(kv.kv_caches.values())
-    assert [tuple(tensor.shape) for tensor in tensors] == [(64, 2, 8, 32)] * 2
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
-    assert kv.layout.kind is PageKind.HEADS_FIRST
-    assert not tensors[0].is_inference()
-
-
 def test_a_seed_is_one_model_and_one_identity_and_nobody_elses_random_numbers():
     torch.manual_seed(5)
     base, then = PagedModel(tiny_config()), torch.rand(1)
@@ -83,20 +63,3 @@ def test_a_seed_is_one_model_and_one_identity_and_nobody_elses_random_numbers():
     assert len({base.identity, other.identity, half.identity}) == 3
     part = StepPart(prompt_of(20), 0, (0, 1, 2), True)
     assert torch.equal(base.step([part]), again.step([part]))
-
-
-def test_blocks_return_only_when_the_last_holder_lets_go_and_are_not_given_in_part():
-    pool = BlockPool(4)
-    blocks = pool.allocate(3)
-    assert blocks == (0, 1, 2)
-    assert pool.allocate(2) is None
-    pool.hold(blocks)
-    pool.release(blocks)
-    assert pool.free == 1
-    pool.release(blocks)
-    assert pool.free == 4
-    pool.check_integrity()
-    with pytest.raises(AssertionError, match="more often"):
-        pool.release(blocks)
-    with pytest.raises(AssertionError, match="given back"):
-        pool.hold(blocks)

@@ -6,7 +6,6 @@ import pytest
 
 from launch.engines.reference.protocol import Detokenizer, encode, parse_completion
 from launch.openai import ApiError
-from pd_cache.handoff import PrefillWork
 
 
 def parsed(**fields):
@@ -50,39 +49,12 @@ def test_a_field_that_cannot_be_done_as_asked_is_refused_by_name(param, values):
         assert str(caught.value)
 
 
-def test_what_changes_nothing_is_taken():
-    neutral = {
-        "n": 1,
-        "echo": False,
-        "logprobs": None,
-        "stop": None,
-        "temperature": 0.0,
-        "top_p": 1,
-        "top_k": -1,
-    }
-    harmless = {"user": "u", "stream_options": {"include_usage": True}, "seed": 3, "ignore_eos": True}
-    read = ("max_tokens", "stream", "cache_salt", "kv_transfer_params")
-    assert parsed(**neutral, **harmless, **dict.fromkeys(read)) == parsed()
-    assert parsed().fields.max_tokens == 16
-
-
 @pytest.mark.parametrize(
     "prompt, read",
     [("text", "text"), (["text"], "text"), ([1, 2], (1, 2)), ([[1, 2]], (1, 2)), ([3], (3,))],
 )
 def test_a_prompt_is_text_or_ids_or_a_list_of_one_of_them(prompt, read):
     assert parsed(prompt=prompt).prompt == read
-
-
-def test_a_handoff_is_read_where_the_prefill_was_remote_and_other_connectors_keys_are_not():
-    ours = {"prefix_tokens": 512, "prefill": {"cached_tokens": 256, "computed_tokens": 300}}
-    request = parsed(
-        kv_transfer_params={"do_remote_prefill": True, "pd_cache": ours, "remote_engine_id": None}
-    )
-    assert request.announced.prefix_tokens == 512
-    assert request.announced.prefill == PrefillWork(256, 300)
-    assert not request.announce
-    assert parsed(kv_transfer_params={"pd_cache": ours}).announced.prefix_tokens == 0
 
 
 # --- text ---------------------------------------------------------------------------------------------------
@@ -111,8 +83,3 @@ def test_bytes_round_trip_and_a_character_comes_out_whole(text):
 )
 def test_ids_without_text_are_replacement_characters_and_end_an_open_character(tokens, text):
     assert "".join(pieces(tokens)) == text
-
-
-def test_text_needs_a_vocabulary_of_bytes():
-    with pytest.raises(ApiError, match="send token ids"):
-        encode("x", 255)
