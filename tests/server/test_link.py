@@ -190,3 +190,4 @@ def test_many_threads_get_their_own_answers(end, client):
 
     together(*(partial(ask, str(index)) for index in range(8)))
     assert outcomes == [True] * 1600
+    assert not client._futures, "what was answered is forgotten"

@@ -62,7 +62,9 @@ class QueueModel(RuleBasedStateMachine):
 
     @invariant()
     def counts_what_waits_and_what_runs(self):
-        assert self.queue.in_flight == len(self.waiting) + len(self.running)
+        held = Counter(item.client for item in self.waiting + self.running)
+        assert (self.queue.in_flight, self.queue._held) == (held.total(), held)
+        assert len(self.queue._held) == len(held), "a client without items leaves nothing behind"
 
     def teardown(self):
         assert self.queue.close() == self.waiting
