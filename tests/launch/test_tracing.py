@@ -19,10 +19,10 @@ class Traced(NamedTuple):
     cluster: LocalCluster
     collector: Collector
 
-    def ask(self, prompt, *, sampled=True):
+    def ask(self, prompt):
         """Sends a prompt under a new trace context. Returns its trace and the client's span."""
         trace, span = os.urandom(16).hex(), os.urandom(8).hex()
-        headers = {"traceparent": f"00-{trace}-{span}-{'01' if sampled else '00'}"}
+        headers = {"traceparent": f"00-{trace}-{span}-01"}
         assert complete(self.cluster.urls["proxy"], prompt, headers=headers).status == 200
         return trace, span
 
@@ -111,18 +111,6 @@ def test_a_request_is_one_trace_through_both_hops_to_the_pool_and_says_how_much_
     for hop in (prefill, decode):
         assert proxy.begin <= hop.begin < hop.end <= proxy.end
     assert prefill.end <= decode.begin
-
-
-def test_a_client_that_does_not_sample_and_one_without_a_context_leave_no_spans(traced):
-    """The file's `sample_ratio` is 0, and a context's own flag overrides it."""
-    silent, _ = traced.ask(list(range(7, 7 + 2 * CHUNK)), sampled=False)
-    assert complete(traced.cluster.urls["proxy"], list(range(9, 9 + 2 * CHUNK))).status == 200
-    before = {span.trace for span in traced.collector.spans}
-    loud, _ = traced.ask(list(range(11, 11 + 2 * CHUNK)))
-    traced.received(loud, *PATH[:3])
-    after = {span.trace for span in traced.collector.spans}
-    assert silent not in after
-    assert after - before == {loud} - before
 
 
 def test_a_node_that_dies_leaves_a_failed_span(traced):

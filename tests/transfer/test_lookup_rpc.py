@@ -239,15 +239,6 @@ def test_why_no_master_answers_is_known_before_mooncakes_client_is_asked(pool):
     assert why_silent(address, PATIENCE) == "no connection: Connection refused"
 
 
-def test_an_answer_may_come_byte_by_byte():
-    with asking(lambda number: (bytes([byte]) for byte in answer(number, verdicts(1, 0, 1)))) as (
-        rpc,
-        master,
-    ):
-        assert [rpc.ask(["a", "b", "c"], later()) for _ in range(3)] == [b"\x01\x00\x01"] * 3
-        assert master.accepted == 1
-
-
 @pytest.mark.parametrize(
     "spoken",
     {

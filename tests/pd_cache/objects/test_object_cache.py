@@ -14,7 +14,7 @@ import torch
 
 from pd_cache import AsyncObjectCache, CacheConfig, DiskTier, MooncakeTier, ObjectCache
 from pd_cache.objects.object_cache import Deadline, ObjectOutcome
-from pd_cache.objects.values import OVERHEAD, PartHeader, Scattered, TensorForm, ValueKeys
+from pd_cache.objects.values import PartHeader, Scattered, TensorForm, ValueKeys
 from pd_cache.tiers.memory import TRAILER_BYTES, seal
 from tests.support.made import made
 from tests.support.waiting import together, wait_for
@@ -398,16 +398,6 @@ def test_a_loop_puts_and_gets_many_at_once(make, name):
 
 
 # --- the format ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", [None, TensorForm("float32", (3, 4)), TensorForm("bool", ())])
-@pytest.mark.parametrize("count, number", [(0, 0), (10, 0), (PART, 0), (PART + 1, 1), (5 * PART, 4)])
-def test_a_header_is_read_as_it_was_written(count, number, form):
-    header = PartHeader.of(count, 7, number, PART, form)
-    start = header.packed()
-    assert len(start) == header.offset <= OVERHEAD
-    assert PartHeader.parsed(start + bytes(300), header.payload_bytes) == header
-    assert PartHeader.parsed(start, header.payload_bytes + 1) is None
 
 
 def test_bytes_of_others_are_no_header_and_never_raise():
