@@ -10,6 +10,9 @@ A frame is a 16-byte header and a msgpack body:
 
 All numbers are little-endian. Neither the header nor `Refused` ever changes, so two sides of different
 versions notice that they differ. KV bytes never travel in messages: they stay in memory that both sides map.
+
+Both sides are processes of one user, so messages have types, and bounds only where a program states its
+engine. A number that does not fit is an error of its request.
 """
 
 from __future__ import annotations
@@ -36,12 +39,6 @@ MAX_CHUNKS = 1 << 16
 MAX_FRAME = 4 << 20
 """The most bytes of a frame. A store of three million tokens in blocks of 16 takes a quarter of this."""
 
-Text = Annotated[str, Meta(min_length=1, max_length=512)]
-Token = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-Count = Annotated[int, Meta(ge=0, le=1 << 40)]
-Positive = Annotated[int, Meta(ge=1, le=1 << 40)]
-Block = Annotated[int, Meta(ge=-1, le=1 << 31)]
-"""A block of an engine's paged cache; -1 for a block that is left out."""
 Name = Annotated[bytes, Meta(min_length=NAME_WIDTHS[0], max_length=NAME_WIDTHS[-1])]
 Names = Annotated[tuple[Name, ...], Meta(max_length=MAX_CHUNKS)]
 
@@ -147,7 +144,7 @@ NOBODY = EngineIdentity(model="", block_size=1)
 class Hello(Message, frozen=True, tag="hello"):
     """Introduces the client: the first message of a connection. The answer is `Welcome`."""
 
-    client: Token
+    client: str
     """The name of this process's connection, also on its Unix socket."""
     kind: Literal["scheduler", "worker", "observer"]
     engine: EngineIdentity = NOBODY
@@ -156,35 +153,34 @@ class Hello(Message, frozen=True, tag="hello"):
 class CpuStorage(Message, frozen=True, tag="cpu"):
     """Shared memory. Its file descriptor comes with the request, in the order of the storages."""
 
-    nbytes: Positive
+    nbytes: int
 
 
 class CudaStorage(Message, frozen=True, tag="cuda"):
     """A CUDA IPC handle, as `torch.UntypedStorage` exports it."""
 
-    nbytes: Positive
-    gpu: Text
+    nbytes: int
+    gpu: str
     """Its UUID."""
-    handle: Annotated[bytes, Meta(max_length=1024)]
-    offset: Count
-    ref_counter: Annotated[bytes, Meta(max_length=1024)]
-    ref_counter_offset: Count
-    event: Annotated[bytes, Meta(max_length=1024)]
+    handle: bytes
+    offset: int
+    ref_counter: bytes
+    ref_counter_offset: int
+    event: bytes
     event_sync: bool
 
 
 Storage = CpuStorage | CudaStorage
-Dimension = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class TensorView(Message, frozen=True):
     """One layer's tensor inside a storage; offset and strides in elements."""
 
-    storage: Annotated[int, Meta(ge=0, le=1023)]
-    offset: Count
-    shape: Annotated[tuple[Dimension, ...], Meta(min_length=1, max_length=8)]
-    stride: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=8)]
-    dtype: Text
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
 
 
 class Register(Message, frozen=True, tag="register"):
@@ -193,8 +189,8 @@ class Register(Message, frozen=True, tag="register"):
     The request comes over the Unix socket, with the file descriptors of the fence and of each CPU storage.
     """
 
-    storages: Annotated[tuple[Storage, ...], Meta(min_length=1, max_length=200)]
-    tensors: Annotated[tuple[TensorView, ...], Meta(min_length=1, max_length=1024)]
+    storages: tuple[Storage, ...]
+    tensors: Annotated[tuple[TensorView, ...], Meta(min_length=1)]
     layout_kind: str = ""
     """A `PageKind`; needed only if the shapes fit two kinds."""
 
@@ -212,7 +208,7 @@ class Lookup(Message, frozen=True, tag="lookup"):
 
     session: str
     names: Names
-    chunks_at_hand: Count = 0
+    chunks_at_hand: int = 0
     """How many of the first chunks need not be looked up."""
     label: Label = ""
     """The weights version to look in."""
@@ -227,13 +223,13 @@ class BlockRequest(Message, frozen=True):
 
     session: str
     names: Names
-    blocks: Annotated[tuple[Block, ...], Meta(max_length=1 << 22)]
-    slot: Annotated[int, Meta(ge=0, lt=1024)]
-    ticket: Positive
+    blocks: tuple[int, ...]
+    slot: int
+    ticket: int
     """The ticket is in `slot` of the worker's fence for as long as the blocks may be touched."""
-    patience_ms: Positive
+    patience_ms: int
     """How long the engine waits. A load or store that has not begun by then is dropped."""
-    event: Annotated[bytes, Meta(max_length=1024)] = b""
+    event: bytes = b""
     """The CUDA IPC handle of the event after which the blocks are valid; empty for none."""
     label: Label = ""
     """For a store, the label of the weights that computed the blocks; for a retrieve, the label with which
@@ -262,7 +258,7 @@ Request = Hello | Register | Unregister | Lookup | Store | Retrieve | EndSession
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    chunk_size: Positive
+    chunk_size: int
     hash_mode: Literal["tokens", "blocks"]
     hash_seed: str
     may_choose: bool
@@ -278,7 +274,7 @@ class Done(Message, frozen=True, tag="done"):
 class Stored(Message, frozen=True, tag="stored"):
     """The outcome of each chunk."""
 
-    outcomes: Annotated[bytes, Meta(max_length=MAX_CHUNKS)]
+    outcomes: bytes
     """A byte for each chunk: 0 not stored, 1 there before, 2 new, as in `pd_cache.reasons.StoreOutcome`."""
 
 
