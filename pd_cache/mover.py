@@ -13,7 +13,6 @@ The backend is the pool (`tiers/mooncake.py`), or several tiers (`tiers/hybrid.p
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
@@ -63,34 +62,23 @@ class ChunkRun(NamedTuple):
         keys = self.keys[first * self.shards : end * self.shards]
         return self._replace(names=self.names[first:end], keys=keys, chunks=self.chunks[first:end])
 
-    def copy(
-        self,
-        pages: Pages,
-        begin: Callable[[PagedCopier, torch.Tensor, torch.Tensor], PendingCopy],
-        indices: Iterable[int],
-        payloads: Sequence[memoryview],
-    ) -> list[int]:
-        """Copies between payloads and the blocks of the objects with these indices. `begin` is
-        `PagedCopier.gather` or `scatter`. Returns the checksum of the bytes in the blocks, for each
-        object."""
-        if not payloads:  # nothing to copy: the caller counts its own reason, not the fence's
-            return []
-        copies: list[PendingCopy] = []
-        with pages() as copiers:
-            try:
-                for payload, index in zip(payloads, indices, strict=False):
-                    chunk, shard = divmod(index, self.shards)
-                    copies.append(
-                        begin(
-                            copiers[shard], self.chunks[chunk], torch.frombuffer(payload, dtype=torch.uint8)
-                        )
-                    )
-                return [copy.wait() for copy in copies]
-            except BaseException:
-                for copy in copies:  # waits, because the memory may still be read or written
-                    with contextlib.suppress(Exception):
-                        copy.wait()
-                raise
+    def place(self, index: int, payload: memoryview) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the blocks of the object with this index, and its payload, as copiers take them."""
+        return self.chunks[index // self.shards], torch.frombuffer(payload, dtype=torch.uint8)
+
+
+def _checksums(copies: Iterable[PendingCopy]) -> list[int]:
+    """Begins all copies, and waits for them. Returns the checksum of the bytes in the blocks, for each."""
+    begun: list[PendingCopy] = []
+    try:
+        for copy in copies:
+            begun.append(copy)
+        return [copy.wait() for copy in begun]
+    except BaseException:
+        for copy in begun:  # waits, because the memory may still be read or written
+            with contextlib.suppress(Exception):
+                copy.wait()
+        raise
 
 
 _movers: weakref.WeakSet[ChunkMover] = weakref.WeakSet()
@@ -272,10 +260,15 @@ class ChunkMover:
                 if memory is None:
                     break
                 staged.append(memory)
-            payloads = [memory.payload for memory in staged]
-            checksums = run.copy(pages, lambda copier, *where: copier.gather(*where), indices, payloads)
-            for index, memory, copied in zip(indices, staged, checksums, strict=False):
-                memory.seal(run.keys[index], copied)
+            if not staged:
+                return []
+            with pages() as copiers:
+                copied = _checksums(
+                    copiers[index % run.shards].gather(*run.place(index, memory.payload))
+                    for index, memory in zip(indices, staged, strict=False)
+                )
+            for index, memory, checksum in zip(indices, staged, copied, strict=False):
+                memory.seal(run.keys[index], checksum)
         except BaseException:
             for memory in staged:
                 memory.release()
@@ -325,13 +318,16 @@ class ChunkMover:
                             reason = fetched.reason or Status.CLOSED.value
                             break
                         payloads.append(fetched.payload)
-                    places = itertools.count(len(kinds))
-                    checksums = run.copy(
-                        pages, lambda copier, *where: copier.scatter(*where), places, payloads
-                    )
-                    for fetched, copied in zip(together, checksums, strict=False):
+                    copied: list[int] = []
+                    if payloads:  # without one, the caller has its own reason, not the fence's
+                        with pages() as copiers:
+                            copied = _checksums(
+                                copiers[index % run.shards].scatter(*run.place(index, payload))
+                                for index, payload in enumerate(payloads, len(kinds))
+                            )
+                    for fetched, checksum in zip(together, copied, strict=False):
                         # removed; later damaged objects are removed, too
-                        if damage := self.backend.check(fetched, copied):
+                        if damage := self.backend.check(fetched, checksum):
                             reason, damaged = damage, True
                         elif not damaged:
                             kinds.append(fetched.tier)

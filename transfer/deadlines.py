@@ -24,3 +24,9 @@ def end_or(end: End, ms: int) -> float:
 def end_in(seconds: float | None) -> float | None:
     """Returns the time `seconds` from now; None for None."""
     return None if seconds is None else time.monotonic() + seconds
+
+
+def sooner(end: End, ms: int) -> float:
+    """Returns the earlier of `end` and the time `ms` milliseconds from now."""
+    usual = time.monotonic() + ms / 1000
+    return usual if end is None else min(usual, end)

@@ -51,7 +51,7 @@ from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.index import Entry, EvictingIndex
 from pd_cache.tiers.memory import SELF_SIZED, Damage, Fetched, ObjectMemory, Staged, inspect
 from transfer.calls import Call, CallThreads
-from transfer.deadlines import End, end_or, left
+from transfer.deadlines import End, end_or, left, sooner
 from transfer.errors import PoolUnavailableError, Status
 from transfer.settings import Timeouts
 from transfer.staging import Quota
@@ -399,14 +399,12 @@ class LocalDiskBackend(StorageBackend):
         self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
-        longest = self._timeouts.get_ms / 1000
         ahead: deque[_Read] = deque()
         started = 0
         try:
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < self._ahead:
-                    until = time.monotonic() + longest
-                    until = until if end is None else min(until, end)
+                    until = sooner(end, self._timeouts.get_ms)
                     # only a reader that holds no memory waits for some, so two readers never wait for each
                     # other
                     read = self._start_read(keys[started], size, until, 0.0 if ahead else until)

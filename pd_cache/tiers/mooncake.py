@@ -6,7 +6,6 @@ staging memory allows. The transfers themselves are `start_get` and `start_put` 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from pd_cache.tiers.memory import (
     payload_size,
     slots_of,
 )
-from transfer.deadlines import End, end_or
+from transfer.deadlines import End, end_or, sooner
 from transfer.errors import Status
 from transfer.staging import Pin, Quota, Slot
 from transfer.store import GetResult, MooncakeStore, Pending
@@ -115,14 +114,12 @@ class MooncakeBackend(StorageBackend):
         self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
-        longest = self._timeouts.get_ms / 1000
         ahead: deque[_ReadBatch] = deque()
         started = 0
         try:
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < _READ_AHEAD:
-                    until = time.monotonic() + longest
-                    until = until if end is None else min(until, end)
+                    until = sooner(end, self._timeouts.get_ms)
                     # only a reader that holds no slot waits for one, so two readers never wait for each other
                     slots = self._lease(min(self.batch_size, len(keys) - started), 0.0 if ahead else until)
                     if not slots:
@@ -242,7 +239,7 @@ class MooncakeBackend(StorageBackend):
         # Mooncake refuses to read an object that is too short in the same way as for other reasons
         if found == reason or (reason == "other_size" and found in _DAMAGED):
             # by force: lookups of its prompt renew its lease, which would keep the damaged object
-            end = min(end, end_or(None, self._timeouts.exist_ms))
-            if self.store.remove([key], end, force=True) == [Status.OK]:
+            until = sooner(end, self._timeouts.exist_ms)
+            if self.store.remove([key], until, force=True) == [Status.OK]:
                 self._metrics.healed()
         return reason if isinstance(found, str) else found
