@@ -144,7 +144,7 @@ class _Pages(NamedTuple):
     copiers: list[PagedCopier]
 
     def lend(self) -> contextlib.AbstractContextManager[list[PagedCopier]]:
-        """Lends the copiers; see `pd_cache.mover.Pages`."""
+        """Lends the copiers; see `pd_cache.mover.LendCopiers`."""
         return contextlib.nullcontext(self.copiers)
 
     def close(self) -> None:
@@ -259,9 +259,6 @@ class CacheEngine(PrefixLookup):
         """
         end, pages = end_in(timeout), self._pages(kv_caches)
         return self.mover.load(self._run(names, blocks, label, "ends"), pages.lend, end)
-
-    def end(self, session: str) -> None:
-        """Does nothing: a lookup protects nothing here."""
 
     def mark(self) -> DeviceMark:
         """Returns a mark of the work that the calling thread has queued on the device so far.

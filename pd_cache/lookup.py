@@ -64,6 +64,9 @@ class LooksUp(ABC):
     ) -> Found:
         """Returns how long a prefix is; see `BlockCache.find`."""
 
+    def end(self, session: str) -> None:  # noqa: B027 - only a cache server protects anything
+        """Releases what a session protects. Does nothing if there is no such session."""
+
 
 class LookupClient(ABC):
     """Finds prefixes: `lookup` counts in tokens, `find` in chunks. An error is counted, and the lookup then
@@ -152,8 +155,10 @@ class LookupClient(ABC):
         """Notes that the engine has stored these chunks. If a later lookup does not find them, they count as
         evicted."""
 
-    def end(self, lookup_id: str) -> None:  # noqa: B027 - only some clients protect anything
+    def end(self, lookup_id: str) -> None:
         """Releases the chunks that lookups with this id protect. Call it when the request is over."""
+        if self._cache is not None:
+            self._cache.end(lookup_id)
 
     def renew(self, names: Names) -> tuple[str, int] | None:
         """Protects the objects of these chunks, in all layer groups, from eviction for another lease, if the

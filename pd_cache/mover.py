@@ -40,7 +40,7 @@ _RETRIES = 8
 """How often a load reads a damaged object again: once for each tier, which removes it."""
 
 
-Pages = Callable[[], AbstractContextManager[Sequence[PagedCopier]]]
+LendCopiers = Callable[[], AbstractContextManager[Sequence[PagedCopier]]]
 """Lends the copier of each shard for a batch of copies. Entering or leaving it raises if the blocks must not
 be touched."""
 
@@ -123,8 +123,8 @@ class ChunkMover:
         self._idle = threading.Condition()
         _movers.add(self)
 
-    def store(self, run: ChunkRun, pages: Pages, end: End = None) -> list[StoreOutcome]:
-        """Stores the objects of `pages` that the backend lacks. Returns the outcome of each chunk.
+    def store(self, run: ChunkRun, lend: LendCopiers, end: End = None) -> list[StoreOutcome]:
+        """Stores the objects that the backend lacks. Returns the outcome of each chunk.
 
         The call ends by `end`, on the monotonic clock; without it, each transfer has the configured time-out.
         """
@@ -142,7 +142,7 @@ class ChunkMover:
             for index, status in enumerate(statuses):
                 if status is Status.OK:
                     outcomes[index] = StoreOutcome.BEFORE
-            for index, status in zip(missing, self._put(run, pages, missing, end), strict=False):
+            for index, status in zip(missing, self._put(run, lend, missing, end), strict=False):
                 if status is Status.OK:
                     outcomes[index] = StoreOutcome.NEW
             stored = outcomes.count(StoreOutcome.NEW)
@@ -161,8 +161,8 @@ class ChunkMover:
         self.history.note(stored_names)
         return outcomes
 
-    def load(self, run: ChunkRun, pages: Pages, end: End = None) -> Loaded:
-        """Loads chunks into `pages`, in order, up to the first missing chunk. Returns how many were loaded,
+    def load(self, run: ChunkRun, lend: LendCopiers, end: End = None) -> Loaded:
+        """Loads chunks into their blocks, in order, up to the first missing chunk. Returns how many were loaded,
         from which tiers, and why not more.
 
         No chunk counts as loaded if the engine has another label at the end. The call ends by `end`, as in
@@ -175,7 +175,7 @@ class ChunkMover:
             if not may_move:
                 return Loaded(0, "not_asked")
             kinds: list[TierKind] = []
-            reason = self.outdated(run) or self._get(run, pages, end, kinds)
+            reason = self.outdated(run) or self._get(run, lend, end, kinds)
             if outdated := self.outdated(run):
                 reason = outdated
                 self.metrics.trouble("retrieve", reason, len(run.keys))
@@ -226,7 +226,7 @@ class ChunkMover:
                 self._under_way -= begun
                 self._idle.notify_all()
 
-    def _put(self, run: ChunkRun, pages: Pages, missing: list[int], end: End) -> list[Status]:
+    def _put(self, run: ChunkRun, lend: LendCopiers, missing: list[int], end: End) -> list[Status]:
         """Puts the objects with the indices `missing`. Returns a status for each, in order; fewer if there
         was no memory for the last objects."""
         outcomes: list[PutOutcome] = []
@@ -234,7 +234,7 @@ class ChunkMover:
         while done < len(missing):
             # the first batch is one chunk, which is sent while the others are gathered
             indices = missing[done : done + (self.backend.batch_size if done else 1)]
-            staged = self._gather(run, pages, indices, end)
+            staged = self._gather(run, lend, indices, end)
             if not staged:
                 self.metrics.trouble("store", "no_staging", len(missing) - done)
                 break
@@ -245,7 +245,7 @@ class ChunkMover:
         self.metrics.outages("store", statuses)
         return statuses
 
-    def _gather(self, run: ChunkRun, pages: Pages, indices: list[int], end: End) -> list[Staged]:
+    def _gather(self, run: ChunkRun, lend: LendCopiers, indices: list[int], end: End) -> list[Staged]:
         """Stages the objects of `indices`, from the first, as long as there is memory. Stages none if no
         memory becomes free in time.
 
@@ -262,7 +262,7 @@ class ChunkMover:
                 staged.append(memory)
             if not staged:
                 return []
-            with pages() as copiers:
+            with lend() as copiers:
                 copied = _checksums(
                     copiers[index % run.shards].gather(*run.place(index, memory.payload))
                     for index, memory in zip(indices, staged, strict=False)
@@ -275,7 +275,7 @@ class ChunkMover:
             raise
         return staged
 
-    def _get(self, run: ChunkRun, pages: Pages, end: End, kinds: list[TierKind]) -> str:
+    def _get(self, run: ChunkRun, lend: LendCopiers, end: End, kinds: list[TierKind]) -> str:
         """Loads objects in order, up to the first that no tier has. Adds to `kinds` the kind of each one's
         tier. Returns why there are no more; `none` if all were loaded.
 
@@ -284,7 +284,7 @@ class ChunkMover:
         damages, damage = 0, ""
         while True:
             first = len(kinds)
-            reason, damaged = self._scatter(run, pages, end, kinds)
+            reason, damaged = self._scatter(run, lend, end, kinds)
             if len(kinds) > first:
                 damages, damage = 0, ""
             # the damaged object was removed, so its absence is no further trouble
@@ -297,7 +297,7 @@ class ChunkMover:
             if damages > _RETRIES:
                 return reason
 
-    def _scatter(self, run: ChunkRun, pages: Pages, end: End, kinds: list[TierKind]) -> tuple[str, bool]:
+    def _scatter(self, run: ChunkRun, lend: LendCopiers, end: End, kinds: list[TierKind]) -> tuple[str, bool]:
         """Reads the objects from number `len(kinds)` on, and scatters them, up to the first that is missing
         or damaged. Adds to `kinds` for each.
 
@@ -320,7 +320,7 @@ class ChunkMover:
                         payloads.append(fetched.payload)
                     copied: list[int] = []
                     if payloads:  # without one, the caller has its own reason, not the fence's
-                        with pages() as copiers:
+                        with lend() as copiers:
                             copied = _checksums(
                                 copiers[index % run.shards].scatter(*run.place(index, payload))
                                 for index, payload in enumerate(payloads, len(kinds))

@@ -422,8 +422,5 @@ class ServerLookupClient(LookupClient):
         database = ChunkedTokenDatabase(metadata.namespace(config.cache))
         super().__init__(database, metrics, cache=self._server, timeout=timeout_s)
 
-    def end(self, lookup_id: str) -> None:
-        self._server.end(lookup_id)
-
     def close(self) -> None:
         self._server.close()

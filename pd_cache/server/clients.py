@@ -21,7 +21,7 @@ from torch import Tensor
 from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.lookup import PrefixLookup
-from pd_cache.mover import ChunkRun, Pages
+from pd_cache.mover import ChunkRun, LendCopiers
 from pd_cache.paged import open_copier
 from pd_cache.paged.base import PagedCopier, leaving_out, plan_named
 from pd_cache.reasons import Loaded, TierChunks
@@ -174,8 +174,8 @@ class Worker(NamedTuple):
     rank: int
     tensors: MappedTensors
 
-    def begin(self, request: BlockRequest, end: float) -> tuple[ChunkRun, Pages]:
-        """Returns the chunks of a request, and their pages. No copy begins after `end`.
+    def begin(self, request: BlockRequest, end: float) -> tuple[ChunkRun, LendCopiers]:
+        """Returns the chunks of a request, and what lends their copiers. No copy begins after `end`.
 
         Raises RefusalError, before anything moves, if the request does not fit the layout.
         """
@@ -191,11 +191,11 @@ class Worker(NamedTuple):
         keys = database.keys(request.names, shards, request.label)
         # the request has a stream of its own, so that only its copies wait for the engine's event; its turns
         # may run on different threads
-        pages = functools.partial(self.tensors.copiers, request, end, own_stream(self.tensors.device))
+        lend = functools.partial(self.tensors.copiers, request, end, own_stream(self.tensors.device))
         if request.event:
-            with pages():  # an engine that has given up the request has no event any more
+            with lend():  # an engine that has given up the request has no event any more
                 wait_for_event(self.tensors.device, request.event)
-        return ChunkRun(request.names, keys, chunks, len(shards), request.label), pages
+        return ChunkRun(request.names, keys, chunks, len(shards), request.label), lend
 
 
 class EngineClient:
@@ -292,7 +292,7 @@ def turns(
     """
     if (worker := client.worker) is None:
         raise RefusalError("unknown_client", "register the KV tensors first")
-    run, pages = worker.begin(request, end)
+    run, lend = worker.begin(request, end)
     model, count = worker.model, len(run.chunks)
     most = max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards[worker.rank])))
     tiers, outcomes = TierChunks(), bytearray()
@@ -301,14 +301,14 @@ def turns(
             raise RefusalError("late", "its turn came after its deadline")
         part = run.part(first, first + most)
         if isinstance(request, Retrieve):
-            loaded = model.mover.load(part, pages)
+            loaded = model.mover.load(part, lend)
             tiers = TierChunks(*map(sum, zip(tiers, loaded.tiers, strict=True)))
             if loaded.chunks < len(part.chunks) or first + most >= count:
                 if request.session:
                     sessions.loaded(request.session, model.group, worker.rank, run.names)
                 yield Loaded(first + loaded.chunks, loaded.reason, tiers)
         else:
-            outcomes += bytes(model.mover.store(part, pages))
+            outcomes += bytes(model.mover.store(part, lend))
             if first + most >= count:
                 yield Stored(bytes(outcomes))
         yield None

@@ -271,16 +271,6 @@ def test_a_prompt_is_named_by_tokens_or_by_hashes_and_not_by_both(side, tokens):
     assert side.names(tokens[: CHUNK - 1]) == []
 
 
-def test_the_salt_of_a_request_changes_every_name(side, tokens):
-    plain = side.names(tokens)
-    salted = side.ranks[0].name_chunks(tokens, None, ("salt", "a"))
-    assert not set(plain) & set(salted)
-    side.compute(tokens)
-    side.store(salted)
-    assert side.find(plain).chunks == 0
-    assert side.find(salted).chunks == 3
-
-
 def test_other_tensors_than_the_registered_ones_are_refused_if_they_do_not_fit(side, tokens):
     names = side.names(tokens)
     odd = make_cache(layers=3, blocks=BLOCKS, block_size=BLOCK)
