@@ -129,7 +129,6 @@ class ChunkMover:
         The call ends by `end`, on the monotonic clock; without it, each transfer has the configured time-out.
         """
         shards, chunk_size = run.shards, self._database.chunk_size
-        outcomes = [StoreOutcome.NOT] * len(run.keys)
         self.metrics.tokens("store", "requested", len(run.keys) * chunk_size // shards)
         with self._moving() as may_move, self.metrics.timed("store"):
             may_store = bool(run.keys) and may_move
@@ -139,9 +138,8 @@ class ChunkMover:
             statuses = self.backend.batched_wants(run.keys, end) if may_store else []
             self.metrics.outages("store", statuses)
             missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
-            for index, status in enumerate(statuses):
-                if status is Status.OK:
-                    outcomes[index] = StoreOutcome.BEFORE
+            there = [status is Status.OK for status in statuses] or [False] * len(run.keys)
+            outcomes = [StoreOutcome.BEFORE if known else StoreOutcome.NOT for known in there]
             for index, status in zip(missing, self._put(run, lend, missing, end), strict=False):
                 if status is Status.OK:
                     outcomes[index] = StoreOutcome.NEW
@@ -162,8 +160,8 @@ class ChunkMover:
         return outcomes
 
     def load(self, run: ChunkRun, lend: LendCopiers, end: End = None) -> Loaded:
-        """Loads chunks into their blocks, in order, up to the first missing chunk. Returns how many were loaded,
-        from which tiers, and why not more.
+        """Loads chunks into their blocks, in order, up to the first missing chunk. Returns how many were
+        loaded, from which tiers, and why not more.
 
         No chunk counts as loaded if the engine has another label at the end. The call ends by `end`, as in
         `store`.
