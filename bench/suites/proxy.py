@@ -22,7 +22,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -198,33 +199,25 @@ async def _streams(url: str, load: Load, prefill_url: str | None = None) -> list
 
 
 def overhead(urls: Mapping[str, str]) -> dict[str, Any]:
-    """Returns medians over all rounds for each kind of stream. The time that a proxy adds is the median of
-    the differences within a round."""
-    ways = {
-        "direct": (urls["decode"], None),
-        "proxy": (urls["one-hop"], None),
-        "direct_two_hops": (urls["decode"], urls["prefill"]),
-        "proxy_two_hops": (urls["two-hops"], None),
+    """Returns the milliseconds that a proxy adds to streams, with and without a prefill hop: the median of
+    the differences in each round between medians."""
+    pairs = {
+        "proxy": (("decode", None), ("one-hop", None)),
+        "proxy_two_hops": (("decode", urls["prefill"]), ("two-hops", None)),
     }
-    found: dict[str, list[list[Timing]]] = {name: [] for name in ways}
+    added: defaultdict[str, list[float]] = defaultdict(list)
     with progress() as bar:
         for _ in bar.track(range(_ROUNDS), description="rounds"):
-            for name, (url, prefill_url) in ways.items():
-                found[name].append(asyncio.run(_streams(url, PACED, prefill_url)))
-
-    def median(timings: Iterable[Timing], what: str) -> float:
-        return statistics.median(float(getattr(timing, what)) for timing in timings)
-
-    results: dict[str, Any] = {}
-    for name, base in (("proxy", "direct"), ("proxy_two_hops", "direct_two_hops")):
-        for what in Timing._fields:
-            added = [
-                median(through, what) - median(straight, what)
-                for through, straight in zip(found[name], found[base], strict=True)
-            ]
-            results[f"{name}_adds_{what}_ms"] = statistics.median(added)
-            results[f"{name}_adds_{what}_ms_rounds"] = f"{min(added):.2f} to {max(added):.2f}"
-    return results
+            for name, ways in pairs.items():
+                straight, through = (
+                    zip(*asyncio.run(_streams(urls[node], PACED, prefill_url)), strict=True)
+                    for node, prefill_url in ways
+                )
+                for what, direct, proxied in zip(Timing._fields, straight, through, strict=True):
+                    difference = statistics.median(proxied) - statistics.median(direct)
+                    added[f"{name}_adds_{what}_ms"].append(difference)
+    rounds = {f"{name}_rounds": f"{min(ms):.2f} to {max(ms):.2f}" for name, ms in added.items()}
+    return {name: statistics.median(ms) for name, ms in added.items()} | rounds
 
 
 def processor_times(supervisor: Supervisor) -> list[dict[str, Any]]:
