@@ -44,7 +44,7 @@ from pd_cache.tiers.memory import TRAILER_BYTES
 from transfer.settings import MIN_SEGMENT, Timeouts, TransferSettings
 
 Words = npt.NDArray[np.uint64]
-_UNBOUNDED = math.inf
+UNBOUNDED = math.inf
 _ROOM = 1.1
 """The size of an unbounded pool, relative to what the trace needs: eviction must not begin."""
 _OPEN_S = 30.0
@@ -142,7 +142,7 @@ def measure_pool(
 ) -> dict[str, Any]:
     """Replays the trace, which has `distinct` chunks, on a pool with room for `capacity` chunks. Returns the
     figures."""
-    bounded, slot = capacity != _UNBOUNDED, allotted_bytes(CHUNK_BYTES + TRAILER_BYTES)
+    bounded, slot = capacity != UNBOUNDED, allotted_bytes(CHUNK_BYTES + TRAILER_BYTES)
     # no transfer outlives its lease, and a lease delays eviction
     lease_ms = 200 if bounded else 60_000
     timeouts = Timeouts(get_ms=lease_ms, put_ms=lease_ms)
@@ -179,37 +179,22 @@ def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
     return [*checks, at_most("damaged chunks", float(damaged), 0.0)]
 
 
-def _capacities(
-    context: click.Context, option: click.Parameter, values: tuple[str, ...]
-) -> tuple[float, ...]:
-    def read(value: str) -> float:
-        if value == "unbounded":
-            return _UNBOUNDED
-        if not value.isdecimal() or int(value) < 1:
-            raise click.BadParameter(
-                f"{value!r} is neither a number of chunks nor `unbounded`", context, option
-            )
-        return float(value)
-
-    return tuple(map(read, values))
-
-
 _CAPACITY = (
-    "Chunks that the pool has room for, or `unbounded`; may be given several times. "
+    "Chunks that the pool has room for; may be given several times. "
     "By default 1/32, 1/16, 1/8 and 1/4 of the trace's distinct blocks, and unbounded."
 )
 
 
 @click.command()
 @option("--trace", type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
-@option("--capacity", "capacities", multiple=True, callback=_capacities, help=_CAPACITY)
+@option("--capacity", "capacities", multiple=True, type=click.IntRange(1), help=_CAPACITY)
 @option("--agents", default=0, type=click.IntRange(0), help="In place of a trace, the synthetic one of this many agents (`bench routing`).")  # fmt: skip
 @option("--policies", is_flag=True, help="Compare policies of eviction in simulation, without a pool: `--evict` changes nothing then.")  # fmt: skip
 @option("--evict", nargs=2, default=(0.9, 0.1), type=click.FloatRange(0, 1, min_open=True), help="The master's eviction_high_watermark and eviction_ratio.")  # fmt: skip
 @output_options
 def main(
     trace: Path | None,
-    capacities: tuple[float, ...],
+    capacities: tuple[int, ...],
     agents: int,
     policies: bool,
     evict: tuple[float, float],
@@ -221,8 +206,8 @@ def main(
     requests = agent_trace(agents) if trace is None else read_trace(trace)
     distinct = len({block for request in requests for block in request.whole_blocks})
     least = -(-MIN_SEGMENT // allotted_bytes(CHUNK_BYTES + TRAILER_BYTES))
-    shares = (float(max(least, round(share * distinct))) for share in _SHARES)
-    rooms = capacities or (*shares, _UNBOUNDED)
+    shares = (max(least, round(share * distinct)) for share in _SHARES)
+    rooms: Sequence[float] = capacities or (*shares, UNBOUNDED)
     if policies:
         rows = [row for room in rooms for row in compare(requests, int(min(room, distinct)))]
         checks = []

@@ -1,20 +1,11 @@
 """`bench replay`: shrunken chunks, what a pool has room for, and small traces on real pools."""
 
-import json
-
 import pytest
 
 from bench.lib.pool import local_pool, raw_client
-from bench.suites.replay import ShrunkenCache, allotted_bytes
-from tests.support.cli import cli
+from bench.suites.replay import UNBOUNDED, ShrunkenCache, allotted_bytes, checks_of, measure_pool
+from tests.support.cli import cli, cli_json
 from tests.support.traces import conversations, write_trace
-
-
-def rows_of(trace, *arguments):
-    """The rows of a report, all of whose targets are met."""
-    asked = ("--trace", trace, "--json", "--check", *arguments)
-    return list(json.loads(cli("bench", "replay", *asked).stdout.splitlines()[-1])["results"])
-
 
 # --- shrunken chunks ----------------------------------------------------------------------------------------
 
@@ -49,7 +40,7 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside():
     "arguments, told",
     [
         (("--agents", "1"), "either --trace or --agents"),
-        (("--capacity", "0"), "neither a number of chunks nor `unbounded`"),
+        (("--capacity", "0"), "0 is not in the range x>=1"),
         (("--capacity", "100"), "has room for 3641 chunks of 4096 bytes"),
         (("--evict", "0.9", "0"), "0 is not in the range 0<x<=1"),
     ],
@@ -60,8 +51,8 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path, argumen
 
 
 def test_policies_are_compared_without_a_pool():
-    asked = ("--agents", 2, "--policies", "--capacity", 50, "--capacity", "unbounded", "--json")
-    rows = json.loads(cli("bench", "replay", *asked).stdout.splitlines()[-1])["results"]
+    asked = ("--agents", 2, "--policies", "--capacity", 50, "--capacity", 10**6)
+    rows = cli_json("bench", "replay", *asked)["results"]
     small, unbounded = rows[:4], rows[4:]
     assert {row["capacity_chunks"] for row in small} == {50}
     assert max(small, key=lambda row: row["hit_rate"])["policy"] == "oracle"
@@ -75,11 +66,14 @@ def test_policies_are_compared_without_a_pool():
 def test_an_unbounded_pool_reaches_the_ideal_and_a_bounded_one_evicts(tmp_path, monkeypatch):
     # so large that Mooncake's least segment has room for some hundred chunks only
     monkeypatch.setattr("bench.suites.replay.CHUNK_BYTES", 65536)
-    trace = write_trace(tmp_path / "trace.jsonl.gz", conversations(30, 6))
-    unbounded, bounded = rows_of(trace, "--capacity", "unbounded", "--capacity", 256)
+    requests = conversations(30, 6)
+    trace = write_trace(tmp_path / "trace.jsonl.gz", requests)
+    (bounded,) = cli_json("bench", "replay", "--trace", trace, "--capacity", 256, "--check")["results"]
+    unbounded = measure_pool(requests, 540, UNBOUNDED, 0.9, 0.1)
     ideal = pytest.approx((3 + 6 + 9 + 12 + 15) / (3 + 6 + 9 + 12 + 15 + 18))
     assert unbounded["hit_rate"] == unbounded["ideal"] == ideal
     assert (unbounded["stored"], unbounded["damaged"], unbounded["refused"]) == (540, 0, 0)
     assert bounded["hit_rate"] < bounded["ideal"]
     # more than there is room for; on a busy machine some stores come too late
     assert bounded["stored"] > 256
+    assert all(check.ok for check in checks_of([unbounded]))
