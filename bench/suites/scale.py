@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from bench.lib.trace import Request, read_trace
 from bench.suites.routing import agent_trace
 from pd_cache.cluster import ProxyConfig
 
-_NODES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+_NODES = (1, 10, 20, 50, 100, 200, 250, 500, 1000)
 _MEMORY = 32 << 30
 """Bytes that each node gives to the pool."""
 _REQUESTS_PER_NODE, _LEAST_REQUESTS = 8, 300
@@ -116,21 +117,20 @@ def full_from(asked: Mapping[int, dict[str, float]]) -> list[dict[str, Any]]:
 def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
     """Returns the number of nodes at which a share reaches 1, by linear interpolation; None if it never
     does."""
-    before: tuple[int, float] | None = None
-    for nodes, share in shares:
-        if share >= 1.0:
-            if before is None or share == before[1]:
-                return float(nodes)
-            return before[0] + (nodes - before[0]) * (1.0 - before[1]) / (share - before[1])
-        before = (nodes, share)
-    return None
+    steps = pairwise((shares[0], *shares))
+    full = (
+        low + (high - low) * (1 - below) / max(1e-9, above - below)
+        for (low, below), (high, above) in steps
+        if above >= 1
+    )
+    return next(full, None)
 
 
 @click.command()
 @option(
     "--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py."
 )
-@option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill nodes, and as many decode nodes or one more; may be given several times. By default ten numbers from 1 to 1000.")  # fmt: skip
+@option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill nodes, and as many decode nodes or one more; may be given several times. By default nine numbers from 1 to 1000.")  # fmt: skip
 @option("--proxies", default=1, type=click.IntRange(1, 10_000))
 @option("--gateway", type=click.Choice(["envoy"]), help="As `proxy.gateway`: answers pass Envoy, and only requests pass Python.")  # fmt: skip
 @option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip

@@ -108,12 +108,11 @@ class UnitCosts(_CostSection, frozen=True):
     engine: EngineShape = EngineShape()
     prefill: PrefillCosts = PrefillCosts()
     decode: DecodeCosts = DecodeCosts()
-    proxy: ServiceCosts = ServiceCosts(
-        request_s=2e-3, token_s=7e-7, event_s=2.5e-4, hop_s=1.5e-3, node_s=8e-7
-    )
-    picker: ServiceCosts = ServiceCosts(request_s=2e-3, token_s=7e-7, hop_s=1.5e-3, node_s=8e-7)
+    proxy: ServiceCosts = ServiceCosts(request_s=6e-4, token_s=3.5e-8, event_s=3e-5, hop_s=4e-4, node_s=8e-7)
+    """This and the next two: from `bench proxy`."""
+    picker: ServiceCosts = ServiceCosts(request_s=1.3e-3, token_s=8e-8, hop_s=4e-4, node_s=8e-7)
     """The proxy behind Envoy."""
-    envoy: ServiceCosts = ServiceCosts(request_s=5e-4, event_s=5e-5)
+    envoy: ServiceCosts = ServiceCosts(request_s=4.6e-4, token_s=3.7e-8, event_s=3.5e-5)
     """Before a picker, on all cores of its machine."""
     node: ServiceCosts = ServiceCosts(request_s=1.4e-3, token_s=4.6e-6)
     lookup: PoolCosts = PoolCosts(call_s=1.6e-4, object_s=1.2e-6, master_s=3.3e-5, master_object_s=4.1e-7)

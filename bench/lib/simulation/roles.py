@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from bench.lib.report import Check, at_least, at_most
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
-from bench.lib.simulation.costs import DecodeCosts, EngineShape, PrefillCosts, UnitCosts
+from bench.lib.simulation.costs import DecodeCosts, EngineShape, PrefillCosts, ServiceCosts, UnitCosts
 from bench.lib.simulation.workload import Arrival, CopiedTrace, Part, of_arrival
 from bench.lib.stats import quantile
 from bench.lib.trace import Request
@@ -28,9 +28,9 @@ LARGE = UnitCosts(
     engine=EngineShape(max_running=64),
     prefill=PrefillCosts(step_s=0.01, token_s=2.5e-4),
     decode=DecodeCosts(step_s=0.025, sequence_s=1e-4),
+    proxy=ServiceCosts(request_s=2e-3, token_s=7e-7, event_s=2.5e-4, hop_s=1.5e-3, node_s=8e-7),
 )
-"""The costs of a model that is a few times slower than the default, so that the proxies can pass on all of
-its tokens."""
+"""The costs of a model that is a few times slower than the default, and of proxies on slow cores."""
 _NODES, _PROXIES = 6, 4
 FIRST_S, TOKEN_S, _KEPT = 30.0, 0.1, 0.95
 _NIGHT_S, _HOUR_S = 60.0, 300.0
