@@ -10,7 +10,7 @@ a completion that would miss its limits. Pure: the time comes from the caller.
 3. The time between a decode node's tokens is a constant, plus a time for each answer that the node generates.
    The node's reports correct both figures.
 4. The proxy knows only the number of other proxies' prompts, from the nodes' reports. Each counts as much as
-   the mean of its own prompts.
+   the mean of its own prompts at all nodes.
 5. The predicted time of the first token is multiplied by a margin, so that about one request in 50 is late.
 6. With `over: best_effort`, a request that would miss a limit waits. It goes on once the work in front of it
    takes at most half of the limit. Until then, others overtake it. The waiting requests of a tenant, or of a
@@ -47,8 +47,8 @@ _WAITING_SHARE, _MOST_WAITING = 0.5, 100
 share these places equally."""
 WAIT_S = 60.0
 """How long a request may wait. Then it is refused."""
-_MEAN_OF = 16
-"""A mean is that of about the last 16 values."""
+_MEAN_OF = 64
+"""A mean is that of about the last 64 values."""
 
 
 class Predicted(NamedTuple):
@@ -99,15 +99,13 @@ class _Queue:
         self.asked: list[Asked] = []
         """This proxy's prompts, in order."""
         self.others = 0.0
-        """How many prompts of other proxies the node had at its last report."""
-        self.mean = 0.0
-        """The mean number of tokens of a prompt."""
+        """The tokens of other proxies' prompts, as far as the node's last report says."""
         self.since = 0.0
         """When the node began the first prompt."""
 
     def work(self, tokens: float, now: float) -> float:
         """Returns how many tokens the node has to process until a new prompt of `tokens` is answered."""
-        work = tokens + self.others * self.mean + sum(asked.tokens for asked in self.asked)
+        work = tokens + self.others + sum(asked.tokens for asked in self.asked)
         done = max(0.0, now - self.since) / self.time.each_s
         return work - min(self.asked[0].tokens, done) if self.asked else work
 
@@ -121,7 +119,6 @@ class Asked:
         if not queue.asked:
             queue.since = now
         queue.asked.append(self)
-        queue.mean += (tokens - queue.mean) / (_MEAN_OF if queue.mean else 1)
 
     def answered(self, now: float) -> None:
         """Notes the first token, unless the prompt has left the queue."""
@@ -164,6 +161,8 @@ class Limits:
         self._steps: dict[str, _Time] = {}
         """Each node's seconds between tokens, by its number of running requests."""
         self._reported: dict[str, _Reported] = {}
+        self._prompt = 0.0
+        """The mean number of tokens that a prefill node computes of a prompt."""
         self._answer_s = 0.0
         """The mean time from an answer's first byte to its end."""
         self._margin = 1.0
@@ -177,7 +176,7 @@ class Limits:
         """Learns from a node's report, which has just come: this proxy's requests are counted now."""
         own = self._own(url)
         if (queue := self._queues.get(("prefill", url))) is not None:
-            queue.others = max(0.0, report.queued + report.running - own)
+            queue.others = max(0.0, report.queued + report.running - own) * self._prompt
         if (known := self._reported.get(url)) is not None:
             tokens, seconds = report.tokens - known.report.tokens, report.token_s - known.report.token_s
             if tokens > 0 and seconds > 0:
@@ -198,6 +197,8 @@ class Limits:
     def asking(self, hop: Hop, url: str, tokens: float, now: float) -> Iterator[Asked]:
         """Counts a prompt in the node's queue until it is answered or the block ends."""
         queue = self._queues.setdefault((hop, url), _Queue())
+        if hop == "prefill":
+            self._prompt += (tokens - self._prompt) / (_MEAN_OF if self._prompt else 1)
         asked = Asked(queue, tokens, now, learns=hop == "prefill" or not self._room_s(now))
         try:
             yield asked

@@ -1,6 +1,7 @@
 """`bench scale`: a cluster in simulation, on loads small enough to know the answer."""
 
 from functools import partial
+from random import Random
 from unittest.mock import patch
 
 import msgspec
@@ -137,6 +138,28 @@ def test_with_limits_an_overload_loses_no_answers_in_time():
     assert sum(without.per_s) < 0.7 * sum(usual.per_s)
     assert sum(kept.per_s) > sum(usual.per_s)
     assert kept.error < 0.2
+
+
+def test_with_limits_tokens_keep_their_pace_however_many_answers_are_asked_for():
+    costs = msgspec.structs.replace(roles.LARGE, decode=DecodeCosts(step_s=0.025, sequence_s=3e-3))
+    limits = LimitsConfig(ttft_s=roles.FIRST_S, token_s=roles.TOKEN_S)
+
+    def long_answers(rate):
+        rng = Random(0)
+        return [
+            Arrival(number / rate, (Part(number, 600),), rng.randrange(200, 600))
+            for number in range(round(rate * 120))
+        ]
+
+    load = roles.Load(long_answers, range(1), 1.0)
+    with patch.multiple(roles, _NODES=2, _HOUR_S=60.0):
+        usual, without, kept = (
+            roles.run(load, rate, 1, costs, each, 1)
+            for rate, each in ((0.5, limits), (1.5, roles.NO_LIMITS), (1.5, limits))
+        )
+    assert usual.share > 0.95
+    assert without.share == 0
+    assert sum(kept.per_s) > 0.95 * sum(usual.per_s)
 
 
 def test_a_resource_is_full_between_the_numbers_of_nodes_around():

@@ -332,7 +332,7 @@ async def test_what_waits_is_refused_in_the_end_and_too_many_at_once():
             place = limits.place
 
             def longer(*args):
-                queue.others = 100.0
+                queue.others = 200.0
                 return place(*args)
 
             with patch.object(requests, "WAIT_S", 0.0), patch.object(limits, "place", longer):
@@ -376,7 +376,7 @@ async def test_what_waits_for_a_strict_limit_holds_up_nobody_who_has_another(tmp
             other = asyncio.ensure_future(c.ask({"prompt": [1, 2]}, headers=bearer(KEY)))
             await until(lambda: len(limits.waiting) == 2, "the other one waits")
             queue = limits._queues["prefill", c.prefill[0].url]
-            queue.others = 0.1  # another proxy's prompts
+            queue.others = 0.2  # of another proxy's prompts
         await other
         assert not strict.done()
         queue.others = 0.0
