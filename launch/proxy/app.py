@@ -165,10 +165,7 @@ class Proxy:
         another site's page."""
         request[REQUEST_ID] = given_id(request.headers) or uuid.uuid4().hex
         asks_first = request.method == "OPTIONS" and self._origin(request)
-        response = web.Response() if asks_first else await handler(request)
-        if not response.prepared:
-            response.headers[ID_HEADER] = request[REQUEST_ID]
-        return response
+        return web.Response() if asks_first else await handler(request)
 
     def _origin(self, request: web.Request) -> str:
         """Returns the origin whose pages may read the answer; empty for none."""
@@ -176,7 +173,8 @@ class Proxy:
         return "*" if given and "*" in allowed else given if given in allowed else ""
 
     async def _share(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Adds the headers that let pages of `cors_origins` read the answer."""
+        """Adds the request's id, and the headers that let pages of `cors_origins` read the answer."""
+        response.headers[ID_HEADER] = request.get(REQUEST_ID, "")
         if origin := self._origin(request):
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Access-Control-Expose-Headers"] = f"{ID_HEADER}, {HINTS_HEADER}"

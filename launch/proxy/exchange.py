@@ -109,6 +109,13 @@ class Exchange:
             "Accept-Encoding": "identity",
         }
 
+    async def answer_headers(self) -> dict[str, str]:
+        """Returns the proxy's own headers of the answer: the request's id, and the answer to its hints."""
+        headers = {ID_HEADER: self.id}
+        if self.hinted is not None:
+            headers[HINTS_HEADER] = (await self.hinted).decode()
+        return headers
+
     def trip(self) -> Trip:
         hops = (HopReport(hop, node, self.reports.get(hop)) for hop, node in self.nodes.items())
         return Trip(self.client.name, tuple(hops))

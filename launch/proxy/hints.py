@@ -125,27 +125,24 @@ class Hints:
         """By the names of prompts' last chunks."""
 
     def begin(self, exchange: Exchange, message: bytes | None) -> None:
-        """Takes in a request whose prompt was looked up, and the hints that came with it. A decode node that
-        has loaded the prompt ahead will answer it."""
+        """Takes in a request and the hints that came with it. Hints may name the request later. The decode
+        node that has loaded its prompt ahead will answer it."""
         if (named := exchange.prompt.named) is not None:
-            self.note(exchange.client, exchange.id, named)
+            client, known = exchange.client, self._recent
+            if self.pins:
+                names = frozenset(named.names)
+                self.pins.end_where(lambda key, pin: pin.once and key[0] == client and pin.target in names)
+            self._recent_chunks -= len(known.pop((client, exchange.id), named._replace(names=())).names)
+            known[client, exchange.id] = named._replace(blocks=())
+            self._recent_chunks += len(named.names)
+            while len(known) > _RECENT or self._recent_chunks > _RECENT_CHUNKS:
+                self._recent_chunks -= len(known.popitem(last=False)[1].names)
             last = next((name for name in reversed(named.names) if name in self._prefetched), None)
             if last is not None:
                 _, exchange.decodes, stream = self._prefetched.pop(last)
                 exchange.until_answered.callback(stream.cancel)
         if message is not None:
             exchange.hinted = asyncio.create_task(self.taken(message, exchange))
-
-    def note(self, client: Client, request_id: str, named: NamedPrompt) -> None:
-        """Takes in the prompt of a client's request. Hints may name the request later."""
-        if self.pins:
-            names = frozenset(named.names)
-            self.pins.end_where(lambda key, pin: pin.once and key[0] == client and pin.target in names)
-        self._recent_chunks -= len(self._recent.pop((client, request_id), named._replace(names=())).names)
-        self._recent[client, request_id] = named._replace(blocks=())
-        self._recent_chunks += len(named.names)
-        while len(self._recent) > _RECENT or self._recent_chunks > _RECENT_CHUNKS:
-            self._recent_chunks -= len(self._recent.popitem(last=False)[1].names)
 
     def update(self, view: View) -> None:
         self._view, self._asked = view, -math.inf

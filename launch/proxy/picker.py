@@ -23,7 +23,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from launch.openai import ID_HEADER, ApiError, check_encoding, given_id, overloaded
 from launch.proxy.bodies import ClientGone, read_body
-from launch.proxy.exchange import HINTS_HEADER, Exchange
+from launch.proxy.exchange import Exchange
 from launch.proxy.ext_proc import (
     FULL_DUPLEX_STREAMED,
     OVERWRITE_IF_EXISTS_OR_ADD,
@@ -153,13 +153,8 @@ class _Picker:
                     requests.hops.failed(exchange, "decode", node, attempts, failure)
                 else:
                     attempts.answered(node, time.monotonic(), well=status < 300)
-                    if status < 300:
-                        asked.answered(time.monotonic())
-                requests.answering(exchange, well=status < 300)
-            more = {ID_HEADER: exchange.id}
-            if exchange.hinted is not None:
-                more[HINTS_HEADER] = (await exchange.hinted).decode()
-            await _answer(first, more, stream)
+                requests.answering(exchange, asked, well=status < 300)
+            await _answer(first, await exchange.answer_headers(), stream)
 
 
 class _Pieces:

@@ -26,7 +26,7 @@ from launch.proxy.exchange import Exchange
 from launch.proxy.hints import Hints
 from launch.proxy.hops import Hops, free_frames
 from launch.proxy.keys import Admission, Keys
-from launch.proxy.limits import WAIT_S
+from launch.proxy.limits import WAIT_S, Asked
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.routing import RetryBudget
 from launch.proxy.ui import EndedRequest, RecentRequests
@@ -151,8 +151,10 @@ class Requests:
                 self.running.discard(task)
                 self.metrics.running.set(len(self.running))
 
-    def answering(self, exchange: Exchange, *, well: bool) -> None:
+    def answering(self, exchange: Exchange, asked: Asked, *, well: bool) -> None:
         """Notes that the decode node's answer begins: `well`, or with a refusal."""
+        if well:
+            asked.answered(time.monotonic())
         exchange.first_byte_s = time.monotonic() - exchange.started
         self.metrics.first_byte_seconds.observe(exchange.first_byte_s)
         if well and exchange.streamed:

@@ -13,9 +13,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from launch.openai import ID_HEADER, ApiError, overloaded
+from launch.openai import ApiError, overloaded
 from launch.proxy.bodies import ClientGone, read_body, read_models
-from launch.proxy.exchange import HINTS_HEADER, Exchange
+from launch.proxy.exchange import Exchange
 from launch.proxy.hints import HINTS_S, LARGEST_HINTS
 from launch.proxy.metrics import REPORT_BYTES, RecentTrips, read_report
 from launch.proxy.nodes import (
@@ -111,9 +111,7 @@ class Serving:
                         raise HopError("garbage", "the answer is empty")
                     well = answer.status < 300
                     attempts.answered(node, time.monotonic(), well=well)
-                    if well:
-                        asked.answered(time.monotonic())
-                    self._requests.answering(exchange, well=well)
+                    self._requests.answering(exchange, asked, well=well)
                     await relay.pass_on(answer, first, hops.trips)
                     return
             except HopError as error:
@@ -173,11 +171,8 @@ class Relay:
         """Passes on a decode node's answer as it comes, beginning with `first`. Raises HopError if it breaks
         off."""
         exchange = self.exchange
-        response = web.StreamResponse(status=answer.status, headers=client_headers(answer))
-        response.headers[ID_HEADER] = exchange.id
-        if exchange.hinted is not None:
-            response.headers[HINTS_HEADER] = (await exchange.hinted).decode()
-        self.response = response
+        headers = {**client_headers(answer), **await exchange.answer_headers()}
+        self.response = response = web.StreamResponse(status=answer.status, headers=headers)
         exchange.streamed = response.content_type == "text/event-stream"
         if self.request.version < aiohttp.HttpVersion11:
             response.force_close()  # that is how the client knows the answer's end

@@ -23,7 +23,7 @@ from launch.proxy.hints import LARGEST_HINTS, Hints
 from launch.proxy.keys import Client, Keys, WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.pins import HintRefusedError, Pin, Pins
-from launch.proxy.prefixes import NamedPrompt
+from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
 from pd_cache.chunks import BlockHasher, describe_hashes
 from pd_cache.cluster import HintsConfig, NodeRecord, ProxyConfig
 from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, rule, tokenizes
@@ -133,6 +133,11 @@ class Kept:
         (one,) = answer.actions
         return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
 
+    def begin(self, client, request_id, named):
+        """A request with this prompt."""
+        prompt = RoutedPrompt(1, named=named)
+        self.hints.begin(SimpleNamespace(client=client, id=request_id, prompt=prompt), None)
+
     async def _look_up(self, exchange, completion, prompt, *, name):
         return None, await self.named(completion.token_ids(), completion.cache_salt)
 
@@ -201,10 +206,10 @@ async def test_a_pin_for_one_use_ends_with_its_clients_next_request_that_begins_
         for action_id, once in (("used", True), ("kept", False)):
             told = await k.ask("kv.retain", action_id, "ann", tokens=IDS, ttl_s=600, once=once)
             assert told["status"] == "accepted"
-        k.hints.note(Client("ben"), "r", named)
-        k.hints.note(Client("ann"), "r1", named._replace(names=named.names[:2]))
+        k.begin(Client("ben"), "r", named)
+        k.begin(Client("ann"), "r1", named._replace(names=named.names[:2]))
         assert len(k.hints.pins) == 2
-        k.hints.note(Client("ann"), "r2", named)
+        k.begin(Client("ann"), "r2", named)
         assert (await k.ask("kv.release", "x", "ann", action_id="used"))["status"] == "refused"
         assert (await k.ask("kv.release", "x", "ann", action_id="kept"))["released"] == 1
 
@@ -389,14 +394,14 @@ def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients():
     k = Kept()
     hints = k.hints
     long = NamedPrompt("", 0, names=[b"n"] * (1 << 16))
-    hints.note(Client("alice"), "0", long)
+    k.begin(Client("alice"), "0", long)
     for number in range(1100):
-        hints.note(Client("bob"), str(number), long._replace(names=[b"n"]))
+        k.begin(Client("bob"), str(number), long._replace(names=[b"n"]))
     assert len(hints._recent) == 1000
-    hints.note(Client("alice"), "1", long)
-    hints.note(Client("alice"), "1", long)
+    k.begin(Client("alice"), "1", long)
+    k.begin(Client("alice"), "1", long)
     assert hints._recent_chunks == (1 << 16) + 999
-    hints.note(Client("alice"), "2", long)
+    k.begin(Client("alice"), "2", long)
     assert list(hints._recent) == [(Client("alice"), "1"), (Client("alice"), "2")]
     k.direct.close()
 
