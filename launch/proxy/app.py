@@ -79,7 +79,7 @@ class Proxy:
         self._hints = Hints(config.hints, self._direct, keys, hops, self.metrics, pool_bytes)
         self.requests = Requests(config, keys, hops, self._hints, self.metrics, recent, tracing)
         self._picker: Any = None
-        self._ui = UiPages(cluster, keys, recent, self.metrics, self._pools, self.hops.trips)
+        self._ui = UiPages(cluster, keys, recent, self.metrics, self._pools, self.requests.trips)
         self._queries = CacheQuery(self._direct, self._pools.caches, keys, self.hops.bodies)
 
     def update(self, view: View) -> None:
@@ -210,7 +210,7 @@ class Proxy:
 
     async def _trip(self, request: web.Request) -> web.Response:
         client = self._keys.visible_client(authorization := request.headers.get("Authorization"))
-        trip = self.hops.trips.get(request.match_info["id"], client)
+        trip = self.requests.trips.get(request.match_info["id"], client)
         if not self._keys.may_watch(authorization):
             trip = Trip(trip.client, tuple(HopReport(hop.hop, "", hop.report) for hop in trip.hops))
         return web.json_response(msgspec.to_builtins(trip))

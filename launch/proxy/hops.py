@@ -27,7 +27,7 @@ from launch.proxy.direct import MAX_WAITING, DirectRule, Why
 from launch.proxy.exchange import Exchange
 from launch.proxy.keys import Keys
 from launch.proxy.limits import Asked
-from launch.proxy.metrics import ProxyMetrics, RecentTrips, read_report
+from launch.proxy.metrics import ProxyMetrics, read_report
 from launch.proxy.nodes import (
     HopError,
     NodePools,
@@ -64,8 +64,6 @@ class Hops:
         self.bodies = BodyMemory(config.body_memory)
         self.pools = nodes.pools
         self.limits = nodes.limits
-        self.trips = RecentTrips()
-        """The last requests."""
         self._config = config
         self._keys = keys
         self._direct = direct

@@ -27,7 +27,7 @@ from launch.proxy.hints import Hints
 from launch.proxy.hops import Hops, free_frames
 from launch.proxy.keys import Admission, Keys
 from launch.proxy.limits import WAIT_S, Asked
-from launch.proxy.metrics import ProxyMetrics
+from launch.proxy.metrics import ProxyMetrics, RecentTrips
 from launch.proxy.routing import RetryBudget
 from launch.proxy.ui import EndedRequest, RecentRequests
 from pd_cache.cluster import LimitsConfig, ProxyConfig
@@ -66,22 +66,14 @@ class Requests:
         self.hops = hops
         self.hints = hints
         self.metrics = metrics
+        self.trips = RecentTrips()
+        """The last requests."""
         self._recent = recent
         self._tracing = tracing
         # one thread, because each keeps memory for the next body
         self._large = ThreadPoolExecutor(1, "proxy-large")
 
-    async def drain(self) -> None:
-        """Refuses new requests, waits up to `drain_s` for those under way to end, then cuts off the rest."""
-        self.admission.closing = True
-        self.hints.end_prefetches()
-        if self.running:
-            await asyncio.wait(self.running, timeout=self.config.drain_s)
-        for task in self.running:
-            task.cancel()
-        self._large.shutdown(wait=False, cancel_futures=True)
-
-    # --- from its key to its end ----------------------------------------------------------------------------
+    # --- its key, its end, its place ------------------------------------------------------------------------
 
     @contextmanager
     def begun(self, request_id: str, path: str, headers: CIMultiDictProxy[str]) -> Iterator[Exchange]:
@@ -118,7 +110,7 @@ class Requests:
             log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.summary())
             if path != MODELS and (exchange.nodes or status >= 500):
                 trip, status = exchange.trip(), exchange.cut_status or status
-                self.hops.trips.note(exchange.id, trip)
+                self.trips.note(exchange.id, trip)
                 self._recent.note(EndedRequest(exchange.id, took, exchange.first_byte_s, status, trip, exchange.streamed, exchange.prefill_s))  # fmt: skip
 
     @asynccontextmanager
@@ -150,20 +142,6 @@ class Requests:
             finally:
                 self.running.discard(task)
                 self.metrics.running.set(len(self.running))
-
-    def answering(self, exchange: Exchange, asked: Asked, *, well: bool) -> None:
-        """Notes that the decode node's answer begins: `well`, or with a refusal."""
-        if well:
-            asked.answered(time.monotonic())
-        exchange.first_byte_s = time.monotonic() - exchange.started
-        self.metrics.first_byte_seconds.observe(exchange.first_byte_s)
-        if well and exchange.streamed:
-            error = self.hops.limits.measured(exchange.predicted, exchange.first_byte_s)
-            if error is not None:
-                self.metrics.prediction_error.observe(error)
-        exchange.until_answered.close()
-        exchange.share.give_back()
-        exchange.body = b""
 
     # --- until its decode node ------------------------------------------------------------------------------
 
@@ -270,3 +248,29 @@ class Requests:
         if len(exchange.body) < _LARGE:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._large, function)
+
+    # --- its answer, and the end of all ---------------------------------------------------------------------
+
+    def answering(self, exchange: Exchange, asked: Asked, *, well: bool) -> None:
+        """Notes that the decode node's answer begins: `well`, or with a refusal."""
+        if well:
+            asked.answered(time.monotonic())
+        exchange.first_byte_s = time.monotonic() - exchange.started
+        self.metrics.first_byte_seconds.observe(exchange.first_byte_s)
+        if well and exchange.streamed:
+            error = self.hops.limits.measured(exchange.predicted, exchange.first_byte_s)
+            if error is not None:
+                self.metrics.prediction_error.observe(error)
+        exchange.until_answered.close()
+        exchange.share.give_back()
+        exchange.body = b""
+
+    async def drain(self) -> None:
+        """Refuses new requests, waits up to `drain_s` for those under way to end, then cuts off the rest."""
+        self.admission.closing = True
+        self.hints.end_prefetches()
+        if self.running:
+            await asyncio.wait(self.running, timeout=self.config.drain_s)
+        for task in self.running:
+            task.cancel()
+        self._large.shutdown(wait=False, cancel_futures=True)

@@ -29,7 +29,7 @@ nodes must not stop decode nodes from answering.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from random import Random
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -105,16 +105,7 @@ class NodePool:
         """`rng` orders nodes that were never taken."""
         self._hop = hop
         self._rng = rng or Random()
-        costs: dict[Policy, Callable[[_RoutedNode, RoutedPrompt], float]] = {
-            "round_robin": lambda node, prompt: 0.0,
-            "least_loaded": lambda node, prompt: node.load,
-            "prefix_aware": lambda node, prompt: node.load + self._prefix_work(node, prompt),
-        }
-        if hop == "decode":
-            costs["least_loaded"] = costs["prefix_aware"] = lambda node, prompt: (
-                (node.load + node.elsewhere) / max(1, node.target.max_running)
-            )
-        self._cost = costs[policy]
+        self._policy = policy
         self.load_cost = 0.0
         """The cost of a token that is loaded from the pool; a computed token costs 1."""
         self._learns = hop == "prefill" and policy == "prefix_aware"
@@ -272,6 +263,13 @@ class NodePool:
         if alive:
             self.reached(url)
         return alive != before
+
+    def _cost(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
+        if self._policy == "round_robin":
+            return 0.0
+        if self._hop == "decode":
+            return (node.load + node.elsewhere) / max(1, node.target.max_running)
+        return node.load + (self._prefix_work(node, prompt) if self._learns else 0.0)
 
     def _prefix_work(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
         """Returns how many tokens of the prompt a node would compute, plus the cost of the tokens that it

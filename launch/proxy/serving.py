@@ -112,7 +112,7 @@ class Serving:
                     well = answer.status < 300
                     attempts.answered(node, time.monotonic(), well=well)
                     self._requests.answering(exchange, asked, well=well)
-                    await relay.pass_on(answer, first, hops.trips)
+                    await relay.pass_on(answer, first, self._requests.trips)
                     return
             except HopError as error:
                 begun = exchange.first_byte_s is not None
