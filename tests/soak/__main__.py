@@ -32,7 +32,7 @@ from launch.engines.reference.engine import ReferenceEngine
 from launch.engines.reference.requests import GenerationRequest
 from pd_cache.cluster import read_config
 from tests.soak.books import OUTPUT_TOKENS, TICK_S, Books, Client, Span, complete, served_prompts
-from tests.soak.cluster import ENGINES, Cluster, enter, grown, isolate
+from tests.soak.cluster import ENGINES, FACES, Cluster, enter, grown, isolate
 from tests.soak.faults import SHORT_RUN_S, Stage, Weights, planned
 from tests.soak.oracle import CHUNK, Prompt
 
@@ -86,7 +86,7 @@ class Soak:
         cluster.tend()
         answers = self._answers(6 if self.short else 24)
         self._wait(lambda: cluster.ready, _START_S, "all nodes to be ready")
-        self.clients = [Client(number, self.seed, cluster.proxy, answers, self.books) for number in range(2)]
+        self.clients = [Client(number, self.seed, cluster.faces, answers, self.books) for number in range(2)]
         for client in self.clients:
             client.start()
         self._go()
@@ -120,10 +120,13 @@ class Soak:
             client.go.set()
         for client in self.clients:
             client.join(40.0)
+        turns = [fault for fault in self.faults if fault.kind == "turn"]
+        if turns and not self.books.counts["roles changed"]:
+            self.books.add("lost", "no node changed its role")
 
     def _answers(self, count):
         """Returns prompts, and what the model says to each without a cache."""
-        config, _ = read_config(self.cluster.file("decode"))
+        config, _ = read_config(self.cluster.file("both-0"))
         torch.set_num_threads(1)
         answers = []
         with contextlib.closing(ReferenceEngine.open(config.engine)) as alone:
@@ -171,16 +174,19 @@ class Soak:
                 lost += self._ask(name, "check", prompts=prompts, stores=stores, seconds=seconds)["missing"]
             if not lost:
                 break
-        todo = list(answers)
+        todo = [(face, *answer) for answer in answers for face in FACES]
         end = time.monotonic() + 60.0
         while todo and time.monotonic() < end:
-            reply = complete(self.cluster.proxy, *todo[0])
-            self.books.request("after the last fault", reply)
+            face, prompt, expected = todo[0]
+            reply = complete(self.cluster.faces[face], prompt, expected)
+            self.books.request(face, "after the last fault", reply)
             if reply.outcome == "answered":
                 todo.pop(0)
             else:
                 time.sleep(0.5)
-        for one in lost + [f"no answer to a prompt of {len(prompt)} tokens" for prompt, _ in todo]:
+        for one in lost + [
+            f"no answer from {face} to a prompt of {len(prompt)} tokens" for face, prompt, _ in todo
+        ]:
             self.books.add("lost", one)
 
     def _ask(self, name, command, **arguments):
@@ -267,7 +273,7 @@ class Soak:
 @click.option("--inside", hidden=True, is_flag=True)
 def main(minutes, seed, logs, inside):
     """Random operations and random faults on a cluster of real processes, every byte compared. Needs root,
-    etcd and iproute2."""
+    etcd, Envoy and iproute2."""
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     if not inside:
         isolate("tests.soak", "--inside", "--minutes", str(minutes), "--seed", str(seed), "--logs", str(logs))

@@ -1,15 +1,17 @@
 """The books of a soak: all answers, which of them were wrong or late, and what requests through the proxy
 brought."""
 
+import contextlib
 import http.client
 import json
 import random
 import threading
 import time
+import urllib.request
 from collections import Counter
 from typing import NamedTuple
 
-from tests.soak.cluster import REQUEST_S
+from tests.soak.cluster import FACES, REQUEST_S
 from tests.soak.oracle import VOCABULARY
 
 ALLOWANCE_S = 2.0
@@ -65,6 +67,8 @@ class Books:
         """When each node was stopped, or its host cut off (`link of HOST`)."""
         self.standstills = []
         """When the whole machine stood still: a thread that wants to run every `TICK_S` did not."""
+        self.roles = {}
+        """What each node of the role `both` was last seen to do."""
         self.pin_s = 0.0
         """For how long clients have their prompts pinned; 0 for not at all."""
         self._calls = []
@@ -113,24 +117,36 @@ class Books:
         now = time.time()
         return [f"{lane} {one['kind']}, begun {now - one['begin']:.1f} s ago for {one['bound']:g} s" for lane, one in self._open.items()]  # fmt: skip
 
-    def request(self, label, reply):
-        """Notes that a request through the proxy has ended."""
+    def request(self, face, label, reply):
+        """Notes that a request has ended."""
         if reply.wrong:
             self.add("wrong", f"{label}: {reply.wrong}")
         with self._lock:
-            self.counts[f"requests, {reply.outcome}"] += 1
+            self.counts[f"requests to {face}, {reply.outcome}"] += 1
             self.counts["tokens, cached by nodes"] += reply.cached
             self.counts["tokens, streamed"] += reply.streamed
             self.counts["tokens, pinned"] += reply.pinned
-            self._calls.append(Call("client", f"{label} ({reply.outcome})", reply.span, REQUEST_S))
+            self._calls.append(Call(face, f"{label} ({reply.outcome})", reply.span, FACES[face][1]))
+
+    def look(self, proxy):
+        """Counts the nodes whose roles the proxy has changed. One that starts anew has changed none."""
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+            host, port = proxy
+            with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=1.0) as page:
+                found = json.load(page)["roles"]
+            with self._lock:
+                for node, now in found.items():
+                    changed = self.roles.get(node, now["does"]) != now["does"]
+                    self.counts["roles changed"] += changed and now["why"] != "it is new"
+                    self.roles[node] = now["does"]
 
     def judge(self):
         """Adds the answers that came too late, the worst first."""
         found = []
         for call in self._calls:
             mine = self.stops.get(call.node, [])
-            if call.node == "client":
-                mine = [*self.stops.get("proxy", ()), *self.stops.get("link of control", ())]
+            if call.node in FACES:
+                mine = [*mine, *self.stops.get(f"link of {FACES[call.node][0]}", ())]
             if late := call.seconds_late([*mine, *self.standstills]):
                 found.append((late, call))
         for late, call in sorted(found, reverse=True):
@@ -167,7 +183,7 @@ class Books:
 
 
 class Reply(NamedTuple):
-    """What became of a request through the proxy."""
+    """What became of a request."""
 
     span: Span
     outcome: str
@@ -182,8 +198,9 @@ class Reply(NamedTuple):
     pinned: int = 0
 
 
-def complete(address, prompt, expected, pin_s=0.0):
-    """Sends one request and reads its answer to the end. `pin_s`: how long its prompt is to be pinned."""
+def complete(address, prompt, expected, pin_s=0.0, **more):
+    """Sends one request and reads its answer to the end. `pin_s`: how long its prompt is to be pinned;
+    `more`: other fields of its body."""
     begin, cached, streamed, pinned, wrong, outcome = time.time(), 0, 0, 0, "", "answered"
     connection = http.client.HTTPConnection(*address, timeout=REQUEST_S + 15.0)
     body = {
@@ -192,6 +209,7 @@ def complete(address, prompt, expected, pin_s=0.0):
         "max_tokens": OUTPUT_TOKENS,
         "ignore_eos": True,
         "temperature": 0,
+        **more,
     }
     if pin_s:
         retain = {
@@ -237,12 +255,12 @@ def served_prompts(seed, count):
 
 
 class Client(threading.Thread):
-    """Sends one request after the other through the proxy."""
+    """Sends one request after the other, and looks at the roles of nodes."""
 
-    def __init__(self, number, seed, address, answers, books):
+    def __init__(self, number, seed, faces, answers, books):
         """`answers`: prompts, and what the model says to each without a cache."""
         super().__init__(name=f"client-{number}", daemon=True)
-        self._address, self._answers, self._books = address, answers, books
+        self._faces, self._answers, self._books = faces, answers, books
         self._rng = random.Random(f"{seed}/client/{number}")
         self.go, self.closing, self.resting = threading.Event(), threading.Event(), threading.Event()
 
@@ -255,5 +273,7 @@ class Client(threading.Thread):
                 self.resting.clear()
                 continue
             prompt, expected = rng.choice(self._answers)
-            reply = complete(self._address, prompt, expected, self._books.pin_s)
-            self._books.request(f"{self.name}, prompt of {len(prompt)} tokens", reply)
+            face = rng.choice(list(self._faces))
+            reply = complete(self._faces[face], prompt, expected, self._books.pin_s)
+            self._books.request(face, f"{self.name}, prompt of {len(prompt)} tokens", reply)
+            self._books.look(self._faces["proxy"])

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import psutil
 
 from tests.soak.oracle import CHUNK, VOCABULARY
+from tests.support.gateway import command as envoy
+from tests.support.gateway import picker_at
 from tests.support.hosts import Network
 
 STORES = ("store-0", "store-1")
@@ -29,18 +31,20 @@ MODEL = "soak@1"
 ENGINES = ("engine-a", "engine-b")
 """`engine-a` has a cache of its own with a local tier, a disk and the pool; `engine-b` goes through the cache
 server."""
+BOTH = ("both-0", "both-1", "both-2")
+"""They prefill and decode by turns (`proxy.roles.auto`)."""
 HOSTS = {
     "control": ("master", "proxy"),
+    "gateway": ("envoy",),
     "etcd": ("etcd",),
     "store-0": ("store-0",),
     "store-1": ("store-1",),
     "cache": ("cache", "engine-b"),
     "engine-a": ("engine-a",),
-    "prefill": ("prefill",),
-    "decode": ("decode",),
+    **{name: (name,) for name in BOTH},
 }
 """Which nodes run on which host."""
-NODES = ("etcd", "master", *STORES, "cache", *ENGINES, "prefill", "decode", "proxy")
+NODES = ("etcd", "master", *STORES, "cache", *ENGINES, *BOTH, "proxy", "envoy")
 """In the order in which they are ended, from the last to the first."""
 LINK = "20gbit"
 """The rate of each host's link in each direction."""
@@ -49,11 +53,14 @@ DISK_CAPACITY, DISK_BYTES = 24 << 20, 32 << 20
 """Of the disk tier, and of its file system."""
 REQUEST_S = 20.0
 """The proxy's `request_timeout_s`."""
+FACES = {"proxy": ("control", REQUEST_S), "envoy": ("gateway", REQUEST_S + 5.0)}
+"""What clients talk to, by node: its host, and how long an answer may take. Envoy asks the proxy's picker,
+and ends a request whose picker hangs."""
 LONGEST_MS = 20_000
 """The file's limit for a transfer, and the length of a lease. Operations have deadlines of their own, most of
 them shorter."""
 _READY_S, _BACKOFF_S, _KILLED_S = 90.0, 1.0, 15.0
-_PORTS = {name: 21_001 + index for index, name in enumerate(("master", *STORES, "prefill", "decode", "proxy", "etcd", "metrics", "scraped", "members"))}  # fmt: skip
+_PORTS = {name: 21_001 + index for index, name in enumerate(("master", *STORES, *BOTH, "proxy", "envoy", "picker", "etcd", "metrics", "scraped", "members"))}  # fmt: skip
 _RUNTIME = Path("/run")
 _SHARED_MEMORY = Path("/dev/shm")
 _UNSHARE = ("unshare", "--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child=SIGKILL", "--mount-proc")
@@ -104,10 +111,10 @@ class Node:
     @property
     def ready(self):
         """Whether it runs and has announced that it can be used."""
-        if self.name == "etcd" and not self._ready.is_set():
+        if self.name in ("etcd", "envoy") and not self._ready.is_set():
             with (
                 contextlib.suppress(OSError),
-                socket.create_connection((self.host.address, _PORTS["etcd"]), 0.2),
+                socket.create_connection((self.host.address, _PORTS[self.name]), 0.2),
             ):
                 self._ready.set()
         return self.pid is not None and not self.stopped and self._ready.is_set()
@@ -163,7 +170,7 @@ class Node:
             else:
                 self.failed_starts += 1
             self.kill(_BACKOFF_S)
-        # `ready` and not `_ready`: etcd announces nothing and must be asked
+        # `ready` and not `_ready`: etcd and Envoy announce nothing and must be asked
         elif not self.ready and not self.stopped and now - self._started > _READY_S:
             self.failed_starts += 1
             self.kill(_BACKOFF_S)
@@ -246,8 +253,9 @@ class Cluster:
         return f"http://{self._address['master']}:{_PORTS['metrics']}"
 
     @property
-    def proxy(self):
-        return self._address["proxy"], _PORTS["proxy"]
+    def faces(self):
+        """The addresses for clients."""
+        return {name: (self._address[name], _PORTS[name]) for name in FACES}
 
     def file(self, node):
         """Returns the node's YAML: the same cluster in each, and the node's own tiers."""
@@ -272,7 +280,7 @@ class Cluster:
         end = time.monotonic() + 10.0
         while (alive := _others()) and time.monotonic() < end:
             time.sleep(0.1)
-        known = {f"{name}.yaml" for name in NODES} | {"disk", "etcd"}
+        known = {f"{name}.yaml" for name in NODES} | {"disk", "etcd", "envoy"}
         left += alive + _files_left(_SHARED_MEMORY, {self.folder.name}) + _files_left(self.folder, known)
         self.network.close()
         return left
@@ -306,6 +314,10 @@ class Cluster:
                 f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}",
                 "--unsafe-no-fsync", "--log-level=error",
             )  # fmt: skip
+        if name == "envoy":
+            (folder := self.folder / "envoy").mkdir(exist_ok=True)
+            picker = picker_at(folder, self._address["proxy"], _PORTS["picker"])
+            return envoy(folder, *self.faces["envoy"], [picker], request_timeout_s=REQUEST_S)
         file = str(self.file(name))
         if name in ENGINES:
             where = (file, self._address[name], str(self._seed), str(start))
@@ -317,13 +329,14 @@ class Cluster:
         tiers = {
             "engine-a": f"{{kind: local, capacity: 32MiB}}, {{kind: disk, path: {self.disk}, capacity: {DISK_CAPACITY}, retry_s: 3}}, ",
             "cache": "{kind: local, capacity: 32MiB}, ",
-            "prefill": "{kind: local, capacity: 8MiB}, ",
+            "both-0": "{kind: local, capacity: 8MiB}, ",
         }  # fmt: skip
         nodes = {
             "master": f"role: master, metrics_port: {_PORTS['metrics']}, lease_ttl_ms: {LONGEST_MS}",
             **dict.fromkeys(STORES, f"role: store, segment_size: {segment}"),
             "cache": f"role: cache-server, url: 'ipc://{self.folder}/cache.sock', metrics_port: {_PORTS['scraped']}",
-            **{role: f"role: {role}" for role in ("prefill", "decode", "proxy")},
+            **dict.fromkeys(BOTH, "role: both"),
+            "proxy": f"role: proxy, picker_port: {_PORTS['picker']}",
         }
         lines = []
         for name, fields in nodes.items():
@@ -354,7 +367,7 @@ engine:
   step_tokens: 16
   threads: 1
 handoff: {{wait_ms: 1000, stream: always}}
-proxy: {{request_timeout_s: {REQUEST_S}, prefill_timeout_s: 8.0, direct_tokens: 1}}
+proxy: {{request_timeout_s: {REQUEST_S}, prefill_timeout_s: 8.0, direct_tokens: 1, roles: {{auto: true}}}}
 supervisor: {{ready_timeout_s: {_READY_S}, stop_grace_s: 10}}
 nodes:
 """ + "\n".join(lines)

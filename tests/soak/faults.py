@@ -17,7 +17,7 @@ import time
 from typing import NamedTuple
 
 from tests.soak.books import Span
-from tests.soak.cluster import DISK_BYTES, ENGINES, HOSTS, LINK, NODES, SMALL_SEGMENT, STORES
+from tests.soak.cluster import BOTH, DISK_BYTES, ENGINES, FACES, HOSTS, LINK, NODES, SMALL_SEGMENT, STORES
 from tests.soak.oracle import VOCABULARY
 from tests.soak.vandal import damaged
 
@@ -61,6 +61,7 @@ class Fault(NamedTuple):
             self.target,
             *HOSTS.get(self.target, ()),
             *(STORES if self.kind in ("small_pool", "drain") else ()),
+            *(BOTH if self.kind == "turn" else ()),
         }
 
     def collides(self, other):
@@ -82,13 +83,16 @@ KINDS = (
     Kind("drain", STORES, 10.0, 30.0, 1.0, quick=False),
     Kind("pins", ("proxy",), 3.0, 20.0, 1.0),
     Kind("small_pool", ("store-0",), 15.0, 40.0, 0.5, quick=False),
+    Kind("turn", ("proxy",), 3.0, 10.0, 2.0),
     Kind("reset", ENGINES, 1.0, 3.0, 4.0),
-    Kind("strange_client", ("proxy",), 3.0, 10.0, 1.0),
+    Kind("strange_client", tuple(FACES), 3.0, 10.0, 1.0),
     Kind("etcd_down", ("etcd",), 1.0, 30.0, 1.0),
 )
 """Faults that follow one another."""
 LONG_KINDS = (
-    Kind("stop", (*STORES, *STORES, "master", "cache", "engine-a", "decode", "proxy"), 69.0, 90.0, 3.0),
+    Kind(
+        "stop", (*STORES, *STORES, "master", "cache", "engine-a", "both-2", "proxy", "envoy"), 69.0, 90.0, 3.0
+    ),
     Kind("cut", STORES, 66.0, 90.0, 1.0),
 )
 """Faults that outlast a minute, beside the others: Mooncake gives a transfer up after 60 s."""
@@ -277,6 +281,17 @@ def _slow(stage, fault, rng):
     return lambda: host.limit(LINK)
 
 
+def _turn(stage, fault, rng):
+    """The nodes of the rarer kind are killed, and another takes their place."""
+    stage.books.look(stage.cluster.faces["proxy"])
+    kinds = {"prefill": [], "decode": []}
+    for node, does in stage.books.roles.items():
+        kinds[does] += [name for name in BOTH if f"//{stage.cluster.hosts[name].address}:" in node]
+    for name in min(kinds.values(), key=len):
+        stage.cluster[name].kill(fault.seconds)
+    return _nothing
+
+
 def _small_pool(stage, fault, rng):
     def again(*segment):
         stage.cluster.write(*segment)
@@ -394,7 +409,7 @@ def _etcd_down(stage, fault, rng):
 
 
 def _strange_client(stage, fault, rng):
-    """A client of the proxy: bodies cut off, headers that come slowly, nonsense, huge numbers, connections
+    """A client: bodies cut off, headers that come slowly, nonsense, huge numbers, connections
     that end in the middle."""
     gone = threading.Event()
 
@@ -403,7 +418,7 @@ def _strange_client(stage, fault, rng):
             unfinished = []
             while not gone.wait(0.02):
                 with contextlib.suppress(OSError):
-                    connection = socket.create_connection(stage.cluster.proxy, 1.0)
+                    connection = socket.create_connection(stage.cluster.faces[fault.target], 1.0)
                     connection.settimeout(0.3)
                     connection.sendall(_nonsense(rng))
                     if rng.random() < 0.3 and len(unfinished) < 24:
@@ -457,6 +472,7 @@ ACTIONS = {
     "cut": _cut,
     "slow": _slow,
     "small_pool": _small_pool,
+    "turn": _turn,
     "disk_full": _disk_full,
     "disk_refuses": _disk_refuses,
     "disk_damage": _disk_damage,

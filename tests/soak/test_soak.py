@@ -166,7 +166,8 @@ def test_a_short_run_ends_with_nothing_wrong_late_raised_or_left(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:] + logs
     for what in (
-        "requests, answered",
+        "requests to proxy, answered",
+        "requests to envoy, answered",
         "tokens, retrieve",
         "tokens, declined",
         "tokens, streamed",

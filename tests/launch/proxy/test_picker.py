@@ -19,7 +19,7 @@ from launch.proxy import picker
 from launch.proxy.ext_proc import FULL_DUPLEX_STREAMED, ProcessingRequest, ProcessingResponse
 from launch.proxy.picker import ENDPOINT
 from tests.support import proxy as support
-from tests.support.gateway import envoy
+from tests.support.gateway import envoy, picker_at
 from tests.support.pool import free_port
 from tests.support.proxy import (
     EVENTS,
@@ -221,10 +221,9 @@ async def test_an_answer_outlives_its_killed_picker_and_new_requests_are_refused
     def behaves(request):
         return (stream if request.method == "POST" else decodes)(request)
 
-    there = f"socket_address: {{address: 127.0.0.1, port_value: {port}}}"
     with (
         tempfile.TemporaryDirectory(prefix="pdc-") as folder,
-        envoy(Path(folder), [(f'pipe: {{path: "{folder}/picker"}}', there)]) as gateway,
+        envoy(Path(folder), [picker_at(folder, "127.0.0.1", port)]) as gateway,
     ):
         async with Node(behaves) as node, aiohttp.ClientSession(gateway.url) as session:
 
