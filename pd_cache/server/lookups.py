@@ -21,7 +21,7 @@ from pd_cache.chunks import Names
 from pd_cache.lookup import PrefixLookup, count_found
 from pd_cache.metrics import CacheMetrics
 from pd_cache.server.models import Model
-from pd_cache.server.protocol import Answer, Lookup, Refused, failed
+from pd_cache.server.protocol import Answer, Lookup, failed
 from pd_cache.tiers import StorageBackend
 from transfer.errors import Status
 
@@ -193,45 +193,36 @@ def answer_lookups(
     for job in jobs:
         first = job.request.chunks_at_hand
         names = job.request.names[first : first + max(1, MOST_KEYS // job.prefix.groups.keys_per_chunk)]
-        asked.append([])
-        for model in job.models:
-            keys = model.database.keys(names, label=job.request.label)
+        asked.append([model.database.keys(names, label=job.request.label) for model in job.models])
+        for model, keys in zip(job.models, asked[-1], strict=True):
             wanted.setdefault(model.mover.backend, []).extend(keys)
-            asked[-1].append(keys)
-    known: dict[StorageBackend, Iterator[Status] | Refused] = {}
+    known: dict[StorageBackend, Iterator[Status]] = {}
     begun = time.perf_counter()
     for backend, keys in wanted.items():
         found: list[Status] = []
         try:
             for start in range(0, len(keys), REQUEST_KEYS):
                 found += backend.batched_contains(keys[start : start + REQUEST_KEYS])
-            known[backend] = iter(found)
-        except Exception as error:  # an error of one backend must not stop the others
+        except Exception:  # an error of one backend must not stop the others
             log.exception("lookups failed")
-            known[backend] = failed(error)
+            found = [Status.INTERNAL] * len(keys)
+        known[backend] = iter(found)
     metrics.counts.took("lookup", time.perf_counter() - begun)
-    answers = []
+    answers: list[Answer] = []
     for job, by_model in zip(jobs, asked, strict=True):
         statuses: list[Status] = []
-        answer: Answer | None = None
         for model, keys in zip(job.models, by_model, strict=True):
-            if isinstance(found_there := known[model.mover.backend], Refused):
-                answer = found_there
-            else:
-                statuses += itertools.islice(found_there, len(keys))
+            statuses += itertools.islice(known[model.mover.backend], len(keys))
         client, request = job.client, job.request
         try:
-            if answer is None:
-                answer = count_found(
-                    job.prefix, request.names, request.chunks_at_hand, statuses, request.label
-                )
-                if request.session and answer.chunks > request.chunks_at_hand:
-                    sessions.open(client, request.session, job.found(by_model, answer.chunks), session_s)
-                    for model in job.models:
-                        if model.mover.closed:  # closed meanwhile, with its sessions
-                            sessions.end(client, request.session)
+            answer = count_found(job.prefix, request.names, request.chunks_at_hand, statuses, request.label)
+            if request.session and answer.chunks > request.chunks_at_hand:
+                sessions.open(client, request.session, job.found(by_model, answer.chunks), session_s)
+                for model in job.models:
+                    if model.mover.closed:  # closed meanwhile, with its sessions
+                        sessions.end(client, request.session)
+            answers.append(answer)
         except Exception as error:  # an error of one lookup must not stop the others
             log.exception("a lookup failed")
-            answer = failed(error)
-        answers.append(answer)
+            answers.append(failed(error))
     return answers

@@ -4,8 +4,8 @@ that `cache.tiers` describes."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pd_cache.config import DiskTier, LocalTier, NodeSettings
@@ -84,34 +84,30 @@ def open_backend(
                 part = Tier(pool, count, tier.blocking)
             opened.callback(part.backend.close)
             parts.append(part)
-        shelves = [part.backend for part in parts if isinstance(part.backend, LocalBackend)]
-        metrics.levels.add(_levels(memory, staging, shelves, None if pool is None else pool.store))
         opened.pop_all()
+    backend: StorageBackend
     if pool is not None and len(parts) == 1:
-        return pool
-    return HybridBackend(parts, backlog=staging // 2, close_s=transfer.timeouts.close_ms / 1000)
+        backend = pool
+    else:
+        backend = HybridBackend(parts, backlog=staging // 2, close_s=transfer.timeouts.close_ms / 1000)
+    metrics.levels.add(functools.partial(_levels, weakref.ref(backend), staging))
+    return backend
 
 
-def _levels(
-    memory: ObjectMemory, slots: int, shelves: Sequence[LocalBackend], store: MooncakeStore | None
-) -> Callable[[], BackendLevels | None]:
-    """Returns a function that reports on the memory and on the pool for as long as the memory is open. The
-    function keeps nothing alive. `shelves`: the tiers that keep objects in the memory besides these
-    `slots`."""
-    opened, keeping = weakref.ref(memory), [weakref.ref(shelf) for shelf in shelves]
-    reached = None if store is None else weakref.ref(store)
-
-    def levels() -> BackendLevels | None:
-        memory, store = opened(), None if reached is None else reached()
-        if memory is None or memory.pool.closed:
-            return None
-        kept = sum(len(shelf.index) for reference in keeping if (shelf := reference()) is not None)
-        slot_bytes = StagingPool.stride_of(memory.object_bytes)
-        used, forfeited = max(0, memory.pool.in_use - kept) * slot_bytes, memory.pool.forfeited_bytes
-        if store is None:
-            return BackendLevels(slots * slot_bytes, used, forfeited, None)
-        segment = store.hostname if store.segment_size else ""
-        size = store.segment_size if segment else 0
-        return BackendLevels(slots * slot_bytes, used, forfeited, store.available, segment, size)
-
-    return levels
+def _levels(opened: weakref.ref[StorageBackend], slots: int) -> BackendLevels | None:
+    """Reports on a backend's memory and on its pool for as long as the backend is open. `slots`: how many
+    slots local tiers do not keep objects in."""
+    backend = opened()
+    if backend is None or backend.memory.pool.closed:
+        return None
+    parts = [tier.backend for tier in backend.tiers] if isinstance(backend, HybridBackend) else [backend]
+    kept = sum(len(part.index) for part in parts if isinstance(part, LocalBackend))
+    memory = backend.memory.pool
+    slot_bytes = StagingPool.stride_of(backend.memory.object_bytes)
+    used = max(0, memory.in_use - kept) * slot_bytes
+    store: MooncakeStore | None = getattr(parts[-1], "store", None)
+    if store is None:
+        return BackendLevels(slots * slot_bytes, used, memory.forfeited_bytes, None)
+    segment = store.hostname if store.segment_size else ""
+    size = store.segment_size if segment else 0
+    return BackendLevels(slots * slot_bytes, used, memory.forfeited_bytes, store.available, segment, size)
