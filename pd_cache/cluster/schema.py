@@ -188,8 +188,8 @@ class ConnectorConfig(Section, frozen=True, kw_only=True):
     """The `connector` section: pd-cache inside vLLM."""
 
     load: Literal["auto", "always", "never"] = "auto"
-    """Which prefixes to load. `auto`: all prefixes that a prefill node hands over; others only if earlier
-    loads and steps show that loading is probably faster than computing."""
+    """Which prefixes to load. `auto`: those for which earlier loads and steps show that loading is probably
+    faster than computing; or at most twice as slow, if a prefill node hands them over."""
     lookup_timeout_ms: Annotated[int, Meta(ge=1, le=10_000)] = 50
     """How long a lookup may delay the scheduler."""
     recompute: Literal["token", "block"] = "token"

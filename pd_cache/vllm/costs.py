@@ -12,6 +12,8 @@
 4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
 5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is
    loaded, so that a wrong figure is corrected. If other loads are under way, they correct it.
+6. A hand-off has a wider margin. A stream is never declined, because nothing waits for it. The request that
+   follows waits for the stream's load under way as it would wait for a hand-off.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _PROBE_S = 60.0
-_MARGIN = 1.05
-"""A load may take this many times as long as computing, so that the decision does not alternate between
-equals."""
+MARGIN, HANDOFF_MARGIN = 1.05, 2.0
+"""A load may take this many times as long as computing. It may take a little longer, so that the decision
+does not alternate between equals. A hand-off may take twice as long, because a decode node that computes
+prompts delays its answers."""
 _KEPT = 0.8
 _FAR, _SLACK_S = 1.5, 0.05
 """A measurement is odd if it is more than `_FAR` times the expected time plus `_SLACK_S`, because a smaller
@@ -143,7 +146,12 @@ class Costs:
         """When the last step ended."""
 
     def judge(
-        self, tokens: Sequence[int], position: int, ahead: Iterable[tuple[int, float]], now: float
+        self,
+        tokens: Sequence[int],
+        position: int,
+        ahead: Iterable[tuple[int, float]],
+        now: float,
+        margin: float = MARGIN,
     ) -> NotWorth | None:
         """Returns why a prefix is not worth loading; None if it is, or if that is unknown.
 
@@ -163,7 +171,7 @@ class Costs:
         load_s = load.expected + max(0.0, end_s)
         due = load.line.odd is not None or now >= load.line.tried + _PROBE_S
         probe = due and not self._loading
-        return NotWorth(load_s, compute_s, probe) if load_s > _MARGIN * compute_s + delays_s else None
+        return NotWorth(load_s, compute_s, probe) if load_s > margin * compute_s + delays_s else None
 
     def load_began(self, request_id: str, tokens: Sequence[int], now: float) -> None:
         """Notes that a load of `tokens`, by tier, has begun. A call of `load_ended` has to follow."""

@@ -25,7 +25,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import KEY, RequestReport, StoreOutcome
 from pd_cache.tracing import UNTRACED, Tracing
 from pd_cache.versions import WeightsVersion
-from pd_cache.vllm.costs import Costs, StepWork
+from pd_cache.vllm.costs import HANDOFF_MARGIN, MARGIN, Costs, NotWorth, StepWork
 from pd_cache.vllm.lora import Adapters
 from pd_cache.vllm.own_cache import OutdatedRequests
 from pd_cache.vllm.plan import ChunkPlan
@@ -136,8 +136,10 @@ class SchedulerSide:
             tokens = None
         elif tracked.streams:
             tokens = self._match_stream(tracked, now)
-        elif self.streams.take_over(tracked):
-            tokens = None  # a part of its prompt is being loaded
+        elif (loading := self.streams.take_over(tracked)) and (
+            tracked.judged or self._verdict(tracked, (0, 0, loading), now) is None
+        ):
+            tokens = None
         elif not tracked.wants_lookup():
             tokens = 0
         else:
@@ -151,34 +153,30 @@ class SchedulerSide:
                 found = self._lookup.find(names, tracked.id, chunks_at_hand=chunks_at_hand)
                 streamed = self.streams.came(names[:chunks_at_hand]) if waits else 0
                 tracked.looked_up(found, streamed, awaited, self._clock())
-            tokens = None if tracked.lacks(awaited) else self._match(tracked, now)
+            tokens = self._match(tracked, awaited, now)
         self._refused = tokens is not None  # until vLLM has found blocks
         self._next.expecting |= tokens is None
         return tokens, bool(tokens)
 
-    def _match(self, tracked: TrackedRequest, now: float) -> int | None:
-        """Returns how many of the found tokens can be loaded; None while the request waits for blocks of
-        other loads."""
+    def _match(self, tracked: TrackedRequest, awaited: int, now: float) -> int | None:
+        """Returns how many of the found tokens can be loaded; None while the request waits for `awaited`
+        chunks, or for blocks of other loads."""
+        tokens = tracked.propose(awaited)
+        if tokens and not tracked.judged:
+            tokens = self._judge(tracked, tokens, now)
+        if tracked.lacks(awaited):
+            return None
         tracked.end_span()
-        tokens = tracked.propose()
         if not tokens or self.streams.block_loads:
             return 0
-        if not tracked.judged:
-            tokens = self._judge(tracked, tokens, now)
-        fits = not tokens or self._plan.plain or self._fits(tracked)
+        fits = self._plan.plain or self._fits(tracked)
         return tokens if fits else tracked.wait_for_room(now)
 
     def _judge(self, tracked: TrackedRequest, tokens: int, now: float) -> int:
         """Returns how many of the proposed tokens to load: those whose load ends before vLLM would have
         computed them."""
         tracked.judged = True
-        ahead = []
-        for other in self._requests.values():
-            begin = other.request.num_computed_tokens - other.request.num_in_flight_tokens
-            end = other.request.num_prompt_tokens
-            if other.outcome.over and begin < end:
-                ahead.append((end - begin, (begin + end) / 2))
-        verdict = self._costs.judge(tracked.by_tier(tokens), tracked.at_hand, ahead, now)
+        verdict = self._verdict(tracked, tracked.by_tier(tokens), now)
         # a part of a window or a state is of no use
         if verdict is None or (verdict.probe and not self._plan.plain):
             return tokens
@@ -191,6 +189,17 @@ class SchedulerSide:
         kept = tracked.decline(detail, chunk if verdict.probe else 0)
         self.metrics.counts.add("loads_declined_tokens", by=tokens - kept)
         return kept
+
+    def _verdict(self, tracked: TrackedRequest, tokens: Sequence[int], now: float) -> NotWorth | None:
+        """Returns why these tokens, by tier, are not worth loading; None if they are."""
+        ahead = []
+        for other in self._requests.values():
+            begin = other.request.num_computed_tokens - other.request.num_in_flight_tokens
+            end = other.request.num_prompt_tokens
+            if other.outcome.over and begin < end:
+                ahead.append((end - begin, (begin + end) / 2))
+        margin = MARGIN if tracked.handoff.announced is None else HANDOFF_MARGIN
+        return self._costs.judge(tokens, tracked.at_hand, ahead, now, margin)
 
     def _match_stream(self, tracked: TrackedRequest, now: float) -> int | None:
         """Returns how many tokens a stream can load; None while it waits for blocks. If nobody cancels it,

@@ -192,18 +192,19 @@ class Streams:
 
     # --- the request that is to be answered -----------------------------------------------------------------
 
-    def take_over(self, tracked: TrackedRequest) -> bool:
-        """Ends the streams of a prompt that a prefill node has announced. Returns whether a part of it is
+    def take_over(self, tracked: TrackedRequest) -> int:
+        """Ends the streams of a prompt that a prefill node has announced. Returns how many tokens of it are
         still being loaded."""
         if not self._streams or tracked.handoff.announced is None or not tracked.names.possible:
-            return False
+            return 0
         names = tracked.names.first(self._plan.most(tracked.request))
-        loading = False
+        loading = 0
         for stream in self._streams.values():
             count = len(stream.names)
             if count and names[count - 1 : count] == stream.names[-1:]:
                 stream.over = True
-                loading |= bool(stream.ranks)
+                if stream.ranks:
+                    loading += stream.loaded.chunks * self._plan.chunk
         return loading
 
     def came(self, names: Sequence[bytes]) -> int:

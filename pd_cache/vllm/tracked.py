@@ -69,8 +69,8 @@ class TrackedRequest:
         self._metrics = metrics
         self.arrived = now
         self.may_load = not request.skip_reading_prefix_cache and plan.settings.connector.load != "never"
-        self.judged = self.handoff.announced is not None or plan.settings.connector.load != "auto"
-        """Whether it is already decided how many of the found tokens may be loaded. This is decided once."""
+        self.judged = plan.settings.connector.load != "auto"
+        """Whether it is already decided how many tokens may be loaded. This is decided once."""
         self._worth: int | None = None
         """The most tokens to load beyond those at hand; None for all."""
         self.at_hand = 0
@@ -153,8 +153,9 @@ class TrackedRequest:
             self.span.note(found=found.chunks * self._chunk, reason=found.reason)
 
     def lacks(self, awaited: int) -> bool:
-        """Returns whether the lookup found fewer chunks than the request waits for."""
-        return self._found is None or self._found.chunks < awaited
+        """Returns whether the lookup found fewer chunks than the request waits for. It waits for none that
+        are not worth loading."""
+        return self._found is None or (self._worth is None and self._found.chunks < awaited)
 
     def by_tier(self, external: int) -> TierChunks:
         """Returns where the lookup found `external` tokens to load. Counts tokens."""
@@ -178,8 +179,9 @@ class TrackedRequest:
 
     # --- loads ----------------------------------------------------------------------------------------------
 
-    def propose(self) -> int:
-        """Proposes to load what was found. Returns the number of tokens; 0 if there is nothing to load."""
+    def propose(self, awaited: int = 0) -> int:
+        """Proposes to load what was found, and the `awaited` chunks. Returns the number of tokens; 0 if there
+        is nothing to load."""
         request, found = self.request, self._found
         if found is not None:
             if found.leading > found.chunks:  # prompts diverge after the found prefix
@@ -188,7 +190,7 @@ class TrackedRequest:
                 request.shared_prefix_boundary = max(
                     request.shared_prefix_boundary, found.leading * self._chunk
                 )
-            end = min(found.chunks * self._chunk, self._plan.loadable(request))
+            end = min(max(found.chunks, awaited) * self._chunk, self._plan.loadable(request))
             if self._worth is not None:
                 end = min(end, (self.at_hand + self._worth) // self._chunk * self._chunk)
             self.proposed = max(0, end - self.at_hand)
@@ -198,8 +200,8 @@ class TrackedRequest:
         return self.proposed
 
     def decline(self, detail: str, most: int) -> int:
-        """Notes that the found tokens are not worth loading, except for `most` tokens. Returns the number of
-        tokens that are proposed now."""
+        """Notes that the proposed tokens are not worth loading, except for `most` tokens. Returns the number
+        of tokens that are proposed now."""
         assert self._found is not None
         self._worth, self.outcome.detail = most, detail
         self.outcome.looked_up(self._found.chunks * self._chunk, "not_worth")

@@ -1,6 +1,9 @@
 """The cache may fail in any way: requests are answered, with the right tokens, and every block is given
 back."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.support.waiting import wait_for
@@ -125,9 +128,12 @@ def test_requests_are_served_while_the_master_is_gone_and_hit_again_when_it_is_b
 
 @pytest.fixture(scope="module")
 def cramped(model, vllm_pool, plain, tmp_path_factory):
-    """Of the pair's namespace. It stores what it generates, and has 28 blocks of 32 tokens."""
+    """Of the pair's namespace. It stores what it generates, loads what is worth it, and has memory above the
+    pool, so that its own loads say nothing about the pool's. It has 28 blocks of 32 tokens."""
+    tiers = [{"kind": "local", "capacity": "64MiB"}, {"kind": "mooncake"}]
     options = {
-        "connector": {"store_generated": True},
+        "cache": {"chunk_size": CHUNK, "shards": SHARDS, "tiers": tiers},
+        "connector": {"store_generated": True, "load": "auto"},
         "args": {"num-gpu-blocks-override": 28, "max-model-len": 800},
         "mode": "server",
     }
@@ -170,3 +176,45 @@ def test_preemption_under_a_tiny_kv_cache(cramped, plain, new_prompt):
         cramped.settle()
     assert cramped.metric("vllm:num_preemptions_total") > 0
     assert cramped.loaded > 0
+
+
+def slowly(pool, server, prompt):
+    """The answer, if its load takes more than a second."""
+    with ThreadPoolExecutor(1) as thread, pool.nodes["store-0"].stopped():
+        asked = thread.submit(server.complete, prompt)
+        wait_for(lambda: server.blocks_in_use or asked.done(), "it is loaded or computed")
+        time.sleep(1)
+    return asked.result()
+
+
+def report_of(answer):
+    return answer.kv_transfer_params["pd_cache"]["report"]
+
+
+def test_over_a_slow_link_a_prefix_is_computed_and_so_is_a_hand_off(
+    cramped, plain, pair, new_prompt, vllm_pool
+):
+    """It loads 64 tokens a second, where any machine computes hundreds."""
+    server, length, reason = cramped, 10 * CHUNK, ""
+    server.store(new_prompt(768), 1)  # in steps that are measured
+    while reason != "not_worth":
+        store(vllm_pool, pair.a, prompt := new_prompt(CHUNK + 1))
+        answer = slowly(vllm_pool, server, prompt)
+        assert answer.tokens == plain.tokens(prompt)
+        reason = report_of(answer)["reason"]
+
+    def metric():
+        return server.metric("vllm:pd_cache_loads_declined_tokens_total")
+
+    declined = metric()
+    handed = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": length}}
+    for params in (None, handed):
+        store(vllm_pool, pair.a, prompt := new_prompt(length + 1))
+        answer = server.complete(prompt, kv_transfer_params=params)
+        assert answer.tokens == plain.tokens(prompt)
+        report = report_of(answer)
+        assert (report["found"], report["reason"]) == (length, "not_worth")
+        assert report["detail"].startswith(f"{length} tokens would load in ")
+        assert report["loaded"] <= CHUNK, "no more than may correct the figure"
+        declined += length - report["loaded"]
+    wait_for(lambda: metric() == declined, "what was declined is counted")

@@ -26,6 +26,7 @@ from launch.proxy.roles import Roles
 from launch.proxy.routing import Attempts, Hop, NodePool, RetryBudget, Target, Trial
 from pd_cache.cluster import HandoffConfig, LimitsConfig, MasterNode, ProxyConfig, TenantConfig
 from pd_cache.handoff import next_pause
+from pd_cache.vllm.costs import HANDOFF_MARGIN, MARGIN
 
 _WAIT_S = HandoffConfig().wait_ms / 1000
 _MASTER = MasterNode(name="master")
@@ -122,25 +123,26 @@ class _Node:
         return generating
 
     def load(self, generating: Generating) -> Process:
-        """Looks up once, or until the announced prefix is there. Then loads it, if that pays."""
+        """Looks up once, or until the announced prefix is there, if it pays to load it. Then loads it."""
         learned, cluster, names = self.engine.learned, self._cluster, generating.request.names
         size, time = cluster.costs.engine.chunk_tokens, cluster.time
-        deadline, pause = time.now + (_WAIT_S if generating.announced else 0.0), next_pause()
-        while names:
-            found = yield from cluster.look_up(self.cores, names)
-            if found * size >= generating.announced or time.now >= deadline:
-                tokens = (0, 0, found * size)
-                if found and not generating.announced:
-                    verdict = learned.judge(tokens, 0, self.engine.ahead, time.now)
-                    found = found if verdict is None else int(verdict.probe)
-                if found:
-                    begun = self.engine.link.passed(time.now, 1)
-                    learned.load_began(name := str(id(generating)), (0, 0, found * size), time.now)
-                    generating.loaded = size * (yield from cluster.load(self, names[:found]))
-                    learned.load_ended(name, self.engine.link.passed(time.now, -1) - begun)
-                return
+        deadline, pause = time.now + _WAIT_S, next_pause()
+        awaited = generating.announced // size
+        found = (yield from cluster.look_up(self.cores, names)) if names else 0
+        if most := max(found, awaited):
+            margin = HANDOFF_MARGIN if awaited else MARGIN
+            verdict = learned.judge((0, 0, most * size), 0, self.engine.ahead, time.now, margin)
+            if verdict is not None:
+                found, awaited = min(found, verdict.probe), 0
+        while found < awaited and time.now < deadline:
             yield time.after(min(pause, deadline - time.now))
             pause = next_pause(pause)
+            found = yield from cluster.look_up(self.cores, names)
+        if found:
+            begun = self.engine.link.passed(time.now, 1)
+            learned.load_began(name := str(id(generating)), (0, 0, found * size), time.now)
+            generating.loaded = size * (yield from cluster.load(self, names[:found]))
+            learned.load_ended(name, self.engine.link.passed(time.now, -1) - begun)
 
     def store(self, generating: Generating) -> Happening:
         size = self._cluster.costs.engine.chunk_tokens

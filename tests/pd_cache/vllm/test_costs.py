@@ -357,12 +357,40 @@ def test_a_prefix_that_is_computed_sooner_is_not_loaded_and_the_report_has_the_f
     assert totals["measured_seconds", "load"] / totals["measured_seconds", "compute"] == pytest.approx(4)
 
 
-def test_a_prefix_that_is_loaded_sooner_and_one_that_was_announced_are_loaded():
-    for load_s, params in ((0.4, None), (1.9, announced(3 * CHUNK))):
-        scene, request = known(load_s, 0.4), Request("d", PROMPT, params)
-        scene.has(request)
-        assert scene.ask(request) == (3 * CHUNK, True)
-        assert ended(scene, request).detail is msgspec.UNSET
+@pytest.mark.parametrize("load_s, params", [(0.4, None), (0.7, announced(3 * CHUNK))])
+def test_a_prefix_is_loaded_if_that_is_sooner_and_a_hand_off_unless_it_takes_twice_as_long(load_s, params):
+    scene, request = known(load_s, 0.4), Request("d", PROMPT, params)
+    scene.has(request)
+    assert scene.ask(request) == (3 * CHUNK, True)
+    assert ended(scene, request).detail is msgspec.UNSET
+
+
+@pytest.mark.parametrize("there", [0, 1, 3])
+def test_a_hand_off_that_is_not_worth_loading_is_computed_at_once_and_not_waited_for_either(there):
+    scene, request = known(0.9, 0.4), Request("d", PROMPT, announced(3 * CHUNK))
+    scene.has(request, there)
+    assert scene.ask(request) == (0, False)
+    scene.clock.now += 1
+    scene.has(request)
+    asked = len(scene.lookups.asked)
+    assert scene.ask(request) == (0, False), "it is decided once"
+    assert len(scene.lookups.asked) == asked
+    told = ended(scene, request)
+    assert (told.found, told.loaded, told.computed, told.reason) == (there * CHUNK, 0, 27, "not_worth")
+    assert told.detail == "24 tokens would load in 0.112 s at 0.00341 MB/s; computing them takes 0.05 s"
+    assert scene.metrics.totals()["loads_declined_tokens",] == 24
+
+
+@pytest.mark.parametrize("load_s, waits", [(0.7, True), (0.9, False)])
+def test_a_request_waits_for_the_load_of_its_stream_as_it_would_wait_for_a_hand_off(load_s, waits):
+    scene, stream = known(load_s, 0.4), Request("s", PROMPT, announced(0, stream=True))
+    scene.has(stream)
+    assert scene.load(stream) == (len(PROMPT) - 1, True), "it is loaded in any case: nothing waits for it"
+    scene.clock.now += 1
+    (op,) = scene.step().loads
+    assert len(op.parts[0].names) == 3
+    request = Request("d", PROMPT, announced(3 * CHUNK))
+    assert scene.ask(request) == ((None, False) if waits else (0, False))
 
 
 def test_always_loads_what_is_there_and_never_does_not_ask():
