@@ -10,7 +10,8 @@ plain server. Then, for each connector, A computes and stores, and B loads what 
 turns with our A, because a machine's speed drifts by more than storing costs. With `--link`, the pool and A
 are on one side of a link, and B is on the other; the link gets one rate after the other. `auto` and `always`
 are values of `connector.load`. Before each rate is measured, B computes a prompt and loads three long prompts
-from the pool. Runs in an environment that has vLLM (`make test-vllm` sets one up).
+from the pool. In the end, the link becomes ten times slower while an engine with `auto` loads one prompt
+again and again. Runs in an environment that has vLLM (`make test-vllm` sets one up).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import random
 import statistics
 import tempfile
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -90,6 +92,7 @@ THEIRS_STORED, THEIRS_LOADED = (
 """The connectors' own counters on vLLM's `/metrics`: name, label and the label's value."""
 LOAD = ("vllm:pd_cache_op_seconds_total", "op", "retrieve")
 """The seconds that our connector spends on loads."""
+DECLINED = "vllm:pd_cache_loads_declined_tokens_total"
 
 
 def arguments(positions: int, kind: ModelKind, *, gpu: bool) -> dict[str, Any]:
@@ -369,6 +372,9 @@ def measure_links(
                         mean = statistics.mean(threads.map(server.first_token, together))
                         found[rate, f"{at_once} at once", way].append(1000 * mean)
                         server.forget()
+        slower, noticed = measure_slowdown(
+            ours["auto"], (here, there), prompts[lengths[0]][0], new(lengths[0], 3)
+        )
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for (rate, what, way), values in found.items():
         row = rows.setdefault((rate, what), {"link": rate, "prompt": what})
@@ -381,7 +387,43 @@ def measure_links(
         )
         for (rate, what), row in rows.items()
     ]
-    return {"results": list(rows.values())}, checks
+    return {"results": list(rows.values()), "slower": [slower]}, [*checks, noticed]
+
+
+def measure_slowdown(
+    start: Start, places: Sequence[Place], prompt: Sequence[int], others: Sequence[Sequence[int]]
+) -> tuple[dict[str, Any], Check]:
+    """Measures how soon an engine with `auto` computes a prompt of the pool when the link becomes ten times
+    slower. Before, it loads the prompt in a third of the time in which it computes one of the `others`.
+    Returns the figures and the target."""
+    with start("b") as url:
+        server = OpenAIServer(url)
+
+        def median_s(asked: Sequence[Sequence[int]]) -> float:
+            times = []
+            for prompt in asked:
+                times.append(server.first_token(prompt))
+                server.forget()
+            return statistics.median(times)
+
+        computed_s = median_s(others)
+        rate = 3 * 8 * len(prompt) * _LINK_KV_BYTES / computed_s
+        limit(places, f"{rate:.0f}bit")
+        loaded_s = median_s([prompt] * 5)
+        declined, loads = server.total(DECLINED), -1
+        limit(places, f"{rate / 10:.0f}bit")
+        begin = last = time.monotonic()
+        while server.total(DECLINED) == declined and loads < 9:
+            last, loads = time.monotonic(), loads + 1
+            median_s([prompt])
+    row = {
+        "mbit": rate / 1e6,
+        "computed_ms": 1000 * computed_s,
+        "loaded_ms": 1000 * loaded_s,
+        "loads": loads,
+        "seconds": last - begin,
+    }
+    return row, at_most("loads over a link that has become ten times slower, until it is noticed", loads, 3)
 
 
 @click.command()
