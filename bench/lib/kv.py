@@ -36,16 +36,12 @@ class Shape(NamedTuple):
     """A prompt's KV cache; by default Llama-3.1-8B's, 128 KiB a token."""
 
     tokens: int = 4096
+    """Of whole chunks."""
     layers: int = 32
 
     @property
     def chunks(self) -> int:
         return self.tokens // CHUNK
-
-    @property
-    def whole_tokens(self) -> int:
-        """The tokens of whole chunks."""
-        return self.chunks * CHUNK
 
     @property
     def nbytes(self) -> int:
@@ -165,35 +161,30 @@ class PagedPrompt:
     """A prompt's KV in random blocks of a paged cache, and other random blocks into which it is loaded."""
 
     def __init__(self, shape: Shape, device: Device) -> None:
-        tokens, block = shape.tokens, BLOCK
-        blocks = -(-tokens // block)
-        size = (shape.layers, 2 * blocks, _KV_HEADS, block, 2 * _HEAD_DIM)
+        blocks = shape.tokens // BLOCK
+        size = (shape.layers, 2 * blocks, _KV_HEADS, BLOCK, 2 * _HEAD_DIM)
         self._bits = torch.randint(-(2**15), 2**15, size, dtype=torch.int16).to(device)
         self.tensors = {
             str(layer): tensor for layer, tensor in enumerate(self._bits.view(torch.bfloat16).unbind())
         }
         self.layout = KVLayout.from_tensors(self.tensors)
         self.device = device
-        self.tokens = list(range(tokens))
-        self.whole_tokens = shape.whole_tokens
-        self.nbytes = shape.whole_tokens * self.layout.token_bytes
-        """The bytes of all whole chunks."""
+        self.tokens, self.nbytes = list(range(shape.tokens)), shape.nbytes
         orders = (torch.randperm(blocks), blocks + torch.randperm(blocks))
         self._orders = [order.to(device) for order in orders]
-        self._whole_blocks = shape.whole_tokens // block
         self.source, self.target = (
-            (blocks_of.unsqueeze(1) * block + torch.arange(block)).flatten()[:tokens] for blocks_of in orders
+            (blocks_of.unsqueeze(1) * BLOCK + torch.arange(BLOCK)).flatten() for blocks_of in orders
         )
 
     def store(self, cache: BlockCache) -> None:
-        """Stores all whole chunks. The cache's pool must hold none of them."""
+        """Stores the prompt. The cache's pool must hold none of it."""
         stored = PromptCache(cache).store(self.tokens, kv_caches=self.tensors, slot_mapping=self.source)
-        assert stored == self.whole_tokens, f"only {stored} tokens were stored"
+        assert stored == len(self.tokens), f"only {stored} tokens were stored"
 
     def retrieve(self, cache: BlockCache) -> None:
-        """Loads all whole chunks into the target."""
+        """Loads the prompt into the target."""
         mask = PromptCache(cache).retrieve(self.tokens, kv_caches=self.tensors, slot_mapping=self.target)
-        assert int(mask.sum()) == self.whole_tokens, f"only {int(mask.sum())} tokens were loaded"
+        assert int(mask.sum()) == len(self.tokens), f"only {int(mask.sum())} tokens were loaded"
 
     def scramble(self) -> None:
         """Makes the target differ from the source everywhere."""
@@ -202,6 +193,6 @@ class PagedPrompt:
         settle(self._bits)
 
     def arrived(self) -> bool:
-        """Returns whether the whole chunks of source and target hold the same bytes."""
-        source, target = (order[: self._whole_blocks] for order in self._orders)
+        """Returns whether source and target hold the same bytes."""
+        source, target = self._orders
         return torch.equal(self._bits[:, source], self._bits[:, target])

@@ -115,30 +115,34 @@ def finish(results: Mapping[str, Any], checks: Iterable[Check], *, as_json: bool
         ]
         click.echo(json.dumps({"about": facts, **results, "checks": rows, "ok": ok}))
     else:
-        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-        for name, value in results.items():
-            if value and isinstance(value, list):
-                _draw(console, "" if name == "results" else name, *laid_out(value))
-        _draw(console, "", ("", "value"), [item for item in results.items() if not isinstance(item[1], list)])
-        judged = [
-            (
-                check.name,
-                check.value,
-                f"{'≥' if check.from_below else '≤'} {shown(check.limit)}",
-                Text("met", "green") if check.ok else Text("missed", "red"),
-            )
+        figures = [(name, value) for name, value in results.items() if not isinstance(value, list)]
+        tables = {name: value for name, value in results.items() if isinstance(value, list)}
+        tables["figures"] = [{"figure": name, "value": value} for name, value in figures]
+        tables["targets"] = [
+            {
+                "target": check.name,
+                "value": check.value,
+                "limit": f"{'≥' if check.from_below else '≤'} {shown(check.limit)}",
+                "": "met" if check.ok else "missed",
+            }
             for check in listed
         ]
-        _draw(console, "Targets", ("target", "value", "limit", ""), judged)
-        _draw(console, "How it was measured", ("", ""), facts.items())
+        tables["how it was measured"] = [{"": name, "value": fact} for name, fact in facts.items()]
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        for title, rows in tables.items():
+            if rows:
+                columns, cells = laid_out(rows)
+                table = Table(title=Text(title), box=SIMPLE)
+                for column in columns:
+                    table.add_column(Text(column), overflow="fold")
+                for row in cells:
+                    table.add_row(*(Text(shown(value)) for value in row))
+                console.print(table)
     if strict and not ok:
         sys.exit(1)
 
 
-Row = Sequence[object]
-
-
-def laid_out(rows: Sequence[Mapping[str, object]]) -> tuple[Sequence[str], Iterable[Row]]:
+def laid_out(rows: Sequence[Mapping[str, object]]) -> tuple[Sequence[str], Iterable[Sequence[object]]]:
     """Returns the columns and the cells of `rows`. A row maps columns to values. If there are few rows with
     many columns, each row becomes a column of the table, and the names of its values are the first column."""
     names = list(rows[0])
@@ -147,17 +151,6 @@ def laid_out(rows: Sequence[Mapping[str, object]]) -> tuple[Sequence[str], Itera
     first, *others = names
     heads = [f"{first} {shown(row[first])}" for row in rows]
     return ["", *heads], [[name, *(row[name] for row in rows)] for name in others]
-
-
-def _draw(console: Console, title: str, columns: Iterable[str], rows: Iterable[Row]) -> None:
-    """Prints a table, unless it has no rows."""
-    table = Table(title=Text(title), box=SIMPLE)
-    for name in columns:
-        table.add_column(Text(name), overflow="fold")
-    for row in rows:
-        table.add_row(*(value if isinstance(value, Text) else Text(shown(value)) for value in row))
-    if table.rows:
-        console.print(table)
 
 
 def shown(value: object) -> str:

@@ -80,7 +80,7 @@ def measure_copier(prompt: PagedPrompt, memory: StagingPool, rounds: int) -> dic
     """GB/s between the paged cache and `memory`, which has a slot for each chunk, and those of a plain
     copy."""
     nbytes = CHUNK * prompt.layout.token_bytes
-    chunks = plan(Slots(prompt.source[: prompt.whole_tokens]), prompt.layout, CHUNK)
+    chunks = plan(Slots(prompt.source), prompt.layout, CHUNK)
     with ExitStack() as stack:
         copier = stack.enter_context(closing(open_copier(list(prompt.tensors.values()), prompt.layout)))
         slots = [slot for _ in chunks if (slot := memory.lease(0.0)) is not None]

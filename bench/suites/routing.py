@@ -26,9 +26,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections import deque
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import count, product
 from pathlib import Path
@@ -94,10 +92,20 @@ class PolicyOutcome(NamedTuple):
 class _SimulatedNode:
     def __init__(self, cache_tokens: int) -> None:
         self.cache = SimulatedLru(cache_tokens // BLOCK_TOKENS)
-        self.queue: deque[tuple[float, Request, ExitStack]] = deque()
-        """Arrival time and request; closing the stack reports to the router that the node has computed the
-        prompt."""
-        self.wake = Happening()
+        self.last = Happening()
+        """Its last prompt is computed."""
+        self.last.happen()
+
+    def take_in(self, blocks: Sequence[int]) -> tuple[int, list[KvEvent]]:
+        """Takes a prompt into the cache. Returns how many of its blocks were there, and the cache's
+        events."""
+        came, events = [block for block in blocks if block not in self.cache], list[KvEvent]()
+        found = self.cache.use(blocks)
+        if came:
+            events.append(StoredEvent([*came], block_size=BLOCK_TOKENS, medium="GPU"))
+        if self.cache.gone:
+            events.append(RemovedEvent([*self.cache.gone], "GPU"))
+        return found, events
 
 
 def simulate(
@@ -127,34 +135,24 @@ def simulate(
     time, queueing, computed = SimulatedTime(), list[float](), list[float]()
     hit = total = 0
 
-    def compute(url: str) -> Process:
+    def compute(url: str, request: Request, prompt: RoutedPrompt) -> Process:
         nonlocal hit, total
-        node = fleet[url]
-        while True:
-            while not node.queue:
-                node.wake = Happening()
-                yield node.wake
-            arrived, request, done = node.queue.popleft()
+        arrived, node, blocks = time.now, fleet[url], request.whole_blocks
+        with pool.working(url, prompt):
+            yield node.last
             queueing.append(time.now - arrived)
-            came = [block for block in request.whole_blocks if block not in node.cache]
-            own = found = node.cache.use(request.whole_blocks) * BLOCK_TOKENS
+            there, events = node.take_in(blocks)
+            own = found = there * BLOCK_TOKENS
             if behind is not None:
-                found = max(own, behind.find(request.whole_blocks) * BLOCK_TOKENS)
+                found = max(own, behind.find(blocks) * BLOCK_TOKENS)
             hit, total = hit + found, total + request.input_length
             yield time.after((request.input_length - found + (found - own) / _LOAD) / rate)
             computed.append(time.now - arrived)
             if behind is not None:
-                behind.use(request.whole_blocks)
+                behind.use(blocks)
             if router == "events":
-                events: list[KvEvent] = []
-                if came:
-                    events.append(StoredEvent([*came], block_size=BLOCK_TOKENS, medium="GPU"))
-                if node.cache.gone:
-                    events.append(RemovedEvent([*node.cache.gone], "GPU"))
-                time.call_at(
-                    time.now + _LAG_S, partial(known[url].ranks[0].apply, [EventBatch(time.now, events)])
-                )
-            done.close()
+                apply = partial(known[url].ranks[0].apply, [EventBatch(time.now, events)])
+                time.call_at(time.now + _LAG_S, apply)
 
     def arrive() -> Process:
         for request in requests:
@@ -168,13 +166,9 @@ def simulate(
                 work = pool.loads() if router == "longest_prefix_idle" else dict.fromkeys(fleet, 0.0)
                 url = max(fleet, key=lambda url: (known[url].tokens(named), -work[url]))
             assert url is not None
-            done = ExitStack()
-            done.enter_context(pool.working(url, prompt))
-            fleet[url].queue.append((time.now, request, done))
-            fleet[url].wake.happen()
+            fleet[url].last = time.start(compute(url, request, prompt))
 
-    for process in (*map(compute, fleet), arrive()):
-        time.start(process)
+    time.start(arrive())
     time.run()
     assert not any(pool.loads().values()), "work was not given back"
     return PolicyOutcome(hit / total, queueing, computed)
@@ -199,12 +193,12 @@ def compare(
     for router in routers:
         hit_rate, queueing, computed = simulate(requests, router, nodes, cache_tokens, rate)
         rows[router] = {
+            "policy": router,
             "workload": workload,
             "requests": len(requests),
             "ideal": ideal,
             "nodes": nodes,
             "cache_tokens": cache_tokens,
-            "policy": router,
             "hit_rate": hit_rate,
             "queueing_mean_s": statistics.fmean(queueing),
             "queueing_p99_s": quantile(queueing, 0.99),

@@ -32,7 +32,7 @@ from bench.lib.trace import Request, read_trace
 from bench.suites.routing import agent_trace
 from pd_cache.cluster import ProxyConfig
 
-_NODES = (1, 10, 20, 50, 100, 200, 250, 500, 1000)
+_NODES = (1, 10, 20, 50, 100, 200, 300, 500, 1000)
 _MEMORY = 32 << 30
 """Bytes that each node gives to the pool."""
 _REQUESTS_PER_NODE, _LEAST_REQUESTS = 8, 300

@@ -138,8 +138,8 @@ def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str) -> dict
 
 def from_memory(prompt: PagedPrompt, url: str) -> dict[str, float]:
     """GB/s of a retrieve from the server's own memory, and of memcpy into the same buffer."""
-    metadata, whole = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout), prompt.whole_tokens
-    with served(url, metadata, prompt.tensors, prompt.tokens[:whole], prompt.source[:whole]) as server:
+    metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
+    with served(url, metadata, prompt.tensors, prompt.tokens, prompt.source) as server:
         # before memcpy spoils what they are compared with
         prompt.scramble()
         prompt.retrieve(server)

@@ -213,8 +213,8 @@ class SimulatedCluster:
 
     def run(self, requests: Sequence[SimulatedRequest]) -> tuple[list[RequestOutcome], dict[str, float]]:
         """Sends every request when it is due. Returns the outcome of each request, and the use of each kind
-        of resource until the last request came: the work as a share of its capacity. A share above 1 means
-        that the resource cannot keep up."""
+        of resource: the work of all requests, as a share of what it can do until the last request comes. A
+        share above 1 means that the resource cannot keep up."""
         outcomes = []
         for index, request in enumerate(requests):
             outcome = RequestOutcome(due=request.due, prompt_tokens=request.tokens, error="never ended")
@@ -226,13 +226,11 @@ class SimulatedCluster:
             # each at moments of its own
             offset = number / len(self.proxies) * HEALTH_INTERVAL_S
             self.time.start(self._look(proxy, offset, last_due))
-        uses: dict[str, float] = {}
-        self.time.call_at(last_due, lambda: uses.update(self._uses(max(last_due, 1e-9))))
         self.time.run()
         assert all(node.engine.idle for node in self._every), "an engine has work left"
         pools = [pool for proxy in self.proxies for pool in proxy.pools.values()]
         assert not any(load for pool in pools for load in pool.loads().values()), "a proxy has work left"
-        return outcomes, uses
+        return outcomes, self._uses(max(last_due, 1e-9))
 
     def _look(self, proxy: _Proxy, offset: float, until: float) -> Process:
         """Makes a proxy decide about roles: before the load, and whenever it asks nodes for their health."""

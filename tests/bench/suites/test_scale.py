@@ -69,7 +69,7 @@ def test_times_to_first_token_are_those_of_computing_queueing_and_loading():
     assert [one.first for one in outcomes] == pytest.approx([1.0, 1.5, 0.001, 1.0])
     assert [one.cached for one in outcomes] == [0, 0, 999, 0]
     assert (outcomes[3].tokens, outcomes[3].last) == (11, pytest.approx(2.0))
-    held = 1001 * (1.0 + 1.0 + 0.001)  # the second one waits for the step of the first
+    held = 1001 * (1.0 + 1.0 + 0.001) + 1011 * 2.0  # the second one waits for the step of the first
     assert uses["decode"] == pytest.approx(held / 20 / _COSTS.engine.kv_tokens)
 
 
@@ -90,7 +90,7 @@ def test_a_prefill_node_computes_and_a_decode_node_loads():
     assert set(uses) >= {"master", "proxy", "prefill", "decode", "busiest link"}
 
 
-@pytest.mark.parametrize("gateway, uses", [(None, (0.055, 0.0)), ("envoy", (0.01, 0.011))])
+@pytest.mark.parametrize("gateway, uses", [(None, (0.06, 0.0)), ("envoy", (0.02, 0.012))])
 def test_behind_envoy_only_requests_take_the_proxys_time(gateway, uses):
     costs = msgspec.structs.replace(
         _COSTS,
