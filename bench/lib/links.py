@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -41,6 +42,18 @@ class Place(NamedTuple):
     def before(self) -> tuple[str, ...]:
         """The beginning of a command line that runs a program there."""
         return self.enter if self.gpu else (*self.enter, "taskset", "-c", str(self.core))
+
+
+def check_rates(
+    context: click.Context, parameter: click.Parameter, given: tuple[str, ...]
+) -> tuple[str, ...]:
+    """A click callback for rates of links. `tc` takes a number without a unit as bits a second, and takes
+    negative ones, too."""
+    for rate in given:
+        if not re.fullmatch(r"[1-9][0-9]{0,3}[mg]bit", rate):
+            message = f"expected a rate from 1mbit to 9999gbit, got {rate!r}"
+            raise click.BadParameter(message, context, parameter)
+    return given
 
 
 @contextmanager

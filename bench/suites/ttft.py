@@ -34,7 +34,7 @@ import click
 from rich.progress import Progress
 
 from bench.lib.kv import RawPool
-from bench.lib.links import Place, limit, linked
+from bench.lib.links import Place, check_rates, limit, linked
 from bench.lib.pool import cluster_here, raw_client
 from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
 from bench.lib.small_models import VOCABULARY, ModelKind, write_model
@@ -433,7 +433,7 @@ def measure_slowdown(
 @option(
     "--pd", is_flag=True, help="Through a prefill and a decode node, with and without streaming the hand-off."
 )
-@option("--link", "links", multiple=True, help="A link of this rate, such as 1gbit, before the node that loads; needs root. Several, the fastest first, without --pd. By default loopback.")  # fmt: skip
+@option("--link", "links", multiple=True, callback=check_rates, help="A link of this rate, such as 1gbit, before the node that loads; needs root. Several, the fastest first, without --pd. By default loopback.")  # fmt: skip
 @option("--at-once", default=16, type=click.IntRange(1), help="With --link: prompts that come together.")
 @option("--peer", "peers", multiple=True, type=click.Choice(get_args(Peer)), help="With --pd: vLLM's own connectors to compare with.")  # fmt: skip
 @output_options
