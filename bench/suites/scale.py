@@ -51,14 +51,13 @@ _TRIAL_REQUESTS = 100
 def grow(
     trace: Sequence[Request],
     costs: UnitCosts,
-    proxies: int,
-    proxy: ProxyConfig,
+    plan: ClusterPlan,
     nodes: int,
     rate_per_node: float,
     requests: int = 0,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Simulates one cluster under `rate_per_node` requests a second for each of its nodes; `requests` in all,
-    or as many a node as usual.
+    """Simulates a cluster like `plan`, of this number of nodes, under `rate_per_node` requests a second for
+    each of them; `requests` in all, or as many a node as usual.
 
     Returns its figures; `refused` are requests answered with an error. And what each kind of resource was
     asked for, as a share of what it can do: of the master and the proxies, of all of a kind; 1 is full.
@@ -71,7 +70,8 @@ def grow(
     users = of_some_users(trace, share) or trace
     copied, size = CopiedTrace(users, round(_WARM * share), min(_DEPTH, count)), costs.engine.chunk_tokens
     arrivals = copied.arrivals(count, rate)
-    plan = ClusterPlan(prefill, nodes - prefill, proxies, max(1, nodes * _MEMORY // costs.chunk_bytes), proxy)
+    room = max(1, nodes * _MEMORY // costs.chunk_bytes)
+    plan = plan._replace(prefill=prefill, decode=nodes - prefill, pool_chunks=room)
     cluster = SimulatedCluster(plan, costs)
     cluster.remember(copied, count)
     outcomes, asked = cluster.run([of_arrival(arrival, size) for arrival in arrivals])
@@ -90,11 +90,11 @@ def grow(
     return row, asked
 
 
-def usual_rate(trace: Sequence[Request], costs: UnitCosts, proxies: int, proxy: ProxyConfig) -> float:
+def usual_rate(trace: Sequence[Request], costs: UnitCosts, plan: ClusterPlan) -> float:
     """Returns the requests a second for each node at which the busier kind of engines has the use `_BUSY`."""
     guess = 1.0
     for _ in range(12):
-        _, asked = grow(trace, costs, proxies, proxy, _TRIAL_NODES, guess, _TRIAL_REQUESTS)
+        _, asked = grow(trace, costs, plan, _TRIAL_NODES, guess, _TRIAL_REQUESTS)
         most = max(asked["prefill"], asked["decode"])
         if 0.5 * _TRIAL_BUSY <= most <= 1.5 * _TRIAL_BUSY:
             return guess * _BUSY / most
@@ -161,11 +161,11 @@ def main(
         finish({"results": rows}, checks, **output)
         return
     costs = UnitCosts() if file is None else read_costs(file)
-    proxy = ProxyConfig(gateway=gateway)
-    per_node = usual_rate(requests, costs, proxies, proxy)
+    plan = ClusterPlan(0, 0, proxies, proxy=ProxyConfig(gateway=gateway))
+    per_node = usual_rate(requests, costs, plan)
     with progress() as bar:
         sizes = bar.track(sorted(set(counts or _NODES)), description="nodes")
-        steps = [grow(requests, costs, proxies, proxy, nodes, per_node) for nodes in sizes]
+        steps = [grow(requests, costs, plan, nodes, per_node) for nodes in sizes]
     found = full_from({row["nodes"]: asked for row, asked in steps})
     results = {
         "rate_per_node": per_node,
