@@ -89,6 +89,16 @@ class GetResult(NamedTuple):
     size: int
 
 
+def staging_pool(
+    settings: TransferSettings, slot_bytes: int, *, reserve: int = 0, pin: Pin | None = None
+) -> StagingPool:
+    """Returns memory of `staging_size` and `reserve` bytes in slots of `slot_bytes`. Raises ValueError if not
+    even one slot fits."""
+    size = int(settings.staging_size)
+    headroom = size // StagingPool.stride_of(slot_bytes) // _HEADROOM
+    return StagingPool(size + reserve, slot_bytes, prefaulted=settings.prefault, pin=pin, headroom=headroom)
+
+
 class _MooncakeClient(MovesClient, Protocol):
     """The methods that we use of `mooncake.store.MooncakeDistributedStore`. They return negative ints as
     codes, and raise nothing."""
@@ -270,11 +280,7 @@ class MooncakeStore:
 
         Raises ValueError if not even one slot fits, TransferError as `attach` does.
         """
-        staging = int(self._settings.staging_size)
-        headroom = staging // StagingPool.stride_of(slot_bytes) // _HEADROOM
-        pool = StagingPool(
-            staging + reserve, slot_bytes, prefaulted=self._settings.prefault, pin=pin, headroom=headroom
-        )
+        pool = staging_pool(self._settings, slot_bytes, reserve=reserve, pin=pin)
         self.attach(pool)
         return pool
 

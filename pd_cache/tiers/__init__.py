@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from typing import TYPE_CHECKING
 
 from pd_cache.config import DiskTier, LocalTier, NodeSettings
 from pd_cache.metrics import BackendLevels, CacheMetrics
@@ -15,10 +14,9 @@ from pd_cache.tiers.disk import LocalDiskBackend
 from pd_cache.tiers.hybrid import HybridBackend, Tier
 from pd_cache.tiers.local import LocalBackend
 from pd_cache.tiers.memory import TRAILER_BYTES, ObjectMemory, Staged, slots_of
+from pd_cache.tiers.mooncake import MooncakeBackend
 from transfer.staging import Pin, StagingPool
-
-if TYPE_CHECKING:
-    from transfer.store import MooncakeStore
+from transfer.store import staging_pool
 
 __all__ = ["PutOutcome", "Staged", "StorageBackend", "open_backend"]
 
@@ -42,36 +40,17 @@ def open_backend(
     # a tier's name is its kind, with a number from the second tier of that kind on
     names = [f"{kind}-{kinds[:n].count(kind)}" if kind in kinds[:n] else kind for n, kind in enumerate(kinds)]
     counts = [metrics.tier(name) for name in names]
-    slot_bytes, staging = (
-        StagingPool.stride_of(payload_bytes + TRAILER_BYTES),
-        slots_of(transfer.staging_size, payload_bytes),
-    )
+    object_bytes, staging = payload_bytes + TRAILER_BYTES, slots_of(transfer.staging_size, payload_bytes)
+    slot_bytes = StagingPool.stride_of(object_bytes)
     if not staging:  # the slots of local tiers are no substitute: a full tier leaves none of them free
         raise ValueError(
-            f"the staging memory holds no slot of {payload_bytes + TRAILER_BYTES} bytes; make it at least {slot_bytes} bytes"
+            f"the staging memory holds no slot of {object_bytes} bytes; make it at least {slot_bytes} bytes"
         )
     kept = sum(slots_of(tier.capacity, payload_bytes) for tier in tiers if isinstance(tier, LocalTier))
-    reserve, pool = kept * slot_bytes, None
+    slots = staging_pool(transfer, object_bytes, reserve=kept * slot_bytes, pin=pin)
+    memory = ObjectMemory(slots, payload_bytes)
     with contextlib.ExitStack() as opened:
-        if "mooncake" in kinds:
-            # imported here: a node without a pool needs no Mooncake
-            from pd_cache.tiers.mooncake import MooncakeBackend
-
-            count = counts[kinds.index("mooncake")]
-            pool = MooncakeBackend(
-                settings, payload_bytes, pin=pin, reserve=reserve, batch_bytes=batch_bytes, metrics=count
-            )
-            opened.callback(pool.close)
-            memory = pool.memory
-        else:
-            slots = StagingPool(
-                transfer.staging_size + reserve,
-                payload_bytes + TRAILER_BYTES,
-                prefaulted=transfer.prefault,
-                pin=pin,
-                headroom=staging // 4,
-            )
-            memory = ObjectMemory(slots, payload_bytes)
+        opened.callback(memory.close)
         parts: list[Tier] = []
         for tier, count in zip(tiers, counts, strict=True):
             if isinstance(tier, LocalTier):  # a put into memory never waits
@@ -80,15 +59,13 @@ def open_backend(
                 disk = LocalDiskBackend(memory, tier, transfer.timeouts, count, slots=staging)
                 part = Tier(disk, count, tier.blocking, tier.promote)
             else:
-                assert pool is not None
+                pool = MooncakeBackend(settings, memory, batch_bytes=batch_bytes, metrics=count)
                 part = Tier(pool, count, tier.blocking)
             opened.callback(part.backend.close)
             parts.append(part)
         opened.pop_all()
-    backend: StorageBackend
-    if pool is not None and len(parts) == 1:
-        backend = pool
-    else:
+    backend = parts[0].backend
+    if len(parts) > 1 or not isinstance(backend, MooncakeBackend):
         backend = HybridBackend(parts, backlog=staging // 2, close_s=transfer.timeouts.close_ms / 1000)
     metrics.levels.add(functools.partial(_levels, weakref.ref(backend), staging))
     return backend
@@ -105,9 +82,9 @@ def _levels(opened: weakref.ref[StorageBackend], slots: int) -> BackendLevels | 
     memory = backend.memory.pool
     slot_bytes = StagingPool.stride_of(backend.memory.object_bytes)
     used = max(0, memory.in_use - kept) * slot_bytes
-    store: MooncakeStore | None = getattr(parts[-1], "store", None)
-    if store is None:
+    if not isinstance(parts[-1], MooncakeBackend):
         return BackendLevels(slots * slot_bytes, used, memory.forfeited_bytes, None)
+    store = parts[-1].store
     segment = store.hostname if store.segment_size else ""
     size = store.segment_size if segment else 0
     return BackendLevels(slots * slot_bytes, used, memory.forfeited_bytes, store.available, segment, size)

@@ -17,7 +17,6 @@ from pd_cache.metrics import CacheMetrics, TierMetrics
 from pd_cache.tiers.base import PutOutcome, StorageBackend
 from pd_cache.tiers.memory import (
     BATCH_BYTES,
-    TRAILER_BYTES,
     Damage,
     Fetched,
     ObjectMemory,
@@ -28,7 +27,7 @@ from pd_cache.tiers.memory import (
 )
 from transfer.deadlines import End, end_or, sooner
 from transfer.errors import Status
-from transfer.staging import Pin, Quota, Slot
+from transfer.staging import Quota, Slot
 from transfer.store import GetResult, MooncakeStore, Pending
 
 _BATCH_KEYS = 256
@@ -61,22 +60,16 @@ class MooncakeBackend(StorageBackend):
     def __init__(
         self,
         settings: NodeSettings,
-        payload_bytes: int,
+        memory: ObjectMemory,
         *,
-        pin: Pin | None = None,
-        reserve: int = 0,
         batch_bytes: int | None = None,
         metrics: TierMetrics | None = None,
     ) -> None:
-        """Maps the staging memory and begins to open the store. Does not wait for the pool.
-
-        `pin` page-locks the staging memory for a GPU. `reserve` bytes are mapped besides
-        `transfer.staging_size`, for local tiers that keep objects in the same memory. A batch has about
-        `batch_bytes`, by default 64 MiB. Raises ValueError if `transfer.staging_size` is too small for a
-        chunk.
-        """
+        """Takes over `memory`, and begins to open the store. Does not wait for the pool. A batch has about
+        `batch_bytes`, by default 64 MiB."""
         transfer = settings.transfer
-        self.payload_bytes = payload_bytes
+        self.memory, self.staging = memory, memory.pool
+        self.payload_bytes = payload_bytes = memory.payload_bytes
         self._timeouts = transfer.timeouts
         self._metrics = metrics or CacheMetrics().tier("mooncake")
         self._closed = False
@@ -88,8 +81,7 @@ class MooncakeBackend(StorageBackend):
             placement=settings.cache.pool,
         )
         try:
-            self.staging = self.store.staging(payload_bytes + TRAILER_BYTES, reserve=reserve, pin=pin)
-            self.memory = ObjectMemory(self.staging, payload_bytes)
+            self.store.attach(self.staging)
         except BaseException:
             self.store.close()
             raise

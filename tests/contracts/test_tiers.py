@@ -22,6 +22,7 @@ from tests.support.backends import (
     make_subject,
     making,
     plant,
+    pool_memory,
 )
 from tests.support.waiting import wait_for
 from transfer.deadlines import end_in
@@ -294,7 +295,7 @@ def make_own(make, pool, tmp_path):
         if "mooncake" not in kind:
             return make(kind)
         config = pool.settings(transfer={"staging_size": "2MiB"})
-        opened.append(MooncakeBackend(config, PAYLOAD, reserve=1 << 20))
+        opened.append(MooncakeBackend(config, pool_memory(config, PAYLOAD, 128)))
         return make_subject(kind, PAYLOAD, tmp_path / f"own-{len(opened)}", opened[-1])
 
     try:

@@ -11,6 +11,7 @@ import pytest
 
 from pd_cache.config import CacheConfig, MooncakeTier
 from pd_cache.tiers.mooncake import MooncakeBackend
+from tests.support.backends import pool_memory
 from tests.support.engines import CHUNK, host
 from tests.support.waiting import beside, wait_for
 from transfer.deadlines import end_in
@@ -31,7 +32,8 @@ def backend(pool, segment="any", **timeouts):
         transfer={"timeouts": {**PATIENT, **timeouts}},
     )
     transfer = msgspec.structs.replace(settings.transfer, staging_size=ByteSize(SLOTS * (PAYLOAD + 4096)))
-    opened = MooncakeBackend(msgspec.structs.replace(settings, transfer=transfer), PAYLOAD)
+    settings = msgspec.structs.replace(settings, transfer=transfer)
+    opened = MooncakeBackend(settings, pool_memory(settings, PAYLOAD))
     try:
         opened.wait_available(60)
         yield opened

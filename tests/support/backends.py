@@ -16,6 +16,7 @@ from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import ByteSize, Timeouts
 from transfer.staging import StagingPool
+from transfer.store import staging_pool
 
 TIMEOUTS = Timeouts(exist_ms=20_000, get_ms=30_000, put_ms=30_000, close_ms=20_000)
 
@@ -39,9 +40,7 @@ class SharedPoolBackend(MooncakeBackend):
     """A pool client that many subjects use one after another; opening and closing one takes a second."""
 
     def __init__(self, settings, payload_bytes, slots):
-        super().__init__(
-            settings, payload_bytes, reserve=slots * StagingPool.stride_of(payload_bytes + TRAILER_BYTES)
-        )
+        super().__init__(settings, pool_memory(settings, payload_bytes, slots))
         self.memory = _KeptMemory(self.staging, payload_bytes)
         self.wait_available(60)
 
@@ -113,6 +112,13 @@ def count(metrics, name, **labels):
         for sample in family.samples
         if sample.name == name and labels.items() <= sample.labels.items()
     )
+
+
+def pool_memory(settings, payload, slots=0):
+    """Memory for a client of the pool, with so many slots more than for its transfers."""
+    size = payload + TRAILER_BYTES
+    reserve = slots * StagingPool.stride_of(size)
+    return ObjectMemory(staging_pool(settings.transfer, size, reserve=reserve), payload)
 
 
 def make_memory(payload, slots):
