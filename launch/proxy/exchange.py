@@ -78,7 +78,7 @@ class Exchange:
         """Ends the streams that the decode node needs until its first byte."""
         self.known: NamedPrompt | str | None = None
         """The names of a completion's prompt, or the reason why there are none; None before its lookup."""
-        self.hinted: asyncio.Task[bytes] | None = None
+        self.hinted: asyncio.Task[str] | None = None
         """Makes the answer to the request's hints; None without hints."""
 
     def summary(self) -> str:
@@ -113,7 +113,7 @@ class Exchange:
         """Returns the proxy's own headers of the answer: the request's id, and the answer to its hints."""
         headers = {ID_HEADER: self.id}
         if self.hinted is not None:
-            headers[HINTS_HEADER] = (await self.hinted).decode()
+            headers[HINTS_HEADER] = await self.hinted
         return headers
 
     def trip(self) -> Trip:

@@ -147,7 +147,7 @@ class Hints:
     def update(self, view: View) -> None:
         self._view, self._asked = view, -math.inf
 
-    async def taken(self, message: bytes, exchange: Exchange) -> bytes:
+    async def taken(self, message: bytes, exchange: Exchange) -> str:
         """Returns the answer to hints that came with a completion, for a header. Raises nothing."""
         answer: dict[str, Any]
         try:
@@ -160,7 +160,7 @@ class Hints:
         except Exception:  # a hint never fails its request
             log.exception("hints failed unexpectedly")
             answer = {"error": "Internal error of the proxy"}
-        return json.dumps(answer, separators=(",", ":")).encode()
+        return json.dumps(answer, separators=(",", ":"))
 
     async def take(self, message: bytes, exchange: Exchange) -> HintsAnswer:
         """Does the actions of a client's message, and returns the outcome of each.
