@@ -60,10 +60,8 @@ class Predicted(NamedTuple):
     """The same if no other request were in front of it."""
     token_s: float = 0.0
     """Between two tokens."""
-    less_s: float = 0.0
-    """How much shorter that gets when one of the node's answers ends."""
-    ends_s: float = 0.0
-    """How long it takes until one of these answers ends; 0 if none runs, or if unknown."""
+    shorter: float = 0.0
+    """How many seconds pass, while the node's answers end, until that is a second shorter; 0 if none runs."""
 
 
 class _Time:
@@ -238,13 +236,12 @@ class Limits:
         first, alone = max(computed, self._room_s(now)) + loaded, alone + loaded_alone
         if first:
             first, alone = first + spent, alone + spent
-        steps = [(0.0, 0.0, 0.0)] * (not decode)
+        steps = []
         for url in decode:
             running, step = min(self._places(url)), self._steps.get(url, _Time())
-            steps.append(
-                (step.seconds(running + 1), step.each_s, self._answer_s / running if running else 0.0)
-            )
-        return Predicted(first, alone, *min(steps))
+            shorter = self._answer_s / running / step.each_s if running else 0.0
+            steps.append((step.seconds(running + 1), shorter))
+        return Predicted(first, alone, *min(steps, default=()))
 
     @contextmanager
     def place(self, priority: int, holder: str, over: ApiError) -> Iterator[Place]:
@@ -267,10 +264,9 @@ class Limits:
         if limits.ttft_s is not None and self._margin * first > limits.ttft_s and queue > 0:
             what = f"The first token would come in {self._margin * first:.3g} s, and may take {limits.ttft_s:.3g} s"
             raise _over("ttft_s", what, min(first - limits.ttft_s / self._margin, queue))
-        if limits.token_s is not None and token > limits.token_s and predicted.ends_s:
+        if limits.token_s is not None and token > limits.token_s and predicted.shorter:
             what = f"A token would take {token:.3g} s, and may take {limits.token_s:.3g} s"
-            ends = (token - limits.token_s) / predicted.less_s
-            raise _over("token_s", what, ends * predicted.ends_s)
+            raise _over("token_s", what, (token - limits.token_s) * predicted.shorter)
 
     def _own(self, url: str) -> int:
         prefill = self._queues.get(("prefill", url))
@@ -287,8 +283,6 @@ class Limits:
 
     def _room_s(self, now: float) -> float:
         """Returns how long it takes until a decode node has room for one more request."""
-        if not self._reported:
-            return 0.0
         decode = self._pools["decode"].usable(now)
         nodes = {url: self._places(url) for pool in self._pools.values() for url in pool.usable(now)}
         places = sum(nodes[url][0] for url in decode)
