@@ -33,10 +33,10 @@ from launch.engines.reference.requests import GenerationRequest
 from pd_cache.cluster import read_config
 from tests.soak.books import OUTPUT_TOKENS, TICK_S, Books, Client, Span, complete, served_prompts
 from tests.soak.cluster import ENGINES, FACES, Cluster, enter, grown, isolate
-from tests.soak.faults import SHORT_RUN_S, Stage, Weights, planned
+from tests.soak.faults import ACTIONS, SHORT_RUN_S, Stage, Weights, planned
 from tests.soak.oracle import CHUNK, Prompt
 
-_START_S, _BACK_S = 180.0, 90.0
+_START_S, _BACK_S, _SETTLE_S = 180.0, 90.0, 60.0
 _DAMAGED = re.compile(r"tier local: \d+ objects removed, to be stored again: damaged")
 
 
@@ -50,9 +50,9 @@ class Soak:
         self.books = Books()
         self.cluster = Cluster(folder, logs, seed)
         self.weights = Weights(self.cluster, self.books)
-        self.stage = Stage(self.cluster, self.books, self.weights, self._later)
-        self.clients = []
         self._due = sched.scheduler(time.monotonic)
+        self.stage = Stage(self.cluster, self.books, self.weights, self._due)
+        self.clients = self.stage.clients
         self._numbers = itertools.count()
         self._undos = {}
         self._working = False
@@ -84,9 +84,9 @@ class Soak:
     def _work(self):
         cluster = self.cluster
         cluster.tend()
-        answers = self._answers(6 if self.short else 24)
+        self.books.answers = self._answers(6 if self.short else 24)
         self._wait(lambda: cluster.ready, _START_S, "all nodes to be ready")
-        self.clients = [Client(number, self.seed, cluster.faces, answers, self.books) for number in range(2)]
+        self.clients += [Client(number, self.seed, cluster.faces, self.books) for number in range(2)]
         for client in self.clients:
             client.start()
         self._go()
@@ -104,13 +104,12 @@ class Soak:
         last = time.monotonic()
         self._wait(lambda: cluster.ready, 150.0, "all nodes to be ready after the last fault")
         self._pause()
-        self._come_back(answers)
+        self._come_back(self.books.answers)
         self._say(f"all was back {time.monotonic() - last:.1f} s after the last fault")
-        settle = 20.0 if self.short else 60.0
         for name in ENGINES:
-            for held in self._ask(name, "settle", seconds=settle)["held"]:
+            for held in self._ask(name, "settle", seconds=_SETTLE_S)["held"]:
                 self.books.add("left", held)
-        end = time.monotonic() + settle
+        end = time.monotonic() + _SETTLE_S
         while (more := grown(before, cluster.footprints())) and time.monotonic() < end:
             time.sleep(0.5)
         for trouble in more + cluster.disk_troubles():
@@ -158,9 +157,7 @@ class Soak:
     def _come_back(self, answers):
         """Notes as lost what is not stored, found and loaded again, and requests that are not answered."""
         rng = random.Random(f"{self.seed}/check")
-        prompts = [
-            Prompt(rng.randrange(12), rng.randint(4, 40) * CHUNK) for _ in range(3 if self.short else 6)
-        ]
+        prompts = [Prompt(rng.randrange(12), rng.randint(4, 40) * CHUNK) for _ in range(6)]
         end = time.monotonic() + _BACK_S
         lost = []
         while not lost or time.monotonic() < end:
@@ -196,9 +193,6 @@ class Soak:
         return self._wait(lambda: self.books.answer(name, command), seconds, f"{name} to {command}")
 
     # --- time -----------------------------------------------------------------------------------------------
-
-    def _later(self, seconds, action):
-        self._due.enter(seconds, 0, action)
 
     def _watch(self, seconds):
         end = time.monotonic() + seconds
@@ -251,7 +245,7 @@ class Soak:
         self.books.counts[f"faults, {fault.kind}{' of more than a minute' * (fault.seconds > 60)}"] += 1
         with (self.logs / "faults.log").open("a") as log:
             log.write(f"{time.time():.3f} {fault}\n")
-        self._undos[number] = self.stage.begin(fault)
+        self._undos[number] = ACTIONS[fault.kind](self.stage, fault, random.Random(fault.seed))
         self._due.enterabs(end, 0, self._undo, (number,))
 
     def _undo(self, number):

@@ -67,10 +67,11 @@ class Books:
         """When each node was stopped, or its host cut off (`link of HOST`)."""
         self.standstills = []
         """When the whole machine stood still: a thread that wants to run every `TICK_S` did not."""
+        self.answers = []
+        """Prompts, and what the model says to each without a cache."""
+        self._looking = threading.Lock()
         self.roles = {}
         """What each node of the role `both` was last seen to do."""
-        self.pin_s = 0.0
-        """For how long clients have their prompts pinned; 0 for not at all."""
         self._calls = []
         self._open = {}
         self._past = 0
@@ -130,15 +131,15 @@ class Books:
 
     def look(self, proxy):
         """Counts the nodes whose roles the proxy has changed. One that starts anew has changed none."""
-        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+        with self._looking, contextlib.suppress(OSError, ValueError, http.client.HTTPException):
             host, port = proxy
             with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=1.0) as page:
                 found = json.load(page)["roles"]
-            with self._lock:
-                for node, now in found.items():
-                    changed = self.roles.get(node, now["does"]) != now["does"]
-                    self.counts["roles changed"] += changed and now["why"] != "it is new"
-                    self.roles[node] = now["does"]
+            for node, now in found.items():
+                if self.roles.get(node, now["does"]) != now["does"] and now["why"] != "it is new":
+                    with self._lock:
+                        self.counts["roles changed" + " by load" * now["why"].startswith("prompts")] += 1
+                self.roles[node] = now["does"]
 
     def judge(self):
         """Adds the answers that came too late, the worst first."""
@@ -187,8 +188,7 @@ class Reply(NamedTuple):
 
     span: Span
     outcome: str
-    """`answered`, `refused 503` and the like, `unreachable`, `broken` (the connection ended early), `no
-    answer`."""
+    """`answered`, `refused 503` and the like, or the name of what was raised."""
     wrong: str
     """The wrong tokens; empty if none was wrong."""
     cached: int = 0
@@ -236,12 +236,8 @@ def complete(address, prompt, expected, pin_s=0.0, **more):
             if pin_s:
                 told = json.loads(answer.headers["X-KV-Hints"] or "")
                 pinned = told.get("actions", [{}])[0].get("tokens", 0)
-    except ConnectionRefusedError:
-        outcome = "unreachable"
-    except TimeoutError:
-        outcome = "no answer"
-    except (OSError, http.client.HTTPException, ValueError):
-        outcome = "broken"
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        outcome = type(error).__name__
     finally:
         connection.close()
     return Reply(Span(begin, time.time()), outcome, wrong, cached, streamed, pinned)
@@ -257,23 +253,25 @@ def served_prompts(seed, count):
 class Client(threading.Thread):
     """Sends one request after the other, and looks at the roles of nodes."""
 
-    def __init__(self, number, seed, faces, answers, books):
-        """`answers`: prompts, and what the model says to each without a cache."""
+    def __init__(self, number, seed, faces, books, crowd=False):
+        """`crowd`: no cache has its prompts, and it does not pause between them."""
         super().__init__(name=f"client-{number}", daemon=True)
-        self._faces, self._answers, self._books = faces, answers, books
+        self._faces, self._books, self._crowd = faces, books, crowd
         self._rng = random.Random(f"{seed}/client/{number}")
         self.go, self.closing, self.resting = threading.Event(), threading.Event(), threading.Event()
 
     def run(self):
         rng = self._rng
-        while not self.closing.wait(min(4.0, rng.expovariate(1.5))):
+        while not self.closing.wait(0.0 if self._crowd else min(4.0, rng.expovariate(1.5))):
             if not self.go.is_set():
                 self.resting.set()
                 self.go.wait()
                 self.resting.clear()
                 continue
-            prompt, expected = rng.choice(self._answers)
+            prompt, expected = rng.choice(self._books.answers)
             face = rng.choice(list(self._faces))
-            reply = complete(self._faces[face], prompt, expected, self._books.pin_s)
+            salt = {"cache_salt": str(rng.random())} if self._crowd else {}
+            reply = complete(self._faces[face], prompt, expected, rng.choice((0.0, 0.0, 0.0, 10.0)), **salt)
             self._books.request(face, f"{self.name}, prompt of {len(prompt)} tokens", reply)
             self._books.look(self._faces["proxy"])
+        self.resting.set()

@@ -36,12 +36,8 @@ BOTH = ("both-0", "both-1", "both-2")
 HOSTS = {
     "control": ("master", "proxy"),
     "gateway": ("envoy",),
-    "etcd": ("etcd",),
-    "store-0": ("store-0",),
-    "store-1": ("store-1",),
     "cache": ("cache", "engine-b"),
-    "engine-a": ("engine-a",),
-    **{name: (name,) for name in BOTH},
+    **{name: (name,) for name in ("etcd", *STORES, "engine-a", *BOTH)},
 }
 """Which nodes run on which host."""
 NODES = ("etcd", "master", *STORES, "cache", *ENGINES, *BOTH, "proxy", "envoy")

@@ -2,7 +2,6 @@
 and an action of `ACTIONS`."""
 
 import contextlib
-import errno
 import json
 import os
 import random
@@ -16,7 +15,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from tests.soak.books import Span
+from tests.soak.books import Client, Span
 from tests.soak.cluster import BOTH, DISK_BYTES, ENGINES, FACES, HOSTS, LINK, NODES, SMALL_SEGMENT, STORES
 from tests.soak.oracle import VOCABULARY
 from tests.soak.vandal import damaged
@@ -42,8 +41,6 @@ class Kind(NamedTuple):
     """Seconds between the fault and its end."""
     weight: float
     """How often it is drawn, relative to others, after every kind has been drawn once."""
-    quick: bool = True
-    """Whether it fits into a short run, cut to a few seconds."""
 
 
 class Fault(NamedTuple):
@@ -80,13 +77,13 @@ KINDS = (
     Kind("disk_refuses", ("engine-a",), 2.0, 20.0, 1.0),
     Kind("disk_damage", ("engine-a",), 0.2, 1.0, 2.0),
     Kind("pool_damage", ("master",), 4.0, 12.0, 2.0),
-    Kind("drain", STORES, 10.0, 30.0, 1.0, quick=False),
-    Kind("pins", ("proxy",), 3.0, 20.0, 1.0),
-    Kind("small_pool", ("store-0",), 15.0, 40.0, 0.5, quick=False),
+    Kind("drain", STORES, 10.0, 30.0, 1.0),
+    Kind("small_pool", ("store-0",), 15.0, 40.0, 0.5),
     Kind("turn", ("proxy",), 3.0, 10.0, 2.0),
+    Kind("crowd", tuple(FACES), 20.0, 40.0, 1.0),
     Kind("reset", ENGINES, 1.0, 3.0, 4.0),
     Kind("strange_client", tuple(FACES), 3.0, 10.0, 1.0),
-    Kind("etcd_down", ("etcd",), 1.0, 30.0, 1.0),
+    Kind("etcd_wiped", ("etcd",), 1.0, 30.0, 1.0),
 )
 """Faults that follow one another."""
 LONG_KINDS = (
@@ -106,9 +103,8 @@ def planned(seed, seconds):
 
     def drawn(kind, now):
         longest = min(kind.longest, _QUICK_S) if short else kind.longest
-        shortest = min(kind.shortest, longest)
         # as many short ones as long ones, by magnitude
-        length = shortest * (longest / shortest) ** rng.random()
+        length = kind.shortest * (longest / kind.shortest) ** rng.random()
         length = min(length, max(0.1, seconds - now))
         return Fault(
             round(now, 3), kind.name, rng.choice(kind.targets), round(length, 3), rng.randrange(1 << 30)
@@ -122,7 +118,7 @@ def planned(seed, seconds):
             fault = fault._replace(kind="stop", target=rng.choice(STORES))
         long_ones.append(fault)
         now += fault.seconds + rng.uniform(5.0, 25.0)
-    kinds = [kind for kind in KINDS if kind.quick or not short]
+    kinds = [kind for kind in KINDS if kind.shortest <= _QUICK_S or not short]
     todo, found = rng.sample(kinds, len(kinds)), []
     # all that follow happen to engines with a second version of weights
     todo.sort(key=lambda kind: kind.name != "reset")
@@ -214,26 +210,18 @@ class Weights:
 class Stage:
     """What faults are done to, and what they leave for the report."""
 
-    def __init__(self, cluster, books, weights, later):
-        self.cluster, self.books, self.weights, self.later = cluster, books, weights, later
+    def __init__(self, cluster, books, weights, due):
+        self.cluster, self.books, self.weights, self.due = cluster, books, weights, due
         self.disk = cluster.disk
+        self.clients = []
 
     def press(self, seconds, loads=False):
         for engine in ENGINES:
             self.cluster[engine].tell(do="press", seconds=seconds, loads=loads)
 
-    def begin(self, fault):
-        """Begins a fault. Returns what ends it."""
-        return ACTIONS[fault.kind](self, fault, random.Random(fault.seed))
-
-
-def _nothing():
-    return
-
 
 def _kill(stage, fault, rng):
     stage.cluster[fault.target].kill(fault.seconds)
-    return _nothing
 
 
 def _stop(stage, fault, rng):
@@ -256,9 +244,9 @@ def _stop(stage, fault, rng):
     if fault.target in STORES:
         lead = min(_PRESS_S, fault.seconds / 4)
         stage.press(2 * lead + 2.0)
-        stage.later(lead, begin)
+        stage.due.enter(lead, 0, begin)
         if fault.seconds > 60:
-            stage.later(fault.seconds - lead, lambda: stage.press(2 * lead))
+            stage.due.enter(fault.seconds - lead, 0, stage.press, (2 * lead,))
     else:
         begin()
     return undo
@@ -289,7 +277,21 @@ def _turn(stage, fault, rng):
         kinds[does] += [name for name in BOTH if f"//{stage.cluster.hosts[name].address}:" in node]
     for name in min(kinds.values(), key=len):
         stage.cluster[name].kill(fault.seconds)
-    return _nothing
+
+
+def _crowd(stage, fault, rng):
+    """Many clients at once ask for what must be computed: more than a prefill node can."""
+    crowd = [Client(at, fault.seed, stage.cluster.faces, stage.books, crowd=True) for at in range(10, 18)]
+    stage.clients += crowd
+    for client in crowd:
+        client.go.set()
+        client.start()
+
+    def undo():
+        for client in crowd:
+            client.closing.set()
+
+    return undo
 
 
 def _small_pool(stage, fault, rng):
@@ -304,13 +306,9 @@ def _small_pool(stage, fault, rng):
 
 def _disk_full(stage, fault, rng):
     filler = stage.disk / "filler"
-    try:
-        with filler.open("wb", buffering=0) as file:
-            for _ in range(DISK_BYTES >> 12):
-                file.write(bytes(4096))
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        for _ in range(DISK_BYTES >> 12):
+            file.write(bytes(4096))
     return lambda: filler.unlink(missing_ok=True)
 
 
@@ -335,7 +333,6 @@ def _disk_damage(stage, fault, rng):
                 opened.write(changed)
                 opened.truncate()
             stage.books.counts[f"damaged on disk, {how}"] += 1
-    return _nothing
 
 
 def _pool_damage(stage, fault, rng):
@@ -380,32 +377,16 @@ def _drain(stage, fault, rng):
     return undo
 
 
-def _pins(stage, fault, rng):
-    """Each prompt of the clients is pinned for as long as this lasts."""
-    stage.books.pin_s = fault.seconds
-
-    def undo():
-        stage.books.pin_s = 0.0
-
-    return undo
-
-
 def _reset(stage, fault, rng):
     """All engines get other weights, and two commands at once name them, while all lanes load."""
     stage.press(fault.seconds + 2.0, loads=True)
     stage.weights.change()
-    return _nothing
 
 
-def _etcd_down(stage, fault, rng):
-    """etcd is stopped, or killed, or comes back with an empty disk."""
-    how = rng.choice(("stopped", "killed", "wiped"))
-    if how == "stopped":
-        return _stop(stage, fault, rng)
+def _etcd_wiped(stage, fault, rng):
+    """etcd comes back with an empty disk."""
     stage.cluster[fault.target].kill(fault.seconds)
-    if how == "wiped":
-        shutil.rmtree(stage.cluster.etcd_data, ignore_errors=True)
-    return _nothing
+    shutil.rmtree(stage.cluster.etcd_data, ignore_errors=True)
 
 
 def _strange_client(stage, fault, rng):
@@ -466,20 +447,20 @@ def _nonsense(rng):
     ))  # fmt: skip
 
 
-ACTIONS = {
+ACTIONS = {  # each returns what ends the fault; None if it ends by itself
     "kill": _kill,
     "stop": _stop,
     "cut": _cut,
     "slow": _slow,
     "small_pool": _small_pool,
     "turn": _turn,
+    "crowd": _crowd,
     "disk_full": _disk_full,
     "disk_refuses": _disk_refuses,
     "disk_damage": _disk_damage,
     "pool_damage": _pool_damage,
     "drain": _drain,
-    "pins": _pins,
     "reset": _reset,
     "strange_client": _strange_client,
-    "etcd_down": _etcd_down,
+    "etcd_wiped": _etcd_wiped,
 }

@@ -115,8 +115,6 @@ def test_a_cache_that_writes_where_it_should_not_is_caught(cache):
 
 
 def test_answers_that_cannot_be_right_and_exceptions_are_complaints(cache):
-    cache.lookup = lambda tokens, **_: CHUNK
-    assert "no lane stores" in cache.do("unknown").complaint
     cache.lookup = lambda tokens, **_: 3
     assert "lookup answered 3" in cache.do("lookup").complaint
     cache.lookup = lambda tokens, **_: 1 // 0
@@ -171,6 +169,7 @@ def test_a_short_run_ends_with_nothing_wrong_late_raised_or_left(tmp_path):
         "tokens, retrieve",
         "tokens, declined",
         "tokens, streamed",
+        "tokens, pinned",
         "faults, reset",
         "resets",
     ):
