@@ -7,8 +7,6 @@ Envoy and the proxy are connected by sockets in a folder of this process, so no 
 from __future__ import annotations
 
 import asyncio
-import http.client
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import aiohttp
 import msgspec
 
 from launch.proxy.app import Proxy
@@ -28,10 +27,6 @@ from pd_cache.runtime import temporary_folder
 
 _TEMPLATE = Path(__file__).with_name("envoy.yaml")
 _TYPES = "type.googleapis.com/envoy.extensions.transport_sockets"
-_PLAIN = {
-    "name": "envoy.transport_sockets.raw_buffer",
-    "typed_config": {"@type": f"{_TYPES}.raw_buffer.v3.RawBuffer"},
-}
 _POLL_S = 0.1
 _LATER_S = 5.0
 """So much later than the proxy does Envoy end a silent request."""
@@ -40,7 +35,7 @@ _LATER_S = 5.0
 def configuration(folder: Path, node: ProxyNode, settings: ProxyConfig) -> str:
     """Returns Envoy's configuration, in YAML. `folder` holds the sockets and, with TLS, the
     file that `_write_certificate` writes."""
-    transport: dict[str, Any] = _PLAIN
+    transport: dict[str, Any] | None = None
     if settings.tls is not None:
         secret = {
             "name": "server",
@@ -75,31 +70,17 @@ def _write_certificate(folder: Path, tls: ServerTlsConfig) -> None:
     (folder / "tls.new").rename(folder / "tls.json")  # this makes Envoy read it again
 
 
-class _Admin(http.client.HTTPConnection):
-    """A connection to Envoy's admin pages, at a socket in `folder`."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__("envoy", timeout=1.0)
-        self._path = str(folder / "admin")
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
-def _ask(folder: Path, method: str, page: str) -> str:
+async def _ask(folder: Path, method: str, page: str) -> str:
     """Returns one of Envoy's admin pages; empty if Envoy does not return it."""
-    connection = _Admin(folder)
+    envoy = aiohttp.UnixConnector(str(folder / "admin"))
     try:
-        connection.request(method, page)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        return text if answer.status == 200 else ""
-    except (OSError, http.client.HTTPException):
+        async with (
+            aiohttp.ClientSession(connector=envoy, timeout=aiohttp.ClientTimeout(1.0)) as session,
+            session.request(method, f"http://envoy{page}") as answer,
+        ):
+            return await answer.text() if answer.status == 200 else ""
+    except (OSError, aiohttp.ClientError):
         return ""
-    finally:
-        connection.close()
 
 
 async def serve_through_envoy(
@@ -129,19 +110,20 @@ async def serve_through_envoy(
                 if (status := envoy.poll()) is not None:
                     raise RoleError(f"envoy ended with {status}; its own last lines say why")
                 if not serves:
-                    if serves := bool(await asyncio.to_thread(_ask, folder, "GET", "/ready")):
+                    if serves := bool(await _ask(folder, "GET", "/ready")):
                         ready()
                     elif time.monotonic() > deadline:
                         raise RoleError(f"envoy does not serve; is port {node.port} of {node.host} free?")
                 await asyncio.sleep(_POLL_S)
             deadline = time.monotonic() + settings.drain_s
-            await asyncio.to_thread(_ask, folder, "POST", "/drain_listeners")
+            await _ask(folder, "POST", "/drain_listeners")
             await proxy.requests.drain()
-            while time.monotonic() < deadline and not await asyncio.to_thread(_idle, folder):
+            while time.monotonic() < deadline and not await _idle(folder):
                 await asyncio.sleep(_POLL_S)
         finally:
             end([envoy], 1.0)
 
 
-def _idle(folder: Path) -> bool:
-    return _ask(folder, "GET", "/stats?filter=^http.clients.downstream_rq_active$").strip().endswith(": 0")
+async def _idle(folder: Path) -> bool:
+    active = await _ask(folder, "GET", "/stats?filter=^http.clients.downstream_rq_active$")
+    return active.strip().endswith(": 0")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from launch.openai import ID_HEADER, ApiError, check_encoding, given_id, overloaded
@@ -97,9 +96,14 @@ class _Picker:
             with self._requests.begun(request_id, path, headers) as exchange:
                 await self._answered(exchange, first, stream)
         except ApiError as error:
-            response = error.response()
-            response.headers[ID_HEADER] = request_id
-            await stream.write(_refusal(response))
+            refused = error.response()
+            refused.headers[ID_HEADER] = request_id
+            answer = {
+                "status": {"code": error.status},
+                "headers": _set(refused.headers),
+                "body": refused.body,
+            }
+            await stream.write(ProcessingResponse(immediate_response=answer))
         except ClientGone:
             pass
 
@@ -120,8 +124,7 @@ class _Picker:
             exchange.body = await read_body(aiter(pieces), exchange.share, LARGEST_BODY, limit_s)
         async with requests.admitted(exchange):
             if (subset := _subset(first)) is not None:
-                urls = pool.urls()
-                addresses = await asyncio.gather(*map(_address, urls))
+                addresses = await asyncio.gather(*map(_address, urls := pool.urls()))
                 exchange.excluded = {
                     url for url, its in zip(urls, addresses, strict=True) if its not in subset
                 }
@@ -235,25 +238,16 @@ def _decision(exchange: Exchange, sent: Mapping[str, str], trailers: bool) -> It
         yield ProcessingResponse(request_trailers={})
 
 
-def _refusal(response: web.Response) -> Any:
-    return ProcessingResponse(
-        immediate_response={
-            "status": {"code": response.status}, "headers": _set(response.headers), "body": response.body
-        }
-    )  # fmt: skip
-
-
 def _set(headers: Mapping[str, str]) -> dict[str, Any]:
     return {
         "set_headers": [
-            {"header": {"key": name, "raw_value": _bytes(value)}, "append_action": OVERWRITE_IF_EXISTS_OR_ADD}
+            {
+                "header": {"key": name, "raw_value": value.encode("utf-8", "surrogateescape")},
+                "append_action": OVERWRITE_IF_EXISTS_OR_ADD,
+            }
             for name, value in headers.items()
         ]
     }
-
-
-def _bytes(value: str) -> bytes:
-    return value.encode("utf-8", "surrogateescape")
 
 
 def _pairs(headers: Any) -> Iterable[tuple[str, str]]:
