@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -216,3 +217,14 @@ def test_importing_is_light():
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stdout.splitlines() == [*LIGHT, *LIGHT_BUT_FOR_TORCH], done.stderr
+
+
+def test_the_functions_on_a_requests_way_are_where_the_page_says():
+    page = (ROOT / "docs/architecture.md").read_text()
+    way = page.partition("```text\n")[2].partition("```")[0]
+    for file, functions in re.findall(r"(\S+\.py) +(.+)", way):
+        source = (ROOT / ("" if file.startswith("transfer/") else "pd_cache") / file).read_text()
+        for name in re.findall(r"(?<!Mooncake's )\b(?:[A-Z]\w+\.\w+|\w*_\w+)", functions):
+            *owner, function = name.split(".")
+            assert f"def {function}(" in source, f"{file}: no {name}"
+            assert not owner or f"class {owner[0]}" in source, f"{file}: no {name}"
