@@ -259,8 +259,6 @@ def test_an_overload_is_refused_in_part_and_answered_right_in_part(tmp_path, alo
         expected = alone(tokens)
         assert all(answer.tokens == expected for answer in answers if answer.status == 200)
         assert complete(url, tokens, cache_salt="after").status == 200
-        measured = metric_at(url, "pd_cache_proxy_prediction_error_count")
-        assert 0 < measured <= len(answers) - len(refused) + 1
         assert metric_at(url, "pd_cache_proxy_refused_total") == len(refused)
 
 
