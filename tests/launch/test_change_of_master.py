@@ -22,7 +22,7 @@ from tests.support.pool import Node, Pool, free_port
 from tests.support.waiting import beside, wait_for
 
 ROLES = ("prefill", "decode", "proxy")
-PROMPTS, ANOTHER = range(20), 20
+PROMPTS, ANOTHER = range(6), 6
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """The command line: what it does, and how it refuses."""
 
-import json
 import re
 import signal
 import subprocess
@@ -148,8 +147,9 @@ def test_ctrl_c_while_up_starts_says_so_and_is_exit_code_130(tmp_path):
     assert "stopping store-0" in "".join(up.errors)
 
 
-def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path):
-    outcome = json.loads(run_program("demo", "--json", "-c", cluster_file(tmp_path)).stdout)
+def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path, capfd):
+    outcome = cli_json("demo", "-c", cluster_file(tmp_path))
+    assert capfd.readouterr().out == "", "nor do its nodes"
     assert set(outcome) == {"all_equal", "requests"}
     assert outcome["all_equal"] is True
     first, second, third, whole, short = outcome["requests"]
