@@ -178,7 +178,7 @@ async def test_bad_requests_bodies_and_paths_get_openais_error_object(make_engin
         async with client.post("/v1/embeddings", json={}) as response:
             assert response.status == 404
             assert (await response.json())["error"]["message"] == "POST /v1/embeddings: Not Found"
-        await post(client)
+        await post(client, prompt=list(prompt_of(255)), max_tokens=1)
         await post(client, max_tokens="6")
         await post(client, max_tokens=6.0)
         completion = json.dumps({"model": "tiny", "prompt": [1] * 20}).encode()
