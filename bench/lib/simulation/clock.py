@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -87,30 +86,18 @@ class Station:
     """A thread, the cores of a machine, or a link: servers that take work from one queue, in order."""
 
     def __init__(self, time: SimulatedTime, servers: int = 1) -> None:
-        self._time, self._free = time, servers
-        self._waiting: deque[tuple[float, Happening]] = deque()
+        self._time, self._free = time, [0.0] * servers
+        """When each server is free, as a heap."""
         self.asked = 0.0
         """The seconds of all work so far."""
 
     def run(self, seconds: float) -> Happening:
         """Queues work that occupies a server for `seconds` seconds. Returns a happening for its end."""
-        done = Happening()
         self.asked += seconds
-        self._waiting.append((seconds, done))
-        self._begin()
-        return done
-
-    def _begin(self) -> None:
-        while self._free and self._waiting:
-            self._free -= 1
-            seconds, done = self._waiting.popleft()
-            ended = self._time.after(seconds)
-            ended.then(lambda _: self._give_back())
-            ended.then(done.happen)
-
-    def _give_back(self) -> None:
-        self._free += 1
-        self._begin()
+        ended, end = Happening(), max(self._time.now, self._free[0]) + seconds
+        heapq.heapreplace(self._free, end)
+        self._time.call_at(end, ended.happen)
+        return ended
 
 
 def first_of(*happenings: Happening) -> Happening:
