@@ -188,7 +188,8 @@ class Reply(NamedTuple):
 
     span: Span
     outcome: str
-    """`answered`, `refused 503` and the like, or the name of what was raised."""
+    """`answered`, `refused 503` and the like, or the name of what was raised (KeyError: a stream ended with
+    an error)."""
     wrong: str
     """The wrong tokens; empty if none was wrong."""
     cached: int = 0
@@ -226,8 +227,10 @@ def complete(address, prompt, expected, pin_s=0.0, **more):
             answer.read()
             outcome = f"refused {answer.status}"
         else:
-            whole = json.loads(answer.read())
-            tokens = whole["choices"][0]["token_ids"]
+            events = answer.read().split(b"data: ")  # one, unless it is a stream
+            chunks = [json.loads(event) for event in events if event.startswith(b"{")]
+            tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+            whole = chunks[-1]
             wrong = "" if tokens == expected else f"got {tokens} instead of {expected}"
             cached = sum(
                 (whole["pd_cache"].get(node) or {}).get("cached_tokens", 0) for node in ("self", "prefill")
@@ -236,7 +239,7 @@ def complete(address, prompt, expected, pin_s=0.0, **more):
             if pin_s:
                 told = json.loads(answer.headers["X-KV-Hints"] or "")
                 pinned = told.get("actions", [{}])[0].get("tokens", 0)
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
         outcome = type(error).__name__
     finally:
         connection.close()
@@ -270,8 +273,9 @@ class Client(threading.Thread):
                 continue
             prompt, expected = rng.choice(self._books.answers)
             face = rng.choice(list(self._faces))
-            salt = {"cache_salt": str(rng.random())} if self._crowd else {}
-            reply = complete(self._faces[face], prompt, expected, rng.choice((0.0, 0.0, 0.0, 10.0)), **salt)
+            more = {"cache_salt": str(rng.random())} if self._crowd else {}
+            more["stream"] = rng.random() < 0.5
+            reply = complete(self._faces[face], prompt, expected, rng.choice((0.0, 0.0, 0.0, 10.0)), **more)
             self._books.request(face, f"{self.name}, prompt of {len(prompt)} tokens", reply)
             self._books.look(self._faces["proxy"])
         self.resting.set()

@@ -71,6 +71,8 @@ class Fault(NamedTuple):
 KINDS = (
     Kind("kill", NODES, 0.1, 5.0, 4.0),
     Kind("stop", NODES, 0.1, 55.0, 5.0),
+    Kind("kill", tuple(FACES), 0.1, 5.0, 2.0),
+    Kind("stop", tuple(FACES), 0.1, 30.0, 1.0),
     Kind("cut", tuple(HOSTS), 0.2, 30.0, 3.0),
     Kind("slow", tuple(HOSTS), 1.0, 20.0, 2.0),
     Kind("disk_full", ("engine-a",), 2.0, 20.0, 1.0),
