@@ -107,16 +107,6 @@ def test_pages_of_one_host_pool_are_loaded_into_other_pages_of_another(make, lay
         assert page(other, number) == (page(one, moved[number]) if number in moved else before[number])
 
 
-def test_a_hole_ends_the_prefix_and_the_pages_behind_it_are_loaded_all_the_same(opened):
-    host = filled(mha_pool("page_first"), 1)
-    backend = opened(host)
-    keys = [f"{number:064x}" for number in range(4)]
-    assert backend.batch_set_v1([keys[0], keys[1], keys[3]], at(0, 1, 3)) == [True] * 3
-    assert backend.batch_exists(keys) == 2
-    assert backend.batch_get_v1(keys, at(4, 5, 6, 7)) == [True, True, False, True]
-    assert page(host, 7) == page(host, 3)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -315,27 +305,6 @@ def test_a_transfer_that_is_late_never_writes_into_a_page_that_belongs_to_anothe
             others = [page(host, number) for number in range(8, 16)]
         wait_for(lambda: backend.batch_get_v1(keys, at(*range(8))) == [True] * 8, "a load after the pause")
         assert [page(host, number) for number in range(8, 16)] == others
-    finally:
-        backend.close()
-
-
-def test_sglangs_own_failure_injection_costs_pages_and_never_a_wrong_one(pool, salt, monkeypatch):
-    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.4")
-    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.002")
-    host = filled(mha_pool("page_first"), 1)
-    backend = open_backend(pool.settings(), host, salt=salt)
-    assert type(backend).__name__ == "HiCacheStorageFailureInjector"
-    try:
-        backend._backend.cache.wait_available(60)
-        good = [page(host, number) for number in range(4)]
-        loads = 0
-        for number in range(60):
-            keys = [f"{number % 4:064x}"]
-            backend.batch_set_v1(keys, at(number % 4))
-            if backend.batch_exists(keys) and backend.batch_get_v1(keys, at(8)) == [True]:
-                assert page(host, 8) == good[number % 4]
-                loads += 1
-        assert 5 < loads < 55
     finally:
         backend.close()
 
