@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from launch.run.supervise import end, spawn_child
+from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S
 
 CHROMIUM = next(
@@ -32,8 +33,6 @@ class Browser:
         self._socket = socket
         self._number = 0
         self._answers = {}
-        self._password = ""
-        self._replies = set()
         self.events = []
         """What the browser said without being asked: requests, violations of policies, exceptions."""
 
@@ -45,25 +44,6 @@ class Browser:
                 waiting.set_result(said)
             else:
                 self.events.append(said)
-                self._reply(said)
-
-    def _reply(self, said):
-        number = said.get("params", {}).get("requestId", "")
-        if said["method"] == "Fetch.authRequired":
-            answer = {"response": "ProvideCredentials", "username": "anyone", "password": self._password}
-            replying = self.call("Fetch.continueWithAuth", requestId=number, authChallengeResponse=answer)
-        elif said["method"] == "Fetch.requestPaused":
-            replying = self.call("Fetch.continueRequest", requestId=number)
-        else:
-            return
-        task = asyncio.create_task(replying)
-        self._replies.add(task)
-        task.add_done_callback(self._replies.discard)
-
-    async def type_password(self, password):
-        """Answers with this password, from now on, as a user does whom the browser asks for one."""
-        self._password = password
-        await self.call("Fetch.enable", handleAuthRequests=True)
 
     async def call(self, method, **params):
         """Calls a method of the protocol."""
@@ -103,7 +83,7 @@ class Browser:
 @asynccontextmanager
 async def chromium(folder):
     """Starts Chromium with an empty profile in `folder`."""
-    profile = folder / "profile"
+    port = free_port()
     process = spawn_child(
         [
             CHROMIUM,
@@ -113,8 +93,8 @@ async def chromium(folder):
             "--disable-dev-shm-usage",
             "--disable-background-networking",
             "--no-first-run",
-            "--remote-debugging-port=0",
-            f"--user-data-dir={profile}",
+            f"--remote-debugging-port={port}",
+            f"--user-data-dir={folder}/profile",
             "about:blank",
         ],
         death_signal=signal.SIGKILL,
@@ -123,7 +103,6 @@ async def chromium(folder):
     )
     try:
         async with aiohttp.ClientSession() as session:
-            port = await _port(profile / "DevToolsActivePort", process)
             address = await _page(session, port)
             async with session.ws_connect(address, max_msg_size=_LARGEST) as socket:
                 browser = Browser(socket)
@@ -142,15 +121,8 @@ async def chromium(folder):
 async def _page(session, port):
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
-                if pages := [one for one in await response.json() if one["type"] == "page"]:
-                    return pages[0]["webSocketDebuggerUrl"]
+            with contextlib.suppress(aiohttp.ClientConnectionError):  # until it listens
+                async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
+                    if pages := [one for one in await response.json() if one["type"] == "page"]:
+                        return pages[0]["webSocketDebuggerUrl"]
             await asyncio.sleep(0.05)
-
-
-async def _port(file, process):
-    async with asyncio.timeout(PATIENCE_S):
-        while not (file.exists() and (lines := file.read_text().splitlines())):
-            assert process.poll() is None, "Chromium ended"
-            await asyncio.sleep(0.05)
-        return int(lines[0])

@@ -403,6 +403,7 @@ def test_a_loop_puts_and_gets_many_at_once(make, name):
 def test_bytes_of_others_are_no_header_and_never_raise():
     rng = random.Random(5)
     good = PartHeader.of(3 * PART, 7, 1, PART, None).packed()
+    assert PartHeader.parsed(good, PART + 65) is None, "an object that is longer than it says"
     for _ in range(20_000):
         raw = bytearray(good)
         for _ in range(rng.randrange(1, 6)):
