@@ -2,8 +2,8 @@
 that comes before the decode node, and the gateway sends the request to that node.
 
 A request is one gRPC stream. The gateway sends the request's headers and body. The picker returns the node
-and the body for it. Then the gateway sends the head of the answer, and the stream ends. The answer's bytes
-never pass through the picker.
+and the body for it. Then the gateway sends the head of the answer, and the stream ends. So the answer's bytes
+do not pass through the picker, unless the gateway sends them, too (as Istio and kgateway do).
 """
 
 from __future__ import annotations

@@ -270,6 +270,7 @@ def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path):
         ("rdma: {devices: [{nodes: a;b, devices: [mlx5_0]}]}", "/rdma/devices/0/nodes"),
         ("decode: {args: {tensor-parallel-size: 8}}", "config.cache.shards: tensor-parallel sizes of [1 8]"),
         ("proxy: {keysSecret: keys}", "set config.proxy.api_keys_file: /etc/pd-cache-keys/FILE"),
+        ("proxy: {pickerPort: 9002}", "name the gateway's pods in proxy.gateways"),
         ("config: {proxy: {api_keys_file: /etc/pd-cache-keys/keys}}", "set proxy.keysSecret to the Secret"),
     ],
 )
