@@ -183,6 +183,13 @@ Figures = dict[tuple[int, str], list[float]]
 """What was measured of each prompt, by the prompts' length and name; times in ms."""
 
 
+def alone(server: OpenAIServer, prompt: Sequence[int]) -> float:
+    """Returns the milliseconds until the first token. Empties vLLM's own cache afterwards."""
+    took = 1000 * server.first_token(prompt)
+    server.forget()
+    return took
+
+
 def measure_plain(
     server: OpenAIServer,
     kind: ModelKind,
@@ -199,8 +206,7 @@ def measure_plain(
             server.first_token(prompt[:tokens])
             again = prompt[:tokens] if kind in STATES else prompt
             server.first_token(again)
-            found[tokens, "warm_ms"].append(1000 * server.first_token(again))
-            server.forget()
+            found[tokens, "warm_ms"].append(alone(server, again))
             raws[tokens].put()
             found[tokens, "raw_get_ms"].append(1000 * timed(raws[tokens].get))
             client.remove_all(True)
@@ -226,17 +232,14 @@ def measure_connector(
             elif node == "b":
                 # the first use of vLLM's blocks makes page faults, which are no part of a load
                 for prompt in (prompt[:tokens] for tokens, several in prompts.items() for prompt in several):
-                    server.first_token(prompt)
-                    server.forget()
+                    alone(server, prompt)
             for tokens, several in prompts.items():
                 before = {what: server.total(*counter) for what, counter in counters.items()}
                 for prompt in several:
                     if beside is not None:
-                        found[tokens, "recompute_ms"].append(1000 * beside.first_token(prompt[:tokens]))
-                        beside.forget()
+                        found[tokens, "recompute_ms"].append(alone(beside, prompt[:tokens]))
                     spent = server.total(*LOAD)
-                    found[tokens, f"{name}_{node}_ms"].append(1000 * server.first_token(prompt[:tokens]))
-                    server.forget()
+                    found[tokens, f"{name}_{node}_ms"].append(alone(server, prompt[:tokens]))
                     if name == "ours" and node == "b":
                         found[tokens, "ours_load_ms"].append(1000 * (server.total(*LOAD) - spent))
                 for what, counter in counters.items():
@@ -367,8 +370,7 @@ def measure_links(
                             server.first_token(prompt)
                         server.forget()
                         for prompt in itertools.chain(*prompts.values()):
-                            found[rate, str(len(prompt)), way].append(1000 * server.first_token(prompt))
-                            server.forget()
+                            found[rate, str(len(prompt)), way].append(alone(server, prompt))
                         mean = statistics.mean(threads.map(server.first_token, together))
                         found[rate, f"{at_once} at once", way].append(1000 * mean)
                         server.forget()
@@ -397,31 +399,26 @@ def measure_slowdown(
     slower. Before, it loads the prompt in a third of the time in which it computes one of the `others`.
     Returns the figures and the target."""
     with start("b") as url:
-        server = OpenAIServer(url)
-
-        def median_s(asked: Sequence[Sequence[int]]) -> float:
-            times = []
-            for prompt in asked:
-                times.append(server.first_token(prompt))
-                server.forget()
-            return statistics.median(times)
-
-        computed_s = median_s(others)
-        rate = 3 * 8 * len(prompt) * _LINK_KV_BYTES / computed_s
-        limit(places, f"{rate:.0f}bit")
-        loaded_s = median_s([prompt] * 5)
-        declined, loads = server.total(DECLINED), -1
-        limit(places, f"{rate / 10:.0f}bit")
-        begin = last = time.monotonic()
-        while server.total(DECLINED) == declined and loads < 9:
-            last, loads = time.monotonic(), loads + 1
-            median_s([prompt])
+        server, loads = OpenAIServer(url), 0
+        computed_ms = statistics.median([alone(server, other) for other in others])
+        kbit = 3 * 8 * len(prompt) * _LINK_KV_BYTES / computed_ms
+        limit(places, f"{kbit:.0f}kbit")
+        loaded_ms = statistics.median([alone(server, prompt) for _ in range(5)])
+        declined = server.total(DECLINED)
+        limit(places, f"{kbit / 10:.0f}kbit")
+        begin = time.monotonic()
+        while loads < 9:
+            seconds = time.monotonic() - begin
+            alone(server, prompt)
+            if server.total(DECLINED) > declined:
+                break
+            loads += 1
     row = {
-        "mbit": rate / 1e6,
-        "computed_ms": 1000 * computed_s,
-        "loaded_ms": 1000 * loaded_s,
+        "mbit": kbit / 1000,
+        "computed_ms": computed_ms,
+        "loaded_ms": loaded_ms,
         "loads": loads,
-        "seconds": last - begin,
+        "seconds": seconds,
     }
     return row, at_most("loads over a link that has become ten times slower, until it is noticed", loads, 3)
 
