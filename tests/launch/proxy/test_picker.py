@@ -85,6 +85,15 @@ async def test_what_envoy_refuses_itself_is_not_taken_for_a_dead_picker(behind_e
 
 
 @scenario
+async def test_a_load_balancer_checks_health_by_http_1_0_without_a_host(behind_envoy):
+    async with cluster(0, 1) as c:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+        writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"200"
+        writer.close()
+
+
+@scenario
 async def test_an_answer_that_has_begun_needs_no_picker(behind_envoy):
     async with cluster(0, 1) as c:
         c.decode[0].default = stream = OneByOne()
