@@ -27,9 +27,7 @@ from tests.support.waiting import wait_for
 from tests.test_architecture import ROOT
 
 README = (ROOT / "README.md").read_text()
-EMBED, OPERATOR, RECIPES = (
-    (ROOT / "docs" / f"{name}.md").read_text() for name in ("embed", "operator", "recipes")
-)
+EMBED, RUN, RECIPES = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("embed", "run", "recipes"))
 _MODELS = {
     "llama": "Llama",
     "gemma3": "Gemma 3",
@@ -134,9 +132,7 @@ def test_the_second_of_two_requests_is_explained_as_it_says(tmp_path):
 
 
 def test_commands_are_there():
-    for line in re.findall(
-        r"^pd-cache (.*)$", "".join(blocks("sh", README + OPERATOR + RECIPES)), re.MULTILINE
-    ):
+    for line in re.findall(r"^pd-cache (.*)$", "".join(blocks("sh", README + RUN + RECIPES)), re.MULTILINE):
         command = main
         for word in line.split():
             if not isinstance(command, click.Group):
@@ -165,7 +161,7 @@ def test_the_demo_says_of_its_prompts_what_the_page_says():
 
 
 def test_the_file_of_a_second_model_is_a_whole_file():
-    file = ROOT / "docs" / "operating.md"
+    file = ROOT / "docs" / "howto.md"
     (text,) = [block for block in blocks("yaml", file.read_text()) if block.startswith("name:")]
     assert {node.role for node in parse_config(text, file)[0].nodes} == {
         "master",
