@@ -1,4 +1,4 @@
-"""Tokens or block hashes -> names of chunks -> keys. Pure: no I/O, no clock.
+"""Tokens or block hashes -> names of chunks -> keys. No I/O, no clock.
 
 A chunk's hash is chained, `H_i = h(H_{i-1} || tokens of chunk i as little-endian int32)`, so that it names
 the whole prefix up to its end. `h` is BLAKE2b with a digest of 16 bytes: a shared pool crosses trust
@@ -31,7 +31,7 @@ from pd_cache.layout import KVLayout
 Names = Sequence[bytes]
 """The names of some of a prompt's chunks, in order."""
 Keys = Sequence[str]
-"""Names in the pool and in the tiers."""
+"""The keys of objects, in the pool and in the tiers."""
 
 KEY_FORMAT = "pdc1"
 HASH_BYTES = 16

@@ -253,9 +253,8 @@ class Moves:
                 ],
                 time.monotonic() + _GIVES_UP_AFTER_S,
             )
-        if (
-            found is not None and leased.may_have_given_up()
-        ):  # this process may have stood still; Mooncake's client looks, too
+        # this process may have stood still; Mooncake's client looks, too
+        if found is not None and leased.may_have_given_up():
             found = [min(code, _LEASE_EXPIRED) for code in found]
         if found is None:
             found = self._client.batch_get_into(asked.keys, asked.addresses, asked.sizes)

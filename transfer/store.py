@@ -1,5 +1,5 @@
 """MooncakeStore: wraps a client of a Mooncake store. Only this module and `transfer.moves` call such a
-client.
+client, but `transfer.staging` registers its memory with it.
 
 A lookup is `batched_contains`. A load is `start_get`, and a store is `start_put`: they queue `Moves.get` and
 `Moves.put` (`transfer/moves.py`) for another thread (`transfer/calls.py`), and the caller waits in

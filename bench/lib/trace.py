@@ -1,5 +1,4 @@
 """Reads traces of requests, and simulates which part of their prompts a cache of whole blocks would find.
-Pure.
 
 The format is that of Mooncake's FAST'25 traces: one JSON object a line, gzipped or not:
 

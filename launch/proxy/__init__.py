@@ -24,9 +24,10 @@ A completion's way, by file and function:
     hops.py           Hops.look_up             does a prefill node have to compute the prompt?
     requests.py       Requests._within_limits  refuses it, or lets it wait
     hints.py          Hints.begin
-    hops.py           Hops.prefill             asks a prefill node
-    serving.py      Serving._decode            asks a decode node
-    serving.py      Relay.pass_on              passes its answer on
+    requests.py       Requests._prefilled      may have a decode node load meanwhile
+    hops.py             Hops.prefill           asks a prefill node; Hops.asking counts what it is asked
+    serving.py      Serving._decode            asks a decode node, also in Hops.asking
+    serving.py      Relay.pass_on              passes its answer on, most bytes in a _Shortcut
 
 Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`: everything until
 `Requests.prepared` is the same, then it names the decode node, and the gateway asks that node. There, rule 3

@@ -1,5 +1,5 @@
-"""A request's hops before its answer: the lookup of its prompt, whose tokens a decode node may return, the
-prefill node, and meanwhile the load at the decode node."""
+"""What the proxy asks before the answer: perhaps a decode node for the prompt's tokens, then the pool, then a
+prefill node. Meanwhile a decode node may load."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _STREAM_ID = "-stream"
 
 
 class Hops:
-    """Sends clients' requests to nodes."""
+    """Asks nodes, and the pool, for what a request needs before its answer."""
 
     def __init__(
         self, config: ProxyConfig, keys: Keys, nodes: NodePools, direct: DirectRule, metrics: ProxyMetrics

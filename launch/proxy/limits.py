@@ -42,9 +42,10 @@ _LATE, _STEP = 0.02, 0.1
 """The share of requests that may be late; the largest relative change by one measurement."""
 _MOST_MARGIN = 2.0
 """A higher margin would have most requests refused for long after one node stopped with many."""
-_WAITING_SHARE, _MOST_WAITING = 0.5, 100
-"""The share of the limit in 6; how many requests may wait. Tenants and clients that have waiting requests
-share these places equally."""
+_WAITING_SHARE = 0.5
+"""A waiting request goes on once the work in front of it takes at most this share of the limit."""
+_MOST_WAITING = 100
+"""How many requests may wait. Tenants and clients that have waiting requests share these places equally."""
 WAIT_S = 60.0
 """How long a request may wait. Then it is refused."""
 _MEAN_OF = 64
@@ -61,7 +62,7 @@ class Predicted(NamedTuple):
     token_s: float = 0.0
     """Between two tokens."""
     shorter: float = 0.0
-    """How many seconds pass, while the node's answers end, until that is a second shorter; 0 if none runs."""
+    """How long until `token_s` has fallen by a second, because answers end; 0 if none runs."""
 
 
 class _Time:

@@ -139,10 +139,8 @@ async def read_some(answer: aiohttp.ClientResponse) -> bytes:
     body broke off."""
     try:
         return await answer.content.readany()
-    except (
-        *_FAILURES,
-        RuntimeError,
-    ) as error:  # aiohttp's for a connection that ended with a broken head of a chunk
+    # RuntimeError is aiohttp's for a connection that ended with a broken head of a chunk
+    except (*_FAILURES, RuntimeError) as error:
         raise _hop_error(error) from error
 
 

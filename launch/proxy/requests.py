@@ -111,7 +111,9 @@ class Requests:
             if path != MODELS and (exchange.nodes or status >= 500):
                 trip, status = exchange.trip(), exchange.cut_status or status
                 self.trips.note(exchange.id, trip)
-                self._recent.note(EndedRequest(exchange.id, took, exchange.first_byte_s, status, trip, exchange.streamed, exchange.prefill_s))  # fmt: skip
+                first_s, streamed, prefill_s = exchange.first_byte_s, exchange.streamed, exchange.prefill_s
+                ended = EndedRequest(exchange.id, took, first_s, status, trip, streamed, prefill_s)
+                self._recent.note(ended)
 
     @asynccontextmanager
     async def admitted(self, exchange: Exchange) -> AsyncIterator[None]:

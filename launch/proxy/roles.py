@@ -8,9 +8,8 @@ time comes from the caller.
    work of one node, and so has a decode node that is full. Waiting requests add work: prompts add the seconds
    that they take, spread over 10 s; answers add the room that they need.
 3. The cost of a cut is the work of each node of the busier kind. If this is less than 0.7, nothing changes.
-   Otherwise, the savings of the cheapest cut beyond half a node are summed up over time. When the sum reaches
-   10 s of a node's work, this cut is taken, but not until 10 s after the last change. After a change, only
-   later reports count.
+   Otherwise, each look adds what the cheapest cut would save, less half a node. At 10 s of a node's work,
+   that cut is taken, but not until 10 s after the last change. After a change, only later reports count.
 4. If too few nodes of a kind are alive, a cut with enough nodes of this kind is taken at once.
 5. A node that changes gets nothing new until it has finished what it has, but for 20 s at most.
 """
@@ -77,9 +76,8 @@ def read_metrics(page: bytes, max_running: int) -> NodeReport | None:
     running = total.get(b"num_requests_running", total.get(b"running"))
     if queued is None or running is None or not math.isfinite(sum(total.values())):
         return None
-    loading = total.get(
-        b"num_requests_waiting_by_reason", 0.0
-    )  # vLLM says that they wait, but they have room
+    # vLLM says that they wait, but they have room
+    loading = total.get(b"num_requests_waiting_by_reason", 0.0)
     queued, running = max(0.0, queued - loading), running + loading
     blocks = max(1.0, total.get(b"blocks", 1.0))
     used = max(

@@ -63,12 +63,8 @@ class _Told(msgspec.Struct, frozen=True):
 def ask_node(record: NodeRecord, access: Access) -> NodeStatus:
     """Asks a node for its `/health`, and then for its metrics. `access`: key and certificates for proxies.
     Raises nothing."""
-    url, proxy, found, troubles = (
-        page_of(record),
-        record.role == "proxy",
-        NodeStatus(record=record),
-        list[str](),
-    )
+    url, proxy = page_of(record), record.role == "proxy"
+    found, troubles = NodeStatus(record=record), list[str]()
     access = access if proxy else NOBODY
     try:
         body = _text(f"{url}/health", access)

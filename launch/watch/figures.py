@@ -1,4 +1,4 @@
-"""Reads the nodes' metrics: the state of the cache at one moment and over time. Pure.
+"""Reads the nodes' metrics: the state of the cache at one moment and over time.
 
 `read_samples` reads Prometheus' text. `read_node` turns it into a `NodeReading`, with the cache's terms in
 place of the metrics' names. A `NodeHistory` computes rates, shares and quantiles from successive readings. If

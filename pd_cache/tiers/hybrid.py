@@ -185,7 +185,7 @@ class HybridBackend(StorageBackend):
 
         Keys that a tier lacks after all are read from the later tiers, adjacent misses together. Then the
         tier is asked for the rest, for one key, two, four at a time, because it may be the only tier that
-        still has them. On average, it is asked for each key a constant number of times.
+        still has them. So the total work stays linear in the keys.
         """
         start = 0
         for level, run in groupby(self._levels(keys, floor, end)):

@@ -34,13 +34,13 @@ _BATCH_KEYS = 256
 _READ_AHEAD = 4
 """The most batches of a reader that are in flight or being scattered."""
 _SHARE = 8
-"""The batches of all transfer threads together take at most one in this many slots. If a peer hangs, each
-thread and its spare thread hold a batch: a quarter of the slots in each direction. Quotas bound the slots
-that queued calls and waiting readers hold."""
+"""All threads' batches together take at most an eighth of the slots. If a peer hangs, each thread and its
+spare thread hold a batch: a quarter of the slots in each direction. Quotas bound the slots that queued calls
+and waiting readers hold."""
 _READS, _PUTS = 5, 4
-"""How many eighths of the slots reads and puts may hold while they wait for a peer. If one direction hangs,
-the other still has an eighth besides the two eighths of its own late calls. The second read of
-a damaged object uses a slot that no longer counts."""
+"""How many eighths of the slots reads and puts may hold while they wait for a peer. If reads hang, they hold
+5/8, late puts hold 2/8, and 1/8 remains for other puts. The second read of a damaged object uses a slot that
+no longer counts."""
 
 _DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status.CHECKSUM.value})
 """Reasons to remove an object. `checksum` is Mooncake's own, for an object that another client wrote."""

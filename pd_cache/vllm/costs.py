@@ -7,8 +7,8 @@
 2. A measurement of more than 1.5 times the expected time, or of less than 1 / 1.5 of it, is left out: it may
    be a stall. If the next is as odd, both replace everything before them.
 3. Loads share the link. A load's measurement is the time that it would have taken alone (`LinkTime`). A new
-   load is expected to end after the loads under way. If the prompt is computed instead, vLLM continues
-   requests that finish loading meanwhile only after it; their wait counts against computing.
+   load is expected to end after the loads under way. If the prompt is computed instead, requests
+   whose loads end meanwhile must wait until the prompt is computed; their wait counts against computing.
 4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
 5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is
    loaded, so that a wrong figure is corrected. If other loads are under way, they correct it.

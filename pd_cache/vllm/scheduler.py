@@ -126,10 +126,8 @@ class SchedulerSide:
         self._holding.pop(tracked.id, None)  # vLLM asks only for requests without blocks
         self._outdated.forget(tracked.id)
         changed = self._follow()
-        now, waits = (
-            self._clock(),
-            tracked.handoff.announced is not None and self._outdated.weights.label is not None,
-        )
+        now = self._clock()
+        waits = tracked.handoff.announced is not None and self._outdated.weights.label is not None
         if changed and computed:
             # vLLM's own cache has just been emptied, so vLLM does not notice that a state that it found there
             # is computed only in this step

@@ -1,4 +1,4 @@
-"""A request in the scheduler: its state, and how each event changes it. Pure.
+"""A request in the scheduler: its state, and how each event changes it.
 
 Events come in this order; after a preemption, they begin again:
 
