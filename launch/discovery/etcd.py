@@ -1,9 +1,9 @@
 """Registers and watches nodes in etcd, each on its own thread, which outlives every outage.
 
 We use the client and the stubs of the package etcd3, but not its `Watcher`: that reconnects for ever, even
-after `close()`, and does not report when a stream breaks. Ours lists the records, watches from the revision
-of the list on, and begins again after any failure. So it treats a lost stream, a compaction and an etcd that
-came back empty alike.
+after `close()`, and does not report when a stream breaks. Our watch lists the records, follows changes from
+the revision of the list on, and begins again after any failure. So it treats a lost stream, a compaction and
+an etcd that came back empty alike.
 """
 
 from __future__ import annotations

@@ -291,9 +291,9 @@ def read_query(body: bytes) -> Query:
 
 class CacheQuery:
     def __init__(self, direct: DirectRule, caches: CacheView, keys: Keys, bodies: BodyMemory) -> None:
-        """`direct` names prompts and looks them up in the pool. A query needs the key of a monitor, as
-        `/metrics` does. With a client's key, it is about the prompts of the client's tenant, and with a
-        gateway's about none."""
+        """`direct` names prompts and looks them up in the pool. A query needs a key that may read
+        `/metrics`. With a client's key, it is about the prompts of the client's tenant; with a gateway's,
+        about none."""
         self._direct = direct
         self._caches = caches
         self._keys = keys

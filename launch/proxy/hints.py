@@ -125,8 +125,8 @@ class Hints:
         """By the names of prompts' last chunks."""
 
     def begin(self, exchange: Exchange, message: bytes | None) -> None:
-        """Takes in a request and the hints that came with it. Hints may name the request later. The decode
-        node that has loaded its prompt ahead will answer it."""
+        """Takes in a request and the hints that came with it. Hints may name the request later. If a
+        decode node has loaded its prompt ahead, that node will answer it."""
         if (named := exchange.prompt.named) is not None:
             client, known = exchange.client, self._recent
             if self.pins:

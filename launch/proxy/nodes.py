@@ -39,8 +39,8 @@ _AT_A_TIME = 64
 _HOPS: tuple[Hop, ...] = ("prefill", "decode")
 _MAX_METRICS = 4 << 20
 _KEEPALIVE_S = 4.0
-"""How long an idle connection is kept. A uvicorn node closes one after 5 s, and no request should meet a
-closing connection."""
+"""How long an idle connection is kept. uvicorn closes it after 5 s, and no request should meet a closing
+connection."""
 _PIECE = 1 << 18
 _SILENCE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

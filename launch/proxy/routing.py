@@ -83,7 +83,7 @@ class _RoutedNode:
         self.turn = turn
         """When it was last taken, in turns of its pool; below 0 if it never was."""
         self.suspicions = 0
-        """How many requests it has failed since it last answered one well, for any cause."""
+        """How many of its requests have failed, for any cause, since it last answered well."""
         self.prefixes = PrefixIndex(0)
         self.loads = True
         """Whether the node loaded the tokens that it last found in the pool; it computes them if that is

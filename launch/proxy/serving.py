@@ -135,8 +135,8 @@ class Serving:
         relay.response = passed_on(refusal)
 
     async def _models(self, exchange: Exchange) -> web.Response:
-        """Returns the list of one of two decode nodes. It says nothing about how a node computes: only a
-        refused connection counts against it."""
+        """Returns the models of the first decode node that answers, of two. Only a refused connection counts
+        against a node, because the list says nothing about how the node computes."""
         hops, tried = self._requests.hops, list[str]()
         pool, headers = hops.pools["decode"], exchange.node_headers(self._requests.keys, exchange.span)
         while len(tried) < 2 and (node := pool.out_of_turn(time.monotonic(), tried)) is not None:

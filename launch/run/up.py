@@ -53,8 +53,8 @@ class LocalCluster:
 
 
 def welcome(cluster: LocalCluster, file: Path) -> str:
-    """Returns the text of `up` when all nodes are ready: their number, and if a proxy is among them, the page
-    to watch and a command to try."""
+    """Returns what `up` prints once all nodes are ready: their number and, if there is a proxy, the page to
+    watch and a command to try."""
     config, urls = cluster.config, cluster.urls
     lines = [f"all {len(urls)} nodes{'' if len(urls) == len(config.nodes) else ' of this machine'} are ready"]
     proxy = next((urls[node.name] for node in config.by_role("proxy") if node.name in urls), None)

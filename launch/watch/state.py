@@ -158,8 +158,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     nodes: list[NodeStatus]
     """In the order of a request's way."""
     weights: list[str] = []
-    """The nodes whose weights are not those of their files, and those that have been out for a minute, with
-    what to do."""
+    """What to do about nodes whose weights are not those of their files, or that have been out for a
+    minute."""
     segments: tuple[Segment, ...] | None = None
     """The pool's memory, as the leading master reports it; None if no master reports it."""
     elected: bool = False

@@ -192,7 +192,7 @@ def _shortened(text: str) -> str:
 
 
 def _problems(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
-    """Yields the reasons why a value of the file is no `kind`.
+    """Yields what is wrong with a value of the file that should be a `kind`.
 
     Each part of a value is converted by itself, so the path of a problem is known, and msgspec's messages
     need no parsing. Messages about a single value are passed on.

@@ -128,8 +128,8 @@ class _Reading:
         self.reason = ""
 
     def take(self, number: int, payload: memoryview, part_bytes: int) -> tuple[str, int | None]:
-        """Copies a part to its place. Returns the reason if the payload is useless, otherwise an empty text;
-        and the checksum of the bytes that were used, or None for damage."""
+        """Copies a part to its place. Returns why the payload is useless, empty if it is not; and the
+        checksum of the bytes that were used, None if the part is damaged."""
         # copied before it is parsed, because the slot may change
         before = bytes(payload[:OVERHEAD])
         header = PartHeader.parsed(before, len(payload))

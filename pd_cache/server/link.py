@@ -225,8 +225,8 @@ class ClientLink:
                 self._read()
 
     def look(self, future: Future) -> bool:
-        """Reads the answers that have arrived, without waiting. Returns whether the future is settled, as it
-        is after its deadline."""
+        """Reads the answers that have arrived, without waiting. Returns whether the future is settled: the
+        answer has come, or the deadline has passed."""
         with self._changed:
             self._read()
             if future.answer is None and time.monotonic() >= future.deadline:

@@ -282,8 +282,8 @@ class Refused(Message, frozen=True, tag="refused"):
     """The request was not done. `reason` and `message` say why."""
 
     reason: str
-    """`busy`, `unknown_client` and `closing` may pass. `version`, `malformed`, `mismatch`, `invalid`, `late`,
-    `abandoned`, `failed` and others do not."""
+    """`busy`, `unknown_client` and `closing` are temporary. `version`, `malformed`, `mismatch`, `invalid`,
+    `late`, `abandoned`, `failed` and others are not."""
     message: str
 
 

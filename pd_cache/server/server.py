@@ -98,7 +98,7 @@ class Item(NamedTuple, Generic[T]):
 class WorkQueue(Generic[T]):
     """Holds items that wait, and counts those that run. Thread-safe.
 
-    At most `limit` items wait or run. A client may have as many items as there are free places, so a single
+    At most `limit` items wait or run. A client may have as many items as places remain free, so a single
     client gets at most half of them.
     """
 

@@ -360,7 +360,7 @@ class LocalDiskBackend(StorageBackend):
         self.trouble = ""
         """Why the state is not OK; empty before the folder is opened for the first time."""
         self._strikes = {True: 0, False: 0}
-        """How many errors in a row writes (True) and reads (False) have met."""
+        """How many of the last writes (True) and reads (False) have failed in a row."""
         self._writing = 0
         """How many slots writes hold."""
         self._under_way: dict[str, _Write] = {}

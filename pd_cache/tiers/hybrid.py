@@ -8,8 +8,9 @@ promotes.
    Damage of a payload is found only after its use; its tier then forgets the object.
 3. A reader that waits for memory holds none itself: only one tier at a time reads ahead for it.
 4. A put waits for the blocking tiers. Its outcome is the outcome of the last tier, which is the pool if there
-   is one. Objects that another tier did not take are counted, and do not change the outcome. Tiers that do
-   not block write behind, within half of the staging memory. Objects that do not fit are dropped and counted.
+   is one. Objects that another tier did not take are counted, and do not change the outcome. Other tiers
+   are written in the background, within half of the staging memory. Objects that do not fit are dropped and
+   counted.
 """
 
 from __future__ import annotations

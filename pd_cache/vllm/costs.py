@@ -113,8 +113,8 @@ class LinkTime:
         self._now = self._total = 0.0
 
     def passed(self, now: float, more: int) -> float:
-        """Returns the link's time so far, in seconds. A load's own time is the difference between its begin
-        and its end. From now on, `more` further loads run: 1, or -1 when a load ends."""
+        """Returns the link's time so far, in seconds. A load's own time is the difference between this time
+        at its end and at its begin. From now on, `more` further loads run: 1, or -1 when a load ends."""
         self._total += (now - self._now) / max(1, self._running)
         self._now, self._running = now, self._running + more
         return self._total

@@ -310,7 +310,7 @@ class TrackedRequest:
         return found
 
     def _needed(self, place: int, first: int, last: int) -> list[range]:
-        """Returns which of a layer group's chunks from `first` to before `last` a load could need."""
+        """Returns the layer group's chunks that a load could need, from `first` to before `last`."""
         request, plan, tail = self.request, self._plan, self._plan.tails[place]
         prompt = request.num_prompt_tokens // self._chunk
         if not plan.settings.connector.store_generated:

@@ -115,7 +115,7 @@ class PrefixCache:
         return Prefix(self._cache, request, prompt[:whole], blocks) if whole else None
 
     def whole_chunks(self, tokens: int) -> int:
-        """Returns how many of a prompt's `tokens` tokens can be stored."""
+        """Returns how many tokens can be stored of a prompt of `tokens` tokens."""
         return tokens // self.chunk_size * self.chunk_size
 
     def load(self, prefix: Prefix, attempt: LoadAttempt) -> LoadResult:

@@ -53,8 +53,7 @@ class EndedRequest(NamedTuple):
 
     @property
     def waited(self) -> float:
-        """The seconds by which requests are compared: those to the first byte, because a long answer is not
-        slow."""
+        """Requests are compared by these seconds: until the first byte, because a long answer is not slow."""
         return self.seconds if self.first_byte_s is None else self.first_byte_s
 
 
