@@ -23,8 +23,8 @@ requests all day. So it counts against the node only if another node then answer
 request that two nodes fail is answered with its error, and no node is blamed.
 
 A lost connection may mean that the request brought the node down. No request may lose more than two nodes, of
-either kind. Nodes that have answered no request for a while do not count here: a broken group of prefill
-nodes must not stop decode nodes from answering.
+either kind. Nodes that had failed `BREAKER_FAILURES` others since their last good answer do not count
+here: a broken group of prefill nodes must not stop decode nodes from answering.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Target(NamedTuple):
 
 
 class _RoutedNode:
-    def __init__(self, target: Target, failures: int, turn: float) -> None:
+    def __init__(self, target: Target, turn: float) -> None:
         self.target = target
-        self.breaker = NodeBreaker(failures)
+        self.breaker = NodeBreaker()
         self.alive = True
         """The result of the last health check."""
         self.load = 0.0
@@ -109,7 +109,6 @@ class NodePool:
         self.load_cost = 0.0
         """The cost of a token that is loaded from the pool; a computed token costs 1."""
         self._learns = hop == "prefill" and policy == "prefix_aware"
-        self._failures = BREAKER_FAILURES
         self._nodes: dict[str, _RoutedNode] = {}
         self._turns = 0
         self.resting: Collection[str] = ()
@@ -122,7 +121,7 @@ class NodePool:
         for target in targets:
             known = self._nodes.get(target.url)
             if known is None or known.target.instance != target.instance:
-                known = _RoutedNode(target, self._failures, self._rng.random() - 1)
+                known = _RoutedNode(target, self._rng.random() - 1)
             known.target = target
             known.prefixes.capacity_tokens = target.kv_tokens or _KV_TOKENS
             nodes[target.url] = known
@@ -216,20 +215,17 @@ class NodePool:
 
     def _node(self, url: str) -> _RoutedNode:
         """Returns the node; if it has left since it was picked, a stand-in that counts for no pool."""
-        return self._nodes.get(url) or _RoutedNode(Target(url), self._failures, 0.0)
+        return self._nodes.get(url) or _RoutedNode(Target(url), 0.0)
 
     def failed(self, url: str, reason: Reason, now: float) -> None:
         self._node(url).breaker.failed(reason, now)
 
     def suspect(self, url: str) -> bool:
         """Notes a failure that may be the request's fault. Returns whether the node was trustworthy until
-        then.
-
-        A node is trustworthy if it has failed fewer requests in a row than open its breaker.
-        """
+        then: had failed fewer than `BREAKER_FAILURES` requests since its last good answer."""
         node = self._node(url)
         node.suspicions += 1
-        return node.suspicions <= self._failures
+        return node.suspicions <= BREAKER_FAILURES
 
     def succeeded(self, url: str) -> None:
         node = self._node(url)
@@ -291,9 +287,7 @@ _FIRST_SKIP_S, _LAST_SKIP_S = 1.0, 10.0
 class NodeBreaker:
     """Skips a node for 1, 2, 4 … 10 s, then lets through one request a second until one is answered."""
 
-    def __init__(self, failures: int) -> None:
-        """`failures`: how many in a row open the breaker."""
-        self._limit = failures
+    def __init__(self) -> None:
         self._failures = 0
         self._opened = 0
         self._skip_until = 0.0
@@ -320,7 +314,7 @@ class NodeBreaker:
         """Notes a failure. A node that cannot be reached is skipped at once, others after several failures in
         a row."""
         self._failures += 1
-        if reason != "unreachable" and self._failures < self._limit:
+        if reason != "unreachable" and self._failures < BREAKER_FAILURES:
             return
         if now < self._skip_until and not self._on_trial:
             return  # requests that fail together count once

@@ -23,9 +23,12 @@ TIMES = st.integers(0, 24).map(lambda eighths: eighths / 8)
 """Seconds between events, such that their sums are exact."""
 
 
-def pool_of(*urls, hop="prefill", policy="round_robin", failures=5, rng=None):
-    with patch.object(routing, "BREAKER_FAILURES", failures):
-        pool = NodePool(hop, policy, rng=rng)
+def opens_after(failures):
+    return patch.object(routing, "BREAKER_FAILURES", failures)
+
+
+def pool_of(*urls, hop="prefill", policy="round_robin", rng=None):
+    pool = NodePool(hop, policy, rng=rng)
     pool.update(Target(url) for url in urls)
     return pool
 
@@ -49,10 +52,15 @@ class Routing(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now = 0.0
-        self.pool = pool_of(*NODES, policy="prefix_aware", failures=2, rng=InOrder())
+        self.breakers = opens_after(2)
+        self.breakers.start()
+        self.pool = pool_of(*NODES, policy="prefix_aware", rng=InOrder())
         self.budget = RetryBudget(10**6)
         self.modes = dict.fromkeys(NODES, "answers")
         self.always_well = set(NODES)
+
+    def teardown(self):
+        self.breakers.stop()
 
     @rule(node=st.sampled_from(NODES), mode=st.sampled_from(list(MODES)))
     def change(self, node, mode):
@@ -122,12 +130,13 @@ def request_of(pool, fails, budget=None):
     return ""
 
 
-def decode_nodes(*urls, failures=5):
-    return pool_of(*urls, hop="decode", failures=failures, rng=InOrder())
+def decode_nodes(*urls):
+    return pool_of(*urls, hop="decode", rng=InOrder())
 
 
+@opens_after(2)
 def test_refusals_do_not_make_up_for_failures():
-    pool = decode_nodes("a", "b", failures=2)
+    pool = decode_nodes("a", "b")
     assert request_of(pool, {"a": "error"}) == "b"
     refused = Attempts(pool, Trial(RetryBudget(1000)))
     assert refused.next(0.0) == "a"
@@ -154,10 +163,11 @@ def test_two_broken_nodes_of_three_are_found_out():
     assert pool.health(0.0) == {"a": False, "b": False, "c": True}
 
 
+@opens_after(1)
 @given(st.lists(st.booleans(), min_size=60, max_size=200), st.integers(2, 5), st.integers(0, 4))
 def test_a_broken_node_is_found_out_whatever_poison_there_is(poisons, nodes, broken):
     urls = [str(n) for n in range(nodes)]
-    pool, bad = decode_nodes(*urls, failures=1), urls[broken % nodes]
+    pool, bad = decode_nodes(*urls), urls[broken % nodes]
     for poison in poisons:
         request_of(pool, dict.fromkeys(urls if poison else [bad], "error"))
     good = poisons.count(False)
@@ -178,9 +188,10 @@ def test_retries_are_a_fraction_of_requests_and_a_few_a_second():
     assert [budget.allows(100.0) and budget.take(100.0) is None for _ in range(12)].count(True) == 10
 
 
+@opens_after(1)
 @pytest.mark.parametrize("reason, answered", [("unreachable", "b"), ("busy", "b"), ("error", "")])
 def test_without_a_retry_left_a_request_goes_on_only_if_no_node_has_begun_to_work_on_it(reason, answered):
-    pool = decode_nodes("a", "b", failures=1)
+    pool = decode_nodes("a", "b")
     assert request_of(pool, {"a": reason}, RetryBudget(0)) == answered
     assert pool.health(0.0) == {"a": reason != "unreachable", "b": True}
 
@@ -189,7 +200,7 @@ def test_without_a_retry_left_a_request_goes_on_only_if_no_node_has_begun_to_wor
 
 
 def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time_up_to_ten():
-    breaker, now, skips = NodeBreaker(5), 10.0, []
+    breaker, now, skips = NodeBreaker(), 10.0, []
     for _ in range(6):
         breaker.sent(now)
         for late in (0.0, 0.1):  # requests that fail together count once
@@ -206,8 +217,9 @@ def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time
     assert (breaker.allows(now + 0.9), breaker.allows(now + 1)) == (False, True)
 
 
+@opens_after(1)
 def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_requests():
-    pool = pool_of("a", "b", failures=1)
+    pool = pool_of("a", "b")
     for node, reason in (("a", "unreachable"), ("b", "error")):
         pool.failed(node, reason, 0)
         pool.checked(node, alive=True)
