@@ -13,7 +13,6 @@ from launch.openai import ID_HEADER
 from launch.proxy.bodies import BodyShare
 from launch.proxy.keys import Client, Keys
 from launch.proxy.limits import Predicted
-from launch.proxy.prefixes import NamedPrompt
 from launch.proxy.routing import NO_PROMPT, Hop, RetryBudget, Trial
 from launch.proxy.trips import HopReport, Trip
 from pd_cache.reasons import RequestReport
@@ -76,8 +75,8 @@ class Exchange:
         """The decode node to try first, if it was chosen before the prompt is computed."""
         self.until_answered = ExitStack()
         """Ends the streams that the decode node needs until its first byte."""
-        self.known: NamedPrompt | str | None = None
-        """The names of a completion's prompt, or the reason why there are none; None before its lookup."""
+        self.unnamed: str | None = None
+        """The reason why the prompt has no names after its lookup; None if it has names."""
         self.hinted: asyncio.Task[str] | None = None
         """Makes the answer to the request's hints; None without hints."""
 

@@ -247,9 +247,9 @@ class Hints:
         """Returns the prompt that an action is about, which has at least one whole chunk, and the request for
         it, if the payload has the prompt itself."""
         given, completion = [field for field in TARGETS if field in payload], None
-        if len(given) > 1 or (not given and exchange.known is None):
+        named: NamedPrompt | str | None = exchange.prompt.named or exchange.unnamed
+        if len(given) > 1 or (not given and named is None):
             raise HintRefusedError(f"the payload must have exactly one of {', '.join(TARGETS)}")
-        named = exchange.known
         direct = self._direct
         if direct.model is not None and given and known.model not in (None, direct.model):
             raise HintRefusedError(f"only prompts for the model {direct.model} can be named here")

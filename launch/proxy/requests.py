@@ -183,12 +183,15 @@ class Requests:
         tenant, hops, hints = exchange.client.tenant, self.hops, self.hints
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
             name = bool(completion.hints) or hints.prefetched_by(exchange.client)
-            why, exchange.known = await hops.look_up(exchange, completion, exchange.prompt, name=name)
+            why, looked_up = await hops.look_up(exchange, completion, exchange.prompt, name=name)
             if completion.scores_prompt():
                 why = why or "scored"
             span.note(direct=why or "")
-        named = None if isinstance(exchange.known, str) else exchange.known
-        exchange.prompt = exchange.prompt._replace(named=named)
+        if isinstance(looked_up, str):
+            exchange.unnamed = looked_up
+        else:
+            exchange.prompt = exchange.prompt._replace(named=looked_up)
+        named = exchange.prompt.named
         if tenant in (self.keys.tenants or ()):
             self.metrics.tenant_requests.labels(tenant).inc()
             if named is not None and named.pool_tokens is not None:

@@ -24,6 +24,7 @@ from launch.proxy.keys import Client, Keys, WatchedFiles
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.pins import HintRefusedError, Pin, Pins
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
+from launch.proxy.routing import NO_PROMPT
 from pd_cache.chunks import BlockHasher, describe_hashes
 from pd_cache.cluster import HintsConfig, NodeRecord, ProxyConfig
 from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, rule, tokenizes
@@ -128,7 +129,7 @@ class Kept:
         self.hints.update(View(tuple(records)))
 
     async def ask(self, kind, named="a", client="", /, **payload):
-        asking = SimpleNamespace(client=Client(client), known=None)
+        asking = SimpleNamespace(client=Client(client), prompt=NO_PROMPT, unnamed=None)
         answer = await self.hints.take(message(kind, payload, named), asking)
         (one,) = answer.actions
         return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
