@@ -22,7 +22,7 @@ A completion's way, by file and function:
     requests.py     Requests.admitted          holds a place, and ends the request at its deadline
     requests.py     Requests.prepared          is all that comes before the decode node, a step a line:
     hops.py           Hops.look_up             does a prefill node have to compute the prompt?
-    requests.py       Requests._within_limits  refuses it, or lets it wait
+    requests.py       Requests._prefill_node   refuses it, or lets it wait; takes a node
     hints.py          Hints.begin
     requests.py       Requests._prefilled      may have a decode node load meanwhile
     hops.py             Hops.prefill           asks a prefill node; Hops.asking counts what it is asked

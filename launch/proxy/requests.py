@@ -153,7 +153,7 @@ class Requests:
         completion = await self._read(exchange)
         why = await self._looked_up(exchange, completion)
         prefills = why is None and bool(self.hops.pools["prefill"].urls())
-        first = await self._within_limits(exchange, prefills, completion.priority())
+        first = await self._prefill_node(exchange, prefills, completion.priority())
         self.hints.begin(exchange, completion.hints)
         result: str = why or "no_prefill_nodes"
         handoff: HandedOver | None = None
@@ -199,7 +199,7 @@ class Requests:
                 self.metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
         return why
 
-    async def _within_limits(self, exchange: Exchange, prefills: bool, priority: int) -> str | None:
+    async def _prefill_node(self, exchange: Exchange, prefills: bool, priority: int) -> str | None:
         """Returns the prefill node to try first; None if a decode node is to compute the prompt. Raises
         ApiError 429 for a request that would miss its limits."""
         limits = self.keys.times(exchange.client) or self.config.limits
@@ -207,10 +207,12 @@ class Requests:
 
         def checked(arrived: float, *, waiting: bool = False) -> str | None:
             now = time.monotonic()
-            first = pool.pick(now, exchange.prompt) if prefills else None
+            first = pool.cheapest(now, exchange.prompt) if prefills else None
             if limits != _UNLIMITED:
                 exchange.predicted = known.predict(first, exchange.prompt, now, now - arrived)
                 known.check(exchange.predicted, limits, waiting=waiting)
+            if first is not None:
+                pool.take(first)
             return first
 
         try:

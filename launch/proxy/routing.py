@@ -161,6 +161,20 @@ class NodePool:
         *,
         proven_first: bool = False,
     ) -> str | None:
+        """Returns the `cheapest` node, which thereby has its turn."""
+        url = self.cheapest(now, prompt, tried, proven_first=proven_first)
+        if url is not None:
+            self.take(url)
+        return url
+
+    def cheapest(
+        self,
+        now: float,
+        prompt: RoutedPrompt = NO_PROMPT,
+        tried: Collection[str] = (),
+        *,
+        proven_first: bool = False,
+    ) -> str | None:
         """Returns the cheapest node that is not skipped and is not in `tried`; None if there is none.
 
         `proven_first`: prefer nodes that have failed fewer requests since their last good answer, and only
@@ -170,13 +184,15 @@ class NodePool:
         candidates = self._candidates(now, tried)
         if not candidates:
             return None
-        node = min(
+        return min(
             candidates,
             key=lambda node: (node.suspicions if proven_first else 0, self._cost(node, prompt), node.turn),
-        )
+        ).target.url
+
+    def take(self, url: str) -> None:
+        """Notes that the node has its turn."""
         self._turns += 1
-        node.turn = self._turns
-        return node.target.url
+        self._node(url).turn = self._turns
 
     def sent(self, url: str, now: float) -> None:
         """Notes that a request is sent to the node that `pick` returned."""

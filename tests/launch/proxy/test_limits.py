@@ -311,13 +311,14 @@ async def test_what_may_wait_goes_by_its_priority_once_there_is_room_and_others_
         limits = c.proxy.hops.limits
         slow(limits)
         async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}):
-            waiting = []
+            waiting, turns = [], c.proxy.hops.pools["prefill"]._turns
             for number, priority in enumerate((7, None, -5, 7)):
                 body = {"prompt": [number, 1], "priority": priority}
                 waiting.append(asyncio.ensure_future(c.ask(body)))
                 await until(lambda: len(limits.waiting) == len(waiting), "it waits")
             before = len(c.prefill[0].bodies)
         await asyncio.gather(*waiting)
+        assert c.proxy.hops.pools["prefill"]._turns == turns + len(waiting), "who waits takes no turns"
         assert [body["prompt"][0] for body in c.prefill[0].bodies[before:]] == [2, 1, 0, 3]
         assert limits.waiting == []
         assert c.metric("refused_total", code="over_ttft_s") == 0

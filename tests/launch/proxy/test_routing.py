@@ -288,6 +288,7 @@ def test_nodes_are_taken_in_turn_and_several_proxies_begin_at_different_ones():
         assert (sorted(map(str, taken[:3])), taken[3:6], taken[6]) == (["a", "b", "c"], taken[:3], taken[0])
         begun.add(taken[0])
     assert begun == {"a", "b", "c"}
+    assert pool.cheapest(0) == pool.cheapest(0) == pool.pick(0), "who only asks takes no turn"
     assert {pool.out_of_turn(0) for _ in range(99)} == begun, (
         "a text whose node returns no tokens waits for it"
     )
