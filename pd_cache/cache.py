@@ -18,7 +18,7 @@ from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Names
 from pd_cache.config import NodeSettings
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVCaches, KVLayout, layer_tensors, shard_tensors
-from pd_cache.lookup import PrefixLookup
+from pd_cache.lookup import PrefixLookup, only_at_hand
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover, ChunkRun
 from pd_cache.paged import DeviceMark, host_pin, open_copier
@@ -193,10 +193,6 @@ class CacheEngine(PrefixLookup):
         self._remembered: OrderedDict[tuple[object, ...], _Pages] = OrderedDict()
         self._lock = threading.Lock()
 
-    @property
-    def _closed(self) -> bool:
-        return self.mover.closed
-
     def wait_available(self, timeout: float) -> None:
         """Waits for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not
         call this."""
@@ -219,6 +215,14 @@ class CacheEngine(PrefixLookup):
         return self.database.name_chunks(tokens, hashes, extra_keys)
 
     # --- the three operations -------------------------------------------------------------------------------
+
+    def find(
+        self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
+    ) -> Found:
+        """Looks up; see `BlockCache.find`. A closed engine finds nothing."""
+        if self.mover.closed:
+            return only_at_hand(names, chunks_at_hand, "not_asked")
+        return super().find(names, chunks_at_hand=chunks_at_hand, session=session, timeout=timeout)
 
     def store(
         self,

@@ -36,6 +36,12 @@ _RENEWED = 1 << 14
 """The most keys in one request to the master that renews leases. Such a request takes 7 to 9 ms."""
 
 
+def only_at_hand(names: Names, chunks_at_hand: int, reason: MissReason) -> Found:
+    """Returns that no chunks but those at hand were found, and `reason` if these are not all."""
+    first = min(max(chunks_at_hand, 0), len(names))
+    return Found(first, first, "none" if first == len(names) else reason)
+
+
 class LooksUp(ABC):
     """Answers the lookups of a `LookupClient`: a `PrefixLookup` or a `RemoteCache`."""
 
@@ -137,8 +143,7 @@ class LookupClient(ABC):
             except Exception as error:  # noqa: BLE001 - a lookup never fails its request
                 self._count(error, lookup_id)
                 reason = "error"
-        first = min(max(chunks_at_hand, 0), len(names))
-        return Found(first, first, "none" if first == len(names) else reason)
+        return only_at_hand(names, chunks_at_hand, reason)
 
     def reset(self, version: str | None = None) -> None:
         """Notes that the engine's weights have changed. `version` is their label: up to 64 letters, digits,
@@ -216,11 +221,6 @@ class PrefixLookup(LooksUp):
         once."""
         return self.backend.available
 
-    @property
-    def _closed(self) -> bool:
-        """Whether it is closed, so that lookups find nothing."""
-        return False
-
     def find(
         self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
     ) -> Found:
@@ -231,16 +231,14 @@ class PrefixLookup(LooksUp):
         have.
         """
         check_names(names)
-        first = min(max(chunks_at_hand, 0), len(names))
-        if first == len(names):
-            return Found(first, first)
-        if self._closed:
-            return Found(first, first, "not_asked")
+        at_hand = only_at_hand(names, chunks_at_hand, "weights_unnamed")
+        if (first := at_hand.chunks) == len(names):
+            return at_hand
         label = self.version.state.label
         if label is None:
             self.metrics.counts.looked_up((len(names) - first) * self.groups.first.chunk_size, 0)
             self.metrics.trouble("lookup", "weights_unnamed")
-            return Found(first, first, "weights_unnamed")
+            return at_hand
         keys = self.groups.keys(names[first:], label)
         begun = time.perf_counter()
         statuses = self.backend.batched_contains(keys, end_in(timeout))

@@ -27,7 +27,7 @@ from pd_cache.chunks import (
 from pd_cache.config import NodeSettings
 from pd_cache.errors import CacheServerError
 from pd_cache.layout import KVCaches, KVLayout, PageKind, layer_tensors
-from pd_cache.lookup import LooksUp, LookupClient
+from pd_cache.lookup import LooksUp, LookupClient, only_at_hand
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged.base import BlocksOrSlots, leaving_out, plan_named
 from pd_cache.reasons import Found, Loaded, MissReason, StoreOutcome, miss_reason
@@ -181,10 +181,11 @@ class RemoteCache(LooksUp):
     ) -> UnderWay[Found]:
         """Begins a lookup; arguments as for `find`."""
         check_names(names)
-        first = min(max(chunks_at_hand, 0), len(names))
+        at_hand = only_at_hand(names, chunks_at_hand, "none")
+        first = at_hand.chunks
         sent: Future | Found | str
         if first == len(names):
-            sent = Found(first, first)
+            sent = at_hand
         elif not self.connection.ready:  # the server answers only registered clients
             sent = "server_lost"
         elif (label := self.version.state.label) is None:
