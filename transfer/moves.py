@@ -163,11 +163,9 @@ class Moves:
         memory: Sequence[StagingPool],
         watch: Callable[[], Watch] = Watch,
         *,
-        own_peer: str = "",
         direct: DirectReads | None = None,
     ) -> None:
-        """`memory`: the memory that is registered with the client; the caller may add to it. `own_peer`: the
-        address of this process's own segment, which it reads without a transfer; empty if it has none.
+        """`memory`: the memory that is registered with the client; the caller may add to it.
         `direct`: reads that do not go through Mooncake's client."""
         self._client = client
         self._breaker = breaker
@@ -180,7 +178,9 @@ class Moves:
         checks of a cluster's file demand it."""
         self.peers = Peers(settings.breaker.probe_interval_ms / 1000)
         self.direct = direct
-        self.own_peer = own_peer
+        self.own_peer = ""
+        """The address of this process's own segment, which it reads without a transfer; empty if it has
+        none."""
         self._unrevoked: set[str] = set()
         """Keys whose put sessions were given up but are still open in Mooncake's client."""
         self._stalled: dict[int, frozenset[str]] = {}

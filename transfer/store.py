@@ -227,8 +227,8 @@ class MooncakeStore:
         self._regions: list[StagingPool] = []
         self._breaker = CircuitBreaker(self._master, settings)
         self._lookup_rpc = lookup_rpc(self._master) if settings.direct_lookups else None
-        self._moves = Moves(self._client, settings, self._breaker, self._regions)
-        """Replaced when the store opens. Nothing moves before."""
+        direct = DirectReads() if settings.protocol == "tcp" and settings.metadata == "P2PHANDSHAKE" else None
+        self._moves = Moves(self._client, settings, self._breaker, self._regions, direct=direct)
         self._control = CallThreads("mooncake-control", 2)
         # separate threads, so that stores do not hold up loads
         self._gets, self._puts = (
@@ -551,11 +551,8 @@ class MooncakeStore:
         self._setup_error = ""
         self._put_config = self._config(self._placement)
         first = self._probe_segment() if self.segment_size else None
-        direct = DirectReads() if settings.protocol == "tcp" and settings.metadata == "P2PHANDSHAKE" else None
-        own_peer = "" if first is None else first.transport_endpoint
-        self._moves = Moves(
-            self._client, settings, self._breaker, self._regions, own_peer=own_peer, direct=direct
-        )
+        if first is not None:
+            self._moves.own_peer = first.transport_endpoint
         if self.segment_size and settings.prefault:
             prefault_segment(self.segment_size, None if first is None else int(first.buffer_address))
         with self._changed:
