@@ -81,9 +81,9 @@ class SchedulerSide:
         self._requests: dict[str, TrackedRequest] = {}
         self._next = Step()
         """What is known of the next step."""
-        self._refused = False
-        """True if vLLM ran out of blocks for a request in this step. vLLM then does not ask about the
-        requests after it."""
+        self._unallocated = False
+        """Whether the request that vLLM asked about last has no blocks yet. If it has none at the step's end,
+        vLLM ran out of blocks for it, and did not ask about the requests after it."""
         self._holding: dict[str, int] = {}
         """The requests that hold blocks for a load and have computed nothing since. For each, the blocks that
         all of its tokens need."""
@@ -152,7 +152,7 @@ class SchedulerSide:
                 streamed = self.streams.came(names[:chunks_at_hand]) if waits else 0
                 tracked.looked_up(found, streamed, awaited, self._clock())
             tokens = self._match(tracked, awaited, now)
-        self._refused = tokens is not None  # until vLLM has found blocks
+        self._unallocated = tokens is not None
         self._next.expecting |= tokens is None
         return tokens, bool(tokens)
 
@@ -210,7 +210,7 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Plans the load for this step. vLLM has allocated blocks for `external` of the proposed tokens."""
-        self._refused = False
+        self._unallocated = False
         tracked = self.track(request)
         if external <= 0 or not tracked.proposed:
             tracked.computes()
@@ -240,8 +240,8 @@ class SchedulerSide:
         step.label = self._outdated.weights.label
         step.nothing_to_compute = not output.total_num_scheduled_tokens
         # a request that waits for blocks of streams may block the requests that would end these streams
-        self.streams.give_way(now, needed=self._refused and step.nothing_to_compute)
-        self._refused = False
+        self.streams.give_way(now, needed=self._unallocated and step.nothing_to_compute)
+        self._unallocated = False
         if self._lookup.available:
             self.streams.look_up(self._lookup, step.label, now)
         step.loads += self.streams.take_loads()
