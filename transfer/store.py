@@ -424,7 +424,7 @@ class MooncakeStore:
         codes = self._call(self._control, end, self._client.batch_remove, list(keys), force)
         return [Status.TIMEOUT] * len(keys) if codes is None else [status_of(code) for code in codes]
 
-    def start_move(self, key: str, source: str, target: str, end: End = None) -> Status:
+    def move(self, key: str, source: str, target: str, end: End = None) -> Status:
         """Asks for a key to be moved from one segment to another, leased or not. OK means that the owner of
         `source` gets the task within seconds."""
         task = self._call(self._control, end, self._client.create_move_task, key, source, target)

@@ -234,7 +234,7 @@ class _Follower:
         keys, self._listed = listed[:_LEASED_AT_A_TIME], listed[_LEASED_AT_A_TIME:]
         store.batched_contains(keys, end_in(_CALL_S))  # a lease keeps the job from moving them
         for key, target in zip(keys, itertools.cycle(self._targets), strict=False):
-            if store.start_move(key, self._own.segment_name, target, end_in(_CALL_S)) is Status.OK:
+            if store.move(key, self._own.segment_name, target, end_in(_CALL_S)) is Status.OK:
                 self._asked_for.add(key)
         self._ask_again = time.monotonic() + 2.0 + len(keys) / _PER_S
 
