@@ -404,7 +404,7 @@ def test_reports_of_ranks_add_up():
 
 
 def test_statistics_of_several_steps_add_up_for_vllms_log():
-    from pd_cache.vllm.connector import CacheStats
+    from pd_cache.vllm.stats import CacheStats
 
     first = CacheStats(
         {
