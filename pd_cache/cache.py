@@ -167,8 +167,8 @@ class CacheEngine(PrefixLookup):
         metrics: CacheMetrics | None = None,
         version: WeightsVersion | None = None,
     ) -> None:
-        """Takes over `backend`, and closes it with the engine. `version` is the version of the weights; by
-        default a new one. Raises ValueError if layout and metadata disagree."""
+        """Takes over `backend`, and closes it with the engine. `version`: see `LooksUp`. Raises
+        ValueError if layout and metadata disagree."""
         described = CacheMetadata.of(
             metadata.model,
             layout,
@@ -327,7 +327,7 @@ class CacheEngine(PrefixLookup):
 
 
 class CacheEngineBuilder:
-    """The engines of this process, by instance id."""
+    """A registry of this process's engines, by instance id."""
 
     _engines: ClassVar[dict[str, CacheEngine]] = {}
     _lock = threading.Lock()

@@ -46,7 +46,7 @@ class LooksUp(ABC):
     """Answers the lookups of a `LookupClient`: a `PrefixLookup` or a `RemoteCache`."""
 
     def __init__(self, version: WeightsVersion | None, metrics: CacheMetrics | None) -> None:
-        """`version`: the version of the engine's weights; by default a new one."""
+        """`version`: the version of the engine's weights; by default that of its files."""
         self.version = version or WeightsVersion()
         self.metrics = metrics or CacheMetrics()
 
@@ -290,8 +290,7 @@ class MooncakeLookupClient(LookupClient):
 
         `metadata` is the engine's metadata or its namespace. `further` are those of the model's other layer
         groups. With a `history`, the client distinguishes evicted chunks from chunks that were never stored;
-        without it, both are `missing`. `version`: the version of the weights, by default that of the engine's
-        files.
+        without it, both are `missing`. `version`: see `LooksUp`.
         """
         spaces = (
             given if isinstance(given, Namespace) else given.namespace(config.cache)

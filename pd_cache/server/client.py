@@ -73,7 +73,7 @@ class RemoteCache(LooksUp):
         kind: a scheduler only looks up. context: a ZMQ context; None to create it here. If `identity` leaves
         the chunk size to the server, this waits up to `connect_timeout_s` for the server's answer. An
         operation without a time-out of its own is given up after `lookup_timeout_s` or `move_timeout_s`.
-        version: the version of the engine's weights; by default a new one. Raises the errors of
+        version: the version of the engine's weights; by default that of its files. Raises the errors of
         `ServerConnection`.
         """
         super().__init__(version, metrics)
