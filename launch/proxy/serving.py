@@ -218,8 +218,8 @@ class Relay:
 
 
 class _Shortcut(asyncio.Protocol):
-    """Writes a node's bytes to the client at once, as long as the client keeps up. It halves the proxy's work
-    for a token.
+    """Writes a node's bytes to the client at once, as long as the client keeps up. The proxy thus
+    passes a token on in half of the time.
 
     It replaces aiohttp's protocol of the node's connection, which still parses the bytes.
     """
