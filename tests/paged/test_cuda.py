@@ -443,12 +443,13 @@ def test_a_servers_store_is_behind_its_engines_event_on_any_thread_and_no_other_
             request = kind("", (bytes(16),), tuple(range(CHUNK_BLOCKS)), slot, ticket, 1, event)
             payload = memoryview(bytearray(random_payload(cache.layout).numpy().tobytes()))
             run, pages = Worker(model, 0, tensors).begin(request, math.inf)
-            begin = (
-                interpreted.CudaPagedCopier.scatter
-                if kind is Retrieve
-                else interpreted.CudaPagedCopier.gather
-            )
-            runs.append(partial(run.copy, pages, begin, [0], [payload]))
+            verb = "scatter" if kind is Retrieve else "gather"
+
+            def move(run=run, pages=pages, verb=verb, payload=payload):
+                with pages() as (copier,):
+                    getattr(copier, verb)(*run.place(0, payload)).wait()
+
+            runs.append(move)
         together(*runs)
     assert sorted(kernels) == [("gather", {"step 1"}), ("gather", {"step 2"}), ("scatter", set())]
     assert not streams.default.behind
