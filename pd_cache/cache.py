@@ -18,9 +18,9 @@ from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ExtraKey, Names
 from pd_cache.config import NodeSettings
 from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVCaches, KVLayout, layer_tensors, shard_tensors
-from pd_cache.lookup import PrefixLookup, only_at_hand
+from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
-from pd_cache.mover import ChunkMover, ChunkRun
+from pd_cache.mover import ChunkMover, ChunkRun, closed_in_child
 from pd_cache.paged import DeviceMark, host_pin, open_copier
 from pd_cache.paged.base import BlocksOrSlots, LeavingOut, PagedCopier, Slots, leaving_out, plan_named
 from pd_cache.reasons import Found, Loaded, StoreOutcome
@@ -41,6 +41,7 @@ class BlockCache(Protocol):
     """
 
     metrics: CacheMetrics
+    version: WeightsVersion
 
     @property
     def chunk_size(self) -> int:
@@ -167,8 +168,8 @@ class CacheEngine(PrefixLookup):
         metrics: CacheMetrics | None = None,
         version: WeightsVersion | None = None,
     ) -> None:
-        """Takes over `backend`, and closes it with the engine. `version`: see `LooksUp`. Raises
-        ValueError if layout and metadata disagree."""
+        """Takes over `backend`, and closes it with the engine. `version`: see `PrefixLookup`.
+        Raises ValueError if layout and metadata disagree."""
         described = CacheMetadata.of(
             metadata.model,
             layout,
@@ -192,6 +193,7 @@ class CacheEngine(PrefixLookup):
         self._registered: _Pages | None = None
         self._remembered: OrderedDict[tuple[object, ...], _Pages] = OrderedDict()
         self._lock = threading.Lock()
+        closed_in_child.add(self)
 
     def wait_available(self, timeout: float) -> None:
         """Waits for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not
@@ -214,15 +216,7 @@ class CacheEngine(PrefixLookup):
         """
         return self.database.name_chunks(tokens, hashes, extra_keys)
 
-    # --- the three operations -------------------------------------------------------------------------------
-
-    def find(
-        self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
-    ) -> Found:
-        """Looks up; see `BlockCache.find`. A closed engine finds nothing."""
-        if self.mover.closed:
-            return only_at_hand(names, chunks_at_hand, "not_asked")
-        return super().find(names, chunks_at_hand=chunks_at_hand, session=session, timeout=timeout)
+    # --- loads and stores -----------------------------------------------------------------------------------
 
     def store(
         self,
@@ -272,6 +266,7 @@ class CacheEngine(PrefixLookup):
     def close(self) -> None:
         """Waits at most `transfer.timeouts.close_ms` for loads and stores under way, then closes the backend
         and releases the KV tensors. Idempotent."""
+        self.closed = True
         if not self.mover.close(self.settings.transfer.timeouts.close_ms / 1000):
             return
         with self._lock:
@@ -315,7 +310,7 @@ class CacheEngine(PrefixLookup):
             shards = self.metadata.shards_per_rank
             shard = self.layout.shard(shards)
             pages = _Pages(tensors, [open_copier(views, shard) for views in shard_tensors(tensors, shards)])
-            if not self.mover.closed:
+            if not self.closed:
                 self._remembered[place] = pages
                 if len(self._remembered) > _REMEMBERED:
                     # forgets the tensors that were used longest ago, but never the registered ones
@@ -351,7 +346,7 @@ class CacheEngineBuilder:
         """
         with cls._lock:
             engine = cls._engines.get(instance_id)
-            if engine is None or engine.mover.closed:
+            if engine is None or engine.closed:
                 payload = layout.shard(metadata.shards_per_rank).chunk_bytes(config.cache.chunk_tokens)
                 metrics = metrics or CacheMetrics()
                 opened = (

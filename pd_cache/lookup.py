@@ -9,9 +9,8 @@ tiers (`tiers/mooncake.py`, `tiers/hybrid.py`), or of the pool alone (`transfer/
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pd_cache.chunks import (
     CacheMetadata,
@@ -32,6 +31,9 @@ from transfer.deadlines import End, Timeout, end_in
 from transfer.errors import Status
 from transfer.store import MooncakeStore
 
+if TYPE_CHECKING:
+    from pd_cache.cache import BlockCache
+
 _RENEWED = 1 << 14
 """The most keys in one request to the master that renews leases. Such a request takes 7 to 9 ms."""
 
@@ -42,39 +44,7 @@ def only_at_hand(names: Names, chunks_at_hand: int, reason: MissReason) -> Found
     return Found(first, first, "none" if first == len(names) else reason)
 
 
-class LooksUp(ABC):
-    """Answers the lookups of a `LookupClient`: a `PrefixLookup` or a `RemoteCache`."""
-
-    def __init__(self, version: WeightsVersion | None, metrics: CacheMetrics | None) -> None:
-        """`version`: the version of the engine's weights; by default that of its files."""
-        self.version = version or WeightsVersion()
-        self.metrics = metrics or CacheMetrics()
-
-    @property
-    def label(self) -> str | None:
-        """The label of the engine's weights. None from the time when they change until they get a label."""
-        return self.version.label
-
-    def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`."""
-        self.version.reset(version)
-
-    @property
-    @abstractmethod
-    def available(self) -> bool:
-        """False while lookups are known to find nothing."""
-
-    @abstractmethod
-    def find(
-        self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
-    ) -> Found:
-        """Returns how long a prefix is; see `BlockCache.find`."""
-
-    def end(self, session: str) -> None:  # noqa: B027 - only a cache server protects anything
-        """Releases what a session protects. Does nothing if there is no such session."""
-
-
-class LookupClient(ABC):
+class LookupClient:
     """Finds prefixes: `lookup` counts in tokens, `find` in chunks. An error is counted, and the lookup then
     finds nothing beyond what is at hand."""
 
@@ -83,7 +53,7 @@ class LookupClient(ABC):
         database: ChunkedTokenDatabase,
         metrics: CacheMetrics | None = None,
         *,
-        cache: LooksUp | None = None,
+        cache: PrefixLookup | BlockCache | None = None,
         timeout: Timeout = None,
     ) -> None:
         """`database` names the chunks, and `cache` finds them; without a cache, lookups find nothing. A
@@ -154,11 +124,13 @@ class LookupClient(ABC):
         be a label.
         """
         if self._cache is not None:
-            self._cache.reset(version)
+            self._cache.version.reset(version)
 
-    def stored(self, names: Names) -> None:  # noqa: B027 - only some clients keep a history
+    def stored(self, names: Names) -> None:
         """Notes that the engine has stored these chunks. If a later lookup does not find them, they count as
-        evicted."""
+        evicted. A cache server knows what it has stored, and needs no note."""
+        if isinstance(self._cache, PrefixLookup) and self._cache.history is not None:
+            self._cache.history.note(names)
 
     def end(self, lookup_id: str) -> None:
         """Releases the chunks that lookups with this id protect. Call it when the request is over."""
@@ -170,17 +142,28 @@ class LookupClient(ABC):
         pool has them.
 
         Returns the weights' label and how many objects the pool has. Returns None if either is unknown, or if
-        this client has no pool.
+        a cache server answers the lookups.
         """
-        return None
+        cache, found = self._cache, 0
+        if not isinstance(cache, PrefixLookup) or (label := cache.label) is None:
+            return None
+        # tiers that have a key would otherwise not ask the pool
+        ask = getattr(cache.backend, "batched_wants", cache.backend.batched_contains)
+        step = max(1, _RENEWED // cache.groups.keys_per_chunk)
+        for start in range(0, len(names), step):
+            statuses = ask(cache.groups.keys(names[start : start + step], label))
+            if not {Status.OK, Status.MISSING}.intersection(statuses):
+                return None
+            found += statuses.count(Status.OK)
+        return label, found
 
     def supports_producer_reuse(self) -> bool:
         """Returns whether prefill nodes, too, may look up and reuse chunks."""
         return True
 
-    @abstractmethod
     def close(self) -> None:
-        """Releases what the client opened itself. Idempotent."""
+        """Ends the lookups, and releases what the client opened itself. Idempotent."""
+        self._cache = None
 
     def _count(self, error: Exception, lookup_id: str | None) -> None:
         self.metrics.trouble(
@@ -197,7 +180,7 @@ class HoldsKeys(Protocol):
     def batched_contains(self, keys: Keys, end: End = None) -> list[Status]: ...
 
 
-class PrefixLookup(LooksUp):
+class PrefixLookup:
     """Looks up all chunks of a prompt, in all layer groups, with one request. Thread-safe."""
 
     def __init__(
@@ -208,18 +191,30 @@ class PrefixLookup(LooksUp):
         metrics: CacheMetrics | None = None,
         history: ChunkHistory | None = None,
     ) -> None:
-        """Looks up chunks of the weights version `version`. `history` remembers found chunks, so that a later
-        miss of such a chunk is known as an eviction."""
+        """Looks up chunks of the weights version `version`, by default that of the engine's files. `history`
+        remembers found chunks, so that a later miss of such a chunk is known as an eviction."""
         self.groups = groups
-        super().__init__(version, metrics)
         self.backend = backend
+        self.version = version or WeightsVersion()
+        self.metrics = metrics or CacheMetrics()
         self.history = history
+        self.closed = False
+        """Set by the owner: lookups then find nothing, and do not ask the backend."""
 
     @property
     def available(self) -> bool:
         """False while the pool is known to be down. Lookups are then misses, and stores are dropped, at
         once."""
         return self.backend.available
+
+    @property
+    def label(self) -> str | None:
+        """The label of the engine's weights. None from the time when they change until they get a label."""
+        return self.version.label
+
+    def reset(self, version: str | None = None) -> None:
+        """Notes that the engine has other weights now; see `LookupClient.reset`."""
+        self.version.reset(version)
 
     def find(
         self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
@@ -231,8 +226,8 @@ class PrefixLookup(LooksUp):
         have.
         """
         check_names(names)
-        at_hand = only_at_hand(names, chunks_at_hand, "weights_unnamed")
-        if (first := at_hand.chunks) == len(names):
+        at_hand = only_at_hand(names, chunks_at_hand, "not_asked" if self.closed else "weights_unnamed")
+        if (first := at_hand.chunks) == len(names) or self.closed:
             return at_hand
         label = self.version.state.label
         if label is None:
@@ -244,6 +239,9 @@ class PrefixLookup(LooksUp):
         statuses = self.backend.batched_contains(keys, end_in(timeout))
         self.metrics.counts.took("lookup", time.perf_counter() - begun)
         return count_found(self, names, first, statuses, label)
+
+    def end(self, session: str) -> None:
+        """Does nothing: only a cache server protects what a session has found."""
 
 
 def count_found(
@@ -290,7 +288,7 @@ class MooncakeLookupClient(LookupClient):
 
         `metadata` is the engine's metadata or its namespace. `further` are those of the model's other layer
         groups. With a `history`, the client distinguishes evicted chunks from chunks that were never stored;
-        without it, both are `missing`. `version`: see `LooksUp`.
+        without it, both are `missing`. `version`: see `PrefixLookup`.
         """
         spaces = (
             given if isinstance(given, Namespace) else given.namespace(config.cache)
@@ -298,26 +296,8 @@ class MooncakeLookupClient(LookupClient):
         )
         groups = LayerGroups([ChunkedTokenDatabase(space) for space in spaces])
         self.store = MooncakeStore(config.transfer, master=master_addr, host=config.host, segment_size=0)
-        self._prefix = PrefixLookup(groups, self.store, version, metrics, history)
-        self.version = self._prefix.version
-        super().__init__(groups.first, self._prefix.metrics, cache=self._prefix)
-
-    def renew(self, names: Names) -> tuple[str, int] | None:
-        groups, label, found = self._prefix.groups, self.version.label, 0
-        step = max(1, _RENEWED // groups.keys_per_chunk)
-        if label is None:
-            return None
-        for start in range(0, len(names), step):
-            keys = groups.keys(names[start : start + step], label)
-            statuses = self.store.batched_contains(keys)
-            if not {Status.OK, Status.MISSING}.intersection(statuses):
-                return None
-            found += statuses.count(Status.OK)
-        return label, found
-
-    def stored(self, names: Names) -> None:
-        if self._prefix.history is not None:
-            self._prefix.history.note(names)
+        prefix = PrefixLookup(groups, self.store, version, metrics, history)
+        super().__init__(groups.first, prefix.metrics, cache=prefix)
 
     def close(self) -> None:
         self.store.close()
@@ -341,6 +321,3 @@ class BypassLookupClient(LookupClient):
         if database.namespace != wanted:
             raise ValueError(f"the engine serves {database.namespace}, the client was made for {wanted}")
         super().__init__(database, metrics, cache=engine, timeout=timeout)
-
-    def close(self) -> None:
-        self._cache = None

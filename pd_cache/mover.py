@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -81,12 +81,13 @@ def _checksums(copies: Iterable[PendingCopy]) -> list[int]:
         raise
 
 
-_movers: weakref.WeakSet[ChunkMover] = weakref.WeakSet()
+closed_in_child: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Movers and engines. In a forked child, which has none of their threads, they are `closed`."""
 
 
 def _close_in_child() -> None:
-    for mover in _movers:
-        mover.closed = True
+    for closing in closed_in_child:
+        closing.closed = True
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -117,11 +118,10 @@ class ChunkMover:
         self._version = version
         self._annotated = False
         self.closed = False
-        """True after `close`. True, too, in a forked child, where the threads that move chunks do not
-        exist."""
+        """True after `close`, and in a forked child."""
         self._under_way = 0
         self._idle = threading.Condition()
-        _movers.add(self)
+        closed_in_child.add(self)
 
     def store(self, run: ChunkRun, lend: LendCopiers, end: End = None) -> list[StoreOutcome]:
         """Stores the objects that the backend lacks. Returns the outcome of each chunk.

@@ -27,7 +27,7 @@ from pd_cache.chunks import (
 from pd_cache.config import NodeSettings
 from pd_cache.errors import CacheServerError
 from pd_cache.layout import KVCaches, KVLayout, PageKind, layer_tensors
-from pd_cache.lookup import LooksUp, LookupClient, only_at_hand
+from pd_cache.lookup import LookupClient, only_at_hand
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged.base import BlocksOrSlots, leaving_out, plan_named
 from pd_cache.reasons import Found, Loaded, MissReason, StoreOutcome, miss_reason
@@ -49,7 +49,7 @@ from transfer.deadlines import Timeout
 R = TypeVar("R")
 
 
-class RemoteCache(LooksUp):
+class RemoteCache:
     """A `BlockCache` (see there) over the connection of an engine rank. Thread-safe.
 
     Each operation has a twin that only begins it, for callers that must not wait.
@@ -76,7 +76,8 @@ class RemoteCache(LooksUp):
         version: the version of the engine's weights; by default that of its files. Raises the errors of
         `ServerConnection`.
         """
-        super().__init__(version, metrics)
+        self.version = version or WeightsVersion()
+        self.metrics = metrics or CacheMetrics()
         self.connection = ServerConnection(url, context, kind, identity, connect_timeout_s=connect_timeout_s)
         self.chunk_size = self.connection.chunk_size
         self.block_size = identity.block_size
@@ -93,6 +94,15 @@ class RemoteCache(LooksUp):
     def available(self) -> bool:
         """Whether the server is connected, and has the KV tensors if any were registered."""
         return self.connection.ready
+
+    @property
+    def label(self) -> str | None:
+        """The label of the engine's weights. None from the time when they change until they get a label."""
+        return self.version.label
+
+    def reset(self, version: str | None = None) -> None:
+        """Notes that the engine has other weights now; see `LookupClient.reset`."""
+        self.version.reset(version)
 
     def register_kv_caches(self, kv_caches: KVCaches, kind: PageKind | None = None) -> None:
         """Lends the paged KV cache to the server: one tensor per layer, in layer order.

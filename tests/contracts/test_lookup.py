@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pd_cache.config import CacheConfig
+from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
 from pd_cache.lookup import BypassLookupClient, MooncakeLookupClient
+from pd_cache.reasons import ChunkHistory
 from pd_cache.server.client import RemoteCache, ServerLookupClient
 from pd_cache.server.protocol import EngineIdentity
 from tests.support.backends import count
@@ -19,6 +20,7 @@ from tests.support.kv import make_cache
 from tests.support.server import LATE_S, served
 from tests.support.waiting import wait_for
 from transfer.deadlines import end_in
+from transfer.settings import ByteSize
 
 CLIENTS = ("bypass", "mooncake", "server")
 
@@ -154,3 +156,27 @@ def test_after_close_a_lookup_answers_with_what_is_at_hand(clients, node):
         assert client.lookup(tokens) == 0
         assert client.lookup(tokens, "r", at_hand=CHUNK + 3) == CHUNK
         assert client.lookup(tokens, "r", at_hand=1000) == 24
+
+
+def test_a_renewal_counts_the_objects_that_the_pool_has_not_those_of_other_tiers(clients, pool):
+    tokens = list(range(500, 524))
+    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
+    with host(pool, cache=CacheConfig(chunk_size=CHUNK, tiers=tiers)) as node, clients(node) as client:
+        node.store(tokens, list(range(24)))
+        node.engine.backend.tiers[-1].backend.store.remove(node.keys(tokens)[1:2], end_in(60), force=True)
+        known = not isinstance(client, ServerLookupClient)
+        assert client.renew(node.engine.name_chunks(tokens)) == (("", 2) if known else None)
+        client.reset()
+        assert client.renew(node.engine.name_chunks(tokens)) is None, "without a label, nothing has a key"
+
+
+def test_a_chunk_that_the_engine_said_it_has_stored_counts_as_evicted_when_it_is_missing(pool, node):
+    config, metadata = node.engine.settings, node.engine.metadata
+    direct = MooncakeLookupClient(config, metadata, pool.address, history=ChunkHistory())
+    with contextlib.closing(direct):
+        direct.store.wait_open(60)
+        for number, client in enumerate((direct, BypassLookupClient(config, metadata, node.engine))):
+            names = node.engine.name_chunks([600 + number] * CHUNK)
+            assert client.find(names).reason == "never_stored"
+            client.stored(names)
+            assert client.find(names).reason == "evicted"
