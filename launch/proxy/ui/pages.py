@@ -7,23 +7,23 @@ also come as the password of HTTP's basic authentication, for which browsers ask
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import dataclasses
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import BasicAuth, web
 
 import pd_cache
 from launch.discovery import View
 from launch.http import NOBODY
-from launch.openai import ApiError, overloaded
+from launch.openai import overloaded
 from launch.proxy.keys import Keys
 from launch.proxy.metrics import ProxyMetrics, RecentTrips
 from launch.proxy.nodes import NodePools
@@ -69,7 +69,6 @@ class UiPages:
         """The present event for each client, with only the requests that this client may see; None stands for
         all requests."""
         self._closing = False
-        self._task: asyncio.Task[None] | None = None
         self.followers = 0
 
     def add_to(self, app: web.Application) -> None:
@@ -77,23 +76,19 @@ class UiPages:
             app.router.add_get(path, partial(self._page, name))
         app.router.add_get("/ui/events", self._follow, allow_head=False)
         app.router.add_get("/ui/requests/{id}", self._explain)
+        app.on_response_prepare.append(_ask_for_password)
         app.on_shutdown.append(self._close)
-        app.on_cleanup.append(
-            self._stop
-        )  # the handler of the last follower may have been cancelled before it has waited
+        app.cleanup_ctx.append(self._beside_requests)
 
     async def _page(self, name: str, request: web.Request) -> web.Response:
-        if not self._keys.may_watch(_authorization(request)):
-            return _key_needed()
+        self._keys.check_watcher(_authorization(request))
         return web.Response(
             body=self._files[name], content_type=_TYPES[name], charset="utf-8", headers=_HEADERS
         )
 
     async def _explain(self, request: web.Request) -> web.Response:
         """Answers with the text of `pd-cache explain`, as far as the proxy itself knows it."""
-        authorization = _authorization(request)
-        if not self._keys.may_watch(authorization):
-            return _key_needed()
+        self._keys.check_watcher(authorization := _authorization(request))
         trip = self._trips.get(request.match_info["id"], self._keys.visible_client(authorization))
         names = {record.address: record.name for record in self._view.nodes}
         lines = [f"request {request.match_info['id']}", *(hop.text(names) for hop in trip.hops)]
@@ -103,22 +98,14 @@ class UiPages:
         return web.Response(text="\n".join(lines), headers=_HEADERS)
 
     async def _follow(self, request: web.Request) -> web.StreamResponse:
-        authorization = _authorization(request)
-        if not self._keys.may_watch(authorization):
-            return _key_needed()
+        self._keys.check_watcher(authorization := _authorization(request))
         if self._closing or self.followers >= _FOLLOWERS:
             raise overloaded(f"{_FOLLOWERS} browsers follow this proxy already")
         self.followers += 1
         try:
-            if self.followers == 1:
-                self._events.clear()
-                self._nodes = WatchedNodes()  # a pause would look like one long interval
-                self._task = asyncio.create_task(self._watch())
             return await self._tell(request, authorization)
         finally:
             self.followers -= 1
-            if not self.followers:
-                await self._stop()
 
     async def _tell(self, request: web.Request, authorization: str | None) -> web.StreamResponse:
         response = web.StreamResponse(
@@ -142,36 +129,35 @@ class UiPages:
             request.transport.abort()  # what it has not read must not be kept for it
         return response
 
-    # --- what runs while a browser follows ------------------------------------------------------------------
+    # --- what runs beside the requests --------------------------------------------------------------------
 
     def update(self, view: View) -> None:
         """Shows the nodes of this view, except for proxies: this one has no keys to ask them with."""
         nodes = tuple(record for record in view.nodes if record.role != "proxy")
         self._view = dataclasses.replace(view, nodes=nodes)
 
-    async def _stop(self, app: web.Application | None = None) -> None:
-        if (task := self._task) is not None:
-            if not task.cancelling():  # once: it then waits for the questions under way
-                task.cancel()
-            await asyncio.wait([task])
-            if self._task is task:  # nobody has followed since
-                self._task = None
-
-    async def _watch(self) -> None:
-        """Asks the nodes, on threads of their own, and publishes their answers."""
+    async def _beside_requests(self, app: web.Application) -> AsyncIterator[None]:
         asker = Asker(NOBODY, _INTERVAL_S)
-        try:
-            while True:
-                ends = time.monotonic() + _INTERVAL_S
-                while (now := time.monotonic()) < ends:
+        watching = asyncio.create_task(self._watch(asker))
+        yield
+        watching.cancel()
+        await asyncio.wait([watching])
+        await asyncio.to_thread(asker.close)
+
+    async def _watch(self, asker: Asker) -> None:
+        """While a browser follows, asks the nodes, on threads of their own, and publishes their answers."""
+        while True:
+            ends = time.monotonic() + _INTERVAL_S
+            while (now := time.monotonic()) < ends:
+                if self.followers:
                     self._nodes.update(self._view)
-                    self._nodes.take(asker.poll(self._nodes.asked, now))
-                    await asyncio.sleep(_INTERVAL_S / 8)
-                self._events.clear()
-                published, self._published = self._published, asyncio.Event()
-                published.set()
-        finally:
-            await asyncio.to_thread(asker.close)
+                else:
+                    self._nodes = WatchedNodes()  # a pause would look like one long interval
+                self._nodes.take(asker.poll(self._nodes.asked, now))
+                await asyncio.sleep(_INTERVAL_S / 8)
+            self._events.clear()
+            published, self._published = self._published, asyncio.Event()
+            published.set()
 
     async def _close(self, app: web.Application) -> None:
         self._closing = True
@@ -191,10 +177,15 @@ class UiPages:
             if node.role != "master"
             for segment in node.segments or ()
         }
-        segments = sorted(
-            status.segments or (),
-            key=lambda segment: (owners.get(segment.segment_name, ""), segment.segment_name),
-        )
+        segments = [
+            {
+                "name": one_line(segment.segment_name),
+                "owner": owners.get(segment.segment_name, ""),
+                "size": segment.size_bytes,
+                "used": segment.allocator_used_bytes,
+            }
+            for segment in status.segments or ()
+        ]
         return {
             "version": pd_cache.__version__,
             "cluster": self._cluster,
@@ -206,15 +197,7 @@ class UiPages:
             "requests_s": self._recent.rate(),
             "nodes": [node.figures() for node in status.nodes],
             "problems": [trouble.found for trouble in status.troubles],
-            "segments": [
-                {
-                    "name": one_line(segment.segment_name),
-                    "owner": owners.get(segment.segment_name, ""),
-                    "size": segment.size_bytes,
-                    "used": segment.allocator_used_bytes,
-                }
-                for segment in segments
-            ],
+            "segments": sorted(segments, key=itemgetter("owner", "name")),
             "minutes": [
                 minute
                 and {
@@ -261,21 +244,15 @@ def _shown_slow(ended: EndedRequest, age_s: float, names: dict[str, str]) -> dic
 def _authorization(request: web.Request) -> str | None:
     """Returns the request's key as `Bearer KEY`, also if it came as a password."""
     given = request.headers.get("Authorization")
-    scheme, _, encoded = (given or "").partition(" ")
-    if scheme.lower() != "basic":
-        return given
     try:
-        _, _, password = base64.b64decode(encoded.strip(), validate=True).decode().partition(":")
-    except (binascii.Error, ValueError):
-        return None
-    return f"Bearer {password}"
+        return f"Bearer {BasicAuth.decode(given or '', 'utf-8').password}"
+    except ValueError:
+        return given
 
 
-def _key_needed() -> web.Response:
-    response = ApiError(
-        401, "A key is needed: `Authorization: Bearer KEY`, or as a password", code="invalid_api_key"
-    ).response()
-    response.headers["WWW-Authenticate"] = (
-        'Basic realm="pd-cache: any name, and a key as the password", charset="UTF-8"'
-    )
-    return response
+async def _ask_for_password(request: web.Request, response: web.StreamResponse) -> None:
+    """Makes a browser ask for the key that a page of `/ui` needs."""
+    if response.status == 401 and request.path.startswith("/ui"):
+        response.headers["WWW-Authenticate"] = (
+            'Basic realm="pd-cache: any name, and a key as the password", charset="UTF-8"'
+        )

@@ -140,10 +140,10 @@ async def test_nodes_are_asked_only_while_somebody_follows():
         async with follow(c) as response:
             await Follower(response).until(lambda event: named(event, "decode-0")["state"] == "up")
         await until(lambda: not c.proxy._ui.followers, "the proxy sees that the follower is gone")
-        await until(lambda: c.proxy._ui._task is None, "nothing is asked any more")
-        asked = len(c.decode[0].paths)
-        await asyncio.sleep(0.2)
-        assert len(c.decode[0].paths) == asked
+        asked = -1
+        while asked != len(c.decode[0].paths):  # what was asked before may still come
+            asked = len(c.decode[0].paths)
+            await asyncio.sleep(0.2)
         async with follow(c) as response:
             event = await Follower(response).event()
         assert named(event, "decode-0")["state"] == "asking", "what was known has grown old"
