@@ -168,21 +168,15 @@ _MOST_FIELDS = 1000
 _MOST_NAMED = 1000
 """The most parts in all of a chat's messages that name an image, audio or video."""
 _MOST_COLONS = 50_000
-"""The most colons outside of the fields of `_Large`. That many fields take 12 MiB before they are counted."""
+"""The most colons outside of the fields in `_LARGE`. That many fields take 12 MiB before they are counted."""
 
 
-class _Large(msgspec.Struct, frozen=True):
-    """The fields of a request that may be large. What is in them stays as it is."""
-
-    prompt: msgspec.Raw = _NULL
-    messages: msgspec.Raw = _NULL
-    documents: msgspec.Raw = _NULL
-    tools: msgspec.Raw = _NULL
-    suffix: msgspec.Raw = _NULL
-    logit_bias: msgspec.Raw = _NULL
-    response_format: msgspec.Raw = _NULL
-    structured_outputs: msgspec.Raw = _NULL
-    chat_template_kwargs: msgspec.Raw = _NULL
+_LARGE = (
+    "prompt", "messages", "documents", "tools", "suffix", "logit_bias", "response_format", "structured_outputs",
+    "chat_template_kwargs",
+)  # fmt: skip
+"""The fields of a request that may be large. What is in them stays as it is."""
+_Large = msgspec.defstruct("_Large", [(name, msgspec.Raw, _NULL) for name in _LARGE])
 
 
 _TENANT_SALT = "pd-cache-tenant-"
@@ -217,10 +211,6 @@ class _TextPart(msgspec.Struct, frozen=True, gc=False):
     uuid: None = None
 
 
-class _UnnamedPart(msgspec.Struct, frozen=True, gc=False):
-    uuid: None = None
-
-
 class _AnyPart(msgspec.Struct, frozen=True, gc=False):
     uuid: msgspec.Raw = _NULL
     """The client's name for an image, audio or video. vLLM ignores the type of a part with a name."""
@@ -231,10 +221,10 @@ class _Message(msgspec.Struct, Generic[P], frozen=True, gc=False):
     content: str | list[str | P] | None = None
 
 
-def _consists_of(messages: bytes, part: type[msgspec.Struct]) -> bool:
-    """Returns whether all parts of a chat are texts or of this type. Runs no Python code per message."""
+def _is_text(messages: bytes) -> bool:
+    """Returns whether all parts of a chat are texts. Runs no Python code per message."""
     try:
-        decode_json(messages, list[_Message[part]])  # type: ignore[valid-type]
+        decode_json(messages, list[_Message[_TextPart]])
     except UndecodableError:
         return False
     return True
@@ -277,13 +267,12 @@ class Completion:
             self._fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(self.cache_salt))
         self._media: bool | None = False
         """Whether a chat has images, audio or video; None if it cannot be read."""
-        if self._chat and not _consists_of(messages := self._raw(prompt), _TextPart):
+        if self._chat and not _is_text(self._raw(prompt)):
             self._media = True
-            if not _consists_of(messages, _UnnamedPart):
-                try:
-                    self._fields[prompt] = _without_media_ids(messages)
-                except UndecodableError:
-                    self._media = None
+            try:
+                self._fields[prompt] = _without_media_ids(self._fields[prompt])
+            except UndecodableError:
+                self._media = None
 
     @property
     def path(self) -> str:
@@ -388,7 +377,7 @@ class Completion:
         return msgspec.json.encode({**self._fields, **({} if params == _NULL else {_TRANSFER: params})})
 
 
-def _without_media_ids(messages: bytes) -> msgspec.Raw:
+def _without_media_ids(messages: msgspec.Raw) -> msgspec.Raw:
     """Returns a chat's messages without the names that the client gave to images, audio and video.
 
     vLLM finds named content in its cache by the name alone. So a client could get the content that another
@@ -396,7 +385,7 @@ def _without_media_ids(messages: bytes) -> msgspec.Raw:
     the content. Raises UndecodableError if this is no chat, ApiError 400 if it has too many parts.
     """
     places, parts = [], 0
-    for place, message in enumerate(decode_json(messages, list[_Message[_AnyPart]])):
+    for place, message in enumerate(decode_json(bytes(messages), list[_Message[_AnyPart]])):
         if isinstance(message.content, list) and any(
             getattr(part, "uuid", _NULL) != _NULL for part in message.content
         ):
@@ -406,7 +395,9 @@ def _without_media_ids(messages: bytes) -> msgspec.Raw:
                 raise ApiError(
                     400, f"Messages with a `uuid` have more than {_MOST_NAMED} parts", param="messages"
                 )
-    kept = decode_json(messages, list[msgspec.Raw])
+    if not places:
+        return messages
+    kept = decode_json(bytes(messages), list[msgspec.Raw])
     for place in places:
         message = decode_json(bytes(kept[place]), dict[str, msgspec.Raw])
         content = decode_json(bytes(message["content"]), list[str | dict[str, msgspec.Raw]])
@@ -427,7 +418,7 @@ def check_fields(body: bytes) -> None:
         large = decode_json(body, _Large)
     except UndecodableError:
         return  # the caller parses it too, and says what is wrong
-    colons -= sum(bytes(getattr(large, name)).count(b":") for name in _Large.__struct_fields__)
+    colons -= sum(bytes(getattr(large, name)).count(b":") for name in _LARGE)
     if colons > _MOST_COLONS:
         raise _too_many_fields()
 

@@ -172,11 +172,8 @@ class Pins:
     def _end(self, key: PinKey) -> Pin | None:
         pin = self._pins.pop(key, None)
         if pin is not None:
-            uses = self._uses[key[0].holder]
-            uses.subtract(pin.names)
-            for name in pin.names:
-                if not uses[name]:
-                    del uses[name]
-            if not uses:
-                del self._uses[key[0].holder]
+            holder = key[0].holder
+            self._uses[holder] -= Counter(pin.names)  # keeps only what is still used
+            if not self._uses[holder]:
+                del self._uses[holder]
         return pin
