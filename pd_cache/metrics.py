@@ -57,7 +57,7 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "loads_declined_tokens": (
         (),
-        "Tokens that were found but not loaded, because computing them was faster (`not_worth`)",
+        "Tokens that were found or announced but not loaded, because computing them was faster (`not_worth`)",
     ),
     "measured_tokens": (("op",), "Tokens of the loads and steps whose time was measured: `load`, `compute`"),
     "measured_seconds": (("op",), "Their time"),

@@ -134,8 +134,10 @@ class SchedulerSide:
             tokens = None
         elif tracked.streams:
             tokens = self._match_stream(tracked, now)
-        elif (loading := self.streams.take_over(tracked)) and (
-            tracked.judged or self._verdict(tracked, (0, 0, loading), now) is None
+        elif (
+            (loading := self.streams.take_over(tracked))
+            and not tracked.declined
+            and (tracked.judged or self._verdict(tracked, (0, 0, loading), now) is None)
         ):
             tokens = None
         elif not tracked.wants_lookup():
@@ -161,7 +163,10 @@ class SchedulerSide:
         chunks, or for blocks of other loads."""
         tokens = tracked.propose(awaited)
         if tokens and not tracked.judged:
-            tokens = self._judge(tracked, tokens, now)
+            self._judge(tracked, tokens, now)
+            kept = tracked.propose(awaited)
+            self.metrics.counts.add("loads_declined_tokens", by=tokens - kept)
+            tokens = kept
         if tracked.lacks(awaited):
             return None
         tracked.end_span()
@@ -170,23 +175,20 @@ class SchedulerSide:
         fits = self._plan.plain or self._fits(tracked)
         return tokens if fits else tracked.wait_for_room(now)
 
-    def _judge(self, tracked: TrackedRequest, tokens: int, now: float) -> int:
-        """Returns how many of the proposed tokens to load: those whose load ends before vLLM would have
-        computed them."""
+    def _judge(self, tracked: TrackedRequest, tokens: int, now: float) -> None:
+        """Declines the proposed tokens if vLLM would compute them before their load ends."""
         tracked.judged = True
         verdict = self._verdict(tracked, tracked.by_tier(tokens), now)
         # a part of a window or a state is of no use
         if verdict is None or (verdict.probe and not self._plan.plain):
-            return tokens
+            return
         chunk = self._plan.chunk
         size = sum(space.chunk_bytes * min(tokens / chunk, space.tail or math.inf) for space in self._spaces)
         detail = (
             f"{tokens:,} tokens would load in {verdict.load_s:.3g} s at {size / verdict.load_s / 1e6:.3g} MB/s; "
             f"computing them takes {verdict.compute_s:.3g} s"
         )
-        kept = tracked.decline(detail, chunk if verdict.probe else 0)
-        self.metrics.counts.add("loads_declined_tokens", by=tokens - kept)
-        return kept
+        tracked.decline(detail, chunk if verdict.probe else 0)
 
     def _verdict(self, tracked: TrackedRequest, tokens: Sequence[int], now: float) -> NotWorth | None:
         """Returns why these tokens, by tier, are not worth loading; None if they are."""
@@ -194,7 +196,7 @@ class SchedulerSide:
         for other in self._requests.values():
             begin = other.request.num_computed_tokens - other.request.num_in_flight_tokens
             end = other.request.num_prompt_tokens
-            if other.outcome.over and begin < end:
+            if other is not tracked and other.outcome.over and begin < end:
                 ahead.append((end - begin, (begin + end) / 2))
         margin = MARGIN if tracked.handoff.announced is None else HANDOFF_MARGIN
         return self._costs.judge(tokens, tracked.at_hand, ahead, now, margin)

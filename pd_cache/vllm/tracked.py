@@ -71,7 +71,9 @@ class TrackedRequest:
         self.may_load = not request.skip_reading_prefix_cache and plan.settings.connector.load != "never"
         self.judged = plan.settings.connector.load != "auto"
         """Whether it is already decided how many tokens may be loaded. This is decided once."""
-        self._worth: int | None = None
+        self.declined = False
+        """Whether the prefix is not worth loading."""
+        self._limit = self.handoff.max_load_tokens
         """The most tokens to load beyond those at hand; None for all."""
         self.at_hand = 0
         """Tokens that vLLM's own cache had when vLLM asked last."""
@@ -118,8 +120,8 @@ class TrackedRequest:
 
     @property
     def most(self) -> int:
-        """How many chunks to look up: no more than the request allows to load."""
-        most, limit = self._plan.most(self.request), self.handoff.max_load_tokens
+        """How many chunks to look up: no more than may be loaded."""
+        most, limit = self._plan.most(self.request), self._limit
         return most if limit is None else min(most, (self.at_hand + limit) // self._chunk + self._plan.ahead)
 
     def awaited(self, own: Sequence[str], now: float) -> int:
@@ -155,7 +157,7 @@ class TrackedRequest:
     def lacks(self, awaited: int) -> bool:
         """Returns whether the lookup found fewer chunks than the request waits for. It waits for none that
         are not worth loading."""
-        return self._found is None or (self._worth is None and self._found.chunks < awaited)
+        return self._found is None or self._found.chunks < min(awaited, self.most - self._plan.ahead)
 
     def by_tier(self, external: int) -> TierChunks:
         """Returns where the lookup found `external` tokens to load. Counts tokens."""
@@ -166,10 +168,10 @@ class TrackedRequest:
 
     def _reason(self, found: Found) -> MissReason:
         """Returns why the lookup found no more."""
-        announced, limit = self.handoff.announced, self.handoff.max_load_tokens
-        if self._worth is not None:
+        announced = self.handoff.announced
+        if self.declined:
             return "not_worth"
-        if limit is not None and self._plan.most(self.request) > self.most <= found.chunks + self._plan.ahead:
+        if self._plan.most(self.request) > self.most <= found.chunks + self._plan.ahead:
             return "limited"
         if announced is None or found.reason not in ("missing", "never_stored"):
             return found.reason
@@ -190,22 +192,19 @@ class TrackedRequest:
                 request.shared_prefix_boundary = max(
                     request.shared_prefix_boundary, found.leading * self._chunk
                 )
-            end = min(max(found.chunks, awaited) * self._chunk, self._plan.loadable(request))
-            if self._worth is not None:
-                end = min(end, (self.at_hand + self._worth) // self._chunk * self._chunk)
+            chunks = min(max(found.chunks, awaited), self.most - self._plan.ahead)
+            end = min(chunks * self._chunk, self._plan.loadable(request))
             self.proposed = max(0, end - self.at_hand)
             if not self.handoff.allows(self.by_tier(self.proposed)):
                 self.proposed = 0
                 self.outcome.looked_up(found.chunks * self._chunk, "limited")
         return self.proposed
 
-    def decline(self, detail: str, most: int) -> int:
-        """Notes that the proposed tokens are not worth loading, except for `most` tokens. Returns the number
-        of tokens that are proposed now."""
+    def decline(self, detail: str, most: int) -> None:
+        """Notes that the proposed tokens are not worth loading, except for `most` tokens."""
         assert self._found is not None
-        self._worth, self.outcome.detail = most, detail
+        self.declined, self._limit, self.outcome.detail = True, min(most, self._limit or most), detail
         self.outcome.looked_up(self._found.chunks * self._chunk, "not_worth")
-        return self.propose()
 
     @property
     def needed_blocks(self) -> int:

@@ -390,7 +390,40 @@ def test_a_request_waits_for_the_load_of_its_stream_as_it_would_wait_for_a_hand_
     (op,) = scene.step().loads
     assert len(op.parts[0].names) == 3
     request = Request("d", PROMPT, announced(3 * CHUNK))
-    assert scene.ask(request) == ((None, False) if waits else (0, False))
+    for _ in range(2):  # vLLM asks again if it has no blocks for it
+        assert scene.ask(request) == ((None, False) if waits else (0, False))
+
+
+def test_a_declined_hand_off_corrects_the_figure_with_its_first_chunk_as_soon_as_that_is_there():
+    scene, request = known(0.9, 0.4), Request("d", PROMPT, announced(3 * CHUNK))
+    scene.clock.now += 60
+    scene.has(request, 0)
+    assert scene.ask(request) == (None, False)
+    scene.has(request)
+    scene.clock.now += 1
+    for _ in range(2):
+        assert scene.load(request) == (CHUNK, True)
+    assert ended(scene, request).reason == "not_worth"
+    assert scene.metrics.totals()["loads_declined_tokens",] == 2 * CHUNK
+    late = Request("e", PROMPT, announced(3 * CHUNK))
+    scene.clock.now += 60
+    scene.has(late, 0)
+    assert scene.ask(late) == (None, False)
+    scene.clock.now += 2
+    assert scene.ask(late) == (0, False), "it never came"
+    assert ended(scene, late).reason == "not_worth"
+
+
+def test_a_preempted_prompt_does_not_count_as_one_that_is_computed_before_it():
+    scene, request = known(0.45, 0.4), Request("d", PROMPT)
+    scene.has(request, 0)
+    assert scene.ask(request) == (0, False)
+    scene.begin(request)
+    scene.step(d=len(PROMPT))
+    scene.manager.free(request)
+    scene.has(request)
+    assert scene.ask(request) == (0, False)
+    assert ended(scene, request).computed == len(PROMPT)
 
 
 def test_always_loads_what_is_there_and_never_does_not_ask():
