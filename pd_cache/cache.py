@@ -20,12 +20,12 @@ from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVCaches, KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
-from pd_cache.mover import ChunkMover, ChunkRun, closed_in_child
+from pd_cache.mover import ChunkMover, closed_in_child, plan_run
 from pd_cache.paged import DeviceMark, host_pin, open_copier
-from pd_cache.paged.base import BlocksOrSlots, LeavingOut, PagedCopier, Slots, leaving_out, plan_named
+from pd_cache.paged.base import BlocksOrSlots, PagedCopier, Slots
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.tiers import StorageBackend, open_backend
-from pd_cache.versions import FIRST, PRESENT, WeightsVersion
+from pd_cache.versions import PRESENT, WeightsVersion
 from transfer.deadlines import Timeout, end_in
 
 Mask = Tensor | Sequence[bool]
@@ -189,7 +189,6 @@ class CacheEngine(PrefixLookup):
         metrics, version = metrics or CacheMetrics(), version or WeightsVersion()
         self.mover = ChunkMover(backend, self.database, metrics, version)
         super().__init__(LayerGroups([self.database]), backend, version, metrics, self.mover.history)
-        self._keeps_tail = metadata.group is not None and metadata.group.tail > 0
         self._registered: _Pages | None = None
         self._remembered: OrderedDict[tuple[object, ...], _Pages] = OrderedDict()
         self._lock = threading.Lock()
@@ -231,7 +230,9 @@ class CacheEngine(PrefixLookup):
         """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each
         transfer has the configured time-out."""
         end, pages = end_in(timeout), self._pages(kv_caches)
-        run = self._run(names, blocks, label, leaving_out(loads=False, keeps_tail=self._keeps_tail))
+        label = self.label if label == PRESENT else label
+        shards = self.metadata.shards
+        run = plan_run(self.database, self.layout, names, blocks, shards, label, loads=False)
         if after is not None:
             after.follow()
         return self.mover.store(run, pages.lend, end)
@@ -256,7 +257,9 @@ class CacheEngine(PrefixLookup):
         tensors do not have these blocks, or if the number of blocks does not fit the names.
         """
         end, pages = end_in(timeout), self._pages(kv_caches)
-        return self.mover.load(self._run(names, blocks, label, "ends"), pages.lend, end)
+        label = self.label if label == PRESENT else label
+        run = plan_run(self.database, self.layout, names, blocks, self.metadata.shards, label, loads=True)
+        return self.mover.load(run, pages.lend, end)
 
     def mark(self) -> DeviceMark:
         """Returns a mark of the work that the calling thread has queued on the device so far.
@@ -278,15 +281,6 @@ class CacheEngine(PrefixLookup):
         self.backend.close()
 
     # --- inside ---------------------------------------------------------------------------------------------
-
-    def _run(
-        self, names: Names, blocks: BlocksOrSlots, label: str | None, may_leave_out: LeavingOut
-    ) -> ChunkRun:
-        """Checks the arguments, and returns the chunks with their blocks."""
-        label = self.label if label == PRESENT else label
-        chunks = plan_named(names, blocks, self.layout, self.chunk_size, may_leave_out=may_leave_out)
-        shards = self.metadata.shards
-        return ChunkRun(names, self.database.keys(names, shards, label or FIRST), chunks, len(shards), label)
 
     def _pages(self, kv_caches: KVCaches | None) -> _Pages:
         """Returns these tensors, or the registered ones, with their copiers."""

@@ -25,8 +25,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from pd_cache.chunks import ChunkedTokenDatabase, Names
+from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged.base import PagedCopier, PendingCopy
+from pd_cache.paged.base import BlocksOrSlots, PagedCopier, PendingCopy, plan_named
 from pd_cache.reasons import ChunkHistory, Loaded, StoreOutcome, TierChunks, miss_reason
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend
 from pd_cache.tiers.memory import TierKind
@@ -65,6 +66,23 @@ class ChunkRun(NamedTuple):
     def place(self, index: int, payload: memoryview) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the blocks of the object with this index, and its payload, as copiers take them."""
         return self.chunks[index // self.shards], torch.frombuffer(payload, dtype=torch.uint8)
+
+
+def plan_run(
+    database: ChunkedTokenDatabase,
+    layout: KVLayout,
+    names: Names,
+    blocks: BlocksOrSlots,
+    shards: Sequence[int],
+    label: str | None,
+    *,
+    loads: bool,
+) -> ChunkRun:
+    """Returns the run of these shards of chunks, to load or to store. Raises ValueError if the tensors do not
+    have these blocks, or if these are not equally many chunks as the names."""
+    tail = database.namespace.tail
+    chunks = plan_named(names, blocks, layout, database.chunk_size, loads=loads, tail=tail)
+    return ChunkRun(names, database.keys(names, shards, label or FIRST), chunks, len(shards), label)
 
 
 def _checksums(copies: Iterable[PendingCopy]) -> list[int]:
@@ -130,16 +148,17 @@ class ChunkMover:
         """
         shards, chunk_size = run.shards, self._database.chunk_size
         self.metrics.tokens("store", "requested", len(run.keys) * chunk_size // shards)
+        statuses = [Status.CLOSED] * len(run.keys)
         with self._moving() as may_move, self.metrics.timed("store"):
-            may_store = bool(run.keys) and may_move
-            if may_store and (outdated := self.outdated(run)):
+            if outdated := self.outdated(run):
                 self.metrics.trouble("store", outdated, len(run.keys))
-                may_store = False
-            statuses = self.backend.batched_wants(run.keys, end) if may_store else []
-            self.metrics.outages("store", statuses)
+            elif may_move:
+                statuses = self.backend.batched_wants(run.keys, end)
+                self.metrics.outages("store", statuses)
             missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
-            there = [status is Status.OK for status in statuses] or [False] * len(run.keys)
-            outcomes = [StoreOutcome.BEFORE if known else StoreOutcome.NOT for known in there]
+            outcomes = [
+                StoreOutcome.BEFORE if status is Status.OK else StoreOutcome.NOT for status in statuses
+            ]
             for index, status in zip(missing, self._put(run, lend, missing, end), strict=False):
                 if status is Status.OK:
                     outcomes[index] = StoreOutcome.NEW
@@ -153,10 +172,9 @@ class ChunkMover:
             outcomes = [
                 StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)
             ]
-        stored_names = [
-            name for name, got in zip(run.names, outcomes, strict=True) if got is not StoreOutcome.NOT
-        ]
-        self.history.note(stored_names)
+        self.history.note(
+            [name for name, got in zip(run.names, outcomes, strict=True) if got is not StoreOutcome.NOT]
+        )
         return outcomes
 
     def load(self, run: ChunkRun, lend: LendCopiers, end: End = None) -> Loaded:
@@ -178,9 +196,8 @@ class ChunkMover:
                 reason = outdated
                 self.metrics.trouble("retrieve", reason, len(run.keys))
                 kinds.clear()
-        objects, shards = len(kinds), run.shards
-        loaded = objects // shards
-        self.metrics.moved("retrieve", objects * self._payload_bytes, self._database.namespace.group)
+        shards, loaded = run.shards, len(kinds) // run.shards
+        self.metrics.moved("retrieve", len(kinds) * self._payload_bytes, self._database.namespace.group)
         self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)
         of_chunks = kinds[: loaded * shards : shards]
         tiers = TierChunks(of_chunks.count("memory"), of_chunks.count("disk"), of_chunks.count("pool"))

@@ -85,14 +85,6 @@ LeavingOut = Literal["nothing", "start", "ends"]
 """Where blocks may be left out: nowhere, at the start, or at the start and at the end."""
 
 
-def leaving_out(*, loads: bool, keeps_tail: bool) -> LeavingOut:
-    """Returns where a load or a store may leave out blocks. A store may do so only for layers that keep only
-    the ends of prefixes."""
-    if loads:
-        return "ends"
-    return "start" if keeps_tail else "nothing"
-
-
 def plan(
     places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: LeavingOut = "nothing"
 ) -> list[Tensor]:
@@ -124,11 +116,15 @@ def plan(
 
 
 def plan_named(
-    names: Names, places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, may_leave_out: LeavingOut
+    names: Names, places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, loads: bool, tail: int
 ) -> list[Tensor]:
-    """As above, for chunks with names. Also raises ValueError for bad names, or if names and places are not
-    equally many chunks."""
+    """As above, for a load or a store of chunks with names. A store may leave out blocks only of layers with
+    a `tail`, which need only the ends of prefixes.
+
+    Also raises ValueError for bad names, or if names and places are not equally many chunks.
+    """
     check_names(names)
+    may_leave_out: LeavingOut = "ends" if loads else "start" if tail else "nothing"
     chunks = plan(places, layout, chunk_size, may_leave_out=may_leave_out)
     if len(chunks) != len(names):
         raise ValueError(f"{len(names)} chunk names, but the places of {len(chunks)}")

@@ -29,7 +29,7 @@ from pd_cache.errors import CacheServerError
 from pd_cache.layout import KVCaches, KVLayout, PageKind, layer_tensors
 from pd_cache.lookup import LookupClient, only_at_hand
 from pd_cache.metrics import CacheMetrics
-from pd_cache.paged.base import BlocksOrSlots, leaving_out, plan_named
+from pd_cache.paged.base import BlocksOrSlots, plan_named
 from pd_cache.reasons import Found, Loaded, MissReason, StoreOutcome, miss_reason
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.link import Context, Future
@@ -84,6 +84,7 @@ class RemoteCache:
         self.blocks_per_chunk = self.chunk_size // self.block_size
         """Always a whole number: the server refuses an engine for which it is not."""
         self._namer = ChunkNamer(self.chunk_size, self.blocks_per_chunk)
+        self._group = identity.layers
         self._lookup_timeout_s = lookup_timeout_s
         self._move_timeout_s = move_timeout_s
         self._tensors: list[torch.Tensor] = []
@@ -273,13 +274,11 @@ class RemoteCache:
         seconds = self._move_timeout_s if timeout is None else timeout
         label = self.label if label == PRESENT else label
         op, loads = ("store", False) if kind is Store else ("retrieve", True)
-        layers = self.connection.hello.engine.layers
-        may_leave_out = leaving_out(loads=loads, keeps_tail=layers is not None and layers.tail > 0)
         if self._layout is None:
             raise ValueError("no KV tensors: call register_kv_caches first")
-        ids: list[int] = []
-        for chunk in plan_named(names, blocks, self._layout, self.chunk_size, may_leave_out=may_leave_out):
-            ids += chunk.tolist()
+        tail = 0 if self._group is None else self._group.tail
+        chunks = plan_named(names, blocks, self._layout, self.chunk_size, loads=loads, tail=tail)
+        ids = [block for chunk in chunks for block in chunk.tolist()]
         self.metrics.tokens(op, "requested", len(names) * self.chunk_size)
         judged = functools.partial(judge, len(names), label)
         why = self.version.why_not(label) if self.connection.ready else "server_lost"
@@ -335,8 +334,7 @@ class RemoteCache:
         return reason if reason in ("deadline", "reset", "weights_unnamed") else "server_down"
 
     def _count_moved(self, op: str, outcome: str, chunks: int) -> None:
-        layers = self.connection.hello.engine.layers
-        self.metrics.moved(op, chunks * self._chunk_bytes, "" if layers is None else layers.layers)
+        self.metrics.moved(op, chunks * self._chunk_bytes, "" if self._group is None else self._group.layers)
         self.metrics.tokens(op, outcome, chunks * self.chunk_size)
 
 
@@ -428,10 +426,10 @@ class ServerLookupClient(LookupClient):
         A lookup waits at most `timeout_s` for its answer. `further` are the model's other layer groups, if it
         has several. `version`: as in `RemoteCache`.
         """
-        identity, metrics = EngineIdentity.of(metadata, config.cache, further), metrics or CacheMetrics()
+        identity = EngineIdentity.of(metadata, config.cache, further)
         self._server = RemoteCache(url, identity, kind="scheduler", metrics=metrics, version=version)
         database = ChunkedTokenDatabase(metadata.namespace(config.cache))
-        super().__init__(database, metrics, cache=self._server, timeout=timeout_s)
+        super().__init__(database, self._server.metrics, cache=self._server, timeout=timeout_s)
 
     def close(self) -> None:
         self._server.close()

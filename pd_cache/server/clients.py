@@ -21,9 +21,9 @@ from torch import Tensor
 from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.lookup import PrefixLookup
-from pd_cache.mover import ChunkRun, LendCopiers
+from pd_cache.mover import ChunkRun, LendCopiers, plan_run
 from pd_cache.paged import open_copier
-from pd_cache.paged.base import PagedCopier, leaving_out, plan_named
+from pd_cache.paged.base import PagedCopier
 from pd_cache.reasons import Loaded, TierChunks
 from pd_cache.server.fence import AbandonedError, FenceView
 from pd_cache.server.lookups import Sessions
@@ -179,23 +179,25 @@ class Worker(NamedTuple):
 
         Raises RefusalError, before anything moves, if the request does not fit the layout.
         """
-        layout, database = self.tensors.layout, self.model.database
-        may_leave_out = leaving_out(loads=isinstance(request, Retrieve), keeps_tail=self.model.keeps_tail)
         try:
-            chunks = plan_named(
-                request.names, request.blocks, layout, database.chunk_size, may_leave_out=may_leave_out
+            run = plan_run(
+                self.model.database,
+                self.tensors.layout,
+                request.names,
+                request.blocks,
+                self.model.shards[self.rank],
+                request.label,
+                loads=isinstance(request, Retrieve),
             )
         except ValueError as error:
             raise RefusalError("invalid", str(error)) from None
-        shards = self.model.shards[self.rank]
-        keys = database.keys(request.names, shards, request.label)
         # the request has a stream of its own, so that only its copies wait for the engine's event; its turns
         # may run on different threads
         lend = functools.partial(self.tensors.copiers, request, end, own_stream(self.tensors.device))
         if request.event:
             with lend():  # an engine that has given up the request has no event any more
                 wait_for_event(self.tensors.device, request.event)
-        return ChunkRun(request.names, keys, chunks, len(shards), request.label), lend
+        return run, lend
 
 
 class EngineClient:

@@ -63,8 +63,6 @@ class Model:
         self.workers: set[str] = set()
         """The clients that are registered."""
         self.mover = ChunkMover(backend, self.database, metrics)
-        self.keeps_tail = group.layers is not None and group.layers.tail > 0
-        """Whether a store may leave out blocks that no load needs."""
 
 
 def memory_size(payload_bytes: int, object_sizes: Sequence[int]) -> int:

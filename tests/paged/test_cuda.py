@@ -437,8 +437,10 @@ def test_a_servers_store_is_behind_its_engines_event_on_any_thread_and_no_other_
             close_all(shared.descriptors)
             tensors.device = torch.device("cuda", 0)
             tensors._copiers = [interpreted.CudaPagedCopier(cache.layers, cache.layout)]
-            database = SimpleNamespace(chunk_size=CHUNK_BLOCKS, keys=lambda *_: ["key"])
-            model = SimpleNamespace(database=database, keeps_tail=False, shards=[[0]])
+            database = SimpleNamespace(
+                chunk_size=CHUNK_BLOCKS, keys=lambda *_: ["key"], namespace=SimpleNamespace(tail=0)
+            )
+            model = SimpleNamespace(database=database, shards=[[0]])
             slot, ticket = fence.admit(loads=kind is Retrieve) or (0, 0)
             request = kind("", (bytes(16),), tuple(range(CHUNK_BLOCKS)), slot, ticket, 1, event)
             payload = memoryview(bytearray(random_payload(cache.layout).numpy().tobytes()))

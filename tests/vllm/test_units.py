@@ -800,7 +800,7 @@ class Copied:
 
     def store(self, names, blocks, **_):
         for name, chunk in zip(
-            names, plan_named(names, blocks, self._layout, 256, may_leave_out="nothing"), strict=True
+            names, plan_named(names, blocks, self._layout, 256, loads=False, tail=0), strict=True
         ):
             self._payloads[name] = torch.empty(self._layout.chunk_bytes(256), dtype=torch.uint8)
             self._copier.gather(chunk, self._payloads[name]).wait()
@@ -808,7 +808,7 @@ class Copied:
 
     def load(self, names, blocks, **_):
         for name, chunk in zip(
-            names, plan_named(names, blocks, self._layout, 256, may_leave_out="nothing"), strict=True
+            names, plan_named(names, blocks, self._layout, 256, loads=False, tail=0), strict=True
         ):
             self._copier.scatter(chunk, self._payloads[name]).wait()
         return Loaded(len(names))
