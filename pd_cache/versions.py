@@ -34,13 +34,15 @@ _Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of an engine's weights, as its node's `/health` reports it. Another state has another id."""
+    """The state of an engine, as its node's `/health` reports it. A state of other weights has another id."""
 
     id: _Id
     label: Label | None = FIRST
     """None: the engine is out."""
     since: Annotated[int, Meta(ge=0, lt=1 << 53)]
     """When the state began, in seconds since 1970, for people."""
+    declines: Annotated[int, Meta(ge=0)] = 0
+    """The most tokens of a hand-off that the engine would compute now, because loading takes too long."""
 
 
 class Naming(msgspec.Struct, frozen=True, kw_only=True):

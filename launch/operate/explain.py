@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import replace
 
 from launch.discovery import View, master_of
 from launch.http import NOBODY, BadStatus, fetch, proxy_access
@@ -121,7 +122,11 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
             else:
                 reports = {record.address: found[-1].report for record, found in own}
                 hops = [
-                    HopReport(hop.hop, names.get(hop.node, hop.node), hop.report or reports.get(hop.node))
+                    replace(
+                        hop,
+                        node=names.get(hop.node, hop.node),
+                        report=hop.report or reports.get(hop.node),
+                    )
                     for hop in trip
                 ]
             if hops:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from msgspec.structs import replace
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import pd_cache
@@ -34,7 +35,7 @@ from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import NodePools, check_nodes, new_session
 from launch.proxy.requests import CHAT, COMPLETIONS, MODELS, Requests
 from launch.proxy.serving import REQUEST_ID, Serving
-from launch.proxy.trips import HopReport, Trip
+from launch.proxy.trips import Trip
 from launch.proxy.ui import RecentRequests, UiPages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig, ServerTlsConfig
 from pd_cache.tracing import UNTRACED, Tracing
@@ -212,7 +213,7 @@ class Proxy:
         client = self._keys.visible_client(authorization := request.headers.get("Authorization"))
         trip = self.requests.trips.get(request.match_info["id"], client)
         if not self._keys.may_watch(authorization):
-            trip = Trip(trip.client, tuple(HopReport(hop.hop, "", hop.report) for hop in trip.hops))
+            trip = Trip(trip.client, tuple(replace(hop, node="") for hop in trip.hops))
         return web.json_response(msgspec.to_builtins(trip))
 
 

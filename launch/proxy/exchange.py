@@ -71,6 +71,8 @@ class Exchange:
         )
         self.excluded: Collection[str] = ()
         """The decode nodes that its gateway does not allow."""
+        self.direct = ""
+        """Why it needs no prefill node; empty if it needs one."""
         self.decodes: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
         self.until_answered = ExitStack()
@@ -116,5 +118,5 @@ class Exchange:
         return headers
 
     def trip(self) -> Trip:
-        hops = (HopReport(hop, node, self.reports.get(hop)) for hop, node in self.nodes.items())
+        hops = (HopReport(hop, node, self.reports.get(hop), self.direct) for hop, node in self.nodes.items())
         return Trip(self.client.name, tuple(hops))

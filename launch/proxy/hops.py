@@ -232,6 +232,16 @@ class Hops:
 
     # --- loads at the decode node ---------------------------------------------------------------------------
 
+    def declined(self, exchange: Exchange) -> bool:
+        """Returns whether the next decode node would compute the prompt even if a prefill node handed it
+        over. The node then gets the request."""
+        pool = self.pools["decode"]
+        node = pool.cheapest(time.monotonic(), tried=exchange.excluded)
+        if node is not None and exchange.prompt.length <= pool.target(node).declines:
+            pool.take(node)
+            exchange.decodes = node
+        return exchange.decodes is not None
+
     def streaming_node(self, exchange: Exchange) -> str | None:
         """Returns the decode node that should load the prompt's chunks while a prefill node computes them;
         None if streaming is not worthwhile.

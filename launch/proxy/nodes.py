@@ -324,6 +324,7 @@ def _target(record: NodeRecord) -> Target:
         capacity.max_running,
         record.streams,
         record.renders,
+        min((state.declines for state in record.weights), default=0),
     )
 
 

@@ -153,8 +153,11 @@ class Requests:
         completion = await self._read(exchange)
         why = await self._looked_up(exchange, completion)
         prefills = why is None and bool(self.hops.pools["prefill"].urls())
+        if prefills and self.hops.declined(exchange):
+            why, prefills = "not_worth", False
         first = await self._prefill_node(exchange, prefills, completion.priority())
         self.hints.begin(exchange, completion.hints)
+        exchange.direct = why or ""
         result: str = why or "no_prefill_nodes"
         handoff: HandedOver | None = None
         if prefills:

@@ -68,6 +68,8 @@ class Target(NamedTuple):
     """Whether it can load a prompt while another node computes it."""
     renders: bool = False
     """Whether it returns the tokens and media of chats (vLLM's `/render`)."""
+    declines: int = 0
+    """The most tokens of a hand-off that it would compute, because loading takes too long."""
 
 
 class _RoutedNode:

@@ -9,22 +9,25 @@ import msgspec
 from pd_cache.reasons import RequestReport
 
 
-class HopReport(msgspec.Struct, frozen=True):
+class HopReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """One node's report on a request."""
 
     hop: str
     """`prefill` or `decode`."""
     node: str
     """The node's URL, or its name; empty for a client that may not see it."""
-    report: RequestReport | None = None
+    report: RequestReport | None
     """None if the node has no report on the request."""
+    direct: str = ""
+    """Why the request needed no prefill node, in the words of `pd_cache_proxy_handoffs`; empty if it did."""
 
     def text(self, names: Mapping[str, str]) -> str:
         """Returns the report as text for people. `names` has the known names of nodes by their URLs."""
         what = " the node has no report on this request, or none any more"
         if self.report is not None:
             what = f"\n{self.report.text()}"
-        return f"{self.hop} at {names.get(self.node, self.node)}:{what}"
+        direct = self.direct and f", without a prefill node ({self.direct})"
+        return f"{self.hop} at {names.get(self.node, self.node)}{direct}:{what}"
 
 
 class Trip(msgspec.Struct, frozen=True):

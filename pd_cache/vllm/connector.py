@@ -380,15 +380,16 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.open(groups, lookup)
         spaces = tuple(group.namespace(cache) for group in groups)
         if self._settings.namespace_file is not None:
-            self._publish(Path(self._settings.namespace_file), spaces, self._scheduler.streams.possible)
+            self._publish(Path(self._settings.namespace_file), spaces, self._scheduler)
 
     @never_fails("namespace")
-    def _publish(self, file: Path, namespaces: tuple[Namespace, ...], streams: bool) -> None:
+    def _publish(self, file: Path, namespaces: tuple[Namespace, ...], scheduler: SchedulerSide) -> None:
         # with xxhash, PYTHONHASHSEED must stay secret, but the namespace has a digest of its 32 bits
         secret = namespaces[0].hash_seed.startswith("xxhash")
         longest = self._vllm_config.model_config.max_model_len
-        write_about(file, () if secret else namespaces, cache_tokens(self._kv_cache_config), streams, longest)
-        self._resources.enter_context(serving_weights(file, self._version))
+        streams, kv_tokens = scheduler.streams.possible, cache_tokens(self._kv_cache_config)
+        write_about(file, () if secret else namespaces, kv_tokens, streams, longest)
+        self._resources.enter_context(serving_weights(file, self._version, scheduler.costs))
 
     def _open_lookup(self, groups: Sequence[CacheMetadata], worker: Handshake) -> LookupClient:
         """Returns a lookup client: of the cache server if there is one, else of a worker in this process,

@@ -14,6 +14,8 @@
    loaded, so that a wrong figure is corrected. If other loads are under way, they correct it.
 6. A hand-off has a wider margin. A stream is never declined, because nothing waits for it. The request that
    follows waits for the stream's load under way as it would wait for a hand-off.
+7. The engine says which hand-offs it would decline, so that no prefill node computes them. If a figure has to
+   be corrected, it says that it would decline none.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ _FAR, _SLACK_S = 1.5, 0.05
 delay does no harm, or less than 1 / `_FAR` of the expected time."""
 _RIDGE = 0.01
 _ENOUGH = 3
+_LENGTHS = [1 << bits for bits in range(8, 18)]
 _STEP_TOKENS = 128
 """The fewest tokens of prompts in a step that is measured: a smaller one takes as long as its fixed part."""
 
@@ -75,6 +78,10 @@ class _Line:
     def known(self) -> bool:
         """Whether enough was measured."""
         return self._measured >= _ENOUGH
+
+    def due(self, now: float) -> bool:
+        """Returns whether a measurement should confirm or correct the figure."""
+        return self.odd is not None or now >= self.tried + _PROBE_S
 
     def seconds(self, tokens: float, x: float) -> float:
         """Returns how long `tokens` probably take. Needs at least one measurement."""
@@ -144,6 +151,9 @@ class Costs:
         self._of_steps = _Line()
         self._reported = 0.0
         """When the last step ended."""
+        self.declines = 0
+        """The most tokens of a hand-off that is not worth loading, at the last `look`. Other threads read
+        it."""
 
     def judge(
         self,
@@ -169,9 +179,20 @@ class Costs:
             end_s += other.expected
             delays_s += min(own_s, max(0.0, compute_s - max(0.0, end_s)))
         load_s = load.expected + max(0.0, end_s)
-        due = load.line.odd is not None or now >= load.line.tried + _PROBE_S
-        probe = due and not self._loading
+        probe = load.line.due(now) and not self._loading
         return NotWorth(load_s, compute_s, probe) if load_s > margin * compute_s + delays_s else None
+
+    def look(self, ahead: Sequence[tuple[int, float]], now: float) -> None:
+        """Decides which hand-offs are not worth loading even alone. `ahead` is as for `judge`."""
+        loads, steps, declined = self._of_loads[2], self._of_steps, [0]
+        if loads.known and steps.known and not loads.due(now):
+            ahead_s = sum(steps.seconds(some, mean) for some, mean in ahead)
+            declined += (
+                some
+                for some in _LENGTHS
+                if loads.seconds(some, 1 / some) > HANDOFF_MARGIN * (ahead_s + steps.seconds(some, some / 2))
+            )
+        self.declines = max(declined)
 
     def load_began(self, request_id: str, tokens: Sequence[int], now: float) -> None:
         """Notes that a load of `tokens`, by tier, has begun. A call of `load_ended` has to follow."""

@@ -29,6 +29,7 @@ from pd_cache.chunks import Namespace
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.reasons import RequestReport
 from pd_cache.versions import Naming, Weights, WeightsVersion
+from pd_cache.vllm.costs import Costs
 from transfer.settings import mooncake_version
 
 NAMESPACE_FILE = "PD_CACHE_NAMESPACE_FILE"
@@ -144,7 +145,7 @@ _NOBODY = Naming(label="-", ids=())
 
 
 @contextlib.contextmanager
-def serving_weights(file: Path, version: WeightsVersion) -> Iterator[None]:
+def serving_weights(file: Path, version: WeightsVersion, costs: Costs) -> Iterator[None]:
     """Answers `name_weights` until the `with` block ends. Raises OSError if no socket can be made beside
     `file`."""
 
@@ -154,7 +155,8 @@ def serving_weights(file: Path, version: WeightsVersion) -> Iterator[None]:
         def handle(self) -> None:
             with contextlib.suppress(OSError, UndecodableError):
                 naming = decode_json(self.rfile.readline(_LONGEST), Naming)
-                self.wfile.write(msgspec.json.encode(version.name(naming)) + b"\n")
+                state = msgspec.structs.replace(version.name(naming), declines=costs.declines)
+                self.wfile.write(msgspec.json.encode(state) + b"\n")
 
     path = file.with_name(f"{file.name}.{os.getpid()}.sock")
     path.unlink(missing_ok=True)

@@ -77,7 +77,7 @@ class SchedulerSide:
         self._tracing = tracing
         self._version = version or WeightsVersion()
         self._clock = clock
-        self._costs = Costs()
+        self.costs = Costs()
         self._requests: dict[str, TrackedRequest] = {}
         self._next = Step()
         """What is known of the next step."""
@@ -192,14 +192,18 @@ class SchedulerSide:
 
     def _verdict(self, tracked: TrackedRequest, tokens: Sequence[int], now: float) -> NotWorth | None:
         """Returns why these tokens, by tier, are not worth loading; None if they are."""
+        margin = MARGIN if tracked.handoff.announced is None else HANDOFF_MARGIN
+        return self.costs.judge(tokens, tracked.at_hand, self._ahead(tracked), now, margin)
+
+    def _ahead(self, tracked: TrackedRequest | None = None) -> list[tuple[int, float]]:
+        """Returns the prompts that vLLM would compute before `tracked`, as for `Costs.judge`."""
         ahead = []
         for other in self._requests.values():
             begin = other.request.num_computed_tokens - other.request.num_in_flight_tokens
             end = other.request.num_prompt_tokens
             if other is not tracked and other.outcome.over and begin < end:
                 ahead.append((end - begin, (begin + end) / 2))
-        margin = MARGIN if tracked.handoff.announced is None else HANDOFF_MARGIN
-        return self._costs.judge(tokens, tracked.at_hand, ahead, now, margin)
+        return ahead
 
     def _match_stream(self, tracked: TrackedRequest, now: float) -> int | None:
         """Returns how many tokens a stream can load; None while it waits for blocks. If nobody cancels it,
@@ -230,7 +234,7 @@ class SchedulerSide:
         # computes all
         wanted = [part for part in parts if part.names] if whole else []
         self._next.loads.append(LoadOp(tracked.id, wanted, failing, self._outdated.weights.label))
-        self._costs.load_began(tracked.id, tracked.by_tier(external), self._clock())
+        self.costs.load_began(tracked.id, tracked.by_tier(external), self._clock())
         tracked.end_span("given up")
         tracked.span = request_span(self._tracing, "pd_cache.load", request, asked=external)
 
@@ -283,11 +287,11 @@ class SchedulerSide:
         for request_id, (ranks, loaded) in report.streams.items():
             self.streams.advance(request_id, ranks, loaded)
         if report.work is not None:
-            self._count("compute", self._costs.step_ended(report.work, self._clock()))
+            self._count("compute", self.costs.step_ended(report.work, self._clock()))
         for request_id, loaded in report.loads.items():
             whole = loaded.reason == "none"
             took = report.took.get(request_id) if whole or loaded.reason == "deadline" else None
-            self._count("load", self._costs.load_ended(request_id, took, whole=whole))
+            self._count("load", self.costs.load_ended(request_id, took, whole=whole))
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.load_ended(loaded)
 
@@ -300,7 +304,7 @@ class SchedulerSide:
         self._outdated.forget(request_id)
         self._holding.pop(request_id, None)
         self.streams.leave(request_id)
-        self._costs.load_ended(request_id, None)
+        self.costs.load_ended(request_id, None)
         if tracked is None:
             return None
         tracked.end_span("the request ended")
@@ -386,10 +390,11 @@ class SchedulerSide:
         return not others or others + tracked.needed_blocks <= usable
 
     def _count(self, op: str, measured: tuple[int, float] | None) -> None:
-        """Counts the tokens and seconds of a load or a step."""
+        """Counts the tokens and seconds of a load or a step, which change the costs."""
         if measured is not None:
-            for family, by in zip(("measured_tokens", "measured_seconds"), measured, strict=True):
-                self.metrics.counts.add(family, op, by=by)
+            self.metrics.counts.add("measured_tokens", op, by=measured[0])
+            self.metrics.counts.add("measured_seconds", op, by=measured[1])
+            self.costs.look(self._ahead(), self._clock())
 
     def _storable(self, tracked: TrackedRequest) -> bool:
         known = self._outdated.weights.label is not None and tracked.id not in self._outdated

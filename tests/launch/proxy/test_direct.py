@@ -135,6 +135,31 @@ async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_no
     assert client.closed
 
 
+@pytest.mark.usefixtures("face")
+@scenario
+async def test_a_prompt_that_its_decode_node_would_not_load_goes_there_alone_while_the_node_says_so():
+    async with cluster(1, 2) as c:
+
+        async def went(tokens, *declines):
+            """Which hops got the prompt, while the first decode node's engines say so."""
+            engines = [Weights(id="0" * 16, since=0, declines=length) for length in declines]
+            c.proxy._pools.note_about(c.decode[0].url, About(weights=tuple(engines)))
+            before = [len(node.bodies) for node in (*c.prefill, *c.decode)]
+            for _ in c.decode:  # they take turns
+                await c.ask({"prompt": [1] * tokens})
+            counts = [len(node.bodies) for node in (*c.prefill, *c.decode)]
+            return [now - then for now, then in zip(counts, before, strict=True)]
+
+        assert await went(100) == [2, 1, 1]
+        assert await went(100, 100) == [1, 1, 1]
+        assert "kv_transfer_params" not in c.decode[0].bodies[-1]
+        (hop,) = (await c.told(f"/requests/{c.decode[0].headers[-1]['X-Request-Id']}"))["hops"]
+        assert (hop["node"], hop["direct"]) == (c.decode[0].url, "not_worth")
+        assert await went(101, 100) == [2, 1, 1]
+        assert await went(100, 100, 0) == [2, 1, 1], "one of its engines would load it"
+        assert c.metric("handoffs_total", result="not_worth") == 1
+
+
 NAMES = "ab" * 32, "cd" * 32
 RENDERED = {
     "token_ids": IDS,

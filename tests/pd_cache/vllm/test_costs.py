@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cache.reasons import Loaded
-from pd_cache.vllm.costs import Costs, LinkTime, StepWork
+from pd_cache.vllm.costs import HANDOFF_MARGIN, Costs, LinkTime, StepWork
 from pd_cache.vllm.steps import StepReport
 from tests.pd_cache.vllm.histories import CHUNK, FULL, PROMPT, WINDOW, Request, Scene, announced
 
@@ -282,6 +282,37 @@ def test_loading_what_pays_is_as_fast_as_the_better_of_loading_all_and_nothing_a
         assert took["auto"] <= 1.05 * min(took["always"], took["never"]), (rate, took)
 
 
+def test_an_engine_says_up_to_which_length_it_declines_hand_offs_unless_one_should_correct_the_figures():
+    engine = Engine(load=2e-4, fixed=0.1, compute=5e-5, context=2e-8)
+
+    def declines(*ahead):
+        engine.costs.look(ahead, engine.now)
+        return engine.costs.declines
+
+    engine.loads(1000, 2000, 4000)
+    assert declines() == 0, "nothing is known of steps"
+    engine.steps((2048, 0), (2048, 2048), (2048, 0), (2048, 4096))
+    length = declines()
+    assert 4096 <= length <= 16384
+    for tokens in (length, 2 * length):
+        declined = engine.costs.judge((0, 0, tokens), 0, (), engine.now, HANDOFF_MARGIN) is not None
+        assert declined == (tokens == length)
+    engine.costs.load_began("b", (0, 0, 4096), engine.now)
+    assert declines() == length, "that load will be over"
+    engine.costs.load_ended("b", None)
+    assert 0 < declines((1536, 768)) < length, "the hand-off comes while it computes"
+    assert declines((8192, 4096)) == 0
+    engine.now += 60
+    assert declines() == 0
+    engine.loads(1000)
+    assert declines() == length
+    engine.load = 1e-6
+    engine.loads(4000)
+    assert declines() == 0, "another has to confirm it"
+    engine.loads(4000, 4000)
+    assert declines() == 0
+
+
 def test_a_load_that_was_cut_short_counts_only_if_it_took_longer_than_expected():
     engine = Engine()
     engine.loads(*[4096] * 3)
@@ -351,6 +382,7 @@ def test_a_prefix_that_is_computed_sooner_is_not_loaded_and_the_report_has_the_f
     assert told.detail == "24 tokens would load in 0.24 s at 0.0016 MB/s; computing them takes 0.06 s"
     assert told.detail in told.text()
     assert told.detail in told.line()
+    assert scene.side.costs.declines == 1 << 17
     totals = scene.metrics.totals()
     assert totals["loads_declined_tokens",] == 24
     assert (totals["measured_tokens", "load"], totals["measured_tokens", "compute"]) == (576, 576)

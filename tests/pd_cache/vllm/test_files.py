@@ -15,6 +15,7 @@ import pd_cache
 from pd_cache.cluster import Capacity, NodeRecord, read_about
 from pd_cache.reasons import RequestReport
 from pd_cache.versions import Naming, WeightsVersion
+from pd_cache.vllm.costs import Costs
 from pd_cache.vllm.files import (
     NAMESPACE_FILE,
     TellCache,
@@ -156,12 +157,13 @@ def test_what_is_half_written_or_wrong_is_no_report(tmp_path):
 def engines(file, monkeypatch):
     """Two engines of one server, each in a process of its own; and what a killed one has left."""
     write_about(file, (), 1)
-    versions = [WeightsVersion(), WeightsVersion()]
+    versions, costs = [WeightsVersion(), WeightsVersion()], Costs()
+    costs.declines = 4096
     with contextlib.ExitStack() as stack, socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(file.with_name(f"{file.name}.1.sock")))
         for pid, version in enumerate(versions, 2):
             monkeypatch.setattr("pd_cache.vllm.files.os.getpid", lambda pid=pid: pid)
-            stack.enter_context(serving_weights(file, version))
+            stack.enter_context(serving_weights(file, version, costs))
         yield versions
     assert not list(file.parent.glob("*.[23].sock"))
 
@@ -170,7 +172,8 @@ def test_the_weights_of_each_engine_of_a_server_are_told_and_named(engines):
     first, second = engines
     first.reset()
     states = [first.state, second.state]
-    assert read_about(ask()[1]).weights == tuple(states)
+    told = [msgspec.structs.replace(state, declines=4096) for state in states]
+    assert read_about(ask()[1]).weights == tuple(told)
     naming = Naming(label="w1", ids=(states[0].id,))
     status, body = ask("/weights", "POST", body=msgspec.json.encode(naming))
     assert (status, [one["label"] for one in json.loads(body)]) == (200, ["w1", ""])
