@@ -37,7 +37,7 @@ from bench.lib.overload import limits_on_nodes
 from bench.lib.report import all_at_most, at_most, finish, option, output_options, progress
 from bench.lib.stats import timed
 from launch.proxy.bodies import Completion
-from launch.proxy.routing import NodePool, Target
+from launch.proxy.routing import NodePool
 from launch.run.supervise import Program, Supervisor
 from launch.run.up import program_of, quiet
 from pd_cache.cluster import (
@@ -45,6 +45,7 @@ from pd_cache.cluster import (
     DecodeNode,
     MasterNode,
     ModelConfig,
+    NodeRecord,
     PrefillNode,
     ProxyConfig,
     ProxyNode,
@@ -264,8 +265,9 @@ def decision() -> float:
         json.dumps({"model": "bench", "prompt": some}).encode() for some in (prompt, prompt[: _PROMPT // 2])
     )
     pool = NodePool("prefill", "prefix_aware")
-    pool.update(Target(f"http://10.0.0.{index}:8000") for index in range(16))
-    for url in pool.urls():
+    urls = [f"http://10.0.0.{index}:8000" for index in range(16)]
+    pool.update(NodeRecord(name=url, role="prefill", address=url) for url in urls)
+    for url in urls:
         with pool.working(url, Completion(half).prompt()):
             pass
 

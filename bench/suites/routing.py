@@ -41,7 +41,8 @@ from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, measure, read_trace
 from launch.proxy.events import KnownCache
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
-from launch.proxy.routing import NodePool, Policy, Target
+from launch.proxy.routing import NodePool, Policy
+from pd_cache.cluster import Capacity, NodeRecord
 from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
 
 Router = Literal[
@@ -121,8 +122,11 @@ def simulate(
     policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
     pool, rng = NodePool("prefill", policy, rng=Random(0)), Random(0)
     size = 0 if router == "guess" else cache_tokens
-    pool.update(Target(str(index), kv_tokens=size) for index in range(nodes))
-    fleet = {url: _SimulatedNode(cache_tokens) for url in pool.urls()}
+    capacity = Capacity(kv_tokens=size)
+    pool.update(
+        NodeRecord(name=url, role="prefill", address=url, capacity=capacity) for url in map(str, range(nodes))
+    )
+    fleet = {url: _SimulatedNode(cache_tokens) for url in pool.nodes}
     known: dict[str, KnownCache] = {}
     if router in ("events", "oracle", "longest_prefix", "longest_prefix_idle"):
         for url, node in fleet.items():
@@ -161,16 +165,16 @@ def simulate(
             prompt = RoutedPrompt(request.input_length, request.whole_blocks, BLOCK_TOKENS, named)
             url = pool.pick(time.now, prompt)
             if router == "random":
-                url = rng.choice(pool.urls())
+                url = rng.choice(list(fleet))
             elif router in ("longest_prefix", "longest_prefix_idle"):
-                work = pool.loads() if router == "longest_prefix_idle" else dict.fromkeys(fleet, 0.0)
-                url = max(fleet, key=lambda url: (known[url].tokens(named), -work[url]))
+                idle = router == "longest_prefix_idle"
+                url = max(fleet, key=lambda url: (known[url].tokens(named), -pool.nodes[url].load * idle))
             assert url is not None
             fleet[url].last = time.start(compute(url, request, prompt))
 
     time.start(arrive())
     time.run()
-    assert not any(pool.loads().values()), "work was not given back"
+    assert not any(node.load for node in pool.nodes.values()), "work was not given back"
     return PolicyOutcome(hit / total, queueing, computed)
 
 

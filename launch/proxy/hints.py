@@ -370,7 +370,7 @@ class Hints:
         pool = self._hops.pools["decode"]
         if (node := pool.pick(time.monotonic())) is None:
             raise HintRefusedError("no decode node can be asked")
-        if not (streams := pool.target(node).streams):
+        if not (streams := pool.node(node).record.streams):
             if not self._direct.grouped:
                 raise HintRefusedError(
                     "decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)"

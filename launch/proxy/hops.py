@@ -186,7 +186,7 @@ class Hops:
         if attempts is not None:
             attempts.failed(node, error.reason, now)
         elif error.reason == "unreachable":
-            self.pools[hop].failed(node, error.reason, now)
+            self.pools[hop].node(node).breaker.failed(error.reason, now)
 
     # --- the prefill hop ------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class Hops:
                 attempts.answered(node, time.monotonic(), well=True)
                 exchange.reports["prefill"] = report
                 if report is not None and report.found:
-                    pool.found(node, loads=report.reason != "not_worth")
+                    pool.node(node).loads = report.reason != "not_worth"
                 return "handed_over" if handoff else "nothing_stored", handoff
         return "prefill_refused" if refused else "prefill_failed", None
 
@@ -237,7 +237,7 @@ class Hops:
         over. The node then gets the request."""
         pool = self.pools["decode"]
         node = pool.cheapest(time.monotonic(), tried=exchange.excluded)
-        if node is not None and exchange.prompt.length <= pool.target(node).declines:
+        if node is not None and exchange.prompt.length <= pool.node(node).record.declines:
             pool.take(node)
             exchange.decodes = node
         return exchange.decodes is not None
@@ -254,7 +254,7 @@ class Hops:
         if not self._direct.streams(prompt.length, found) or self.bodies.used > self.bodies.limit // 2:
             return None
         node = exchange.decodes = exchange.decodes or pool.pick(time.monotonic(), tried=exchange.excluded)
-        return node if node is not None and pool.target(node).streams else None
+        return node if node is not None and pool.node(node).record.streams else None
 
     async def load(
         self, exchange: Exchange, node: str, path: str, body: bytes, name: str = _STREAM_ID

@@ -187,7 +187,7 @@ class Limits:
         """Forgets nodes that have left, and reports that are too old."""
         self._reported = {url: known for url, known in self._reported.items() if now <= known.at + _RECENT_S}
         self._steps = {url: step for url, step in self._steps.items() if url in self._reported}
-        urls = {(hop, url) for hop, pool in self._pools.items() for url in pool.urls()}
+        urls = {(hop, url) for hop, pool in self._pools.items() for url in pool.nodes}
         self._queues = {key: queue for key, queue in self._queues.items() if key in urls or queue.asked}
         for (_, url), queue in self._queues.items():
             queue.others *= url in self._reported
@@ -271,7 +271,7 @@ class Limits:
 
     def _own(self, url: str) -> int:
         prefill = self._queues.get(("prefill", url))
-        return round(self._pools["decode"].load(url)) + (len(prefill.asked) if prefill else 0)
+        return round(self._pools["decode"].node(url).load) + (len(prefill.asked) if prefill else 0)
 
     def _places(self, url: str) -> tuple[float, float]:
         """Returns how many answers a node has room for, and how many requests it has. Without a recent

@@ -110,9 +110,9 @@ class ProxyMetrics:
         stale = gauge("pd_cache_proxy_view_stale_seconds", "Seconds for which discovery has not answered")
         stale.set(pools.stale_s(now))
         for hop, pool in pools.pools.items():
-            for node, well in pool.health(now).items():
-                up.labels(hop, node).set(well)
-                load.labels(hop, node).set(pool.load(node))
+            for url, well in pool.health(now).items():
+                up.labels(hop, url).set(well)
+                load.labels(hop, url).set(pool.nodes[url].load)
             for node, known in ({} if pools.roles is None else pools.roles.now).items():
                 role.labels(hop, node).set(known.does == hop)
         return generate_latest(self.registry) + generate_latest(registry)

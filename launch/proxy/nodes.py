@@ -23,9 +23,9 @@ from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.events import CacheView
 from launch.proxy.limits import Limits
 from launch.proxy.roles import NodeReport, Roles, read_metrics
-from launch.proxy.routing import Hop, NodePool, Reason, Target
+from launch.proxy.routing import Hop, NodePool, Reason
 from pd_cache.chunks import Namespace
-from pd_cache.cluster import ENGINES, About, LimitsConfig, NodeRecord, ProxyConfig, differences, read_about
+from pd_cache.cluster import ENGINES, About, LimitsConfig, ProxyConfig, differences, read_about
 from pd_cache.errors import PdCacheError
 from pd_cache.versions import FIRST
 
@@ -248,7 +248,8 @@ class NodePools:
         self.limits.forget(now)
         if self.gateways:
             for url, report in reports.items():
-                self.pools["decode"].reported(url, report.queued + report.running)
+                node = self.pools["decode"].node(url)
+                node.elsewhere = max(0.0, report.queued + report.running - node.load)
         if self.roles is None:
             return
         health: dict[str, bool] = {}
@@ -280,7 +281,7 @@ class NodePools:
         known = ((record, self._abouts.get(record.address)) for record in self._view.by_role(*ENGINES))
         records = [record if about is None else record.telling(about) for record, about in known]
         for hop, pool in self.pools.items():
-            pool.update(_target(record) for record in records if record.role in (hop, "both"))
+            pool.update(record for record in records if record.role in (hop, "both"))
         prefill = self.pools["prefill"]
         known_caches = self.caches.update(record for record in records if record.role != "decode")
         prefill.know(known_caches)
@@ -315,19 +316,6 @@ class NodePools:
             self._direct.use(Pool(namespaces, master, model), label[0][0] if label else FIRST)
 
 
-def _target(record: NodeRecord) -> Target:
-    capacity = record.capacity
-    return Target(
-        record.address,
-        record.instance,
-        capacity.kv_tokens,
-        capacity.max_running,
-        record.streams,
-        record.renders,
-        min((state.declines for state in record.weights), default=0),
-    )
-
-
 def _addresses(view: View) -> dict[str, str]:
     return {record.name: record.address for record in view.nodes}
 
@@ -349,20 +337,21 @@ async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
             except Exception as error:  # one check must not end the checks of all nodes
                 log.exception("node %s: the health check failed unexpectedly", url)
                 why = repr(error)
-        changed = [pool.checked(url, alive=not why) for pool in nodes.pools.values() if url in pool.urls()]
+        routed = [pool.nodes[url] for pool in nodes.pools.values() if url in pool.nodes]
+        changed = [node.checked(alive=not why) for node in routed]
         if any(changed):
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")
         if not why and (nodes.reads_metrics or nodes.gateways):
             with contextlib.suppress(HopError, TimeoutError):
                 async with asyncio.timeout_at(until):
                     _, page = await _page(session, f"{url}/metrics", _MAX_METRICS)
-                most = max(pool.target(url).max_running for pool in nodes.pools.values())
+                most = max((node.record.capacity.max_running for node in routed), default=0)
                 if (report := read_metrics(page, most)) is not None:
                     reports[url] = report
                     nodes.limits.look(time.monotonic(), url, report)
 
     reports: dict[str, NodeReport] = {}
-    urls = {url for pool in nodes.pools.values() for url in pool.urls()}
+    urls = {url for pool in nodes.pools.values() for url in pool.nodes}
     await asyncio.gather(*(check(url) for url in urls))
     nodes.look(time.monotonic(), reports)
 

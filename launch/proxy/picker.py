@@ -124,7 +124,7 @@ class _Picker:
             exchange.body = await read_body(aiter(pieces), exchange.share, LARGEST_BODY, limit_s)
         async with requests.admitted(exchange):
             if (subset := _subset(first)) is not None:
-                addresses = await asyncio.gather(*map(_address, urls := pool.urls()))
+                addresses = await asyncio.gather(*map(_address, urls := list(pool.nodes)))
                 exchange.excluded = {
                     url for url, its in zip(urls, addresses, strict=True) if its not in subset
                 }

@@ -152,7 +152,7 @@ class Requests:
         ApiError if the request is refused, or if no node can answer it."""
         completion = await self._read(exchange)
         why = await self._looked_up(exchange, completion)
-        prefills = why is None and bool(self.hops.pools["prefill"].urls())
+        prefills = why is None and bool(self.hops.pools["prefill"].nodes)
         if prefills and self.hops.declined(exchange):
             why, prefills = "not_worth", False
         first = await self._prefill_node(exchange, prefills, completion.priority())
@@ -176,7 +176,7 @@ class Requests:
             return completion
 
         completion = await self._computed(exchange, read)
-        if not set(self.hops.pools["decode"].urls()).difference(exchange.excluded):
+        if not self.hops.pools["decode"].nodes.keys() - set(exchange.excluded):
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
         return completion

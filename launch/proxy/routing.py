@@ -32,9 +32,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from random import Random
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from launch.proxy.prefixes import PrefixIndex, RoutedPrompt
+from pd_cache.cluster import NodeRecord
 
 if TYPE_CHECKING:
     from launch.proxy.events import KnownCache  # which brings sockets along
@@ -53,28 +54,11 @@ _KV_TOKENS = 1_000_000
 """The assumed size of a node's own cache if the node does not report it. Both engines report it."""
 
 
-class Target(NamedTuple):
-    """A node to send requests to."""
+class RoutedNode:
+    """What a pool knows about a node."""
 
-    url: str
-    """The base URL, without a slash at its end."""
-    instance: str = ""
-    """Differs from one start of the node to the next."""
-    kv_tokens: int = 0
-    """How many tokens its own cache holds; 0 if it does not say."""
-    max_running: int = 0
-    """How many requests it computes at a time; 0 if it does not say."""
-    streams: bool = False
-    """Whether it can load a prompt while another node computes it."""
-    renders: bool = False
-    """Whether it returns the tokens and media of chats (vLLM's `/render`)."""
-    declines: int = 0
-    """The most tokens of a hand-off that it would compute, because loading takes too long."""
-
-
-class _RoutedNode:
-    def __init__(self, target: Target, turn: float) -> None:
-        self.target = target
+    def __init__(self, record: NodeRecord, turn: float) -> None:
+        self.record = record
         self.breaker = NodeBreaker()
         self.alive = True
         """The result of the last health check."""
@@ -92,6 +76,23 @@ class _RoutedNode:
         faster."""
         self.cache: KnownCache | None = None
         """What its KV events say, if it has any."""
+
+    def reached(self) -> None:
+        """Notes that the node answered, perhaps with a refusal. A node can do that and still fail every good
+        request."""
+        if self.breaker.unreachable:
+            self.breaker.succeeded()
+
+    def checked(self, alive: bool) -> bool:
+        """Notes the result of a health check. If the node was skipped because no connection could be made, a
+        good check ends that.
+
+        Returns whether the result differs from the one before.
+        """
+        before, self.alive = self.alive, alive
+        if alive:
+            self.reached()
+        return alive != before
 
 
 class NodePool:
@@ -111,49 +112,45 @@ class NodePool:
         self.load_cost = 0.0
         """The cost of a token that is loaded from the pool; a computed token costs 1."""
         self._learns = hop == "prefill" and policy == "prefix_aware"
-        self._nodes: dict[str, _RoutedNode] = {}
+        self.nodes: dict[str, RoutedNode] = {}
+        """By their URLs."""
         self._turns = 0
         self.resting: Collection[str] = ()
         """Nodes that do other work now (`roles.py`). They are taken only if there are no others."""
 
-    def update(self, targets: Iterable[Target]) -> None:
+    def update(self, records: Iterable[NodeRecord]) -> None:
         """Uses these nodes from now on. Keeps what is known about a node, unless the node was started anew.
         It may say later how large its cache is."""
         nodes = {}
-        for target in targets:
-            known = self._nodes.get(target.url)
-            if known is None or known.target.instance != target.instance:
-                known = _RoutedNode(target, self._rng.random() - 1)
-            known.target = target
-            known.prefixes.capacity_tokens = target.kv_tokens or _KV_TOKENS
-            nodes[target.url] = known
-        self._nodes = nodes
+        for record in records:
+            node = self.nodes.get(record.address)
+            if node is None or node.record.instance != record.instance:
+                node = RoutedNode(record, self._rng.random() - 1)
+            node.record = record
+            node.prefixes.capacity_tokens = record.capacity.kv_tokens or _KV_TOKENS
+            nodes[record.address] = node
+        self.nodes = nodes
 
     def know(self, caches: Mapping[str, KnownCache]) -> None:
         """Uses the events of these nodes from now on, and guesses what the other nodes' caches hold."""
-        for url, node in self._nodes.items():
+        for url, node in self.nodes.items():
             node.cache = caches.get(url)
 
-    def urls(self) -> list[str]:
-        return list(self._nodes)
+    def node(self, url: str) -> RoutedNode:
+        """Returns the node; if it has left since it was picked, a stand-in that counts for no pool."""
+        return self.nodes.get(url) or RoutedNode(NodeRecord(name=url, role=self._hop, address=url), 0.0)
 
     def health(self, now: float) -> dict[str, bool]:
         """Returns, for each node, whether it would be tried at `now`."""
-        return {url: node.alive and node.breaker.allows(now) for url, node in self._nodes.items()}
+        return {url: node.alive and node.breaker.allows(now) for url, node in self.nodes.items()}
 
     def usable(self, now: float) -> list[str]:
         """Returns the nodes that `pick` chooses from."""
-        return [node.target.url for node in self._candidates(now, ())]
+        return [node.record.address for node in self._candidates(now, ())]
 
     def work(self, url: str, prompt: RoutedPrompt) -> float:
         """Returns how many tokens of the prompt the node would compute, at least 1."""
-        return max(1.0, self._prefix_work(self._node(url), prompt))
-
-    def load(self, url: str) -> float:
-        return self._node(url).load
-
-    def loads(self) -> Mapping[str, float]:
-        return {url: node.load for url, node in self._nodes.items()}
+        return max(1.0, self._prefix_work(self.node(url), prompt))
 
     def pick(
         self,
@@ -189,19 +186,12 @@ class NodePool:
         return min(
             candidates,
             key=lambda node: (node.suspicions if proven_first else 0, self._cost(node, prompt), node.turn),
-        ).target.url
+        ).record.address
 
     def take(self, url: str) -> None:
         """Notes that the node has its turn."""
         self._turns += 1
-        self._node(url).turn = self._turns
-
-    def sent(self, url: str, now: float) -> None:
-        """Notes that a request is sent to the node that `pick` returned."""
-        self._node(url).breaker.sent(now)
-
-    def target(self, url: str) -> Target:
-        return self._node(url).target
+        self.node(url).turn = self._turns
 
     def out_of_turn(self, now: float, tried: Collection[str] = (), *, renders: bool = False) -> str | None:
         """Returns any node that is not skipped and is not in `tried`, with `renders` any that renders chats;
@@ -209,18 +199,18 @@ class NodePool:
 
         Changes no state, so use it for requests other than completions.
         """
-        candidates = [node for node in self._candidates(now, tried) if node.target.renders or not renders]
-        return candidates[int(self._rng.random() * len(candidates))].target.url if candidates else None
+        candidates = [node for node in self._candidates(now, tried) if node.record.renders or not renders]
+        return candidates[int(self._rng.random() * len(candidates))].record.address if candidates else None
 
-    def _candidates(self, now: float, tried: Collection[str]) -> list[_RoutedNode]:
-        allowed = [node for url, node in self._nodes.items() if url not in tried and node.breaker.allows(now)]
+    def _candidates(self, now: float, tried: Collection[str]) -> list[RoutedNode]:
+        allowed = [node for url, node in self.nodes.items() if url not in tried and node.breaker.allows(now)]
         # if no check succeeds, the checks are more likely at fault than every node
         found = [node for node in allowed if node.alive] or allowed
-        return [node for node in found if node.target.url not in self.resting] or found
+        return [node for node in found if node.record.address not in self.resting] or found
 
     @contextmanager
     def working(self, url: str, prompt: RoutedPrompt = NO_PROMPT) -> Iterator[None]:
-        node = self._node(url)
+        node = self.node(url)
         work = 1.0 if self._hop == "decode" else self.work(url, prompt)
         if self._learns:
             node.prefixes.add(prompt)
@@ -231,61 +221,14 @@ class NodePool:
         finally:
             node.load -= work
 
-    def _node(self, url: str) -> _RoutedNode:
-        """Returns the node; if it has left since it was picked, a stand-in that counts for no pool."""
-        return self._nodes.get(url) or _RoutedNode(Target(url), 0.0)
-
-    def failed(self, url: str, reason: Reason, now: float) -> None:
-        self._node(url).breaker.failed(reason, now)
-
-    def suspect(self, url: str) -> bool:
-        """Notes a failure that may be the request's fault. Returns whether the node was trustworthy until
-        then: had failed fewer than `BREAKER_FAILURES` requests since its last good answer."""
-        node = self._node(url)
-        node.suspicions += 1
-        return node.suspicions <= BREAKER_FAILURES
-
-    def succeeded(self, url: str) -> None:
-        node = self._node(url)
-        node.suspicions = 0
-        node.breaker.succeeded()
-
-    def reached(self, url: str) -> None:
-        """Notes that the node answered, perhaps with a refusal. A node can do that and still fail every good
-        request."""
-        breaker = self._node(url).breaker
-        if breaker.unreachable:
-            breaker.succeeded()
-
-    def reported(self, url: str, requests: float) -> None:
-        """Notes how many requests a node reports that it has."""
-        node = self._node(url)
-        node.elsewhere = max(0.0, requests - node.load)
-
-    def found(self, url: str, *, loads: bool) -> None:
-        """Notes whether the node loaded what it found in the pool."""
-        self._node(url).loads = loads
-
-    def checked(self, url: str, alive: bool) -> bool:
-        """Notes the result of a health check. If the node was skipped because no connection could be made, a
-        good check ends that.
-
-        Returns whether the result differs from the one before.
-        """
-        node = self._node(url)
-        before, node.alive = node.alive, alive
-        if alive:
-            self.reached(url)
-        return alive != before
-
-    def _cost(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
+    def _cost(self, node: RoutedNode, prompt: RoutedPrompt) -> float:
         if self._policy == "round_robin":
             return 0.0
         if self._hop == "decode":
-            return (node.load + node.elsewhere) / max(1, node.target.max_running)
+            return (node.load + node.elsewhere) / max(1, node.record.capacity.max_running)
         return node.load + (self._prefix_work(node, prompt) if self._learns else 0.0)
 
-    def _prefix_work(self, node: _RoutedNode, prompt: RoutedPrompt) -> float:
+    def _prefix_work(self, node: RoutedNode, prompt: RoutedPrompt) -> float:
         """Returns how many tokens of the prompt a node would compute, plus the cost of the tokens that it
         would load."""
         named = prompt.named
@@ -386,7 +329,8 @@ class Trial:
     def __init__(self, budget: RetryBudget) -> None:
         self.budget = budget
         self.lost = 0
-        """How many trustworthy nodes lost their connection while they had the request."""
+        """How many nodes lost their connection while they had the request. Only those count that had failed
+        fewer than `BREAKER_FAILURES` others since their last good answer."""
 
 
 class Attempts:
@@ -407,7 +351,7 @@ class Attempts:
         self._trial = trial
         self._prompt = prompt
         self._tried = set(tried)
-        self._suspects: list[tuple[str, Reason]] = []
+        self._suspects: list[tuple[RoutedNode, Reason]] = []
         self._failures = 0
 
     @property
@@ -426,29 +370,32 @@ class Attempts:
         if node is None or node in self._tried or not self._pool.health(now).get(node, False):
             node = self._pool.pick(now, self._prompt, self._tried, proven_first=again)
         if node is not None:
-            self._pool.sent(node, now)
+            self._pool.node(node).breaker.sent(now)
             self._tried.add(node)
             if again:
                 budget.take(now)
         return node
 
-    def failed(self, node: str, reason: Reason, now: float) -> None:
+    def failed(self, url: str, reason: Reason, now: float) -> None:
+        node = self._pool.node(url)
         if reason in ("unreachable", "timeout"):
-            self._pool.failed(node, reason, now)
+            node.breaker.failed(reason, now)
             self._failures += reason == "timeout"
         elif reason != "busy":
-            trusted = self._pool.suspect(node)
+            node.suspicions += 1
             self._suspects.append((node, reason))
             self._failures += 1
-            self._trial.lost += trusted and reason == "disconnected"
+            self._trial.lost += reason == "disconnected" and node.suspicions <= BREAKER_FAILURES
 
-    def answered(self, node: str, now: float, *, well: bool) -> None:
+    def answered(self, url: str, now: float, *, well: bool) -> None:
         """Notes that the node that `next` returned answered: `well`, or with a refusal, which proves nothing
         about earlier nodes."""
+        node = self._pool.node(url)
         if not well:
-            self._pool.reached(node)
+            node.reached()
             return
-        self._pool.succeeded(node)
+        node.suspicions = 0
+        node.breaker.succeeded()
         for suspect, reason in self._suspects:
-            self._pool.failed(suspect, reason, now)
+            suspect.breaker.failed(reason, now)
         self._suspects.clear()

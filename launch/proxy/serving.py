@@ -147,10 +147,10 @@ class Serving:
             except HopError as error:
                 hops.failed(exchange, "decode", node, None, error)
             except Refusal as refused:
-                pool.reached(node)
+                pool.node(node).reached()
                 return passed_on(refused)
             else:
-                pool.reached(node)
+                pool.node(node).reached()
                 body = msgspec.json.encode({"object": "list", "data": found})
                 return web.Response(body=body, content_type="application/json")
         raise overloaded("No decode node could answer")

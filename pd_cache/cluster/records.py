@@ -157,6 +157,11 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
         labels = {state.label for state in self.weights} or {FIRST}
         return labels.pop() if len(labels) == 1 else None
 
+    @property
+    def declines(self) -> int:
+        """The most tokens of a hand-off that its engines would compute, because loading takes too long."""
+        return min((state.declines for state in self.weights), default=0)
+
     def encode(self) -> bytes:
         """Returns the record as JSON."""
         return msgspec.json.encode(self)

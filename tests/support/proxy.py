@@ -16,7 +16,7 @@ from launch.discovery import View
 from launch.proxy import nodes, routing
 from launch.proxy.app import Proxy
 from pd_cache.chunks import Namespace
-from pd_cache.cluster import NodeRecord, ProxyConfig
+from pd_cache.cluster import Capacity, NodeRecord, ProxyConfig
 from tests.support.cluster import cluster_file
 from tests.support.pool import Node as ProcessNode
 from tests.support.pool import free_port
@@ -316,6 +316,11 @@ def bearer(key, **more):
         "Authorization": f"Bearer {key}",
         **{name.replace("_", "-"): value for name, value in more.items()},
     }
+
+
+def record(url, instance="", **capacity):
+    """The record of a node to route over."""
+    return NodeRecord(name=url, role="both", address=url, instance=instance, capacity=Capacity(**capacity))
 
 
 def view(prefill=(), decode=(), **told):

@@ -23,8 +23,16 @@ from launch.proxy.limits import Limits, Predicted
 from launch.proxy.nodes import HEALTH_INTERVAL_S
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt, leading
 from launch.proxy.roles import Roles
-from launch.proxy.routing import Attempts, Hop, NodePool, RetryBudget, Target, Trial
-from pd_cache.cluster import HandoffConfig, LimitsConfig, MasterNode, ProxyConfig, TenantConfig
+from launch.proxy.routing import Attempts, Hop, NodePool, RetryBudget, Trial
+from pd_cache.cluster import (
+    Capacity,
+    HandoffConfig,
+    LimitsConfig,
+    MasterNode,
+    NodeRecord,
+    ProxyConfig,
+    TenantConfig,
+)
 from pd_cache.handoff import next_pause
 from pd_cache.vllm.costs import HANDOFF_MARGIN, MARGIN
 
@@ -165,8 +173,13 @@ class _Proxy:
         self.budget = RetryBudget(max(100, plan.proxy.max_requests))
         hops: tuple[Hop, ...] = ("prefill", "decode")
         self.pools = {hop: NodePool(hop, plan.proxy.policy, rng=cluster.first_turns) for hop in hops}
+        capacity = Capacity(kv_tokens=shape.kv_tokens, max_running=shape.max_running)
         for hop, pool in self.pools.items():
-            pool.update(Target(url, kv_tokens=shape.kv_tokens, max_running=shape.max_running) for url, role in cluster.roles.items() if role in (hop, "both"))  # fmt: skip
+            pool.update(
+                NodeRecord(name=url, role=role, address=url, capacity=capacity)
+                for url, role in cluster.roles.items()
+                if role in (hop, "both")
+            )
         self.roles, self.limits = Roles(plan.proxy.roles), Limits(self.pools)
 
     def look(self, cluster: SimulatedCluster) -> None:
@@ -229,7 +242,7 @@ class SimulatedCluster:
         self.time.run()
         assert all(node.engine.idle for node in self._every), "an engine has work left"
         pools = [pool for proxy in self.proxies for pool in proxy.pools.values()]
-        assert not any(load for pool in pools for load in pool.loads().values()), "a proxy has work left"
+        assert not any(node.load for pool in pools for node in pool.nodes.values()), "a proxy has work left"
         return outcomes, self._uses(max(last_due, 1e-9))
 
     def _look(self, proxy: _Proxy, offset: float, until: float) -> Process:

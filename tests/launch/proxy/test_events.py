@@ -16,7 +16,7 @@ from launch.discovery import View
 from launch.proxy.direct import DirectRule
 from launch.proxy.events import KnownCache, read_query
 from launch.proxy.prefixes import NamedPrompt, PromptNamer, RoutedPrompt
-from launch.proxy.routing import NodePool, Target
+from launch.proxy.routing import NodePool
 from pd_cache.chunks import BlockHasher, describe_hashes
 from pd_cache.cluster import NodeRecord
 from pd_cache.events import (
@@ -29,7 +29,7 @@ from pd_cache.events import (
 )
 from tests.launch.proxy.test_direct import Lookups
 from tests.support.events import EventPublisher
-from tests.support.proxy import NAMESPACE, Cluster, answers, cluster, scenario, until
+from tests.support.proxy import NAMESPACE, Cluster, answers, cluster, record, scenario, until
 
 FINGERPRINT = "f" * 16
 SPACE = msgspec.structs.replace(
@@ -137,7 +137,7 @@ def routed(*blocks, pool_tokens=0):
 
 def pool(**caches):
     made = NodePool("prefill", "prefix_aware")
-    made.update(Target(url) for url in ("a", "b"))
+    made.update(record(url) for url in ("a", "b"))
     made.know(caches)
     return made
 
@@ -159,11 +159,11 @@ def test_the_node_with_the_fewest_tokens_to_compute_is_taken(a, b, load_cost, as
 
 def test_what_the_pool_holds_is_no_reason_to_take_a_node_that_would_compute_it():
     nodes, asked = pool(a=cache(StoredEvent([1])), b=cache()), routed(1, 2, 3, 4, pool_tokens=48)
-    nodes.found("a", loads=False)
+    nodes.node("a").loads = False
     assert {nodes.pick(0.0, asked) for _ in range(4)} == {"b"}
-    nodes.found("b", loads=False)
+    nodes.node("b").loads = False
     assert {nodes.pick(0.0, asked) for _ in range(4)} == {"a"}, "its own cache has some"
-    nodes.found("b", loads=True)
+    nodes.node("b").loads = True
     assert {nodes.pick(0.0, asked) for _ in range(4)} == {"b"}
 
 

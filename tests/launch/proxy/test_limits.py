@@ -16,7 +16,7 @@ from launch.proxy import nodes, requests
 from launch.proxy.limits import Limits
 from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.roles import NodeReport
-from launch.proxy.routing import NodePool, Target
+from launch.proxy.routing import NodePool
 from pd_cache.cluster import LimitsConfig
 from tests.support.proxy import (
     answers,
@@ -25,6 +25,7 @@ from tests.support.proxy import (
     decodes,
     error_of,
     files_of,
+    record,
     says,
     scenario,
     until,
@@ -41,8 +42,8 @@ class Scene:
 
     def __init__(self, token=0.001):
         self.pools = {"prefill": NodePool("prefill"), "decode": NodePool("decode")}
-        self.pools["prefill"].update([Target(PREFILL)])
-        self.pools["decode"].update([Target(DECODE)])
+        self.pools["prefill"].update([record(PREFILL)])
+        self.pools["decode"].update([record(DECODE)])
         self.limits, self.token, self.now = Limits(self.pools), token, 100.0
 
     def computes(self, *several, by=1.0):
@@ -253,7 +254,7 @@ KEY, OF_A = "key-of-nobody-0123456789", "key-of-a-0123456789"
 def slow(limits):
     """Every prefill and decode node has been seen to take a second a token."""
     for hop, pool in limits._pools.items():
-        for url in pool.urls():
+        for url in pool.nodes:
             for now in range(3):
                 with limits.asking(hop, url, 1.0, now) as asked:
                     asked.answered(now + 1.0)

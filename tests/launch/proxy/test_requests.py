@@ -640,7 +640,7 @@ async def test_a_prefill_node_that_computes_what_it_finds_is_known_until_it_load
         for report, loads in zip(reports, (False, True), strict=True):
             c.prefill[0].script = [answers(200, {"choices": [], **told(report)})]
             await c.ask()
-            assert c.proxy.hops.pools["prefill"]._node(c.prefill[0].url).loads == loads
+            assert c.proxy.hops.pools["prefill"].node(c.prefill[0].url).loads == loads
 
 
 @pytest.mark.usefixtures("face")

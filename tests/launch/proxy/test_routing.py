@@ -15,9 +15,9 @@ from launch.proxy import routing
 from launch.proxy.direct import DirectRule
 from launch.proxy.nodes import NodePools
 from launch.proxy.prefixes import PrefixIndex, RoutedPrompt, read_prompt
-from launch.proxy.routing import Attempts, NodeBreaker, NodePool, RetryBudget, Target, Trial
+from launch.proxy.routing import Attempts, NodeBreaker, NodePool, RetryBudget, Trial
 from pd_cache.cluster import About, NodeRecord, ProxyConfig
-from tests.support.proxy import InOrder
+from tests.support.proxy import InOrder, record
 
 TIMES = st.integers(0, 24).map(lambda eighths: eighths / 8)
 """Seconds between events, such that their sums are exact."""
@@ -29,7 +29,7 @@ def opens_after(failures):
 
 def pool_of(*urls, hop="prefill", policy="round_robin", rng=None):
     pool = NodePool(hop, policy, rng=rng)
-    pool.update(Target(url) for url in urls)
+    pool.update(record(url) for url in urls)
     return pool
 
 
@@ -74,11 +74,11 @@ class Routing(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from(NODES))
     def check(self, node):
-        self.pool.checked(node, alive=MODES[self.modes[node]] not in AT_FAULT)
+        self.pool.node(node).checked(alive=MODES[self.modes[node]] not in AT_FAULT)
 
     @rule(left=st.sets(st.sampled_from(NODES), max_size=3))
     def leave(self, left):
-        self.pool.update(Target(node) for node in NODES if node not in left)
+        self.pool.update(record(node) for node in NODES if node not in left)
 
     @rule(poison=st.sampled_from([None, None, *SENT[:3]]), block=st.integers(0, 3))
     def request(self, poison, block):
@@ -109,7 +109,7 @@ class Routing(RuleBasedStateMachine):
 
     @invariant()
     def all_work_is_given_back(self):
-        assert set(self.pool.loads().values()) <= {0.0}
+        assert {node.load for node in self.pool.nodes.values()} <= {0.0}
 
 
 TestRouting = Routing.TestCase
@@ -221,8 +221,8 @@ def test_an_unreachable_node_is_skipped_for_a_second_and_twice_as_long_each_time
 def test_a_check_brings_back_a_node_that_was_unreachable_but_not_one_that_fails_requests():
     pool = pool_of("a", "b")
     for node, reason in (("a", "unreachable"), ("b", "error")):
-        pool.failed(node, reason, 0)
-        pool.checked(node, alive=True)
+        pool.node(node).breaker.failed(reason, 0)
+        pool.node(node).checked(alive=True)
     assert pool.health(0) == {"a": True, "b": False}
 
 
@@ -296,20 +296,20 @@ def test_nodes_are_taken_in_turn_and_several_proxies_begin_at_different_ones():
 
 def test_what_is_known_of_a_node_is_kept_until_it_is_started_anew():
     pool = pool_of("a")
-    pool.failed("a", "unreachable", 0)
-    pool.update([Target("a"), Target("b")])
+    pool.node("a").breaker.failed("unreachable", 0)
+    pool.update([record("a"), record("b")])
     assert pool.health(0.5) == {"a": False, "b": True}
-    pool.update([Target("a", instance="2"), Target("b")])
+    pool.update([record("a", instance="2"), record("b")])
     assert pool.health(0.5) == {"a": True, "b": True}
 
 
 def test_the_least_loaded_prefill_node_has_the_fewest_tokens_and_the_decode_node_with_room_is_taken():
     pool, prompt = pool_of("a", "b", policy="least_loaded"), RoutedPrompt(300)
     with pool.working("a", RoutedPrompt(1000)), pool.working("b", prompt), pool.working("b", prompt):
-        assert pool.loads() == {"a": 1000, "b": 600}
+        assert {url: pool.nodes[url].load for url in "ab"} == {"a": 1000, "b": 600}
         assert pool.pick(0) == "b"
     decode = NodePool("decode", "prefix_aware")
-    decode.update([Target("small", max_running=2), Target("large", max_running=8)])
+    decode.update([record("small", max_running=2), record("large", max_running=8)])
     with decode.working("small"), decode.working("large"), decode.working("large"):
         assert decode.pick(0, RoutedPrompt(5)) == "large"
 
@@ -334,7 +334,7 @@ def test_a_node_that_says_how_large_its_cache_is_is_guessed_to_hold_no_more():
     pool, known = pools.pools["prefill"], read_prompt(ids(2000))
     with pool.working("http://a:1", RoutedPrompt(3)):
         pools.note_about("http://a:1", About(kv_tokens=1000))
-        assert pool.loads()["http://a:1"] == 3, "it is the same node"
+        assert pool.nodes["http://a:1"].load == 3, "it is the same node"
     for prompt in (known, read_prompt(ids(2000, first=50_000))):
         with pool.working("http://a:1", prompt):
             pass

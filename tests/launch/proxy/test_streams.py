@@ -73,7 +73,7 @@ async def test_nodes_take_turns_as_ever_and_a_stream_counts_as_work():
             await running.ask(BODY)
         assert [len(node.bodies) for node in running.decode] == [2, 2]
         await until(lambda: [node.hung_up for node in running.decode] == [1, 1], "both streams ended")
-        assert set(running.proxy._pools.pools["decode"].loads().values()) == {0}
+        assert not any(node.load for node in running.proxy._pools.pools["decode"].nodes.values())
 
 
 @pytest.mark.usefixtures("face")
@@ -141,7 +141,7 @@ async def test_a_stream_ends_with_its_request(end):
 async def test_a_node_that_is_well_again_is_tried_with_the_request_and_not_with_its_stream():
     async with streaming() as running:
         pool = running.proxy._pools.pools["decode"]
-        pool.failed(running.decode[0].url, "unreachable", time.monotonic() - 2)
+        pool.node(running.decode[0].url).breaker.failed("unreachable", time.monotonic() - 2)
         running.decode[0].script = [hangs]
         await running.ask(BODY)
         assert pool.health(time.monotonic()) == {running.decode[0].url: True}
