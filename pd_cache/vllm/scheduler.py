@@ -161,12 +161,11 @@ class SchedulerSide:
     def _match(self, tracked: TrackedRequest, awaited: int, now: float) -> int | None:
         """Returns how many of the found tokens can be loaded; None while the request waits for `awaited`
         chunks, or for blocks of other loads."""
-        tokens = tracked.propose(awaited)
+        proposed = tokens = tracked.propose(awaited)
         if tokens and not tracked.judged:
             self._judge(tracked, tokens, now)
-            kept = tracked.propose(awaited)
-            self.metrics.counts.add("loads_declined_tokens", by=tokens - kept)
-            tokens = kept
+            tokens = tracked.propose(awaited)
+            self.metrics.counts.add("loads_declined_tokens", by=proposed - tokens)
         if tracked.lacks(awaited):
             return None
         tracked.end_span()

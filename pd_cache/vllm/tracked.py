@@ -181,7 +181,7 @@ class TrackedRequest:
 
     # --- loads ----------------------------------------------------------------------------------------------
 
-    def propose(self, awaited: int = 0) -> int:
+    def propose(self, awaited: int) -> int:
         """Proposes to load what was found, and the `awaited` chunks. Returns the number of tokens; 0 if there
         is nothing to load."""
         request, found = self.request, self._found

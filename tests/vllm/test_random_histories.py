@@ -302,7 +302,7 @@ class History:
             self.vllm = Scheduler(config, theirs, manager, block_size=BLOCK, hash_block_size=self.hashed)
         side = self.vllm.connector._scheduler
         side.streams.longest_s = setting.stream_s
-        side._costs.judge = self._judge
+        side.costs.judge = self._judge
         self.metrics = side.metrics
         self.chunk, self.cache = chunk, self.vllm.connector._settings.node.cache
         by_group = [
@@ -426,7 +426,7 @@ class History:
             self._cancelled += [
                 one for one in self._requests if one.startswith(f"{request.request_id}-stream")
             ]
-            if not missing:
+            if not missing or rng.random() < 0.5:  # then some of them never come
                 tokens = {"prefix_tokens": len(names) * chunk}
                 request.kv_transfer_params = {"do_remote_prefill": True, "pd_cache": tokens}
             if rng.random() < 0.5:
