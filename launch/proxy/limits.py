@@ -27,11 +27,12 @@ from bisect import insort
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from launch.openai import ApiError
 from launch.proxy.prefixes import RoutedPrompt
 from launch.proxy.roles import NodeReport
-from launch.proxy.routing import Hop, NodePool
+from launch.proxy.routing import Hop, NodePool, RoutedNode
 from pd_cache.cluster import LimitsConfig
 
 _ENOUGH = 3
@@ -97,24 +98,23 @@ class _Queue:
         self.time = _Time()
         self.asked: list[Asked] = []
         """This proxy's prompts, in order."""
-        self.others = 0.0
-        """The tokens of other proxies' prompts, as far as the node's last report says."""
         self.since = 0.0
         """When the node began the first prompt."""
 
-    def work(self, tokens: float, now: float) -> float:
-        """Returns how many tokens the node has to process until a new prompt of `tokens` is answered."""
-        work = tokens + self.others + sum(asked.tokens for asked in self.asked)
+    def work(self, now: float) -> float:
+        """Returns how many tokens of these prompts the node has to process."""
         done = max(0.0, now - self.since) / self.time.each_s
-        return work - min(self.asked[0].tokens, done) if self.asked else work
+        return (
+            sum(asked.tokens for asked in self.asked) - min(self.asked[0].tokens, done) if self.asked else 0.0
+        )
 
 
 class Asked:
     """A prompt at a node whose answer has not begun."""
 
-    def __init__(self, queue: _Queue, tokens: float, now: float, *, learns: bool) -> None:
-        self._queue, self.tokens, self._now, self._learns = queue, tokens, now, learns
-        self._work = queue.work(tokens, now)
+    def __init__(self, queue: _Queue, tokens: float, work: float, now: float, *, learns: bool) -> None:
+        """`work`: how many tokens the node has to process until it answers."""
+        self._queue, self.tokens, self._work, self._now, self._learns = queue, tokens, work, now, learns
         if not queue.asked:
             queue.since = now
         queue.asked.append(self)
@@ -135,7 +135,7 @@ class Asked:
             self._queue.asked.remove(self)
 
 
-class Place(NamedTuple):
+class Waiting(NamedTuple):
     """A place among the waiting requests."""
 
     priority: int
@@ -145,10 +145,12 @@ class Place(NamedTuple):
 
 
 class _Reported(NamedTuple):
-    report: NodeReport
-    at: float
-    own: int
-    """How many requests of this proxy the node had."""
+    step: _Time
+    """The node's seconds between tokens, by its number of running requests."""
+    report: NodeReport = NodeReport(0.0, 0.0, 0.0, 0.0)
+    at: float = 0.0
+    others: float = -math.inf
+    """How many requests the node had that are not this proxy's; -inf without a recent report."""
 
 
 class Limits:
@@ -156,16 +158,14 @@ class Limits:
 
     def __init__(self, pools: Mapping[Hop, NodePool]) -> None:
         self._pools = pools
-        self._queues: dict[tuple[Hop, str], _Queue] = {}
-        self._steps: dict[str, _Time] = {}
-        """Each node's seconds between tokens, by its number of running requests."""
+        self._queues: WeakKeyDictionary[RoutedNode, _Queue] = WeakKeyDictionary()
         self._reported: dict[str, _Reported] = {}
         self._prompt = 0.0
         """The mean number of tokens that a prefill node computes of a prompt."""
         self._answer_s = 0.0
         """The mean time from an answer's first byte to its end."""
         self._margin = 1.0
-        self.waiting: list[Place] = []
+        self.waiting: list[Waiting] = []
         """Those of the requests that wait, in order."""
         self._numbers = itertools.count()
 
@@ -173,32 +173,27 @@ class Limits:
 
     def look(self, now: float, url: str, report: NodeReport) -> None:
         """Learns from a node's report, which has just come: this proxy's requests are counted now."""
-        own = self._own(url)
-        if (queue := self._queues.get(("prefill", url))) is not None:
-            queue.others = max(0.0, report.queued + report.running - own) * self._prompt
+        step = _Time()
         if (known := self._reported.get(url)) is not None:
+            step = known.step
             tokens, seconds = report.tokens - known.report.tokens, report.token_s - known.report.token_s
             if tokens > 0 and seconds > 0:
-                running = (known.report.running + report.running) / 2
-                self._steps.setdefault(url, _Time()).add(max(1.0, running), seconds / tokens)
-        self._reported[url] = _Reported(report, now, own)
+                step.add(max(1.0, (known.report.running + report.running) / 2), seconds / tokens)
+        others = report.queued + report.running - self._own(url)
+        self._reported[url] = _Reported(step, report, now, others)
 
     def forget(self, now: float) -> None:
-        """Forgets nodes that have left, and reports that are too old."""
+        """Forgets reports that are too old."""
         self._reported = {url: known for url, known in self._reported.items() if now <= known.at + _RECENT_S}
-        self._steps = {url: step for url, step in self._steps.items() if url in self._reported}
-        urls = {(hop, url) for hop, pool in self._pools.items() for url in pool.nodes}
-        self._queues = {key: queue for key, queue in self._queues.items() if key in urls or queue.asked}
-        for (_, url), queue in self._queues.items():
-            queue.others *= url in self._reported
 
     @contextmanager
     def asking(self, hop: Hop, url: str, tokens: float, now: float) -> Iterator[Asked]:
         """Counts a prompt in the node's queue until it is answered or the block ends."""
-        queue = self._queues.setdefault((hop, url), _Queue())
         if hop == "prefill":
             self._prompt += (tokens - self._prompt) / (_MEAN_OF if self._prompt else 1)
-        asked = Asked(queue, tokens, now, learns=hop == "prefill" or not self._room_s(now))
+        queue = self._queue(hop, url)
+        work = tokens + self._work(hop, url, now)
+        asked = Asked(queue, tokens, work, now, learns=hop == "prefill" or not self._room_s(now))
         try:
             yield asked
         finally:
@@ -224,34 +219,29 @@ class Limits:
         would compute the prompt; None if a decode node would."""
         pools, computed, alone = self._pools, 0.0, 0.0
         if prefill is not None:
-            work = pools["prefill"].work(prefill, prompt)
-            queue = self._queues.get(("prefill", prefill), _Queue())
-            computed, alone = queue.time.seconds(queue.work(work, now)), queue.time.seconds(work)
-        tokens = prompt.tokens if prompt.named is None else prompt.named.tokens
+            computed, alone = self._seconds("prefill", prefill, pools["prefill"].work(prefill, prompt), now)
         decode = pools["decode"].usable(now)
-        queues = [self._queues.get(("decode", url), _Queue()) for url in decode]
         loaded, loaded_alone = min(
-            ((queue.time.seconds(queue.work(tokens, now)), queue.time.seconds(tokens)) for queue in queues),
-            default=(0.0, 0.0),
+            (self._seconds("decode", url, prompt.length, now) for url in decode), default=(0.0, 0.0)
         )
         first, alone = max(computed, self._room_s(now)) + loaded, alone + loaded_alone
         if first:
             first, alone = first + spent, alone + spent
         steps = []
         for url in decode:
-            running, step = min(self._places(url)), self._steps.get(url, _Time())
+            running, step = min(self._places(url)), self._known(url).step
             shorter = self._answer_s / running / step.each_s if running else 0.0
             steps.append((step.seconds(running + 1), shorter))
         return Predicted(first, alone, *min(steps, default=()))
 
     @contextmanager
-    def place(self, priority: int, holder: str, over: ApiError) -> Iterator[Place]:
+    def place(self, priority: int, holder: str, over: ApiError) -> Iterator[Waiting]:
         """Holds a place among the waiting requests while the block runs. Raises `over` if the holder has its
         share of the places. Nobody waits for another holder's requests."""
         holders = [holder, *(place.holder for place in self.waiting)]
         if (holders.count(holder) - 1) * len(set(holders)) >= _MOST_WAITING:
             raise over
-        insort(self.waiting, place := Place(priority, next(self._numbers), holder))
+        insort(self.waiting, place := Waiting(priority, next(self._numbers), holder))
         try:
             yield place
         finally:
@@ -269,17 +259,32 @@ class Limits:
             what = f"A token would take {token:.3g} s, and may take {limits.token_s:.3g} s"
             raise _over("token_s", what, (token - limits.token_s) * predicted.shorter)
 
+    def _queue(self, hop: Hop, url: str) -> _Queue:
+        return self._queues.setdefault(self._pools[hop].node(url), _Queue())
+
+    def _work(self, hop: Hop, url: str, now: float) -> float:
+        """Returns how many tokens the node has to process before a new prompt."""
+        others = max(0.0, self._known(url).others) * self._prompt if hop == "prefill" else 0.0
+        return others + self._queue(hop, url).work(now)
+
+    def _seconds(self, hop: Hop, url: str, tokens: float, now: float) -> tuple[float, float]:
+        """Returns how long a prompt's first byte takes at a node, and how long with no other in front."""
+        time = self._queue(hop, url).time
+        return time.seconds(tokens + self._work(hop, url, now)), time.seconds(tokens)
+
+    def _known(self, url: str) -> _Reported:
+        return self._reported.get(url) or _Reported(_Time())
+
     def _own(self, url: str) -> int:
-        prefill = self._queues.get(("prefill", url))
-        return round(self._pools["decode"].node(url).load) + (len(prefill.asked) if prefill else 0)
+        """Returns how many requests of this proxy the node has."""
+        return round(self._pools["decode"].node(url).load) + len(self._queue("prefill", url).asked)
 
     def _places(self, url: str) -> tuple[float, float]:
         """Returns how many answers a node has room for, and how many requests it has. Without a recent
         report, these are infinity and 0."""
-        if (known := self._reported.get(url)) is None:
-            return math.inf, 0.0
+        known = self._known(url)
         report = known.report
-        has = max(0.0, report.queued + report.running + self._own(url) - known.own)
+        has = max(0.0, known.others + self._own(url))
         return report.running / report.used if report.running and report.used > 0 else math.inf, has
 
     def _room_s(self, now: float) -> float:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import time
 from contextlib import ExitStack
 from unittest.mock import patch
 
@@ -303,7 +304,7 @@ async def test_requests_that_end_while_a_node_is_slow_to_report_are_not_taken_fo
             await until(lambda: node.url in limits._reported, "it has reported")
         go.set()
         await checking
-        assert limits._queues["prefill", node.url].others == 0
+        assert limits._reported[node.url].others == 0
 
 
 @scenario
@@ -330,18 +331,18 @@ async def test_what_waits_is_refused_in_the_end_and_too_many_at_once():
     async with cluster(limits=LimitsConfig(ttft_s=3, over="best_effort")) as c:
         slow(c.proxy.hops.limits)
         async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}):
-            limits, queue = c.proxy.hops.limits, c.proxy.hops.limits._queues["prefill", c.prefill[0].url]
+            limits, url = c.proxy.hops.limits, c.prefill[0].url
             place = limits.place
 
             def longer(*args):
-                queue.others = 200.0
+                limits.look(time.monotonic(), url, NodeReport(200, 1, 0, 0))
                 return place(*args)
 
             with patch.object(requests, "WAIT_S", 0.0), patch.object(limits, "place", longer):
                 async with c.post({"prompt": [1, 2]}) as response:
                     assert response.status == 429
                     assert int(response.headers["Retry-After"]) > 50  # as long as the queue is by then
-            queue.others = 0.0
+            limits.look(time.monotonic(), url, NodeReport(0, 1, 0, 0))
             with patch.object(limits_module, "_MOST_WAITING", 1):
                 waits = asyncio.ensure_future(c.ask({"prompt": [1, 2]}))
                 await until(lambda: c.proxy.hops.limits.waiting, "it waits")
@@ -377,9 +378,8 @@ async def test_what_waits_for_a_strict_limit_holds_up_nobody_who_has_another(tmp
             await until(lambda: limits.waiting, "the strict one waits")
             other = asyncio.ensure_future(c.ask({"prompt": [1, 2]}, headers=bearer(KEY)))
             await until(lambda: len(limits.waiting) == 2, "the other one waits")
-            queue = limits._queues["prefill", c.prefill[0].url]
-            queue.others = 0.2  # of another proxy's prompts
+            limits.look(time.monotonic(), c.prefill[0].url, NodeReport(0.2, 1, 0, 0))  # and another proxy's
         await other
         assert not strict.done()
-        queue.others = 0.0
+        limits.look(time.monotonic(), c.prefill[0].url, NodeReport(0, 0, 0, 0))
         await strict
