@@ -11,6 +11,7 @@ import pytest
 from launch.cli import example_file
 from launch.discovery import View
 from launch.operate.explain import ExplainedNode, _PoolLookups
+from launch.proxy.trips import HopReport
 from pd_cache.chunks import describe_hashes
 from pd_cache.cluster import NodeRecord, load_config
 from pd_cache.reasons import RequestReport
@@ -44,7 +45,7 @@ def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(t
         hops = [
             {"hop": "prefill", "node": f"http://127.0.0.1:{ports[0]}", "report": None},
             {"hop": "decode", "node": "http://10.0.0.9:1", "report": reports["damaged"]},
-            {"hop": "decode", "node": "http://127.0.0.1:1", "report": reports["damaged"]},
+            {"hop": "decode", "node": "http://127.0.0.1:1", "report": reports["damaged"], "direct": "short"},
         ]
         proxy = stack.enter_context(telling({"/requests/abc": {"client": "", "hops": hops}}))
         places = {"master": 2, "prefill-0": ports[0], "decode-0": ports[1], "decode-1": 1, "proxy": proxy}
@@ -59,6 +60,8 @@ def test_a_report_that_was_not_in_the_answer_comes_from_the_node_that_answered(t
         ("http://10.0.0.9:1", "damaged"),
         ("decode-1", "damaged"),
     ], "one that is dead has a name, too"
+    last = msgspec.convert(explained["hops"][-1], HopReport)
+    assert last.text({}).startswith("decode at decode-1, without a prefill node (short):\n")
     assert explained["unanswered"] == {"decode-1": "down: 127.0.0.1:1: Connection refused"}
 
 
