@@ -414,8 +414,8 @@ class PromptCache:
         bounds the request.
         """
         size, names = self.cache.chunk_size, self.cache.name_chunks(tokens, hashes, extra_keys)
-        chunks = min(max(at_hand, 0) // size, len(names))
-        return self.cache.find(names, chunks_at_hand=chunks, session=session, timeout=timeout).chunks * size
+        found = self.cache.find(names, chunks_at_hand=at_hand // size, session=session, timeout=timeout)
+        return found.chunks * size
 
     def store(
         self,
@@ -498,11 +498,9 @@ class PromptCache:
                     f"False of {length}"
                 )
         if not isinstance(slot_mapping, Tensor) or tuple(slot_mapping.shape) != (length,):
-            shape = (
-                tuple(slot_mapping.shape) if isinstance(slot_mapping, Tensor) else type(slot_mapping).__name__
-            )
+            got = getattr(slot_mapping, "shape", type(slot_mapping))
             raise ValueError(
-                f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {shape}"
+                f"slot_mapping must be a tensor of one slot for each of {length} tokens, got {got}"
             )
         end = len(names) * size
         return _Wanted(names[first // size :], Slots(slot_mapping[min(first, end) : end]), first, length)

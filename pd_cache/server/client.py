@@ -8,7 +8,6 @@ and wait for its end in `UnderWay.wait`. In the server, `CacheServer._handle` (`
 from __future__ import annotations
 
 import functools
-import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Literal, TypeVar
@@ -253,10 +252,7 @@ class RemoteCache:
     def _check(self, kv_caches: Any) -> None:
         """Raises ValueError for tensors that were not registered: the server copies only tensors that this
         engine lent to it."""
-        if kv_caches is None:
-            return
-        tensors = layer_tensors(kv_caches)
-        if len(tensors) != len(self._tensors) or not all(map(operator.is_, tensors, self._tensors)):
+        if kv_caches is not None and [*map(id, layer_tensors(kv_caches))] != [*map(id, self._tensors)]:
             raise ValueError("kv_caches are not the tensors that were registered")
 
     def _begin(

@@ -194,11 +194,10 @@ class ClientLink:
             future = Future(self._next, time.monotonic() + timeout)
             self._next += 1
             frame = encode(future.number, message)
-            problem: CacheServerError | None = None
             if self._closed or (descriptors is not None and self._unix is None):
-                problem = ServerLostError("the connection is closed")
+                future.answer = ServerLostError("the connection is closed")
             elif len(frame) > MAX_FRAME:  # the server would end the connection
-                problem = ServerRefusedError(
+                future.answer = ServerRefusedError(
                     "invalid", f"a request may have at most {MAX_FRAME} bytes, this one has {len(frame)}"
                 )
             else:
@@ -208,9 +207,8 @@ class ClientLink:
                     else:
                         self._wire.socket.send(frame, _NOW)
                 except (zmq.ZMQError, OSError) as error:  # full, or not connected
-                    problem = ServerLostError(f"no cache server answers at {self.url}: {error}")
-            future.answer = problem
-            if problem is None:
+                    future.answer = ServerLostError(f"no cache server answers at {self.url}: {error}")
+            if future.answer is None:
                 self._futures[future.number] = future
                 if self._waited_for is not None:  # the send may have swallowed the edge of an answer
                     self._read()
