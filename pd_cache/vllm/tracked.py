@@ -155,9 +155,12 @@ class TrackedRequest:
             self.span.note(found=found.chunks * self._chunk, reason=found.reason)
 
     def lacks(self, awaited: int) -> bool:
-        """Returns whether the lookup found fewer chunks than the request waits for. It waits for none that
-        are not worth loading."""
-        return self._found is None or self._found.chunks < min(awaited, self.most - self._plan.ahead)
+        """Returns whether fewer chunks were found, or are at hand by now, than the request waits for. It
+        waits for none that are not worth loading."""
+        if self._found is None:
+            return True
+        there = max(self._found.chunks, self.at_hand // self._chunk)
+        return there < min(awaited, self.most - self._plan.ahead)
 
     def by_tier(self, external: int) -> TierChunks:
         """Returns where the lookup found `external` tokens to load. Counts tokens."""

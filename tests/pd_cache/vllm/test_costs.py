@@ -424,6 +424,10 @@ def test_a_request_waits_for_the_load_of_its_stream_as_it_would_wait_for_a_hand_
     request = Request("d", PROMPT, announced(3 * CHUNK))
     for _ in range(2):  # vLLM asks again if it has no blocks for it
         assert scene.ask(request) == ((None, False) if waits else (0, False))
+    if not waits:
+        scene.has(request, 0)
+        assert scene.ask(Request("e", PROMPT, announced(3 * CHUNK))) == (0, False)
+        assert scene.ask(Request("e", PROMPT), CHUNK) == (0, False), "by now a chunk is at hand"
 
 
 def test_a_declined_hand_off_corrects_the_figure_with_its_first_chunk_as_soon_as_that_is_there():
