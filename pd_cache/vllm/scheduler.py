@@ -164,8 +164,9 @@ class SchedulerSide:
         proposed = tokens = tracked.propose(awaited)
         if tokens and not tracked.judged:
             self._judge(tracked, tokens, now)
-            tokens = tracked.propose(awaited)
-            self.metrics.counts.add("loads_declined_tokens", by=proposed - tokens)
+            if tracked.declined:
+                tokens = tracked.propose(awaited)
+                self.metrics.counts.add("loads_declined_tokens", by=proposed - tokens)
         if tracked.lacks(awaited):
             return None
         tracked.end_span()

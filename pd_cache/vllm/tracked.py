@@ -160,7 +160,7 @@ class TrackedRequest:
         if self._found is None:
             return True
         there = max(self._found.chunks, self.at_hand // self._chunk)
-        return there < min(awaited, self.most - self._plan.ahead)
+        return there < awaited and there < self.most - self._plan.ahead
 
     def by_tier(self, external: int) -> TierChunks:
         """Returns where the lookup found `external` tokens to load. Counts tokens."""
@@ -174,7 +174,8 @@ class TrackedRequest:
         announced = self.handoff.announced
         if self.declined:
             return "not_worth"
-        if self._plan.most(self.request) > self.most <= found.chunks + self._plan.ahead:
+        limited = self._limit is not None and self._plan.most(self.request) > self.most
+        if limited and self.most <= found.chunks + self._plan.ahead:
             return "limited"
         if announced is None or found.reason not in ("missing", "never_stored"):
             return found.reason
@@ -195,7 +196,9 @@ class TrackedRequest:
                 request.shared_prefix_boundary = max(
                     request.shared_prefix_boundary, found.leading * self._chunk
                 )
-            chunks = min(max(found.chunks, awaited), self.most - self._plan.ahead)
+            chunks = max(found.chunks, awaited)
+            if self._limit is not None:
+                chunks = min(chunks, self.most - self._plan.ahead)
             end = min(chunks * self._chunk, self._plan.loadable(request))
             self.proposed = max(0, end - self.at_hand)
             if not self.handoff.allows(self.by_tier(self.proposed)):
