@@ -24,7 +24,7 @@ from pd_cache.versions import FIRST
 
 log = logging.getLogger(__name__)
 
-Why = Literal["short", "in_pool", "scored", "not_worth"]
+Why = Literal["short", "in_pool"]
 
 LOOKUP_THREADS = 4
 LOOKUP_TIMEOUT_S = 0.6

@@ -232,15 +232,15 @@ class Hops:
 
     # --- loads at the decode node ---------------------------------------------------------------------------
 
-    def declined(self, exchange: Exchange) -> bool:
-        """Returns whether the next decode node would compute the prompt even if a prefill node handed it
-        over. The node then gets the request."""
+    def needs_prefill(self, exchange: Exchange) -> bool:
+        """Returns whether a prefill node should compute the prompt. If the next decode node would compute it
+        all the same, that node gets the request alone."""
         pool = self.pools["decode"]
-        node = pool.cheapest(time.monotonic(), tried=exchange.excluded)
+        node = None if exchange.direct else pool.cheapest(time.monotonic(), tried=exchange.excluded)
         if node is not None and exchange.prompt.length <= pool.node(node).record.declines:
             pool.take(node)
-            exchange.decodes = node
-        return exchange.decodes is not None
+            exchange.decodes, exchange.direct = node, "not_worth"
+        return not exchange.direct
 
     def streaming_node(self, exchange: Exchange) -> str | None:
         """Returns the decode node that should load the prompt's chunks while a prefill node computes them;

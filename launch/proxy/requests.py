@@ -21,7 +21,6 @@ from multidict import CIMultiDictProxy
 
 from launch.openai import ApiError, overloaded
 from launch.proxy.bodies import BodyShare, ClientGone, Completion, HandedOver
-from launch.proxy.direct import Why
 from launch.proxy.exchange import Exchange
 from launch.proxy.hints import Hints
 from launch.proxy.hops import Hops, free_frames
@@ -151,14 +150,11 @@ class Requests:
         """Does all that comes before the decode node. Then `exchange.body` is the body for that node. Raises
         ApiError if the request is refused, or if no node can answer it."""
         completion = await self._read(exchange)
-        why = await self._looked_up(exchange, completion)
-        prefills = why is None and bool(self.hops.pools["prefill"].nodes)
-        if prefills and self.hops.declined(exchange):
-            why, prefills = "not_worth", False
+        await self._look_up(exchange, completion)
+        prefills = bool(self.hops.pools["prefill"].nodes) and self.hops.needs_prefill(exchange)
         first = await self._prefill_node(exchange, prefills, completion.priority())
         self.hints.begin(exchange, completion.hints)
-        exchange.direct = why or ""
-        result: str = why or "no_prefill_nodes"
+        result = exchange.direct or "no_prefill_nodes"
         handoff: HandedOver | None = None
         if prefills:
             result, handoff = await self._prefilled(exchange, completion, first)
@@ -181,15 +177,14 @@ class Requests:
         exchange.trial.budget.asked(time.monotonic())
         return completion
 
-    async def _looked_up(self, exchange: Exchange, completion: Completion) -> Why | None:
-        """Looks the prompt up in the pool. Returns why it needs no prefill node; None if it needs one."""
+    async def _look_up(self, exchange: Exchange, completion: Completion) -> None:
+        """Looks the prompt up in the pool, which decides whether it needs a prefill node."""
         tenant, hops, hints = exchange.client.tenant, self.hops, self.hints
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
             name = bool(completion.hints) or hints.prefetched_by(exchange.client)
             why, looked_up = await hops.look_up(exchange, completion, exchange.prompt, name=name)
-            if completion.scores_prompt():
-                why = why or "scored"
-            span.note(direct=why or "")
+            exchange.direct = why or ("scored" if completion.scores_prompt() else "")
+            span.note(direct=exchange.direct)
         if isinstance(looked_up, str):
             exchange.unnamed = looked_up
         else:
@@ -200,7 +195,6 @@ class Requests:
             if named is not None and named.pool_tokens is not None:
                 self.metrics.tenant_tokens.labels(tenant, "requested").inc(named.tokens)
                 self.metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
-        return why
 
     async def _prefill_node(self, exchange: Exchange, prefills: bool, priority: int) -> str | None:
         """Returns the prefill node to try first; None if a decode node is to compute the prompt. Raises
