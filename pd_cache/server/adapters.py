@@ -9,7 +9,7 @@ has to compute; the engine gets a block back only when the server cannot touch i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -213,9 +213,7 @@ class WorkerAdapter(_Adapter):
         event: the CUDA event, made with `interprocess=True`, that was recorded after the blocks were
         computed; None on a CPU. Raises ValueError, before anything moves, for an op that does not fit.
         """
-        pending = self._cache.begin_store(*self._chunks(op), session=request_id, after=event, label=op.label)
-        self._stores.append(_Submitted(request_id, pending, ()))
-        self._reported.pop(request_id, None)
+        self.batched_submit_store_requests([request_id], [op], event)
 
     def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> None:
         """Begins to load. The server may write to the blocks until `get_finished` reports the request.
@@ -223,24 +221,28 @@ class WorkerAdapter(_Adapter):
         Arguments as for `submit_store_request`. `get_block_ids_with_load_errors` returns the blocks that were
         not loaded.
         """
-        pending = self._cache.begin_retrieve(
-            *self._chunks(op), session=request_id, after=event, label=op.label
-        )
-        self._retrieves.append(_Submitted(request_id, pending, list(op.block_ids)))
+        self.batched_submit_retrieve_requests([request_id], [op], event)
 
     def batched_submit_store_requests(
         self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None
     ) -> None:
-        """Calls `submit_store_request` for each request; each store ends by itself. Raises ValueError for an
-        op that does not fit, before any store begins."""
-        self._submit(self.submit_store_request, request_ids, ops, event)
+        """Begins a store for each request, as `submit_store_request` does; each ends by itself. Raises
+        ValueError for an op that does not fit, before any store begins."""
+        for request_id, op, names, blocks in self._checked(request_ids, ops):
+            pending = self._cache.begin_store(names, blocks, session=request_id, after=event, label=op.label)
+            self._stores.append(_Submitted(request_id, pending, ()))
+            self._reported.pop(request_id, None)
 
     def batched_submit_retrieve_requests(
         self, request_ids: list[str], ops: list[LoadStoreOp], event: Any = None
     ) -> None:
-        """Calls `submit_retrieve_request` for each request; each retrieve ends by itself. Raises ValueError
-        for an op that does not fit, before any retrieve begins."""
-        self._submit(self.submit_retrieve_request, request_ids, ops, event)
+        """Begins a retrieve for each request, as `submit_retrieve_request` does; each ends by itself. Raises
+        ValueError for an op that does not fit, before any retrieve begins."""
+        for request_id, op, names, blocks in self._checked(request_ids, ops):
+            pending = self._cache.begin_retrieve(
+                names, blocks, session=request_id, after=event, label=op.label
+            )
+            self._retrieves.append(_Submitted(request_id, pending, list(op.block_ids)))
 
     def get_finished(self, finished_req_ids_from_engine: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Returns the requests whose stores have ended since the last call, and those whose retrieves have
@@ -275,24 +277,18 @@ class WorkerAdapter(_Adapter):
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _submit(
-        self,
-        submit: Callable[[str, LoadStoreOp, Any], None],
-        request_ids: Sequence[str],
-        ops: Sequence[LoadStoreOp],
-        event: Any,
-    ) -> None:
+    def _checked(
+        self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp]
+    ) -> list[tuple[str, LoadStoreOp, list[bytes], list[int]]]:
+        """Returns each request with its op, the names of the op's chunks, and their blocks. Raises ValueError
+        for an op that does not fit."""
         if len(request_ids) != len(ops):
             raise ValueError(f"{len(request_ids)} request ids and {len(ops)} ops: one op a request")
-        for op in ops:
-            self._names(op)
-        for request_id, op in zip(request_ids, ops, strict=True):
-            submit(request_id, op, event)
-
-    def _chunks(self, op: LoadStoreOp) -> tuple[list[bytes], list[int]]:
-        """Returns the names of an op's chunks, and their blocks."""
-        names = self._names(op)
-        return names, op.block_ids[: len(names) * self._cache.blocks_per_chunk]
+        size = self._cache.blocks_per_chunk
+        return [
+            (request_id, op, names := self._names(op), op.block_ids[: len(names) * size])
+            for request_id, op in zip(request_ids, ops, strict=True)
+        ]
 
     def _names(self, op: LoadStoreOp) -> list[bytes]:
         if op.block_hashes is not None and op.token_ids is None:
