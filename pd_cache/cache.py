@@ -20,7 +20,7 @@ from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVCaches, KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
-from pd_cache.mover import ChunkMover, closed_in_child, plan_run
+from pd_cache.mover import ChunkMover, plan_run
 from pd_cache.paged import DeviceMark, host_pin, open_copier
 from pd_cache.paged.base import BlocksOrSlots, PagedCopier, Slots
 from pd_cache.reasons import Found, Loaded, StoreOutcome
@@ -192,7 +192,6 @@ class CacheEngine(PrefixLookup):
         self._registered: _Pages | None = None
         self._remembered: OrderedDict[tuple[object, ...], _Pages] = OrderedDict()
         self._lock = threading.Lock()
-        closed_in_child.add(self)
 
     def wait_available(self, timeout: float) -> None:
         """Waits for the pool. Raises PoolUnavailableError after `timeout` seconds. Serving engines need not

@@ -8,7 +8,9 @@ tiers (`tiers/mooncake.py`, `tiers/hybrid.py`), or of the pool alone (`transfer/
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,6 +38,17 @@ if TYPE_CHECKING:
 
 _RENEWED = 1 << 14
 """The most keys in one request to the master that renews leases. Such a request takes 7 to 9 ms."""
+
+closed_in_child: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Lookups and movers. In a forked child, which has none of their threads, they are `closed`."""
+
+
+def _close_in_child() -> None:
+    for closing in closed_in_child:
+        closing.closed = True
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def only_at_hand(names: Names, chunks_at_hand: int, reason: MissReason) -> Found:
@@ -199,7 +212,8 @@ class PrefixLookup:
         self.metrics = metrics or CacheMetrics()
         self.history = history
         self.closed = False
-        """Set by the owner: lookups then find nothing, and do not ask the backend."""
+        """Set by the owner, and in a forked child: lookups then find nothing, and do not ask the backend."""
+        closed_in_child.add(self)
 
     @property
     def available(self) -> bool:

@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from pd_cache.chunks import ChunkedTokenDatabase, Names
 from pd_cache.layout import KVLayout
+from pd_cache.lookup import closed_in_child
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged.base import BlocksOrSlots, PagedCopier, PendingCopy, plan_named
 from pd_cache.reasons import ChunkHistory, Loaded, StoreOutcome, TierChunks, miss_reason
@@ -97,18 +96,6 @@ def _checksums(copies: Iterable[PendingCopy]) -> list[int]:
             with contextlib.suppress(Exception):
                 copy.wait()
         raise
-
-
-closed_in_child: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Movers and engines. In a forked child, which has none of their threads, they are `closed`."""
-
-
-def _close_in_child() -> None:
-    for closing in closed_in_child:
-        closing.closed = True
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 class ChunkMover:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from pd_cache.config import CacheConfig, MooncakeTier
+from pd_cache.lookup import PrefixLookup
 from pd_cache.tiers.mooncake import MooncakeBackend
 from tests.support.backends import pool_memory
 from tests.support.engines import CHUNK, host
@@ -244,11 +245,15 @@ def test_an_engine_is_closed_in_a_forked_child_and_goes_on_in_its_parent(pool):
     with host(pool, timeouts=PATIENT, segment_size=16 << 20) as node:
         node.compute(tokens, slots)
         assert node.store(tokens, slots) == 40
+        prefix = PrefixLookup(node.engine.groups, node.engine.backend)
+        names = node.engine.name_chunks(tokens)
+        assert prefix.find(names).chunks == 5
         child = os.fork()
         # nothing that pytest has registered may run in it, nor a destructor of Mooncake's threads
         if not child:
             lost = node.lookup(tokens) == 0 and node.store(tokens, slots) == 0
             lost = lost and not any(node.retrieve(tokens, slots)) and not node.engine.available
+            lost = lost and prefix.find(names).reason == "not_asked"
             node.engine.close()
             node.engine.close()
             os._exit(0 if lost else 1)
