@@ -154,8 +154,8 @@ class LookupClient:
         """Protects the objects of these chunks, in all layer groups, from eviction for another lease, if the
         pool has them.
 
-        Returns the weights' label and how many objects the pool has. Returns None if either is unknown, or if
-        a cache server answers the lookups.
+        Returns the weights' label and how many objects the pool is known to have. Returns None if there is no
+        label, the pool does not answer, or a cache server answers the lookups.
         """
         cache, found = self._cache, 0
         if not isinstance(cache, PrefixLookup) or (label := cache.label) is None:
