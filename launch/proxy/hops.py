@@ -31,7 +31,6 @@ from launch.proxy.metrics import ProxyMetrics, read_report
 from launch.proxy.nodes import (
     HopError,
     NodePools,
-    Refusal,
     check_status,
     read_all,
     refusal_of,
@@ -125,7 +124,7 @@ class Hops:
                 )
             body = await asyncio.to_thread(completion.for_render)
             return await self.whole(f"{node}{completion.path}/render", headers, body, read_rendered, limit_s)
-        except (HopError, Refusal) as error:
+        except HopError as error:
             if self._sparse.admit((node, "tokens")) is not None:
                 log.info("request %s: node %s did not return a prompt's tokens: %s", exchange.id, node, error)
             raise ValueError("no decode node has returned its tokens") from error
@@ -157,7 +156,7 @@ class Hops:
         limit_s: float,
     ) -> T:
         """Returns the result of `read` for a node's whole answer to a GET, or with a `body`, to a POST.
-        Raises Refusal if the node refuses the request, HopError if it fails or takes longer than
+        Raises HopError if the node refuses the request, if it fails, or if it takes longer than
         `limit_s`."""
         try:
             async with asyncio.timeout(limit_s):
@@ -165,7 +164,7 @@ class Hops:
                 with closing(answer):
                     await check_status(answer)
                     if answer.status >= 400:
-                        raise await refusal_of(answer)
+                        raise HopError("refused", f"status {answer.status}", await refusal_of(answer))
                     return read(await read_all(answer, LARGEST_BODY))
         except TimeoutError as error:
             raise HopError("timeout", f"no answer within {limit_s:.3g} s") from error
@@ -213,15 +212,17 @@ class Hops:
                     handoff, report = await self.whole(url, headers, body, _read_prefilled, left)
                     asked.answered(time.monotonic())
             except HopError as error:
+                if error.reason == "refused":
+                    free_frames(error)
+                    refused += 1
+                    attempts.answered(node, time.monotonic(), well=False)
+                    if self._sparse.admit((node, "refused")) is not None:
+                        what = "request %s: prefill node %s refused the prompt: %s"
+                        log.info(what, exchange.id, node, error)
+                    continue
                 # a second node is not to blame if the first one left it too little time
                 blamed = error.reason != "timeout" or left > limit_s / 2
                 self.failed(exchange, "prefill", node, attempts if blamed else None, error)
-            except Refusal as refusal:
-                free_frames(refusal)
-                refused += 1
-                attempts.answered(node, time.monotonic(), well=False)
-                if self._sparse.admit((node, "refused")) is not None:
-                    log.info("request %s: prefill node %s refused the prompt: %s", exchange.id, node, refusal)
             else:
                 attempts.answered(node, time.monotonic(), well=True)
                 exchange.reports["prefill"] = report

@@ -68,22 +68,11 @@ _TO_CLIENT = (
 )
 
 
-class Refusal(PdCacheError):
-    """A node's whole answer that is not a success. Raised if the node refuses the request itself."""
-
-    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        """`headers`: those that a client may see."""
-        super().__init__(f"status {status}")
-        self.status = status
-        self.headers = headers
-        self.body = body
-
-
 class HopError(PdCacheError):
-    """A node failed a request. `reason` says how. `refusal` is the node's answer, if it may be passed on to
-    the client."""
+    """A node failed or refused a request. `reason` says how. `refusal` is the answer for the client, if the
+    node sent one."""
 
-    def __init__(self, reason: Reason, message: str, refusal: Refusal | None = None) -> None:
+    def __init__(self, reason: Reason, message: str, refusal: web.Response | None = None) -> None:
         super().__init__(message)
         self.reason: Reason = reason
         self.refusal = refusal
@@ -158,16 +147,12 @@ def client_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
     return {name: answer.headers[name] for name in _TO_CLIENT if name in answer.headers}
 
 
-async def refusal_of(answer: aiohttp.ClientResponse) -> Refusal:
+async def refusal_of(answer: aiohttp.ClientResponse) -> web.Response:
     """Returns a whole answer to pass on. Raises HopError if it breaks off or is too long."""
-    return Refusal(answer.status, client_headers(answer), await read_all(answer, _MAX_REFUSAL))
-
-
-def passed_on(refusal: Refusal) -> web.Response:
-    response = web.Response(status=refusal.status, body=refusal.body, headers=refusal.headers)
-    if refusal.status == 503:
-        response.headers.setdefault("Retry-After", "1")
-    return response
+    headers = client_headers(answer)
+    if answer.status == 503:
+        headers.setdefault("Retry-After", "1")
+    return web.Response(status=answer.status, headers=headers, body=await read_all(answer, _MAX_REFUSAL))
 
 
 async def check_status(answer: aiohttp.ClientResponse) -> None:
@@ -175,7 +160,7 @@ async def check_status(answer: aiohttp.ClientResponse) -> None:
     status = answer.status
     if 200 <= status < 300 or 400 <= status < 500:
         return
-    refusal: Refusal | None = None
+    refusal: web.Response | None = None
     if status >= 500:
         with contextlib.suppress(HopError, TimeoutError):
             async with asyncio.timeout(_REFUSAL_S):

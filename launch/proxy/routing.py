@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 Hop = Literal["prefill", "decode"]
 Policy = Literal["round_robin", "least_loaded", "prefix_aware"]
-Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "garbage"]
+Reason = Literal["unreachable", "disconnected", "timeout", "busy", "error", "garbage", "refused"]
 """How a node can fail a request: no connection; a connection that broke; too slow; 503; another error status;
-an invalid answer."""
+an invalid answer; a status that says that it refuses this request."""
 
 NO_PROMPT = RoutedPrompt(1)
 BREAKER_FAILURES = 5

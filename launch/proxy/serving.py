@@ -20,10 +20,8 @@ from launch.proxy.hints import HINTS_S, LARGEST_HINTS
 from launch.proxy.metrics import REPORT_BYTES, RecentTrips, read_report
 from launch.proxy.nodes import (
     HopError,
-    Refusal,
     check_status,
     client_headers,
-    passed_on,
     read_some,
     send,
 )
@@ -99,7 +97,7 @@ class Serving:
         breaks off."""
         exchange, hops = relay.exchange, self._requests.hops
         attempts = Attempts(hops.pools["decode"], exchange.trial, first=exchange.decodes)
-        refusals: dict[Reason, Refusal] = {}
+        refusals: dict[Reason, web.Response] = {}
         while (node := attempts.next(time.monotonic())) is not None:
             answer: aiohttp.ClientResponse | None = None
             try:
@@ -132,7 +130,7 @@ class Serving:
             )
         if refusal is None:
             raise overloaded("No decode node could answer")
-        relay.response = passed_on(refusal)
+        relay.response = refusal
 
     async def _models(self, exchange: Exchange) -> web.Response:
         """Returns the models of the first decode node that answers, of two. Only a refused connection counts
@@ -145,10 +143,10 @@ class Serving:
             try:
                 found = await hops.whole(node + MODELS, headers, None, read_models, _LIST_AT_ONE_S)
             except HopError as error:
+                if error.reason == "refused" and error.refusal is not None:
+                    pool.node(node).reached()
+                    return error.refusal
                 hops.failed(exchange, "decode", node, None, error)
-            except Refusal as refused:
-                pool.node(node).reached()
-                return passed_on(refused)
             else:
                 pool.node(node).reached()
                 body = msgspec.json.encode({"object": "list", "data": found})
