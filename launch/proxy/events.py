@@ -229,26 +229,24 @@ class CacheView:
         a_token = sum(space.chunk_bytes / space.chunk_size for space in namespaces)
         return min(1.0, a_token / self._load_bytes)
 
-    def hits(self, prompt: NamedPrompt) -> dict[str, list[dict[str, int]]]:
+    def hits(self, prompt: NamedPrompt) -> dict[str, dict[str, object]]:
         """Returns, for each prefill node that shares the prompt's namespace, by name, how many tokens of the
-        prompt's beginning each of its ranks has in each medium. Tokens in the pool count as `CPU`, because
-        they are in the memory of hosts and each of these nodes can load them."""
-        found = {}
+        prompt's beginning it has, in the form of `/query`. Tokens in the pool count as `CPU`, because they
+        are in the memory of hosts and each of these nodes can load them."""
+        found: dict[str, dict[str, object]] = {}
+        pool = prompt.pool_tokens or 0
         for url, record in self._nodes.items():
             if record.fingerprint != prompt.fingerprint:
                 continue
             cache = self._caches.get((url, record.instance))
-            ranks = (
-                [rank.media(prompt) for rank in cache.ranks]
-                if cache is not None and cache.knows(prompt)
-                else [{}]
-            )
-            found[record.name] = [
-                {"GPU": 0, "CPU": 0, "DISK": 0}
-                | media
-                | {"CPU": max(media.get("CPU", 0), prompt.pool_tokens or 0)}
-                for media in ranks
-            ]
+            ranks: list[dict[str, int]] = [{}]
+            if cache is not None and cache.knows(prompt):
+                ranks = [rank.media(prompt) for rank in cache.ranks]
+            media = {"GPU": 0, "CPU": pool, "DISK": 0}
+            for medium, tokens in chain.from_iterable(held.items() for held in ranks):
+                media[medium] = max(media.get(medium, 0), tokens)
+            longest = {str(number): max([pool, *held.values()]) for number, held in enumerate(ranks)}
+            found[record.name] = {"longest_matched": max(longest.values()), **media, "DP": longest}
         return found
 
     def describe(self) -> dict[str, Any]:
@@ -298,7 +296,7 @@ class CacheQuery:
         self._caches = caches
         self._keys = keys
         self._bodies = bodies
-        self._under_way = 0
+        self._places = asyncio.Semaphore(_MOST_AT_ONCE)
         self._reading = asyncio.Lock()
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -309,16 +307,13 @@ class CacheQuery:
             body = await read_body(
                 request.content.iter_any(), share, _LARGEST, _READ_S, request.content_length
             )
-            if self._under_way >= _MOST_AT_ONCE:
+            if self._places.locked():
                 raise overloaded("Too many queries at once")
-            self._under_way += 1
-            try:
+            async with self._places:
                 async with self._reading:  # one at a time: a thread that reads lets no other run
                     query = await asyncio.to_thread(read_query, body)
                 salt = query.cache_salt if client is None else tenant_salt(query.cache_salt, client.tenant)
                 return web.json_response(await self._look(query, salt))
-            finally:
-                self._under_way -= 1
         finally:
             share.give_back()
 
@@ -337,17 +332,5 @@ class CacheQuery:
             raise ApiError(
                 400, f"`block_size` is {query.block_size}, but here it is {sizes}", param="block_size"
             )
-        found: dict[str, dict[str, object]] = {}
-        for name, ranks in self._caches.hits(prompt).items():
-            if query.instance_id in (None, name):
-                longest = [max(media.values()) for media in ranks]
-                media = {
-                    medium: max(tokens.get(medium, 0) for tokens in ranks)
-                    for medium in dict.fromkeys(chain(*ranks))
-                }
-                found[name] = {
-                    "longest_matched": max(longest),
-                    **media,
-                    "DP": {str(n): length for n, length in enumerate(longest)},
-                }
-        return {_TENANT: found}
+        hits = self._caches.hits(prompt).items()
+        return {_TENANT: {name: found for name, found in hits if query.instance_id in (None, name)}}

@@ -29,9 +29,8 @@ from pd_cache.sparse_log import SparseLog
 
 log = logging.getLogger(__name__)
 
-_KEY = re.compile(r"[\x21-\x7e]{16,512}")
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_LINE = re.compile(rf"([A-Za-z0-9._-]{{1,64}})\s+([\x21-\x7e]{{16,512}})(?:\s+(@?{_TENANT.pattern}))?")
 
 
 class Client(NamedTuple):
@@ -57,24 +56,21 @@ def read_keys(file: str, field: str = "api_keys_file") -> dict[bytes, Client]:
     keys: dict[bytes, Client] = {}
     names: set[str] = set()
     for number, line in enumerate(_text(file, field).splitlines(), start=1):
-        fields = line.partition("#")[0].split()
-        if not fields:
+        words = line.partition("#")[0].strip()
+        if not words:
             continue
         where = f"proxy.{field}: {file}:{number}"
-        tenant = "".join(fields[2:3])
-        good = 2 <= len(fields) <= (3 if field == "api_keys_file" else 2) and (
-            not tenant or _TENANT.fullmatch(tenant.removeprefix("@"))
-        )
-        if not good or not _NAME.fullmatch(fields[0]) or not _KEY.fullmatch(fields[1]):
+        found = _LINE.fullmatch(words)
+        if found is None or (found[3] and field != "api_keys_file"):
             raise ConfigError(
                 f"{where}: expected `NAME KEY`: a name of up to 64 letters, digits, . _ - and a key of 16 to 512 visible "
                 "ASCII characters; in api_keys_file, a client's tenant may follow: a name, or @HEADER for a gateway"
             )
-        name, digest = fields[0], _digest(fields[1])
+        name, digest = found[1], _digest(found[2])
         if name in names or digest in keys:
             raise ConfigError(f"{where}: the name {name} or its key is already on another line")
         names.add(name)
-        keys[digest] = Client(name, tenant)
+        keys[digest] = Client(name, found[3] or "")
     if not keys:
         raise ConfigError(f"proxy.{field}: {file}: holds no keys")
     return keys
