@@ -27,7 +27,6 @@ from launch.proxy.routing import Hop, NodePool, Reason
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ENGINES, About, LimitsConfig, ProxyConfig, differences, read_about
 from pd_cache.errors import PdCacheError
-from pd_cache.versions import FIRST
 
 log = logging.getLogger(__name__)
 
@@ -218,13 +217,11 @@ class NodePools:
         for name in sorted(before.keys() - now.keys()):
             log.info("node %s is gone", name)
         self._view = view
-        urls = {record.address for record in view.by_role(*ENGINES)}
-        self._abouts = {url: about for url, about in self._abouts.items() if url in urls}
         self._compare()
 
     def note_about(self, url: str, about: About) -> None:
         """Notes what a node itself says about its caches. It is used if the node's record says nothing."""
-        if self._abouts.get(url, About()) != about:
+        if self._abouts.get(url, about) != about:
             self._abouts[url] = about
             self._compare()
 
@@ -263,8 +260,9 @@ class NodePools:
         }
 
     def _compare(self) -> None:
-        known = ((record, self._abouts.get(record.address)) for record in self._view.by_role(*ENGINES))
-        records = [record if about is None else record.telling(about) for record, about in known]
+        engines = self._view.by_role(*ENGINES)
+        self._abouts = {record.address: self._abouts.get(record.address, About()) for record in engines}
+        records = [record.telling(self._abouts[record.address]) for record in engines]
         for hop, pool in self.pools.items():
             pool.update(record for record in records if record.role in (hop, "both"))
         prefill = self.pools["prefill"]
@@ -276,11 +274,8 @@ class NodePools:
             if self._differences.get(name) != difference:
                 log.warning("%s: %s", name, difference)
         self._differences = found
-        serves = [
-            (record.cache_namespaces, record.model)
-            for record in records
-            if record.role != "prefill" and record.cache_namespaces
-        ]
+        decode = [record for record in records if record.role != "prefill" and record.cache_namespaces]
+        serves = [(record.cache_namespaces, record.model) for record in decode]
         # while nodes of two versions come and go, it stays as long as it can
         if serves and self._serves not in serves:
             self._serves = serves[0]
@@ -292,13 +287,8 @@ class NodePools:
         else:
             namespaces, model = self._serves
             prefill.load_cost = self.caches.load_cost(namespaces)
-            serving = (
-                record
-                for record in records
-                if record.role != "prefill" and record.cache_namespaces == namespaces
-            )
-            label = Counter(record.label for record in serving).most_common(1)
-            self._direct.use(Pool(namespaces, master, model), label[0][0] if label else FIRST)
+            labels = Counter(record.label for record in decode if record.cache_namespaces == namespaces)
+            self._direct.use(Pool(namespaces, master, model), labels.most_common(1)[0][0])
 
 
 def _addresses(view: View) -> dict[str, str]:

@@ -142,7 +142,7 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
                 max_model_len=capacity.max_model_len or about.max_model_len,
             ),
             streams=self.streams or about.streams,
-            renders=about.renders,
+            renders=self.renders or about.renders,
             # vLLM may run in an environment of its own
             version=about.version or self.version,
             mooncake=about.mooncake or self.mooncake,
