@@ -408,7 +408,8 @@ class MooncakeStore:
         OK means that the pool holds the object. It may have been there before; its key names its contents, so
         the bytes are the same. BUSY means that another writer has begun the key and not ended it.
 
-        The slots are retained until the call has really ended; then they are settled.
+        The slots are retained until the call has really ended; then they are settled, as they are if no call
+        begins.
         """
         batch, end = Batch(list(keys), list(slots), list(sizes)), end_or(end, self._timeouts.put_ms)
         _check(batch)
@@ -417,6 +418,9 @@ class MooncakeStore:
             config = self._put_config if placement is None else self._config(placement)
             batch.retain()
             call = self._puts.submit(self._moves.put, end, batch.settle_and_release, batch, config, end)
+        else:  # they wait for no peer, and a local tier may keep them for as long as the pool is away
+            for slot in slots:
+                slot.settle()
         return Pending(self, call, len(keys), lambda status, _: status)
 
     def remove(self, keys: Sequence[str], end: End = None, *, force: bool = False) -> list[Status]:

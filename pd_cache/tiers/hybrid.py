@@ -340,6 +340,8 @@ class _WriteBehind:
                 self._jobs.put(_begin(tier, keys[:fits], items[:fits], end))
                 self._under_way += fits
         tier.metrics.dropped((Status.CLOSED if self._closed else Status.OVERLOADED).value, len(keys) - fits)
+        for item in items[fits:] if tier.backend.kind == "pool" else ():
+            item.slot.settle()  # a local tier may keep it
 
     def close(self) -> None:
         """Waits up to `close_s` seconds for the writes under way. Idempotent."""

@@ -316,6 +316,25 @@ def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path):
         open_backend(NodeSettings(master="nobody:1", cache=config, transfer=small), PAYLOAD)
 
 
+@pytest.mark.parametrize("blocking", [True, False], ids=["is away", "has a full backlog"])
+def test_chunks_that_a_local_tier_keeps_while_the_pool_takes_none_do_not_keep_the_memory_for_puts(blocking):
+    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier(blocking=blocking))
+    away = NodeSettings(
+        master="127.0.0.1:1",
+        cache=CacheConfig(tiers=tiers),
+        transfer=TransferSettings(staging_size=ByteSize(16 * 8192), prefault=False),
+    )
+    backend = open_backend(away, PAYLOAD)
+    try:
+        backend._behind._limit = 0
+        for n in range(64):
+            staged = backend.stage(end=0.0)
+            assert staged is not None, f"{n} chunks in the local tier count as on their way to the pool"
+            backend.batched_put([f"k{n}"], [staged]).results()
+    finally:
+        backend.close()
+
+
 # --- figures ------------------------------------------------------------------------------------------------
 
 
