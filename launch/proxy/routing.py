@@ -29,6 +29,7 @@ here: a broken group of prefill nodes must not stop decode nodes from answering.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from random import Random
@@ -298,9 +299,8 @@ class RetryBudget:
 
     def __init__(self, burst: int) -> None:
         """`burst`: the most retries that the bucket holds. It starts full."""
-        self._burst = float(burst)
-        self._left = self._burst
-        self._filled_at: float | None = None
+        self._burst = self._left = float(burst)
+        self._filled_at = math.inf
 
     def asked(self, now: float) -> None:
         self._fill(now, _A_REQUEST)
@@ -314,7 +314,7 @@ class RetryBudget:
         self._fill(now, -1.0)
 
     def _fill(self, now: float, more: float = 0.0) -> None:
-        passed = 0.0 if self._filled_at is None else max(0.0, now - self._filled_at)
+        passed = max(0.0, now - self._filled_at)
         self._filled_at = now
         self._left = min(self._burst, self._left + passed * _A_SECOND + more)
 

@@ -277,13 +277,15 @@ class SimulatedCluster:
                 prompt = prompt._replace(named=NamedPrompt("", request.tokens, pool_tokens=found))
                 now = self.time.now
                 if why is None and self.nodes["prefill"]:
-                    first = proxy.pools["prefill"].pick(now, prompt)
+                    first = proxy.pools["prefill"].cheapest(now, prompt)
                 predicted = proxy.limits.predict(first, prompt, now, now - request.due)
                 try:
                     proxy.limits.check(predicted, self.plan.proxy.limits)
                 except ApiError as error:
                     outcome.error = f"http {error.status}"
                     return
+                if first is not None:
+                    proxy.pools["prefill"].take(first)
             if why is None and self.nodes["prefill"]:
                 announced, outcome.cached = yield from self._prefill(proxy, prompt, request, trial, first)
             yield from self._decode(proxy, request, trial, announced, outcome, predicted)
