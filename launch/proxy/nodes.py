@@ -234,14 +234,11 @@ class NodePools:
                 node.elsewhere = max(0.0, report.queued + report.running - node.load)
         if self.roles is None:
             return
-        health: dict[str, bool] = {}
-        for pool in self.pools.values():
-            for url, well in pool.health(now).items():
-                health[url] = well and health.get(url, True)
+        ill = {url for pool in self.pools.values() for url, well in pool.health(now).items() if not well}
         roles = {record.address: record.role for record in self._view.by_role(*ENGINES)}
-        self.roles.look(now, roles, health, reports)
+        self.roles.look(now, roles, ill, reports)
         for hop, pool in self.pools.items():
-            pool.resting = self.roles.resting(hop)
+            pool.resting = self.roles.resting(now, hop)
 
     def stale_s(self, now: float) -> float:
         return 0.0 if self._view.stale_since is None else now - self._view.stale_since
@@ -300,30 +297,27 @@ async def check_nodes(nodes: NodePools, session: aiohttp.ClientSession) -> None:
     places = asyncio.Semaphore(_AT_A_TIME)
 
     async def check(url: str) -> None:
-        async with places:
-            until = asyncio.get_running_loop().time() + HEALTH_TIMEOUT_S
-            try:
-                async with asyncio.timeout_at(until):
-                    why = await _why_ill(nodes, session, url)
-            except TimeoutError:
-                why = f"no answer within {HEALTH_TIMEOUT_S:g} s"
-            except HopError as error:
-                why = f"{error.reason}: {error}"
-            except Exception as error:  # one check must not end the checks of all nodes
-                log.exception("node %s: the health check failed unexpectedly", url)
-                why = repr(error)
+        why, page = f"no answer within {HEALTH_TIMEOUT_S:g} s", b""
+        try:
+            async with places, asyncio.timeout(HEALTH_TIMEOUT_S):
+                why = await _why_ill(nodes, session, url)
+                if not why and (nodes.reads_metrics or nodes.gateways):
+                    _, page = await _page(session, f"{url}/metrics", _MAX_METRICS)
+        except TimeoutError:
+            pass
+        except HopError as error:
+            why = why and f"{error.reason}: {error}"  # it is well even if its metrics cannot be had
+        except Exception as error:  # one check must not end the checks of all nodes
+            log.exception("node %s: the health check failed unexpectedly", url)
+            why = repr(error)
         routed = [pool.nodes[url] for pool in nodes.pools.values() if url in pool.nodes]
         changed = [node.checked(alive=not why) for node in routed]
         if any(changed):
             log.warning("node %s: %s", url, f"not well: {why}" if why else "well again")
-        if not why and (nodes.reads_metrics or nodes.gateways):
-            with contextlib.suppress(HopError, TimeoutError):
-                async with asyncio.timeout_at(until):
-                    _, page = await _page(session, f"{url}/metrics", _MAX_METRICS)
-                most = max((node.record.capacity.max_running for node in routed), default=0)
-                if (report := read_metrics(page, most)) is not None:
-                    reports[url] = report
-                    nodes.limits.look(time.monotonic(), url, report)
+        most = max((node.record.capacity.max_running for node in routed), default=0)
+        if (report := read_metrics(page, most)) is not None:
+            reports[url] = report
+            nodes.limits.look(time.monotonic(), url, report)
 
     reports: dict[str, NodeReport] = {}
     urls = {url for pool in nodes.pools.values() for url in pool.nodes}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from launch.proxy.routing import Hop
@@ -99,6 +99,8 @@ class RoleNow(NamedTuple):
     does: Hop
     since: float
     why: str
+    mixed: bool = False
+    """Whether it has not been idle since its last change, for `_MIXED_S` at most."""
 
 
 class Roles:
@@ -109,21 +111,18 @@ class Roles:
         self.now: dict[str, RoleNow] = {}
         self._cut: int | None = None
         self._cut_at = self._saved = 0.0
-        self._mixed: set[str] = set()
-        """Nodes that have changed and not been idle since, for `_MIXED_S` at most."""
-        self._draining: set[str] = set()
         self._past: deque[tuple[float, Mapping[str, NodeReport]]] = deque()
 
     def look(
         self,
         now: float,
         roles: Mapping[str, str],
-        alive: Mapping[str, bool],
+        ill: Collection[str],
         reports: Mapping[str, NodeReport],
     ) -> None:
         """Decides anew.
 
-        `roles`: those of all known nodes, by the nodes' addresses; `alive`: whether each can be used;
+        `roles`: those of all known nodes, by the nodes' addresses; `ill`: the nodes that cannot be used;
         `reports`: those of the nodes that report now.
         """
         passed = now - self._past[-1][0] if self._past else 0.0
@@ -131,7 +130,7 @@ class Roles:
         while self._past[0][0] < now - _SETTLE_S:
             self._past.popleft()
         both = sorted(node for node, role in roles.items() if role == "both")
-        live = {node: role for node, role in roles.items() if alive.get(node, False)}
+        live = {node: role for node, role in roles.items() if node not in ill}
         work = self._work(live)
         costs = [self._cost(both[:cut], live, work) for cut in range(len(both) + 1)]
         cut = len(both) // 2 if self._cut is None else min(self._cut, len(both))
@@ -155,19 +154,18 @@ class Roles:
             if known is None:
                 known = RoleNow(does, now, "it is new")
             elif known.does != does:
-                known = RoleNow(does, now, why if best != cut else "other nodes came or went")
-                self._mixed.add(node)
-            self.now[node] = known
-        self._mixed = {
-            node
-            for node in self._mixed & live.keys() & self.now.keys()
-            if now < self.now[node].since + _MIXED_S and (node not in reports or reports[node].busy)
-        }
-        self._draining = {node for node in self._mixed if now < self.now[node].since + _DRAIN_S}
+                known = RoleNow(does, now, why if best != cut else "other nodes came or went", True)
+            busy = node in live and (node not in reports or reports[node].busy)
+            mixed = known.mixed and busy and now < known.since + _MIXED_S
+            self.now[node] = known._replace(mixed=mixed)
 
-    def resting(self, hop: Hop) -> set[str]:
+    def resting(self, now: float, hop: Hop) -> set[str]:
         """Returns the nodes that get no new requests of this kind."""
-        return self._draining | {node for node, role in self.now.items() if role.does != hop}
+        return {
+            node
+            for node, role in self.now.items()
+            if role.does != hop or (role.mixed and now < role.since + _DRAIN_S)
+        }
 
     def describe(self, now: float) -> dict[str, dict[str, Any]]:
         """Returns what each node does, since when and why, for `/health`."""
@@ -179,14 +177,12 @@ class Roles:
     def _work(self, live: Mapping[str, str]) -> dict[Hop, float]:
         """Returns the work of each kind, in nodes. Nodes that report nothing count like the average of the
         others."""
+        does = {node: self.now[node].does if node in self.now else role for node, role in live.items()}
         prefilling = sorted(
-            (node in self.now, node)
-            for node, role in live.items()
-            if (self.now[node].does if node in self.now else role) == "prefill"
+            (node for node in live if does[node] == "prefill"), key=lambda node: (node in self.now, node)
         )
-        steady = [node for _, node in prefilling if node not in self._mixed] or [
-            node for _, node in prefilling
-        ]
+        mixed = {node for node, role in self.now.items() if role.mixed}
+        steady = [node for node in prefilling if node not in mixed] or prefilling
         seen = {
             node: found
             for node in live

@@ -187,9 +187,9 @@ class _Proxy:
         for url, report in reports.items():
             self.limits.look(cluster.time.now, url, report)
         if cluster.plan.both:
-            self.roles.look(cluster.time.now, cluster.roles, dict.fromkeys(reports, True), reports)
+            self.roles.look(cluster.time.now, cluster.roles, (), reports)
             for hop, pool in self.pools.items():
-                pool.resting = self.roles.resting(hop)
+                pool.resting = self.roles.resting(cluster.time.now, hop)
 
 
 class SimulatedCluster:

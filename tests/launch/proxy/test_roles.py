@@ -33,7 +33,7 @@ def look(roles, now, nodes, kinds=("both",) * 6, order=NODES):
     roles.look(
         now,
         {node: kinds[NODES.index(node)] for node in order},
-        {node: nodes[node][0] for node in order},
+        {node for node in order if not nodes[node][0]},
         {node: nodes[node][1] for node in order if nodes[node][1] is not None},
     )
     return {node: role.does for node, role in roles.now.items()}
@@ -81,7 +81,7 @@ def test_equal_reports_make_equal_roles_whatever_the_order_of_nodes(history, lea
     for number, nodes in enumerate(history):
         now = number * EVERY_S
         assert look(one, now, nodes, kinds) == look(other, now, nodes, kinds, order)
-        assert one.resting("prefill") == other.resting("prefill")
+        assert one.resting(now, "prefill") == other.resting(now, "prefill")
 
 
 def test_nodes_go_where_the_work_is_and_come_back():
@@ -150,9 +150,9 @@ def test_a_node_that_changes_gets_nothing_new_until_it_has_finished():
     look(roles, 2, dead | {leaving: (True, ANSWERS)})
     assert roles.now[leaving].does == "prefill"
     assert roles.now[leaving].why == "too few nodes were alive"
-    assert leaving in roles.resting("prefill") & roles.resting("decode")
+    assert leaving in roles.resting(2, "prefill") & roles.resting(2, "decode")
     look(roles, 4, dead | {leaving: (True, IDLE)})
-    assert leaving not in roles.resting("prefill")
+    assert leaving not in roles.resting(4, "prefill")
 
 
 def test_a_node_that_does_not_finish_gets_new_requests_in_the_end():
@@ -160,9 +160,9 @@ def test_a_node_that_does_not_finish_gets_new_requests_in_the_end():
     nodes = {node: (node not in NODES[:3], ANSWERS) for node in NODES}
     look(roles, 0, dict.fromkeys(NODES, (True, IDLE)))
     look(roles, 2, nodes)
-    assert NODES[3] in roles.resting("prefill")
+    assert NODES[3] in roles.resting(2, "prefill")
     look(roles, 22, nodes)
-    assert NODES[3] not in roles.resting("prefill")
+    assert NODES[3] not in roles.resting(22, "prefill")
 
 
 def test_reports_are_read_from_the_metrics_of_vllm_and_of_the_reference_engine():
