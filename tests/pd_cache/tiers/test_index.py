@@ -1,4 +1,7 @@
-"""Eviction policies and the index: which entry goes, and that pinned ones never do."""
+"""Eviction policies and the index: which entry goes, and that pinned ones never do.
+
+tests/bench/lib/test_policies.py compares S3-FIFO with a plain implementation.
+"""
 
 import random
 
@@ -7,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pd_cache.tiers.index import S3FIFO, EvictingIndex, make_policy
+from pd_cache.tiers.index import EvictingIndex, make_policy
 from transfer.errors import Status
 
 POLICIES = ("lru", "lfu", "s3fifo")
@@ -44,41 +47,6 @@ def test_lru_and_lfu_evict_in_their_order(name, used, removed, order):
     assert drain(policy) == order
 
 
-def test_s3fifo_lets_what_is_read_once_pass_through_the_small_queue():
-    policy = S3FIFO(20)  # the small queue is a tenth: 2
-    fill(policy, "ab")
-    for key in "aab":
-        policy.used(key)
-    # a was used twice while it was small and moves to the main queue; b was not, and goes
-    assert policy.evict(nobody) == "b"
-    fill(policy, "cdefgh")
-    assert [policy.evict(nobody) for _ in range(5)] == ["c", "d", "e", "f", "g"], (
-        "one-off keys do not push out a"
-    )
-
-
-def test_s3fifo_remembers_what_it_evicted_and_takes_it_into_the_main_queue():
-    policy = S3FIFO(20)
-    fill(policy, "abc")
-    assert policy.evict(nobody) == "a"
-    fill(policy, "a")  # a ghost: straight into the main queue
-    fill(policy, "de")
-    assert [policy.evict(nobody) for _ in range(3)] == ["b", "c", "d"]
-    assert drain(policy) in ("ea", "ae")
-
-
-def test_s3fifo_gives_the_main_queue_a_second_round_for_each_use():
-    policy = S3FIFO(20)
-    fill(policy, "xyz")
-    for _ in range(3):
-        policy.evict(nobody)
-    fill(policy, "xyz")  # all three in the main queue now
-    for _ in range(9):
-        policy.used("x")
-    policy.used("y")
-    assert drain(policy) == "zyx"
-
-
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
@@ -106,15 +74,6 @@ def test_a_victim_is_never_pinned_and_everyone_goes_once(name, data):
             held.remove(gone)
         assert len(policy) == len(held)
     assert sorted(drain(policy)) == sorted("".join(held))
-
-
-def test_scans_of_new_keys_do_not_grow_what_s3fifo_remembers():
-    policy = S3FIFO(50)
-    for n in range(5_000):
-        if len(policy) == 50:
-            policy.evict(nobody)
-        policy.added(str(n))
-    assert len(policy._ghost) <= 50
 
 
 class IndexModel(RuleBasedStateMachine):
