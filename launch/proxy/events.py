@@ -187,38 +187,37 @@ class CacheView:
         self._most_blocks = most_blocks
         self._load_bytes = load_bytes
         self._subscriber = EventSubscriber()
-        self._caches: dict[tuple[str, str], KnownCache] = {}
-        """By the node's URL and instance: a node that was started anew has an empty cache."""
-        self._nodes: dict[str, NodeRecord] = {}
-        """The prefill nodes, by URL."""
+        self._nodes: dict[str, tuple[NodeRecord, KnownCache | None]] = {}
+        """The prefill nodes by URL, each with its cache, if it publishes events."""
 
     @property
     def blocks(self) -> int:
         """How many blocks it knows of, of all nodes."""
-        return sum(map(len, self._caches.values()))
+        return sum(len(cache) for _, cache in self._nodes.values() if cache is not None)
 
     def update(self, records: Iterable[NodeRecord]) -> dict[str, KnownCache]:
         """From now on, follows exactly those of these prefill nodes that publish events. Returns the nodes'
         known caches, by URL."""
         wanted: dict[Hashable, tuple[EventEndpoints, OnSteps]] = {}
-        caches: dict[tuple[str, str], KnownCache] = {}
-        nodes = {}
+        nodes: dict[str, tuple[NodeRecord, KnownCache | None]] = {}
+        caches = {}
         for record in records:
             url = record.address
-            nodes[url] = record
+            before, cache = self._nodes.get(url, (record, None))
             if record.events is None or record.replays is None:
+                nodes[url] = record, None
                 continue
-            key, ends = (url, record.instance), [(record.events, record.replays), *record.ranks]
-            cache = self._caches.get(key)
-            if cache is None or len(cache.ranks) != len(ends):
+            ends = [(record.events, record.replays), *record.ranks]
+            # a node that was started anew has an empty cache
+            if cache is None or before.instance != record.instance or len(cache.ranks) != len(ends):
                 cache = KnownCache(self._room, len(ends))
-            caches[key] = cache
             cache.fingerprint = record.fingerprint
             for number, (rank, addresses) in enumerate(zip(cache.ranks, ends, strict=True)):
-                wanted[(*key, number)] = (EventEndpoints(*addresses), rank.apply)
-        self._caches, self._nodes = caches, nodes
+                wanted[url, record.instance, number] = (EventEndpoints(*addresses), rank.apply)
+            nodes[url], caches[url] = (record, cache), cache
+        self._nodes = nodes
         self._subscriber.follow(wanted)
-        return {url: cache for (url, _), cache in caches.items()}
+        return caches
 
     def _room(self) -> int:
         return self._most_blocks - self.blocks
@@ -235,10 +234,9 @@ class CacheView:
         are in the memory of hosts and each of these nodes can load them."""
         found: dict[str, dict[str, object]] = {}
         pool = prompt.pool_tokens or 0
-        for url, record in self._nodes.items():
+        for record, cache in self._nodes.values():
             if record.fingerprint != prompt.fingerprint:
                 continue
-            cache = self._caches.get((url, record.instance))
             ranks: list[dict[str, int]] = [{}]
             if cache is not None and cache.knows(prompt):
                 ranks = [rank.media(prompt) for rank in cache.ranks]
@@ -252,11 +250,11 @@ class CacheView:
     def describe(self) -> dict[str, Any]:
         feeds: Mapping[Hashable, Any] = self._subscriber.describe()
         publishers = {}
-        for (url, instance), cache in self._caches.items():
-            for number, rank in enumerate(cache.ranks):
+        for url, (record, cache) in self._nodes.items():
+            for number, rank in enumerate(() if cache is None else cache.ranks):
                 known = {"blocks": len(rank), "unnameable": rank.unnameable}
                 name = f"{url} rank {number}" if number else url
-                publishers[name] = {**known, **feeds.get((url, instance, number), {})}
+                publishers[name] = {**known, **feeds.get((url, record.instance, number), {})}
         return {"blocks": self.blocks, "most_blocks": self._most_blocks, "publishers": publishers}
 
     def close(self) -> None:

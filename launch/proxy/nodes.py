@@ -93,12 +93,8 @@ def new_session(connections: int) -> aiohttp.ClientSession:
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
-    try:
-        for level, option, value in _SILENCE:
-            made.setsockopt(level, option, value)
-    except BaseException:
-        made.close()
-        raise
+    for option in _SILENCE:
+        made.setsockopt(*option)
     return made
 
 
@@ -168,21 +164,19 @@ async def check_status(answer: aiohttp.ClientResponse) -> None:
 
 
 def _hop_error(error: Exception) -> HopError:
+    reason: Reason = "garbage"
     if isinstance(
         error, (aiohttp.InvalidURL, UnicodeError, aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
     ):
-        return HopError("unreachable", _text_of(error))  # UnicodeError: a host name that cannot be looked up
-    if isinstance(error, TimeoutError):  # an OSError, too, from Python 3.11 on
-        return HopError("timeout", _text_of(error))
-    if isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, OSError)):
-        return HopError("disconnected", _text_of(error))
-    return HopError("garbage", _text_of(error))
-
-
-def _text_of(error: BaseException) -> str:
+        reason = "unreachable"  # UnicodeError: a host name that cannot be looked up
+    elif isinstance(error, TimeoutError):  # an OSError, too, from Python 3.11 on
+        reason = "timeout"
+    elif isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, OSError)):
+        reason = "disconnected"
+    what = f"{type(error).__name__}: {error}".removesuffix(": ")
     if isinstance(error, aiohttp.ClientConnectorError) and (number := error.os_error.errno or 0) > 0:
-        return os.strerror(number)  # aiohttp's text repeats the address, which the caller knows
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        what = os.strerror(number)  # aiohttp's text repeats the address, which the caller knows
+    return HopError(reason, what)
 
 
 class NodePools:
