@@ -136,11 +136,10 @@ class Hops:
         """Counts a completion at a node while the block asks the node. Yields the headers for the node, and
         what notes its answer's first byte."""
         pool, prompt, now = self.pools[hop], exchange.prompt, time.monotonic()
-        tokens = pool.work(node, prompt) if hop == "prefill" else prompt.length
         exchange.nodes[hop] = node
         with (
-            pool.working(node, prompt),
-            self.limits.asking(hop, node, tokens, now) as asked,
+            pool.working(node, prompt) as work,
+            self.limits.asking(hop, node, work if hop == "prefill" else prompt.length, now) as asked,
             exchange.hop_span(hop, node) as span,
         ):
             if hop == "decode" and not exchange.streamed:

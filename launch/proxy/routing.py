@@ -210,7 +210,8 @@ class NodePool:
         return [node for node in found if node.record.address not in self.resting] or found
 
     @contextmanager
-    def working(self, url: str, prompt: RoutedPrompt = NO_PROMPT) -> Iterator[None]:
+    def working(self, url: str, prompt: RoutedPrompt = NO_PROMPT) -> Iterator[float]:
+        """Counts a request as the node's while the block runs. Yields its work."""
         node = self.node(url)
         work = 1.0 if self._hop == "decode" else self.work(url, prompt)
         if self._learns:
@@ -218,7 +219,7 @@ class NodePool:
         node.load += work
         try:
             with nullcontext() if node.cache is None else node.cache.computing(prompt.named):
-                yield
+                yield work
         finally:
             node.load -= work
 

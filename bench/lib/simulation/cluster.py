@@ -317,9 +317,8 @@ class SimulatedCluster:
         while (url := attempts.next(self.time.now)) is not None:
             yield proxy.loop.run(proxy.costs.node_s * len(self.nodes["prefill"]))
             node = self.by_url[url]
-            work = pool.work(url, prompt)
             with (
-                pool.working(url, prompt),
+                pool.working(url, prompt) as work,
                 proxy.limits.asking("prefill", url, work, self.time.now) as asked,
             ):
                 generating = yield from node.take(request, 1, 0, lambda tokens: None)

@@ -7,7 +7,6 @@ also come as the password of HTTP's basic authentication, for which browsers ask
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from collections import Counter
@@ -101,17 +100,11 @@ class UiPages:
         self._keys.check_watcher(authorization := _authorization(request))
         if self._closing or self.followers >= _FOLLOWERS:
             raise overloaded(f"{_FOLLOWERS} browsers follow this proxy already")
-        self.followers += 1
-        try:
-            return await self._tell(request, authorization)
-        finally:
-            self.followers -= 1
-
-    async def _tell(self, request: web.Request, authorization: str | None) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={**_HEADERS, "Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
         )
-        with contextlib.suppress(ConnectionError, TimeoutError):
+        self.followers += 1
+        try:
             await response.prepare(request)
             while not self._closing and self._keys.may_watch(authorization):  # keys may change meanwhile
                 published = self._published
@@ -123,10 +116,12 @@ class UiPages:
                     await response.write(self._events[name])
                 await published.wait()
             await response.write_eof()
-            return response
-        response.force_close()
-        if request.transport is not None:
-            request.transport.abort()  # what it has not read must not be kept for it
+        except (ConnectionError, TimeoutError):
+            response.force_close()
+            if request.transport is not None:
+                request.transport.abort()  # what it has not read must not be kept for it
+        finally:
+            self.followers -= 1
         return response
 
     # --- what runs beside the requests --------------------------------------------------------------------
