@@ -6,7 +6,7 @@ continues to write into the memory of the transfer, even if that memory has anot
 
 1. A step has few objects. If a peer is silent, each of Mooncake's connections to it fails one object after
    the other when the TCP time-out has passed, and the step ends with a code for each key, within about the
-   caller's deadline.
+   caller's deadline. A put uses one connection to a peer, and takes longer (docs/mooncake.md).
 2. If Mooncake may still have given up a step (this process or the whole machine was stopped, or the clock was
    set), the step *forfeits* its slots: their memory is never used again.
 3. The codes show which peers are silent (`transfer.health`). Reads of their objects fail at once until the
