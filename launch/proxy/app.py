@@ -36,7 +36,7 @@ from launch.proxy.nodes import NodePools, check_nodes, new_session
 from launch.proxy.requests import CHAT, COMPLETIONS, MODELS, Requests
 from launch.proxy.serving import REQUEST_ID, Serving
 from launch.proxy.trips import Trip
-from launch.proxy.ui import RecentRequests, UiPages
+from launch.proxy.ui import RecentRequests, UiPages, pages
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig, ServerTlsConfig
 from pd_cache.tracing import UNTRACED, Tracing
 from transfer.settings import mooncake_version
@@ -147,7 +147,8 @@ class Proxy:
         self.hops.session = session = new_session(2 * config.max_requests + 128)
         checks = _repeat(lambda: nodes.HEALTH_INTERVAL_S, self.check_nodes)
         hints = _repeat(lambda: self._hints.renew_s, self._hints.renew)
-        beside = {asyncio.create_task(task) for task in (checks, hints)}
+        watching = _repeat(lambda: pages.INTERVAL_S / 8, self._ui.look)
+        beside = {asyncio.create_task(task) for task in (checks, hints, watching)}
         stop_following = self._files.follow()
         try:
             yield
@@ -159,6 +160,7 @@ class Proxy:
             await session.close()
             await asyncio.to_thread(self._direct.close)
             await asyncio.to_thread(self._pools.caches.close)
+            await asyncio.to_thread(self._ui.close)
 
     @web.middleware
     async def _outermost(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -43,7 +42,7 @@ _HEADERS = {
 }
 _FOLLOWERS = 32
 """The most at a time."""
-_INTERVAL_S = 2.0
+INTERVAL_S = 2.0
 """How often each node is asked, and an event is sent."""
 _WRITE_S = 10.0
 """How long a follower may leave an event unread."""
@@ -67,7 +66,9 @@ class UiPages:
         self._events: dict[str | None, bytes] = {}
         """The present event for each client, with only the requests that this client may see; None stands for
         all requests."""
+        self._publishes_at = 0.0
         self._closing = False
+        self._asker = Asker(NOBODY, INTERVAL_S)
         self.followers = 0
 
     def add_to(self, app: web.Application) -> None:
@@ -77,7 +78,6 @@ class UiPages:
         app.router.add_get("/ui/requests/{id}", self._explain)
         app.on_response_prepare.append(_ask_for_password)
         app.on_shutdown.append(self._close)
-        app.cleanup_ctx.append(self._beside_requests)
 
     async def _page(self, name: str, request: web.Request) -> web.Response:
         self._keys.check_watcher(_authorization(request))
@@ -131,28 +131,24 @@ class UiPages:
         nodes = tuple(record for record in view.nodes if record.role != "proxy")
         self._view = dataclasses.replace(view, nodes=nodes)
 
-    async def _beside_requests(self, app: web.Application) -> AsyncIterator[None]:
-        asker = Asker(NOBODY, _INTERVAL_S)
-        watching = asyncio.create_task(self._watch(asker))
-        yield
-        watching.cancel()
-        await asyncio.wait([watching])
-        await asyncio.to_thread(asker.close)
-
-    async def _watch(self, asker: Asker) -> None:
-        """While a browser follows, asks the nodes, on threads of their own, and publishes their answers."""
-        while True:
-            ends = time.monotonic() + _INTERVAL_S
-            while (now := time.monotonic()) < ends:
-                if self.followers:
-                    self._nodes.update(self._view)
-                else:
-                    self._nodes = WatchedNodes()  # a pause would look like one long interval
-                self._nodes.take(asker.poll(self._nodes.asked, now))
-                await asyncio.sleep(_INTERVAL_S / 8)
+    async def look(self) -> None:
+        """While a browser follows, asks the nodes, on threads of their own. Publishes their answers every
+        `INTERVAL_S`."""
+        now = time.monotonic()
+        if self.followers:
+            self._nodes.update(self._view)
+        else:
+            self._nodes = WatchedNodes()  # a pause would look like one long interval
+        self._nodes.take(self._asker.poll(self._nodes.asked, now))
+        if now >= self._publishes_at:
+            self._publishes_at = now + INTERVAL_S
             self._events.clear()
             published, self._published = self._published, asyncio.Event()
             published.set()
+
+    def close(self) -> None:
+        """Asks no more. Waits for the questions under way."""
+        self._asker.close()
 
     async def _close(self, app: web.Application) -> None:
         self._closing = True

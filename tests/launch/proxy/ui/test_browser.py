@@ -17,7 +17,7 @@ EVIL = "<img src=x onerror=document.title='owned'>"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(pages, "_INTERVAL_S", 0.2)
+    monkeypatch.setattr(pages, "INTERVAL_S", 0.2)
 
 
 def text_of(part):

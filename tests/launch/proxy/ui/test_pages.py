@@ -35,7 +35,7 @@ KEY, OTHER, WATCHING = "sk-0123456789abcdef", "sk-fedcba9876543210", "watch-0123
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Events and questions follow one another as fast as a test can read them."""
-    monkeypatch.setattr(pages, "_INTERVAL_S", 0.05)
+    monkeypatch.setattr(pages, "INTERVAL_S", 0.05)
 
 
 def counting():
@@ -196,7 +196,7 @@ async def test_followers_are_limited_and_a_place_comes_free(monkeypatch):
 @scenario
 async def test_a_follower_that_never_reads_is_cut_off(monkeypatch):
     monkeypatch.setattr(pages, "_WRITE_S", 0.3)
-    monkeypatch.setattr(pages, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(pages, "INTERVAL_S", 0.001)
     written = []
 
     def state(client):
