@@ -118,7 +118,9 @@ class Hints:
         self._asked = -math.inf
         """When it was asked for."""
         self._asking = asyncio.Lock()
-        self.pins = Pins(config.max_pins)
+        self.pins = pins = Pins(config.max_pins)
+        metrics.pins.set_function(lambda: len(pins))
+        metrics.pinned_bytes.set_function(lambda: len(pins.chunks()) * direct.chunk_bytes)
         self._recent: OrderedDict[tuple[Client, str], NamedPrompt] = OrderedDict()
         self._recent_chunks = 0
         self._prefetched: dict[bytes, Prefetched] = {}
@@ -189,7 +191,6 @@ class Hints:
                 answer = refused(action_id, error)
             self._metrics.hints.labels(kind, answer.status).inc()
             answers.append(answer)
-        self._show()
         return HintsAnswer(hints.protocol_version, hints.message_id, answers)
 
     async def _do(self, action: HintAction, exchange: Exchange) -> ActionAnswer:
@@ -400,11 +401,6 @@ class Hints:
                 space, objects = renewed
                 self.pins.end_where(lambda key, pin: pin.space != space)
         self._metrics.pinned_objects.set(objects)
-        self._show()
 
     def _is_over(self, key: PinKey, pin: Pin) -> bool:
         return pin.until <= self._clock()
-
-    def _show(self) -> None:
-        self._metrics.pins.set(len(self.pins))
-        self._metrics.pinned_bytes.set(len(self.pins.chunks()) * self._direct.chunk_bytes)
