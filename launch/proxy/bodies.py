@@ -79,7 +79,8 @@ class BodyShare:
         self._taken += count
         return True
 
-    def give_back(self) -> None:
+    def close(self) -> None:
+        """Gives the memory back."""
         self._memory.used -= self._taken
         self._taken = 0
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import chain
 from typing import Annotated, Any
 
@@ -300,8 +300,7 @@ class CacheQuery:
     async def answer(self, request: web.Request) -> web.Response:
         self._keys.check_watcher(authorization := request.headers.get("Authorization"))
         client = self._keys.visible_client(authorization)
-        share = BodyShare(self._bodies)
-        try:
+        with closing(BodyShare(self._bodies)) as share:
             body = await read_body(
                 request.content.iter_any(), share, _LARGEST, _READ_S, request.content_length
             )
@@ -312,8 +311,6 @@ class CacheQuery:
                     query = await asyncio.to_thread(read_query, body)
                 salt = query.cache_salt if client is None else tenant_salt(query.cache_salt, client.tenant)
                 return web.json_response(await self._look(query, salt))
-        finally:
-            share.give_back()
 
     async def _look(self, query: Query, salt: str | None) -> dict[str, dict[str, dict[str, object]]]:
         if query.tenant_id not in (None, "", _TENANT):

@@ -264,19 +264,17 @@ class Hops:
 
         No request depends on it, so its failure counts against no node.
         """
-        share = BodyShare(self.bodies)
-        if not share.grow(len(body)):
-            return "other requests take all the memory for bodies"
-        try:
-            with self.pools["decode"].working(node), exchange.hop_span("stream", node) as span:
-                headers = {**exchange.node_headers(self._keys, span), ID_HEADER: exchange.id + name}
-                answer = await send(self.session, "POST", node + path, headers, body)
-            answer.close()
-            return "" if answer.status == 200 else f"status {answer.status}"
-        except HopError as error:
-            return f"{error.reason}: {error}"
-        finally:
-            share.give_back()
+        with closing(BodyShare(self.bodies)) as share:
+            if not share.grow(len(body)):
+                return "other requests take all the memory for bodies"
+            try:
+                with self.pools["decode"].working(node), exchange.hop_span("stream", node) as span:
+                    headers = {**exchange.node_headers(self._keys, span), ID_HEADER: exchange.id + name}
+                    answer = await send(self.session, "POST", node + path, headers, body)
+                answer.close()
+                return "" if answer.status == 200 else f"status {answer.status}"
+            except HopError as error:
+                return f"{error.reason}: {error}"
 
 
 def _read_prefilled(answer: bytes) -> tuple[HandedOver, RequestReport | None]:

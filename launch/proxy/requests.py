@@ -99,7 +99,7 @@ class Requests:
             exchange.until_answered.close()
             if exchange.hinted is not None:
                 exchange.hinted.cancel()
-            share.give_back()
+            share.close()
             exchange.body = b""
             status = exchange.status
             self.metrics.requests.labels(str(status)).inc()
@@ -120,10 +120,9 @@ class Requests:
         Raises ApiError with the error for the client, ClientGone if the client hung up."""
         task = asyncio.current_task()
         assert task is not None
-        with self.admission.admitted(exchange.client):
+        with self.admission.admitted(exchange.client), self.metrics.running.track_inprogress():
             limit_s = max(0.0, self.config.request_timeout_s - (time.monotonic() - exchange.started))
             self.running.add(task)
-            self.metrics.running.set(len(self.running))
             try:
                 async with asyncio.timeout(limit_s) as limit:
                     yield
@@ -142,7 +141,6 @@ class Requests:
                 raise ApiError(500, "Internal error of the proxy", code="internal_error") from error
             finally:
                 self.running.discard(task)
-                self.metrics.running.set(len(self.running))
 
     # --- until its decode node ------------------------------------------------------------------------------
 
@@ -266,7 +264,7 @@ class Requests:
             if error is not None:
                 self.metrics.prediction_error.observe(error)
         exchange.until_answered.close()
-        exchange.share.give_back()
+        exchange.share.close()
         exchange.body = b""
 
     async def drain(self) -> None:

@@ -173,7 +173,7 @@ def test_large_bodies_leave_a_quarter_of_the_memory_to_small_ones():
     assert all(BodyShare(memory).grow(1 << 18) for _ in range(31))
     assert small.grow(1 << 18)
     assert not small.grow(1)
-    large.give_back()
+    large.close()
     assert large.grow(1 << 20)
 
 
