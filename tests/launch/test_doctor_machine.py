@@ -15,6 +15,7 @@ from launch.operate.status import status_table
 from launch.watch.state import ClusterStatus, NodeStatus
 from pd_cache.cluster import Capacity, ClusterConfig, NodeRecord
 from pd_cache.cluster.machine import machine_memory
+from tests.pd_cache.cluster.test_machine import GIB, write
 from tests.support.cli import drawn
 from transfer.settings import TransferSettings, decode_custom
 
@@ -22,12 +23,6 @@ RDMA = TransferSettings(protocol="rdma")
 ROCE = "0000:0000:0000:0000:0000:ffff:0a00:0001"
 LINK_LOCAL = "fe80:0000:0000:0000:0202:c9ff:fe00:0001"
 NOTHING = "fe80:0000:0000:0000:0000:0000:0000:0000"
-
-
-def write(root, path, text):
-    file = root / path
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text + "\n")
 
 
 def device(root, name="mlx5_0", *, state="4: ACTIVE", layer="Ethernet", gids):
@@ -112,9 +107,6 @@ def test_what_is_wrong_with_a_port_is_broken_with_rdma_and_a_warning_with_tcp(
 
 
 # --- memory -------------------------------------------------------------------------------------------------
-
-
-GIB = 1 << 30
 
 
 def machine(root):

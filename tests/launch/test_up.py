@@ -9,28 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from launch.run import up
-from pd_cache.cluster import (
-    ClusterConfig,
-    DecodeNode,
-    MasterNode,
-    ModelConfig,
-    ProxyNode,
-    RandomModel,
-    ReferenceEngineConfig,
-    StoreNode,
-)
+from pd_cache.cluster import DecodeNode, ProxyNode, StoreNode
 from pd_cache.cluster.machine import local_nodes
 from pd_cache.errors import ConfigError
+from tests.pd_cache.cluster.test_machine import ELSEWHERE, cluster
 from transfer.settings import ByteSize
-
-ENGINE = ReferenceEngineConfig(model=ModelConfig(name="m", random=RandomModel()))
-ELSEWHERE = "192.0.2.1"  # reserved for documentation: never an address of this machine
-
-
-def cluster(*nodes, **sections):
-    return ClusterConfig(
-        nodes=(MasterNode(name="master", port=0, metrics_port=0), *nodes), engine=ENGINE, **sections
-    )
 
 
 def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay():

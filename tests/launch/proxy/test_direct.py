@@ -340,66 +340,62 @@ async def test_a_text_that_cannot_be_tokenized_does_not_end_lookups_for_others(s
         assert len(c.prefill[0].bodies) == 1, "the good one was looked up and went past"
 
 
-def test_a_pool_that_comes_back_is_asked_by_the_client_that_was_there():
-    opened = []
-    direct = DirectRule(256, lambda pool: opened.append(Lookups(0)) or opened[-1])
+class Opened(list):
+    """The clients that a rule has opened, and the pools that it watches."""
+
+    def __init__(self):
+        self.direct = DirectRule(256, lambda pool: self.append((pool, Lookups(0))) or self[-1][1])
+        self.pools = NodePools(ProxyConfig(), self.direct, lambda view: "127.0.0.1:1")
+
+    def update(self, *records):
+        self.pools.update(View(records))
+
+
+@pytest.fixture
+def opened():
+    found = Opened()
+    yield found
+    found.direct.close()
+    assert all(client.closed for _, client in found)
+
+
+def keeps(port, space=NAMESPACE):
+    """A decode node."""
+    return NodeRecord(name=f"{port}", role="decode", address=f"http://127.0.0.1:{port}", **space.described())
+
+
+def test_a_pool_that_comes_back_is_asked_by_the_client_that_was_there(opened):
     for known in (POOL, "no decode node reports its namespace", POOL):
-        direct.use(known)
-    assert [client.closed for client in opened] == [False]
-    direct.use(POOL._replace(master="127.0.0.1:2"))
-    direct.close()
-    assert [client.closed for client in opened] == [True, True]
+        opened.direct.use(known)
+    ((_, client),) = opened
+    assert not client.closed
+    opened.direct.use(POOL._replace(master="127.0.0.1:2"))
+    assert client.closed
+    assert len(opened) == 2
 
 
-def test_a_master_whose_record_is_gone_for_a_while_is_asked_by_the_client_that_was_there():
-    opened = []
-    direct = DirectRule(256, lambda pool: opened.append(pool) or Lookups(0))
-    pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
-    decode = NodeRecord(name="d", role="decode", address="http://127.0.0.1:2", **NAMESPACE.described())
+def test_a_master_whose_record_is_gone_for_a_while_is_asked_by_the_client_that_was_there(opened):
+    decode = keeps(2)
     master = NodeRecord(name="m", role="master", address="127.0.0.1:1", lease_ttl_ms=6000)
-    for records in (
-        (decode, master),
-        (decode,),
-        (decode, master),
-        (decode, msgspec.structs.replace(master, address="127.0.0.1:3")),
-    ):
-        pools.update(View(records))
-    direct.close()
+    for others in ([master], [], [master], [msgspec.structs.replace(master, address="127.0.0.1:3")]):
+        opened.update(decode, *others)
     assert len(opened) == 1
 
 
-def test_prompts_are_looked_up_in_the_version_that_most_decode_nodes_say_by_the_same_client():
-    opened = []
-    direct = DirectRule(256, lambda pool: opened.append(Lookups(0)) or opened[-1])
-    pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
-    urls = [f"http://127.0.0.1:{port}" for port in (2, 3, 4)]
-    pools.update(
-        View(
-            tuple(
-                NodeRecord(name=url[-1], role="decode", address=url, **NAMESPACE.described()) for url in urls
-            )
-        )
-    )
+def test_prompts_are_looked_up_in_the_version_that_most_decode_nodes_say_by_the_same_client(opened):
+    nodes = [keeps(port) for port in (2, 3, 4)]
+    opened.update(*nodes)
     seen = []
-    for url, label in zip([*urls, *urls], ["w1", "w1", None, None, None, "w2"], strict=True):
-        weights = Weights(id="0" * 16, label=label, since=0)
-        pools.note_about(url, About(weights=(weights,)))
-        seen.append(opened[-1].label)
-    direct.close()
+    for node, label in zip([*nodes, *nodes], ["w1", "w1", None, None, None, "w2"], strict=True):
+        opened.pools.note_about(node.address, About(weights=(Weights(id="0" * 16, label=label, since=0),)))
+        seen.append(opened[-1][1].label)
     assert seen == ["", "w1", "w1", None, None, None]
     assert len(opened) == 1
 
 
-def test_nodes_of_two_versions_that_come_and_go_change_the_pool_once():
-    opened = []
-    direct = DirectRule(256, lambda pool: opened.append(pool) or Lookups(0))
-    pools = NodePools(ProxyConfig(), direct, lambda view: "127.0.0.1:1")
+def test_nodes_of_two_versions_that_come_and_go_change_the_pool_once(opened):
     old, new = NAMESPACE, msgspec.structs.replace(NAMESPACE, model="tiny@2")
-    nodes = [
-        NodeRecord(name=name, role="decode", address=f"http://127.0.0.1:{port}", **space.described())
-        for name, port, space in (("a", 2, new), ("b", 3, old), ("c", 4, new))
-    ]
+    nodes = [keeps(2, new), keeps(3, old), keeps(4, new)]
     for records in (nodes[1:2], nodes, nodes[1:], nodes, (), nodes, nodes[::2], nodes, nodes[1:], nodes):
-        pools.update(View(tuple(records)))
-    direct.close()
-    assert [pool.namespaces for pool in opened] == [(old,), (new,)]
+        opened.update(*records)
+    assert [pool.namespaces for pool, _ in opened] == [(old,), (new,)]
