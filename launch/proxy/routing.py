@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Literal
 
@@ -324,61 +325,54 @@ _MOST = 2
 """How many nodes may fail a request after it was sent to them."""
 
 
+@dataclass
 class Trial:
     """What one request has done so far to nodes of all kinds."""
 
-    def __init__(self, budget: RetryBudget) -> None:
-        self.budget = budget
-        self.lost = 0
-        """How many nodes lost their connection while they had the request. Only those count that had failed
-        fewer than `BREAKER_FAILURES` others since their last good answer."""
+    budget: RetryBudget
+    lost: int = 0
+    """How many nodes lost their connection while they had the request. Only those count that had failed fewer
+    than `BREAKER_FAILURES` others since their last good answer."""
 
 
+@dataclass
 class Attempts:
     """One request's way through a pool: each node at most once."""
 
-    def __init__(
-        self,
-        pool: NodePool,
-        trial: Trial,
-        prompt: RoutedPrompt = NO_PROMPT,
-        *,
-        first: str | None = None,
-        tried: Collection[str] = (),
-    ) -> None:
-        """`first`: the node to try first, if it is not skipped. `tried`: nodes that are not tried."""
-        self._first = first
-        self._pool = pool
-        self._trial = trial
-        self._prompt = prompt
-        self._tried = set(tried)
-        self._suspects: list[tuple[RoutedNode, Reason]] = []
-        self._failures = 0
+    pool: NodePool
+    trial: Trial
+    prompt: RoutedPrompt = NO_PROMPT
+    first: str | None = None
+    """The node to try first, if it is not skipped."""
+    tried: Collection[str] = ()
+    """Nodes that are not tried any more."""
+    _suspects: list[tuple[RoutedNode, Reason]] = field(default_factory=list)
+    _failures: int = 0
 
     @property
     def blamed(self) -> bool:
         """Whether the failures are the request's own fault."""
-        return self._failures >= _MOST or self._trial.lost >= _MOST
+        return self._failures >= _MOST or self.trial.lost >= _MOST
 
     def next(self, now: float) -> str | None:
         """Returns the node to try now; None if none is left, or if the request has done enough."""
         if self.blamed:
             return None
-        budget, again = self._trial.budget, self._failures > 0
+        budget, again = self.trial.budget, self._failures > 0
         if again and not budget.allows(now):
             return None
-        node, self._first = self._first, None
-        if node is None or node in self._tried or not self._pool.health(now).get(node, False):
-            node = self._pool.pick(now, self._prompt, self._tried, proven_first=again)
+        node, self.first = self.first, None
+        if node is None or node in self.tried or not self.pool.health(now).get(node, False):
+            node = self.pool.pick(now, self.prompt, self.tried, proven_first=again)
         if node is not None:
-            self._pool.node(node).breaker.sent(now)
-            self._tried.add(node)
+            self.pool.node(node).breaker.sent(now)
+            self.tried = {*self.tried, node}
             if again:
                 budget.take(now)
         return node
 
     def failed(self, url: str, reason: Reason, now: float) -> None:
-        node = self._pool.node(url)
+        node = self.pool.node(url)
         if reason in ("unreachable", "timeout"):
             node.breaker.failed(reason, now)
             self._failures += reason == "timeout"
@@ -386,12 +380,12 @@ class Attempts:
             node.suspicions += 1
             self._suspects.append((node, reason))
             self._failures += 1
-            self._trial.lost += reason == "disconnected" and node.suspicions <= BREAKER_FAILURES
+            self.trial.lost += reason == "disconnected" and node.suspicions <= BREAKER_FAILURES
 
     def answered(self, url: str, now: float, *, well: bool) -> None:
         """Notes that the node that `next` returned answered: `well`, or with a refusal, which proves nothing
         about earlier nodes."""
-        node = self._pool.node(url)
+        node = self.pool.node(url)
         if not well:
             node.reached()
             return
