@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import hashlib
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -51,38 +52,38 @@ class ClientGone(Exception):
     """The client closed its connection."""
 
 
+@dataclass
 class BodyMemory:
     """How much of the memory for bodies is taken, in bytes."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
+    limit: int
+    used: int = 0
 
 
+@dataclass
 class BodyShare:
     """The memory that one request's body takes."""
 
-    def __init__(self, memory: BodyMemory) -> None:
-        self._memory = memory
-        self._taken = 0
+    memory: BodyMemory
+    taken: int = 0
 
     def grow(self, count: int) -> bool:
         """Takes room for `count` more bytes of the body. Returns False, and takes nothing, if there is none.
 
         Large bodies together get three quarters of the memory; the rest is kept for small ones.
         """
-        memory, count = self._memory, count * _COPIES
-        large = self._taken + count > _SMALL * _COPIES
+        memory, count = self.memory, count * _COPIES
+        large = self.taken + count > _SMALL * _COPIES
         if memory.used + count > (memory.limit * 3 // 4 if large else memory.limit):
             return False
         memory.used += count
-        self._taken += count
+        self.taken += count
         return True
 
     def close(self) -> None:
         """Gives the memory back."""
-        self._memory.used -= self._taken
-        self._taken = 0
+        self.memory.used -= self.taken
+        self.taken = 0
 
 
 async def read_body(

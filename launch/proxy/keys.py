@@ -15,6 +15,7 @@ from asyncio import sslproto
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -114,9 +115,9 @@ class Keys:
         self.tenants: Mapping[str, TenantConfig] | None = None
         """Those of `tenants_file`; None without one."""
         self._of_keys: Mapping[str, LimitsConfig] = {}
-        for field in ("api_keys_file", "monitor_keys_file", "node_key_file", "tenants_file"):
-            if (file := getattr(config, field)) is not None:
-                files.add(f"proxy.{field}", [file], partial(self._read, field, file))
+        for name in ("api_keys_file", "monitor_keys_file", "node_key_file", "tenants_file"):
+            if (file := getattr(config, name)) is not None:
+                files.add(f"proxy.{name}", [file], partial(self._read, name, file))
 
     def _read(self, field: str, file: str) -> None:
         if field == "api_keys_file":
@@ -208,19 +209,17 @@ def _refused() -> ApiError:
     return ApiError(401, "A valid API key is needed: `Authorization: Bearer KEY`", code="invalid_api_key")
 
 
+@dataclass
 class Admission:
     """Admits requests, or refuses them immediately."""
 
-    def __init__(
-        self, max_requests: int, max_per_key: int | None, limits: Callable[[str], TenantConfig]
-    ) -> None:
-        """`limits(tenant)`: what a tenant may have."""
-        self._max_requests = max_requests
-        self._max_per_key = max_per_key
-        self._limits = limits
-        self._running: Counter[Client] = Counter()
-        self.closing = False
-        """Set once no more are admitted."""
+    max_requests: int
+    max_per_key: int | None
+    limits: Callable[[str], TenantConfig]
+    """Returns what a tenant may have."""
+    closing: bool = False
+    """Set once no more are admitted."""
+    _running: Counter[Client] = field(default_factory=Counter)
 
     def running(self) -> int:
         """Returns how many requests are admitted now."""
@@ -231,11 +230,11 @@ class Admission:
         Takes no place."""
         if self.closing:
             raise overloaded("The proxy is shutting down")
-        if self.running() >= self._max_requests:
+        if self.running() >= self.max_requests:
             raise overloaded(
-                f"{self._max_requests} requests are in flight, and this proxy takes no more at a time"
+                f"{self.max_requests} requests are in flight, and this proxy takes no more at a time"
             )
-        for place, most in enumerate((self._max_per_key, self._limits(client.tenant).max_requests)):
+        for place, most in enumerate((self.max_per_key, self.limits(client.tenant).max_requests)):
             name, what = client[place], ("key", "tenant")[place]
             if (
                 name
