@@ -84,7 +84,7 @@ static_resources:
 """
 
 
-class Streams(NamedTuple):
+class StreamLoad(NamedTuple):
     """`each` streams in a row on each of a number of connections."""
 
     connections: int
@@ -107,11 +107,11 @@ class Streams(NamedTuple):
         return self.connections * (self.each + 1), self.connections * (self.each * (self.events + 1) + 2)
 
 
-PACED, OPEN = Streams(64, 32, 40, each=3), Streams(500, 5, 1000)
-MANY, FEW = Streams(64, 64, 20, each=5), Streams(64, 8, 160, each=5)
+PACED, OPEN = StreamLoad(64, 32, 40, each=3), StreamLoad(500, 5, 1000)
+MANY, FEW = StreamLoad(64, 64, 20, each=5), StreamLoad(64, 8, 160, each=5)
 """They differ only in the number of events, so their processor times show what an event takes."""
-SHORT = Streams(64, 1, 0, each=20)
-LONG = Streams(64, 1, 0, each=20, prompt=8192)
+SHORT = StreamLoad(64, 1, 0, each=20)
+LONG = StreamLoad(64, 1, 0, each=20, prompt=8192)
 
 
 class Timing(NamedTuple):
@@ -167,7 +167,9 @@ def _used_s(pid: int) -> float:
     )
 
 
-async def _stream(session: aiohttp.ClientSession, url: str, load: Streams, prefill_url: str | None) -> Timing:
+async def _stream(
+    session: aiohttp.ClientSession, url: str, load: StreamLoad, prefill_url: str | None
+) -> Timing:
     body, fields = json.dumps(load.body), {**load.body, "kv_transfer_params": {"do_remote_decode": True}}
     start = time.perf_counter()
     if prefill_url is not None:
@@ -184,7 +186,7 @@ async def _stream(session: aiohttp.ClientSession, url: str, load: Streams, prefi
     return Timing(first * 1e3, (time.perf_counter() - start) * 1e3)
 
 
-async def _streams(url: str, load: Streams, prefill_url: str | None = None) -> list[Timing]:
+async def _streams(url: str, load: StreamLoad, prefill_url: str | None = None) -> list[Timing]:
     """Runs the streams on open connections. If there are several in a row, the first ones begin evenly over
     the time that one stream takes, as independent requests do."""
     over_s = load.events * load.pause_ms / 1000 if load.each > 1 else 0.0
@@ -281,7 +283,7 @@ def decision() -> float:
 @option("--limits", is_flag=True, help="Instead, compare requests a second within limits with proxy.limits and without, at up to three times the load that reference nodes can do.")  # fmt: skip
 @output_options
 def main(limits: bool, **output: Any) -> None:
-    """Streams through the proxy against streams from a node."""
+    """StreamLoad through the proxy against streams from a node."""
     if limits:
         finish(*limits_on_nodes(), **output)
         return

@@ -7,7 +7,7 @@ import pytest
 
 from bench.lib.kv import Shape
 from bench.suites.bandwidth import checks_of
-from bench.suites.proxy import Streams
+from bench.suites.proxy import StreamLoad
 from pd_cache.cluster.machine import find_program
 from tests.support.cli import cli_json
 
@@ -43,12 +43,12 @@ QUICKLY = {
     "lookup._ROUNDS": 3,
     "lookup._SECONDS": 0.1,
     "proxy._ROUNDS": 2,
-    "proxy.PACED": Streams(4, 4, 40, 3),
-    "proxy.OPEN": Streams(10, 5, 100),
-    "proxy.MANY": Streams(4, 8, 20, 5),
-    "proxy.FEW": Streams(4, 4, 40, 5),
-    "proxy.SHORT": Streams(4, 1, 0, 5),
-    "proxy.LONG": Streams(4, 1, 0, 5, 1024),
+    "proxy.PACED": StreamLoad(4, 4, 40, 3),
+    "proxy.OPEN": StreamLoad(10, 5, 100),
+    "proxy.MANY": StreamLoad(4, 8, 20, 5),
+    "proxy.FEW": StreamLoad(4, 4, 40, 5),
+    "proxy.SHORT": StreamLoad(4, 1, 0, 5),
+    "proxy.LONG": StreamLoad(4, 1, 0, 5, 1024),
 }
 """What else says how long they take."""
 
