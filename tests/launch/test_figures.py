@@ -89,12 +89,6 @@ def test_a_reading_that_is_not_later_than_the_last_does_not_count():
     assert found.rates(7.0).load == 10.0
 
 
-def test_prompt_tokens_are_split_by_where_their_kv_came_from():
-    found = rates((0.0, text()), (2.0, text(at_hand=10, loaded=60, computed=30, memory=1, pool=2)))
-    assert found.sources == shares(engine=0.1, memory=0.2, pool=0.4, computed=0.3)
-    assert found.hit == pytest.approx(0.6), "what the engine had at hand was not loaded"
-
-
 def test_loads_of_a_node_that_does_not_count_by_tier_are_those_of_its_only_tier():
     only = 'pd_cache_tier_bytes{tier="mooncake"} 0\n'
     found = rates((0.0, only + text()), (2.0, only + text(loaded=60, computed=40))).sources
