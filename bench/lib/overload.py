@@ -52,7 +52,7 @@ _FIRST_S, _NEXT_S = 10.0, 0.2
 _LOADS = (0.8, 1.0, 2.0, 3.0)
 _PROMPTS, _ANSWER = (200, 1800), 16
 """The fewest and most tokens of a prompt; the tokens of an answer."""
-_AT_ONCE, _WARM_S, _COUNTED_S = 40, 10.0, 30.0
+_AT_ONCE, _WARM_S, _COUNTED_S = 40, 10.0, 120.0
 
 
 def limits_on_nodes() -> tuple[dict[str, Any], list[Check]]:
