@@ -28,7 +28,7 @@ class LayerGroups:
         """Raises ValueError if there is no group, or if the groups' chunks are not of one size."""
         if len({database.chunk_size for database in databases}) != 1:
             raise ValueError(
-                f"the groups of a model have chunks of one size, got {[one.namespace for one in databases]}"
+                f"the groups of a model have chunks of one size, got {[database.namespace for database in databases]}"
             )
         self.databases = tuple(databases)
         self.first = databases[0]

@@ -329,7 +329,7 @@ class BypassLookupClient(LookupClient):
         timeout: Timeout = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """`engine` is a `CacheEngine`. `timeout` (s) bounds each lookup. Raises ValueError if the namespace
+        """`engine` is a `CacheEngine`, or a `PrefixLookup` alone. `timeout` (s) bounds each lookup. Raises ValueError if the namespace
         of `config` and `metadata` is not the engine's."""
         wanted, database = metadata.namespace(config.cache), engine.groups.first
         if database.namespace != wanted:

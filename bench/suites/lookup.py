@@ -323,7 +323,7 @@ def measure_clients(machines: Crew, master: str, levels: Sequence[int]) -> list[
 
 
 def lead(machines: Crew, levels: Sequence[int], lmcache: bool, groups: bool) -> dict[str, Any]:
-    """All parts, on a pool of the bench's own at the machine that leads."""
+    """Runs all parts on a pool that the bench starts on the leading machine."""
     here = machines.location
     master = machines.later.enter_context(
         local_pool(_SEGMENT, host=here.host, transfer=bench_transfer(here.config))

@@ -1,5 +1,5 @@
-"""How soon does a decode node answer after the prefill? `after_prefill_ms`, against vLLM's own connectors:
-`bench ttft --pd`.
+"""How soon does a decode node answer after the prefill? `bench ttft --pd` reports `after_prefill_ms` beside
+vLLM's own connectors.
 
 A prefill and a decode node stand behind a proxy; each has a core of its own, or half of a GPU. `never` and
 `always` are values of `handoff.stream`. With vLLM's own connectors, the bench makes both hops. With `--link`,

@@ -21,7 +21,9 @@ A completion's way, by file and function:
     bodies.py       read_body
     requests.py     Requests.admitted          holds a place, and ends the request at its deadline
     requests.py     Requests.prepared          is all that comes before the decode node, a step a line:
-    hops.py           Hops.look_up             does a prefill node have to compute the prompt?
+    requests.py       Requests._read           reads the prompt out of the body
+    requests.py       Requests._look_up        notes what the next step finds
+    hops.py             Hops.look_up           does a prefill node have to compute the prompt?
     requests.py       Requests._prefill_node   refuses it, or lets it wait; takes a node
     hints.py          Hints.begin
     requests.py       Requests._prefilled      may have a decode node load meanwhile
@@ -29,9 +31,9 @@ A completion's way, by file and function:
     serving.py      Serving._decode            asks a decode node, also in Hops.asking
     serving.py      Relay.pass_on              passes its answer on, most bytes in a _Shortcut
 
-Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`: everything until
-`Requests.prepared` is the same, then it names the decode node, and the gateway asks that node. There, rule 3
-is the gateway's affair.
+Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`. It takes the same
+steps up to `Requests.prepared`, but also holds a place while it reads the body. Then it names the decode node,
+and the gateway asks that node. There, rule 3 is the gateway's affair.
 
 `exchange` is the state of a request. `bodies` reads what clients and nodes send. `direct` looks prompts up in
 the pool. `routing` (pure) decides which node is next, when to stop, and what is to blame for a failure.

@@ -74,7 +74,8 @@ def hash_seeds(config: ClusterConfig) -> set[str]:
 
 
 class DirectRule:
-    """Sends a prompt to the decode node directly if fewer than `tokens` of its tokens have to be computed."""
+    """Decides which prompts need no prefill node: those of which fewer than `tokens` tokens have to be computed.
+    Looks them up."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class Exchange:
         self.body = b""
         """The client's body until the request is prepared, then that for the decode node until it answers."""
         self.prompt = NO_PROMPT
-        """A completion's prompt, once it is looked up."""
+        """A completion's prompt, once the body is read; it has names after the lookup."""
         self.predicted = Predicted()
         """What was predicted when it was admitted."""
         self.status = 499

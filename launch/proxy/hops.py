@@ -1,5 +1,5 @@
-"""What the proxy asks before the answer: perhaps a decode node for the prompt's tokens, then the pool, then a
-prefill node. Meanwhile a decode node may load."""
+"""Asks a decode node for the prompt's tokens (if needed), then the pool, then a prefill node. Meanwhile, a decode
+node may load."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class Hops:
     async def load(
         self, exchange: Exchange, node: str, path: str, body: bytes, name: str = _STREAM_ID
     ) -> str:
-        """Has a decode node load a prompt, until the node answers or the caller is cancelled. Returns why the
+        """Asks a decode node to load a prompt. Ends when the node answers or the caller is cancelled. Returns why the
         node did not answer well; empty if it did.
 
         No request depends on it, so its failure counts against no node.

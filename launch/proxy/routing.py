@@ -122,7 +122,7 @@ class NodePool:
 
     def update(self, records: Iterable[NodeRecord]) -> None:
         """Uses these nodes from now on. Keeps what is known about a node, unless the node was started anew.
-        It may say later how large its cache is."""
+        A node may report its cache's size later."""
         nodes = {}
         for record in records:
             node = self.nodes.get(record.address)
@@ -355,7 +355,7 @@ class Attempts:
         return self._failures >= _MOST or self.trial.lost >= _MOST
 
     def next(self, now: float) -> str | None:
-        """Returns the node to try now; None if none is left, or if the request has done enough."""
+        """Returns the node to try now; None if none is left, or if no further try is allowed."""
         if self.blamed:
             return None
         budget, again = self.trial.budget, self._failures > 0

@@ -150,8 +150,7 @@ class PdCacheL2Adapter(L2AdapterInterface):
         return self._loads.take(task_id)
 
     def get_memory_tags(self) -> Any:
-        """Returns where the bytes are, for LMCache 0.5.7: the answer that LMCache itself gives for Mooncake's
-        pools."""
+        """Returns the memory tags that LMCache 0.5.7 itself gives for Mooncake's pools."""
         from lmcache.v1.distributed.api import MemoryResidency, MemorySegment, MemoryTags  # 0.5.6 has none
 
         return MemoryTags(MemorySegment.STORAGE, MemoryResidency.REMOTE)

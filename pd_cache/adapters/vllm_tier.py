@@ -199,7 +199,7 @@ class PdCacheTierManager(SecondaryTierManager):
         weights may have changed."""
         self._jobs.drain()
         self._names.reset()
-        # running requests have KV of the version before, which is not stored any more
+        # running requests still have KV of the old weights, which is no longer stored
 
     def shutdown(self) -> None:
         """Ends all jobs, and closes the cache. Raises RuntimeError if a transfer still uses vLLM's memory,

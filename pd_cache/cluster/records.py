@@ -23,7 +23,7 @@ MAX_RECORD = 64 << 10
 
 _AT = rf"{HOST}:{PORT}"
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
-"""Bounded so that every program can compute with it, even if it has only floating-point numbers."""
+"""A whole number that programs with only floating-point numbers read exactly."""
 Milliseconds = Annotated[int, Meta(ge=0, le=86_400_000)]
 Address = Annotated[
     str,

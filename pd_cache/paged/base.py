@@ -118,7 +118,7 @@ def plan(
 def plan_named(
     names: Names, places: BlocksOrSlots, layout: KVLayout, chunk_size: int, *, loads: bool, tail: int
 ) -> list[Tensor]:
-    """As above, for a load or a store of chunks with names. A store may leave out blocks only of layers with
+    """As `plan`, for a load or a store of chunks with names. A store may leave out blocks only of layers with
     a `tail`, which need only the ends of prefixes.
 
     Also raises ValueError for bad names, or if names and places are not equally many chunks.

@@ -1,8 +1,8 @@
 """The connector's part in the scheduler. It passes vLLM's hooks on to requests, stores and streams.
 
 Everything runs on the scheduler's thread. While requests wait for loads, this thread spins through its loop,
-and asks about each request hundreds of times a second. So each request is looked up only once, and all other
-steps are a few dictionary operations.
+and asks about each request hundreds of times a second. So all steps but a lookup are a few dictionary
+operations, and only a request that waits for other nodes is looked up again, after a pause.
 
 `tracked.py` has a request's state, `stores.py` the stores, `streams.py` the prompts that are loaded while
 other nodes compute them, and `own_cache.py` keeps KV of earlier weights out of vLLM's own cache.

@@ -34,7 +34,7 @@ class LoadOp:
     parts: list[GroupChunks]
     """A part for each layer group that has something to load; none for a load that has to fail."""
     blocks: list[int]
-    """The blocks to report if the load fails. None if the load can only fail as a whole: with several layer
+    """The blocks to report if the load fails. Empty if the load can only fail as a whole: with several layer
     groups, a window or a state."""
     label: str | None = FIRST
     """The label of the weights when the chunks were found; None for a load that has to fail."""

@@ -396,7 +396,7 @@ class ReferenceEngine:
         return None
 
     def _take_over(self, active: _Active, stream: _Active) -> None:
-        """Makes the request continue a stream's load as its own."""
+        """Gives a stream's blocks and load to the request."""
         active.prefix, active.load, load = stream.prefix, stream.load, stream.load
         stream.blocks, stream.load = (), None
         active.streamed = stream.result.tokens if load is None else load.loaded
