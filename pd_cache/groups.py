@@ -58,7 +58,7 @@ class LayerGroups:
         ]
 
 
-def judge(groups: LayerGroups, statuses: Sequence[Status]) -> Found:
+def longest_prefix(groups: LayerGroups, statuses: Sequence[Status]) -> Found:
     """Returns how long a prefix can be, and why it is not longer. `statuses` are those of the objects, in the
     order of `LayerGroups.keys`.
 

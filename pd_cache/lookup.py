@@ -25,7 +25,7 @@ from pd_cache.chunks import (
     check_names,
 )
 from pd_cache.config import NodeSettings
-from pd_cache.groups import LayerGroups, judge
+from pd_cache.groups import LayerGroups, longest_prefix
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import ChunkHistory, Found, MissReason, TierChunks
 from pd_cache.versions import WeightsVersion
@@ -267,7 +267,7 @@ def count_found(
     version `label`. The chunks before `first` are at hand.
     """
     groups, history, asked = lookup.groups, lookup.history, names[first:]
-    size, found = groups.first.chunk_size, judge(groups, statuses)
+    size, found = groups.first.chunk_size, longest_prefix(groups, statuses)
     lookup.metrics.counts.looked_up(len(asked) * size, found.chunks * size)
     reason, tiers = found.reason, TierChunks()
     if reason != "none":
@@ -329,8 +329,8 @@ class BypassLookupClient(LookupClient):
         timeout: Timeout = None,
         metrics: CacheMetrics | None = None,
     ) -> None:
-        """`engine` is a `CacheEngine`, or a `PrefixLookup` alone. `timeout` (s) bounds each lookup. Raises ValueError if the namespace
-        of `config` and `metadata` is not the engine's."""
+        """`engine` is a `CacheEngine`, or a `PrefixLookup` alone. `timeout` (s) bounds each lookup. Raises
+        ValueError if the namespace of `config` and `metadata` is not the engine's."""
         wanted, database = metadata.namespace(config.cache), engine.groups.first
         if database.namespace != wanted:
             raise ValueError(f"the engine serves {database.namespace}, the client was made for {wanted}")

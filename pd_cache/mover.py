@@ -178,7 +178,9 @@ class ChunkMover:
             if not may_move:
                 return Loaded(0, "not_asked")
             kinds: list[TierKind] = []
-            reason = self.outdated(run) or self._get(run, lend, end, kinds)
+            reason: str = self.outdated(run)
+            if not reason:
+                kinds, reason = self._get(run, lend, end)
             if outdated := self.outdated(run):
                 reason = outdated
                 self.metrics.trouble("retrieve", reason, len(run.keys))
@@ -277,43 +279,46 @@ class ChunkMover:
             raise
         return staged
 
-    def _get(self, run: ChunkRun, lend: LendCopiers, end: End, kinds: list[TierKind]) -> str:
-        """Loads objects in order, up to the first that no tier has. Adds to `kinds` the kind of each one's
-        tier. Returns why there are no more; `none` if all were loaded.
+    def _get(self, run: ChunkRun, lend: LendCopiers, end: End) -> tuple[list[TierKind], str]:
+        """Loads objects in order, up to the first that no tier has. Returns the kind of each one's tier, and
+        why there are no more; `none` if all were loaded.
 
         A damaged object is read again: its tier has removed it, and another tier may have an intact copy.
         """
-        damages, damage = 0, ""
+        kinds, damages, damage = list[TierKind](), 0, ""
         while True:
-            first = len(kinds)
-            reason, damaged = self._scatter(run, lend, end, kinds)
-            if len(kinds) > first:
+            more, reason, damaged = self._scatter(run, len(kinds), lend, end)
+            kinds += more
+            if more:
                 damages, damage = 0, ""
             # the damaged object was removed, so its absence is no further trouble
             if reason != "none" and not (damage and reason in (damage, Status.MISSING.value)):
                 late = len(run.keys) - len(kinds) if reason == "deadline" else 1
                 self.metrics.trouble("retrieve", reason, late)
             if not damaged:
-                return damage or reason
+                return kinds, damage or reason
             damages, damage = damages + 1, reason
             if damages > _RETRIES:
-                return reason
+                return kinds, reason
 
-    def _scatter(self, run: ChunkRun, lend: LendCopiers, end: End, kinds: list[TierKind]) -> tuple[str, bool]:
-        """Reads the objects from number `len(kinds)` on, and scatters them, up to the first that is missing
-        or damaged. Adds to `kinds` for each.
+    def _scatter(
+        self, run: ChunkRun, first: int, lend: LendCopiers, end: End
+    ) -> tuple[list[TierKind], str, bool]:
+        """Reads the objects from number `first` on, and scatters them, up to the first that is missing or
+        damaged.
 
-        Returns why there are no more, and whether the next object is damaged; then its tier has removed it.
-        Blocks into which a damaged object was scattered count as not loaded, whatever they hold.
+        Returns the kind of each one's tier, why there are no more, and whether the next object is damaged;
+        then its tier has removed it. Blocks into which a damaged object was scattered count as not loaded,
+        whatever they hold.
         """
-        keys, size = run.keys[len(kinds) :], self._payload_bytes
+        kinds, keys, size = list[TierKind](), run.keys[first:], self._payload_bytes
         with contextlib.closing(self.backend.batched_fetch(keys, payload_bytes=size, end=end)) as fetches:
             for together in fetches:
                 try:
                     if self.closed:
                         break
                     if end is not None and time.monotonic() >= end:
-                        return "deadline", False
+                        return kinds, "deadline", False
                     reason, damaged, payloads = "", False, list[memoryview]()
                     for fetched in together:
                         if fetched.payload is None:
@@ -325,7 +330,7 @@ class ChunkMover:
                         with lend() as copiers:
                             copied = _checksums(
                                 copiers[index % run.shards].scatter(*run.place(index, payload))
-                                for index, payload in enumerate(payloads, len(kinds))
+                                for index, payload in enumerate(payloads, first + len(kinds))
                             )
                     for fetched, checksum in zip(together, copied, strict=False):
                         # removed; later damaged objects are removed, too
@@ -334,8 +339,8 @@ class ChunkMover:
                         elif not damaged:
                             kinds.append(fetched.tier)
                     if reason:
-                        return reason, damaged
+                        return kinds, reason, damaged
                 finally:
                     for fetched in together:
                         fetched.release()
-        return "none" if len(kinds) == len(run.keys) else Status.CLOSED.value, False
+        return kinds, "none" if len(kinds) == len(keys) else Status.CLOSED.value, False

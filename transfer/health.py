@@ -50,7 +50,7 @@ class CircuitBreaker:
         self.well_until = 0.0
         """Until when lookups may ask the master directly."""
 
-    def judge(self, what: str, codes: Sequence[int]) -> None:
+    def learn(self, what: str, codes: Sequence[int]) -> None:
         """Learns from the codes of a call. It failed if all of them mean `pool_down`. A failed transfer says
         nothing about the master."""
         statuses = {status_of(code) for code in set(codes)}

@@ -92,24 +92,25 @@ def _variable(name: str, usual: int) -> int:
 
 
 class Watch:
-    """Finds out whether Mooncake may have given up a transfer since this object was made.
+    """Finds out whether Mooncake may count `enough_s` as passed since this object was made. By default, that
+    is when it may have given up a transfer.
 
     Mooncake uses the wall clock, which can be set.
     """
 
     def __init__(
         self,
-        gives_up_after_s: float = _GIVES_UP_AFTER_S,
+        enough_s: float = _NEAR * _GIVES_UP_AFTER_S,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._enough = _NEAR * gives_up_after_s
+        self._enough_s = enough_s
         self._monotonic, self._wall = monotonic, wall
         self._began, self._began_wall = monotonic(), wall()
 
-    def may_have_given_up(self) -> bool:
+    def passed(self) -> bool:
         elapsed, elapsed_wall = self._monotonic() - self._began, self._wall() - self._began_wall
-        return max(elapsed, elapsed_wall) > self._enough or abs(elapsed - elapsed_wall) > _CLOCK_STEP_S
+        return max(elapsed, elapsed_wall) > self._enough_s or abs(elapsed - elapsed_wall) > _CLOCK_STEP_S
 
 
 class Batch(NamedTuple):
@@ -193,7 +194,7 @@ class Moves:
     def get(self, batch: Batch, deadline: float) -> list[int]:
         """Reads each key into its slot. Returns the bytes read, or a code, for each key. No step but the
         first begins after `deadline`."""
-        now, leased = time.monotonic(), Watch(self._lease_s / _NEAR)
+        now, leased = time.monotonic(), Watch(self._lease_s)
         buffers = self._buffers(batch.keys) if self.direct is not None else {}  # once, not with each step
         # the client would wait for as long again
         unanswered = not buffers and time.monotonic() - now > _UNANSWERED_S
@@ -201,7 +202,7 @@ class Moves:
         for part in () if unanswered else batch.parts(self._step):
             late = bool(codes) and time.monotonic() >= deadline
             codes += [LATE] * len(part.keys) if late else self._get_part(part, buffers, leased)
-        self._breaker.judge("a transfer", codes)
+        self._breaker.learn("a transfer", codes)
         return codes
 
     def _get_part(self, part: Batch, buffers: dict[str, Any], leased: Watch) -> list[int]:
@@ -254,7 +255,7 @@ class Moves:
                 time.monotonic() + _GIVES_UP_AFTER_S,
             )
         # this process may have stood still; Mooncake's client looks, too
-        if found is not None and leased.may_have_given_up():
+        if found is not None and leased.passed():
             found = [min(code, _LEASE_EXPIRED) for code in found]
         if found is None:
             found = self._client.batch_get_into(asked.keys, asked.addresses, asked.sizes)
@@ -301,7 +302,7 @@ class Moves:
             if not wanted or time.monotonic() >= deadline:
                 break
             time.sleep(_RETRY_FULL_AFTER_S)
-        self._breaker.judge("a transfer", codes)
+        self._breaker.learn("a transfer", codes)
         return codes
 
     def _put_part(self, part: Batch, config: Any) -> list[int]:
@@ -365,7 +366,7 @@ class Moves:
         """Forfeits the slots of a step whose transfers may go on although the step has ended. Returns whether
         any of them failed."""
         failed = any(status_of(code) is Status.TRANSFER_FAILED for code in codes)
-        if failed and watch.may_have_given_up():
+        if failed and watch.passed():
             log.warning(
                 "Mooncake gave up a transfer of %d objects that may go on; their memory is not used again",
                 len(part.keys),

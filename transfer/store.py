@@ -374,7 +374,7 @@ class MooncakeStore:
 
     def _exist(self, keys: list[str]) -> list[int]:
         codes = self._client.batch_is_exist(keys)
-        self._breaker.judge("batch_is_exist", codes)
+        self._breaker.learn("batch_is_exist", codes)
         return codes
 
     def start_get(self, keys: Sequence[str], slots: Sequence[Slot], end: End = None) -> Pending[GetResult]:

@@ -32,8 +32,8 @@ A completion's way, by file and function:
     serving.py      Relay.pass_on              passes its answer on, most bytes in a _Shortcut
 
 Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`. It takes the same
-steps up to `Requests.prepared`, but also holds a place while it reads the body. Then it names the decode node,
-and the gateway asks that node. There, rule 3 is the gateway's affair.
+steps up to `Requests.prepared`, but also holds a place while it reads the body. Then it names the decode
+node, and the gateway asks that node. There, rule 3 is the gateway's affair.
 
 `exchange` is the state of a request. `bodies` reads what clients and nodes send. `direct` looks prompts up in
 the pool. `routing` (pure) decides which node is next, when to stop, and what is to blame for a failure.

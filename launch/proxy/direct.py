@@ -74,8 +74,8 @@ def hash_seeds(config: ClusterConfig) -> set[str]:
 
 
 class DirectRule:
-    """Decides which prompts need no prefill node: those of which fewer than `tokens` tokens have to be computed.
-    Looks them up."""
+    """Decides which prompts need no prefill node: those of which fewer than `tokens` tokens have to be
+    computed. Looks them up."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Asks a decode node for the prompt's tokens (if needed), then the pool, then a prefill node. Meanwhile, a decode
-node may load."""
+"""Asks a decode node for the prompt's tokens (if needed), then the pool, then a prefill node. Meanwhile, a
+decode node may load."""
 
 from __future__ import annotations
 
@@ -259,8 +259,8 @@ class Hops:
     async def load(
         self, exchange: Exchange, node: str, path: str, body: bytes, name: str = _STREAM_ID
     ) -> str:
-        """Asks a decode node to load a prompt. Ends when the node answers or the caller is cancelled. Returns why the
-        node did not answer well; empty if it did.
+        """Asks a decode node to load a prompt. Ends when the node answers or the caller is cancelled. Returns
+        why the node did not answer well; empty if it did.
 
         No request depends on it, so its failure counts against no node.
         """

@@ -258,7 +258,7 @@ class RemoteCache:
     def _begin(
         self,
         kind: type[Store] | type[Retrieve],
-        judge: Callable[[int, str | None, Answer | str], R],
+        read_answer: Callable[[int, str | None, Answer | str], R],
         session: str,
         names: Names,
         blocks: BlocksOrSlots,
@@ -266,7 +266,7 @@ class RemoteCache:
         label: str | None,
         timeout: Timeout,
     ) -> UnderWay[R]:
-        """`judge` gets the number of chunks, their label and the answer; see `UnderWay`."""
+        """`read_answer` gets the number of chunks, their label and the answer; see `UnderWay`."""
         seconds = self._move_timeout_s if timeout is None else timeout
         label = self.label if label == PRESENT else label
         op, loads = ("store", False) if kind is Store else ("retrieve", True)
@@ -276,16 +276,16 @@ class RemoteCache:
         chunks = plan_named(names, blocks, self._layout, self.chunk_size, loads=loads, tail=tail)
         ids = [block for chunk in chunks for block in chunk.tolist()]
         self.metrics.tokens(op, "requested", len(names) * self.chunk_size)
-        judged = functools.partial(judge, len(names), label)
+        read = functools.partial(read_answer, len(names), label)
         why = self.version.why_not(label) if self.connection.ready else "server_lost"
         fence = self.connection.fence
         place = None if why else fence.admit(loads=loads)
         if place is None:
-            return UnderWay(self, op, judged, why or "busy")
+            return UnderWay(self, op, read, why or "busy")
         try:
             patience, handle = max(1, int(seconds * 1000)), event_handle(after)
             request = kind(session, tuple(names), tuple(ids), *place, patience, handle, label or FIRST)
-            return UnderWay(self, op, judged, self.connection.link.request(request, seconds), place, after)
+            return UnderWay(self, op, read, self.connection.link.request(request, seconds), place, after)
         except BaseException:
             fence.give_up(*place)
             raise
@@ -342,12 +342,13 @@ class UnderWay(Generic[R]):
         self,
         cache: RemoteCache,
         op: str,
-        judge: Callable[[Answer | str], R],
+        read_answer: Callable[[Answer | str], R],
         sent: Future | Answer | str,
         place: tuple[int, int] | None = None,
         event: object = None,
     ) -> None:
-        """`judge` turns the answer, or the word that says why there is none, into the result, and counts it.
+        """`read_answer` turns the answer, or the word that says why there is none, into the result, and
+        counts it.
 
         `sent` is the future of the request; if nothing was sent, the answer or that word. `place`: the slot
         and the ticket of a load or store in the fence. `event` is kept alive, because the server opens it by
@@ -356,7 +357,7 @@ class UnderWay(Generic[R]):
         self._connection = cache.connection
         self._counts = cache.metrics.counts
         self._op = op
-        self._judge = judge
+        self._read_answer = read_answer
         self._under_way: Future | None = None
         """None once the operation has ended. Then it has a result."""
         self._result: R | None = None
@@ -365,7 +366,7 @@ class UnderWay(Generic[R]):
         if isinstance(sent, Future):
             self._under_way = sent
         else:
-            self._result = judge(sent)
+            self._result = read_answer(sent)
 
     def query(self) -> bool:
         """Checks, without waiting, whether it has ended. Returns True once it has, and the server cannot
@@ -380,7 +381,7 @@ class UnderWay(Generic[R]):
         self._under_way = self._event = None
         answer = future.answer
         assert answer is not None
-        self._result = self._judge(answer.reason if isinstance(answer, CacheServerError) else answer)
+        self._result = self._read_answer(answer.reason if isinstance(answer, CacheServerError) else answer)
         return True
 
     def wait(self) -> R:

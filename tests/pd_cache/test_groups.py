@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_cache.chunks import Namespace
-from pd_cache.groups import LayerGroups, judge
+from pd_cache.groups import LayerGroups, longest_prefix
 from tests.support.names import group
 from transfer.errors import Status
 
@@ -76,5 +76,5 @@ def test_a_prefix_is_the_longest_of_which_all_that_is_needed_is_there(data):
         return max(end for end in range(chunks + 1) if whole(end))
 
     reached = longest({*tails})
-    found = judge(groups, [Status.OK if there else Status.MISSING for there in present])
+    found = longest_prefix(groups, [Status.OK if there else Status.MISSING for there in present])
     assert (found.chunks, found.leading) == (reached, longest({0}) if 0 in tails else reached)

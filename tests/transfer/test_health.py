@@ -78,7 +78,7 @@ def test_the_breaker_opens_after_calls_in_a_row_that_nothing_answered():
         (down, True),
         ([1, 0], False),
     ):
-        breaker.judge("a call", codes)
+        breaker.learn("a call", codes)
         assert breaker.down is opened
 
 

@@ -24,7 +24,7 @@ import yaml
 from bench.lib.small_models import write_model
 from bench.lib.store_connector import planning, vllm_config
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup, stride_hashes
-from pd_cache.groups import LayerGroups, judge
+from pd_cache.groups import LayerGroups, longest_prefix
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.versions import Naming, WeightsVersion
@@ -179,7 +179,7 @@ class RandomLookups(Lookups):
             asked = asked[: history.rng.randint(0, len(asked))]
         with history.lock:
             there = [(name, part.layers[0]) in history.pool for part in history.parts for name in asked]
-            found = judge(self._groups, [Status.OK if one else Status.MISSING for one in there])
+            found = longest_prefix(self._groups, [Status.OK if one else Status.MISSING for one in there])
             if history.version.label is None:
                 return Found(chunks_at_hand, chunks_at_hand, "never_stored")
         end = chunks_at_hand + found.chunks

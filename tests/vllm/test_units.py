@@ -22,7 +22,7 @@ from pd_cache.cluster import ClusterConfig, MasterNode, PrefillNode, VllmEngineC
 from pd_cache.config import CacheConfig
 from pd_cache.errors import ConfigError, UnsupportedModelError
 from pd_cache.events import EventEndpoints, EventSubscriber
-from pd_cache.groups import LayerGroups, judge
+from pd_cache.groups import LayerGroups, longest_prefix
 from pd_cache.layout import KVLayout, PageKind
 from pd_cache.metrics import CacheMetrics
 from pd_cache.paged import open_copier
@@ -557,7 +557,9 @@ def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape, chunk):
         }
         _, length = theirs.find_longest_cache_hit(hashes, chunks * chunk, ExternalCachedBlockPool(16, exists))
         assert (
-            judge(ours, [Status.OK if one else Status.MISSING for part in there for one in part]).chunks
+            longest_prefix(
+                ours, [Status.OK if one else Status.MISSING for part in there for one in part]
+            ).chunks
             * chunk
             == length
         )
