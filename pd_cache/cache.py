@@ -73,7 +73,7 @@ class BlockCache(Protocol):
     def find(
         self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
     ) -> Found:
-        """Returns how many chunks, from the first, the cache holds with every shard, and why not more.
+        """Returns how many leading chunks the cache holds with every shard, and why it holds no more.
 
         The first `chunks_at_hand` chunks are not looked up and count as found. A cache server protects the
         found chunks from eviction until `session` has loaded them or ends. `timeout` is in seconds.
@@ -111,8 +111,8 @@ class BlockCache(Protocol):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> Loaded:
-        """Loads chunks into `blocks`. Returns how many of them, from the first, were loaded, from which
-        tiers, and why not more.
+        """Loads chunks into `blocks`, in order. Returns how many were loaded, from which tiers, and why the next
+        chunk was not loaded.
 
         The first and the last blocks may be -1: they are skipped. Blocks of chunks that were not loaded may
         have been overwritten; all other blocks are untouched. `label` is the label that the engine had before
@@ -246,8 +246,8 @@ class CacheEngine(PrefixLookup):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> Loaded:
-        """Loads chunks into `blocks` of `kv_caches`. Returns how many of them, from the first, were loaded,
-        and why not more.
+        """Loads chunks into `blocks` of `kv_caches`, in order. Returns how many were loaded, and why the next
+        chunk was not loaded.
 
         `blocks` are the ids of the chunks' blocks, `chunk_size // block_size` for each name, or the `Slots`
         of their tokens. The first and the last blocks may be -1: they are skipped. Blocks of chunks that were

@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def only_at_hand(names: Names, chunks_at_hand: int, reason: MissReason) -> Found:
-    """Returns that no chunks but those at hand were found, and `reason` if these are not all."""
+    """Returns a `Found` with only the chunks at hand. Its reason is `reason`, unless all chunks are at hand."""
     first = min(max(chunks_at_hand, 0), len(names))
     return Found(first, first, "none" if first == len(names) else reason)
 
@@ -111,7 +111,7 @@ class LookupClient:
         return self.find(names, lookup_id, chunks_at_hand=at_hand // size).chunks * size
 
     def find(self, names: Names, lookup_id: str | None = None, *, chunks_at_hand: int = 0) -> Found:
-        """Returns how many chunks of a prompt, from the first, were found, and why not more.
+        """Returns how many leading chunks of a prompt were found, and why no more.
 
         The first `chunks_at_hand` chunks are not looked up, and count as found. `lookup_id` names the request
         in log lines. A client that protects found chunks does so under this id, until the prefix is loaded or
@@ -233,7 +233,7 @@ class PrefixLookup:
     def find(
         self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
     ) -> Found:
-        """Returns how many chunks, from the first, the tiers hold with every shard, and why not more.
+        """Returns how many leading chunks the tiers hold with every shard, and why they hold no more.
 
         The first `chunks_at_hand` chunks are not looked up and count as found. `session` has no effect: a
         lookup protects nothing here. `timeout` is in seconds. Raises ValueError for names that chunks cannot
@@ -261,7 +261,7 @@ class PrefixLookup:
 def count_found(
     lookup: PrefixLookup, names: Names, first: int, statuses: Sequence[Status], label: str
 ) -> Found:
-    """Returns how many of the first chunks were found, and why not more. Counts their tokens.
+    """Returns how many leading chunks were found, and why no more. Counts their tokens.
 
     `statuses` are those of the chunks from `first` on, in the order of `LayerGroups.keys`, in the weights
     version `label`. The chunks before `first` are at hand.

@@ -75,7 +75,7 @@ HISTOGRAMS = {"op_seconds": (("op",), "Duration of an operation")}
 
 
 class BackendLevels(NamedTuple):
-    """What a backend uses now. Sizes are in bytes."""
+    """The memory that a backend uses now, in bytes, and whether its pool is up."""
 
     staging: int
     """The staging memory between paged caches and tiers, without the chunks that local tiers keep in it."""
@@ -182,7 +182,7 @@ class LevelCollector(Collector):
         self._lock = threading.Lock()
 
     def add(self, source: Callable[[], BackendLevels | None]) -> None:
-        """Asks `source`, too, until it returns None because its backend is closed."""
+        """Also asks `source`, until it returns None because its backend is closed."""
         with self._lock:
             self._sources.append(source)
 

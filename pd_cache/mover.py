@@ -166,7 +166,7 @@ class ChunkMover:
 
     def load(self, run: ChunkRun, lend: LendCopiers, end: End = None) -> Loaded:
         """Loads chunks into their blocks, in order, up to the first missing chunk. Returns how many were
-        loaded, from which tiers, and why not more.
+        loaded, from which tiers, and why the next chunk was not loaded.
 
         No chunk counts as loaded if the engine has another label at the end. The call ends by `end`, as in
         `store`.
@@ -250,8 +250,8 @@ class ChunkMover:
         return statuses
 
     def _gather(self, run: ChunkRun, lend: LendCopiers, indices: list[int], end: End) -> list[Staged]:
-        """Stages the objects of `indices`, from the first, as long as there is memory. Stages none if no
-        memory becomes free in time.
+        """Stages the objects of `indices`, in order, as long as there is memory. Stages none if no memory
+        becomes free in time.
 
         Only the first object waits for memory, so that two stores that hold memory never wait for each other.
         Each object is sealed with the checksum of the engine's own bytes, so that any change of the memory is
@@ -280,8 +280,8 @@ class ChunkMover:
         return staged
 
     def _get(self, run: ChunkRun, lend: LendCopiers, end: End) -> tuple[list[TierKind], str]:
-        """Loads objects in order, up to the first that no tier has. Returns the kind of each one's tier, and
-        why there are no more; `none` if all were loaded.
+        """Loads objects in order, up to the first that no tier has. Returns the kind of each loaded object's
+        tier, and why the next object was not loaded; `none` if all were loaded.
 
         A damaged object is read again: its tier has removed it, and another tier may have an intact copy.
         """
@@ -307,9 +307,9 @@ class ChunkMover:
         """Reads the objects from number `first` on, and scatters them, up to the first that is missing or
         damaged.
 
-        Returns the kind of each one's tier, why there are no more, and whether the next object is damaged;
-        then its tier has removed it. Blocks into which a damaged object was scattered count as not loaded,
-        whatever they hold.
+        Returns the kind of each loaded object's tier, why the next object was not loaded, and whether it is
+        damaged; then its tier has removed it. Blocks into which a damaged object was scattered count as not
+        loaded, whatever they hold.
         """
         kinds, keys, size = list[TierKind](), run.keys[first:], self._payload_bytes
         with contextlib.closing(self.backend.batched_fetch(keys, payload_bytes=size, end=end)) as fetches:

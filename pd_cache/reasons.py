@@ -228,7 +228,7 @@ class Loaded(Struct, frozen=True, array_like=True, tag_field="type", tag="loaded
     """The answer to a load. It is also a message of the cache server."""
 
     chunks: Count
-    """How many of the wanted chunks, from the first, were loaded."""
+    """How many of the wanted chunks were loaded, counted from the first."""
     reason: MissReason = "none"
     """Why the next chunk was not loaded; `none` if all were."""
     tiers: TierChunks = TierChunks()

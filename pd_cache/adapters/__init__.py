@@ -1,2 +1,2 @@
-"""pd-cache under engines and caches that others wrote, each over an `ObjectCache`. No module here imports its
-peer when it is imported."""
+"""pd-cache under engines and caches that others wrote, each over an `ObjectCache`. Only `lmcache`,
+`sglang_hicache` and `vllm_tier` import their peers."""

@@ -1,5 +1,5 @@
-"""The options of all adapters: the pool, and the namespace of their values. They are keys in the peer's JSON
-or YAML."""
+"""The options of all adapters: the pool, and the namespace of their values. A user writes them as keys into
+the peer's JSON or YAML."""
 
 from __future__ import annotations
 

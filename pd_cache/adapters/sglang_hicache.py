@@ -44,8 +44,6 @@ T = TypeVar("T")
 
 
 class _HostPoolEntry(NamedTuple):
-    """A registered host pool."""
-
     prefix: bytes
     pages: PoolPages
 
@@ -106,7 +104,7 @@ class PdCacheStorage(HiCacheStorage):
     # --- v1 -------------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """Returns how many pages are there, from the first, with one request."""
+        """Returns how many leading pages are there. Sends one request."""
         pool = self._pools.get("kv")
         if pool is None:
             return 0
@@ -123,8 +121,8 @@ class PdCacheStorage(HiCacheStorage):
     # --- v2 -------------------------------------------------------------------------------------------------
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Returns the longest prefix that can be restored from all pools, with one request. See SGLang's own
-        class."""
+        """Returns the longest prefix that can be restored from all pools. Sends one request. SGLang's own class
+        describes the arguments."""
         return self._safely(
             "exists", lambda: self._restorable(keys, pool_transfers or []), PoolTransferResult(0, {}, [])
         )
@@ -320,7 +318,7 @@ def _server_args() -> Mapping[str, Any]:
         return dict(context.resolved_server_args_dict())
     except ValueError as error:
         log.warning(
-            "SGLang does not say how it runs (%s): of the model, names of pages hold no more than its name",
+            "SGLang does not report its settings (%s), so the names of pages identify the model only by its name",
             error,
         )
         return {}

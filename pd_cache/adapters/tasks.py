@@ -30,8 +30,8 @@ MOST_QUEUED = 1024
 MOST_KEPT = 1 << 16
 """The most results that wait for their peer. The oldest results are dropped first."""
 _WARN_S = 10.0
-"""How often a thread that waits for transfers logs this; and how much longer than a job's time
-`RowJobs.close` waits."""
+"""`RowJobs.drain` logs at this interval while it waits. `RowJobs.close` waits this much longer than the time
+of a job."""
 
 
 class TaskLane(Generic[T]):
@@ -152,8 +152,8 @@ class RowJobs:
         most_waiting: int,
         threads: int = 2,
     ) -> None:
-        """`memory` is flat and writable, and has rows of `row_bytes`. Each job has `seconds`. There are
-        `threads` for each direction."""
+        """`memory` is flat and writable, and has rows of `row_bytes`. A job may take `seconds`. Each direction
+        has `threads` threads."""
         self._names = names
         self._memory = memory
         self._row_bytes = row_bytes
@@ -196,7 +196,7 @@ class RowJobs:
         return ended
 
     def drain(self) -> None:
-        """Ends all jobs: waiting jobs fail, and running jobs are cut short. Waits for these."""
+        """Ends all jobs: waiting jobs fail, and running jobs are cut short. Waits for the running jobs."""
         for lane in (self._loads, self._stores):
             while not lane.drain(_WARN_S):
                 log.warning("still waiting for transfers")

@@ -37,13 +37,13 @@ from pd_cache.objects.object_cache import ObjectCache
 log = logging.getLogger(__name__)
 
 _ROWS_IN_FLIGHT = 2
-"""Waiting stores may hold one of this many rows of the primary tier: vLLM pins these rows, and needs the
-others for itself."""
+"""Waiting stores may hold 1 / `_ROWS_IN_FLIGHT` of the primary tier's rows. vLLM pins these rows, and needs
+the others for itself."""
 
 
 _SHARE_OF_A_REQUEST = 4
-"""One of this many rows of the primary tier stays free when a request loads chunks. vLLM 0.32 pins no chunk
-between its load and its use. So if a prompt had more chunks than there are rows, its last chunks would evict
+"""When a request loads chunks, 1 / `_SHARE_OF_A_REQUEST` of the primary tier's rows stay free. vLLM 0.32 pins
+no chunk between its load and its use. So if a prompt had more chunks than there are rows, its last chunks would evict
 its first chunks, which would be loaded again, for ever."""
 
 

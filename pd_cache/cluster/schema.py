@@ -482,12 +482,12 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     prefill_timeout_s: Seconds = 120.0
     """How long a prefill may take. After that, the decode node computes the prompt itself."""
     max_requests: Positive = 1024
-    """The most requests in flight. The answer to one more is 503 with Retry-After. Each takes up to four of
-    the files that a process may open."""
+    """The most requests in flight. The answer to one more is 503 with Retry-After. Each request takes up to four
+    file descriptors."""
     body_memory: Bytes = ByteSize(512 << 20)
     """The memory of all requests' bodies together. A body takes twice its size, from its first byte until the
-    decode node's answer begins. A quarter is kept for bodies of at most 256KiB. At least 48MiB are needed, so
-    that the largest body fits."""
+    decode node's answer begins. A quarter of the memory is reserved for bodies of at most 256KiB. At least 48MiB
+    are needed, so that the largest body fits."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
     """Decides which prefill node computes a prompt; see `launch/proxy/routing.py`."""
     direct_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
@@ -620,9 +620,9 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         """Returns where a data-parallel rank of a node publishes its KV events, and where it sends them
         again. The node has an `events_port`.
 
-        vLLM binds a port of all addresses or none. So events of a loopback address go over sockets in the
-        user's runtime folder. vLLM makes a rank's addresses from those that it gets: it adds the rank to the
-        port, or adds `_dpRANK` to an address with "inproc" in it.
+        vLLM binds a TCP port on all addresses. So a node at a loopback address uses sockets in the user's
+        runtime folder instead. vLLM derives a rank's addresses from the given ones: it adds the rank to the
+        port, or adds `_dpRANK` to an address that contains "inproc".
         """
         port = node.events_port
         if node.host in LOOPBACK:

@@ -53,7 +53,7 @@ class _Places(NamedTuple):
 
 
 class CpuPagedCopier(PagedCopier):
-    """Copies synchronously, on the calling thread."""
+    """Copies on the calling thread, so that a copy has ended when its call returns."""
 
     def __init__(self, tensors: Sequence[Tensor], layout: KVLayout) -> None:
         super().__init__(layout)

@@ -14,9 +14,9 @@ The order of work:
   kernels that still read the old contents are not disturbed. Work that is put on that stream after the call
   sees the new data, without a wait on the host. Other streams may touch the slots after `wait()` has
   returned.
-- Nothing makes the model wait for a gather: the caller keeps the slots as they are, and `out` alive and
-  unread, until `wait()` returned. Likewise `source` stays alive and unchanged until the scatter's `wait()`
-  returned.
+- Nothing makes the model wait for a gather. So the caller must leave the slots unchanged, and keep `out` alive
+  and unread, until `wait()` has returned. In the same way, `source` must stay alive and unchanged until the
+  scatter's `wait()` has returned.
 - `close()` waits for all streams.
 
 Host memory that is not page-locked works, too, but the call then returns only after the copy.
@@ -100,10 +100,10 @@ class PageMover:
         self._element, self._elements = _ELEMENTS[width], layout.page_bytes // width
 
     def move(self, blocks: Tensor, payload: Tensor, *, gather: bool) -> None:
-        """Enqueues on the current stream a copy of the blocks' pages into `payload`, a contiguous uint8
-        device tensor, or the converse.
+        """Enqueues a copy on the current stream: of the blocks' pages into `payload`, a contiguous uint8 device
+        tensor, if `gather`, otherwise of `payload` into the pages.
 
-        The blocks are on the device, too. Nothing is checked: the kernel follows them wherever they point.
+        The blocks are on the device, too. They are not checked: the kernel uses any index.
         """
         count = blocks.numel()
         lanes = min(_MOST_LANES, 1 << (self._elements - 1).bit_length())

@@ -87,7 +87,7 @@ class Xxh3:
     """Hashes payloads of one length on one device."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """`takes` says for which sizes."""
+        """`takes` says which sizes are allowed."""
         assert self.takes(nbytes)
         self.nbytes = nbytes
         self._blocks, rest = divmod(nbytes - 1, _BLOCK)

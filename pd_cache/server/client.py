@@ -135,7 +135,7 @@ class RemoteCache:
     def find(
         self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
     ) -> Found:
-        """Returns how many chunks, from the first, the server's cache holds with every shard, and why not
+        """Returns how many leading chunks the server's cache holds with every shard, and why it holds no
         more.
 
         The first `chunks_at_hand` chunks are not looked up and count as found. The server protects the found
@@ -174,8 +174,8 @@ class RemoteCache:
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> Loaded:
-        """Loads chunks into `blocks` of the registered tensors. Returns how many of them, from the first,
-        were loaded, and why not more.
+        """Loads chunks into `blocks` of the registered tensors, in order. Returns how many were loaded, and why
+        the next chunk was not loaded.
 
         Waits until the server no longer writes to the blocks, usually at most `timeout` (s), by default
         `move_timeout_s`. The other arguments are those of `BlockCache.load`. Raises ValueError for tensors

@@ -140,8 +140,8 @@ class Fence:
             return True
 
     def give_up(self, slot: int, ticket: int) -> None:
-        """Removes the ticket. Waits for as long as the server copies into the blocks, at most five seconds:
-        if it stands still in the middle of a copy, `close` goes on trying."""
+        """Removes the ticket. Waits while the server copies into the blocks, but at most five seconds. If the
+        server stands still in the middle of a copy, `close` tries again."""
         end = time.monotonic() + _GIVE_UP_S
         while not self.revoke(slot, ticket) and time.monotonic() < end:
             time.sleep(0.001)

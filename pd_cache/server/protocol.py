@@ -11,8 +11,8 @@ A frame is a 16-byte header and a msgpack body:
 All numbers are little-endian. Neither the header nor `Refused` ever changes, so two sides of different
 versions notice that they differ. KV bytes never travel in messages: they stay in memory that both sides map.
 
-Both sides are processes of one user, so messages have types, and bounds only where a program states its
-engine. A number that does not fit is an error of its request.
+Both sides are processes of one user. So all fields have types, but only the fields that describe an engine have
+bounds. A number that does not fit is an error of its request.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Unregister(Message, frozen=True, tag="unregister"):
 
 
 class Lookup(Message, frozen=True, tag="lookup"):
-    """Asks how many of these chunks, from the first on, are there. The answer is `Found`.
+    """Asks how many leading chunks of these are there. The answer is `Found`.
 
     If `session` is not empty, the found chunks are protected for that session.
     """
