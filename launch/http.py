@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import socket
 import ssl
-import threading
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,8 +107,8 @@ def fetch(url: str, timeout: float = ANSWER_S, access: Access = NOBODY, body: by
 
     `access`: key and certificates for the node.
 
-    `timeout` bounds connecting, and then everything else together, however slowly the answer arrives.
-    Redirects are not followed and `http_proxy` is ignored, so that a key goes only to the node.
+    `timeout` bounds connecting, and then each wait for more of the answer. Redirects are not followed and
+    `http_proxy` is ignored, so that a key goes only to the node.
 
     Raises BadStatus for another status than 2xx; OSError, which names the address, if there is no answer;
     ValueError if the answer is not HTTP or has more than four MiB.
@@ -138,7 +136,7 @@ def healthy(host: str, port: int) -> bool:
 def fetch_lines(url: str, timeout: float) -> Iterator[bytes]:
     """Yields the lines of a body as they arrive, and keeps none. For lists that are too long for `fetch`.
 
-    `timeout` bounds the whole call, including the caller's own work between lines. Raises as `fetch`.
+    `timeout` is as for `fetch`. Raises as `fetch`.
     """
     with _asked(url, timeout, NOBODY, None) as answer:
         if answer.status != 200:
@@ -155,43 +153,25 @@ def _asked(
 ) -> Iterator[http.client.HTTPResponse]:
     """Yields the answer, to be read inside the block; see `fetch`."""
     parts = urllib.parse.urlsplit(url)
-    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    with contextlib.ExitStack() as stack:
+    if parts.scheme == "https":
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            parts.netloc, timeout=timeout, context=access.context
+        )
+    else:
+        connection = http.client.HTTPConnection(parts.netloc, timeout=timeout)
+    with contextlib.closing(connection):
         try:
-            connected = stack.enter_context(socket.create_connection((host, port), timeout))
+            connection.connect()
         except OSError as error:
             raise type(error)(f"{parts.netloc}: {error.strerror or error}") from None
-        connected.settimeout(None)  # from here on, the timer bounds everything
-        late = threading.Event()
-        timer = threading.Timer(timeout, _hang_up, (stack.enter_context(connected.dup()), late))
-        timer.daemon = True
-        timer.start()
-        stack.callback(timer.join)
-        stack.callback(timer.cancel)
-        connection = http.client.HTTPConnection(host, port)
-        stack.callback(connection.close)
+        path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        headers = {**access.headers, "Connection": "close"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
         try:
-            if parts.scheme == "https":
-                context = access.context or ssl.create_default_context()
-                connected = stack.enter_context(context.wrap_socket(connected, server_hostname=host))
-            connection.sock = connected
-            path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
-            headers = {**access.headers, "Connection": "close"}
-            if body is not None:
-                headers["Content-Type"] = "application/json"
             connection.request("GET" if body is None else "POST", path, body, headers)
             yield connection.getresponse()
-            if not late.is_set():
-                return
-        except (http.client.HTTPException, OSError) as error:
-            if not late.is_set() and isinstance(error, OSError):
-                raise
-            if not late.is_set():
-                raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None
-        raise TimeoutError(f"{parts.netloc}: no whole answer within {timeout:g} s")
-
-
-def _hang_up(connected: socket.socket, late: threading.Event) -> None:
-    late.set()
-    with contextlib.suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)
+        except TimeoutError:
+            raise TimeoutError(f"{parts.netloc}: no whole answer within {timeout:g} s") from None
+        except http.client.HTTPException as error:
+            raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None
