@@ -143,31 +143,32 @@ class SchedulerSide:
         elif not tracked.wants_lookup():
             tokens = 0
         else:
-            awaited = tracked.awaited(self._labelled(), now) if waits and self._lookup.available else 0
-            if tracked.needs_lookup(awaited, now):
+            if waits and self._lookup.available:
+                tracked.wait_for_announced(self._labelled(), now)
+            if tracked.needs_lookup(now):
                 chunk, names = self._plan.chunk, tracked.names.first(tracked.most)
                 chunks_at_hand = tracked.at_hand // chunk
                 if tracked.span is NO_SPAN:
-                    asked = {"asked": len(names) * chunk, "announced": awaited * chunk}
+                    asked = {"asked": len(names) * chunk, "announced": tracked.awaited * chunk}
                     tracked.span = request_span(self._tracing, "pd_cache.lookup", request, **asked)
                 found = self._lookup.find(names, tracked.id, chunks_at_hand=chunks_at_hand)
                 streamed = self.streams.came(names[:chunks_at_hand]) if waits else 0
-                tracked.looked_up(found, streamed, awaited, self._clock())
-            tokens = self._match(tracked, awaited, now)
+                tracked.looked_up(found, streamed, self._clock())
+            tokens = self._match(tracked, now)
         self._unallocated = tokens is not None
         self._next.expecting |= tokens is None
         return tokens, bool(tokens)
 
-    def _match(self, tracked: TrackedRequest, awaited: int, now: float) -> int | None:
-        """Returns how many of the found tokens can be loaded; None while the request waits for `awaited`
+    def _match(self, tracked: TrackedRequest, now: float) -> int | None:
+        """Returns how many of the found tokens can be loaded; None while the request waits for announced
         chunks, or for blocks of other loads."""
-        proposed = tokens = tracked.propose(awaited)
+        proposed = tokens = tracked.propose()
         if tokens and not tracked.judged:
             self._judge(tracked, tokens, now)
             if tracked.declined:
-                tokens = tracked.propose(awaited)
+                tokens = tracked.propose()
                 self.metrics.counts.add("loads_declined_tokens", by=proposed - tokens)
-        if tracked.lacks(awaited):
+        if tracked.lacks_chunks:
             return None
         tracked.end_span()
         if not tokens or self.streams.block_loads:

@@ -77,6 +77,8 @@ class TrackedRequest:
         """The most tokens to load beyond those at hand; None for all."""
         self.at_hand = 0
         """Tokens that vLLM's own cache had when vLLM asked last."""
+        self.awaited = 0
+        """How many chunks the request waits for, because a prefill node is storing them."""
         self._found: Found | None = None
         """The answer to its lookup."""
         self._next_poll = self._poll_s = 0.0
@@ -103,7 +105,7 @@ class TrackedRequest:
         has."""
         if computed // self._chunk < self.at_hand // self._chunk:
             self._found = None  # vLLM has evicted chunks that were at hand, so they were not looked up
-        self.at_hand, self.proposed = computed, 0
+        self.at_hand, self.awaited, self.proposed = computed, 0, 0
 
     def wants_lookup(self) -> bool:
         """Returns whether the prompt may be looked up and loaded. The report counts what was at hand at the
@@ -124,43 +126,43 @@ class TrackedRequest:
         most, limit = self._plan.most(self.request), self._limit
         return most if limit is None else min(most, (self.at_hand + limit) // self._chunk + self._plan.ahead)
 
-    def awaited(self, own: Sequence[str], now: float) -> int:
-        """Returns the number of chunks for which the request waits, because a prefill node is storing them.
-        `own`: the namespaces that this node reads, as in keys."""
+    def wait_for_announced(self, own: Sequence[str], now: float) -> None:
+        """Begins to wait for the announced chunks, or goes on. `own`: the namespaces that this node reads, as
+        in keys."""
         announced = self.handoff.announced
         if announced is None or self._foreign or now >= self.arrived + self._plan.settings.handoff_wait_s:
-            return 0
-        if not announced.serves(own):
-            self._foreign = True
-            theirs = ", ".join((announced.namespace, *announced.further))
-            detail = f"a prefill node stores in {theirs}, this node reads {', '.join(own)}"
-            self._metrics.trouble("lookup", "other_namespace", detail=detail)
-            return 0
-        return max(0, min(announced.prefix_tokens // self._chunk, self.most - self._plan.ahead))
+            return
+        if announced.serves(own):
+            self.awaited = max(0, min(announced.prefix_tokens // self._chunk, self.most - self._plan.ahead))
+            return
+        self._foreign = True
+        theirs = ", ".join((announced.namespace, *announced.further))
+        detail = f"a prefill node stores in {theirs}, this node reads {', '.join(own)}"
+        self._metrics.trouble("lookup", "other_namespace", detail=detail)
 
-    def needs_lookup(self, awaited: int, now: float) -> bool:
-        """Returns whether to look the prompt up: for the first time, or again for the chunks that it waits
-        for."""
-        return self._found is None or (self.lacks(awaited) and now >= self._next_poll)
+    def needs_lookup(self, now: float) -> bool:
+        """Returns whether to look the prompt up: for the first time, or again for the awaited chunks."""
+        return self._found is None or (self.lacks_chunks and now >= self._next_poll)
 
-    def looked_up(self, found: Found, streamed: int, awaited: int, now: float) -> None:
+    def looked_up(self, found: Found, streamed: int, now: float) -> None:
         """Takes in the answer to a lookup. `streamed`: how many of the chunks at hand came by a stream."""
         self._found = found
         self.outcome.streamed += streamed * self._chunk
         self.outcome.looked_up(found.chunks * self._chunk, self._reason(found))
-        if found.chunks < awaited:
+        if found.chunks < self.awaited:
             self._poll_s = next_pause(self._poll_s)
             self._next_poll = now + self._poll_s
         else:
             self.span.note(found=found.chunks * self._chunk, reason=found.reason)
 
-    def lacks(self, awaited: int) -> bool:
-        """Returns whether fewer chunks were found, or are at hand by now, than the request waits for. It
-        waits for none that are not worth loading."""
+    @property
+    def lacks_chunks(self) -> bool:
+        """Whether fewer chunks were found, or are at hand by now, than the request waits for. It waits for
+        none that are not worth loading."""
         if self._found is None:
             return True
         there = max(self._found.chunks, self.at_hand // self._chunk)
-        return there < awaited and there < self.most - self._plan.ahead
+        return there < self.awaited and there < self.most - self._plan.ahead
 
     def by_tier(self, external: int) -> TierChunks:
         """Returns where the lookup found `external` tokens to load. Counts tokens."""
@@ -185,9 +187,9 @@ class TrackedRequest:
 
     # --- loads ----------------------------------------------------------------------------------------------
 
-    def propose(self, awaited: int) -> int:
-        """Proposes to load what was found, and the `awaited` chunks. Returns the number of tokens; 0 if there
-        is nothing to load."""
+    def propose(self) -> int:
+        """Proposes to load the chunks that were found or are awaited. Returns the number of tokens; 0 if
+        there is nothing to load."""
         request, found = self.request, self._found
         if found is not None:
             if found.leading > found.chunks:  # prompts diverge after the found prefix
@@ -196,7 +198,7 @@ class TrackedRequest:
                 request.shared_prefix_boundary = max(
                     request.shared_prefix_boundary, found.leading * self._chunk
                 )
-            chunks = max(found.chunks, awaited)
+            chunks = max(found.chunks, self.awaited)
             if self._limit is not None:
                 chunks = min(chunks, self.most - self._plan.ahead)
             end = min(chunks * self._chunk, self._plan.loadable(request))
