@@ -111,8 +111,8 @@ class BlockCache(Protocol):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> Loaded:
-        """Loads chunks into `blocks`, in order. Returns how many were loaded, from which tiers, and why the next
-        chunk was not loaded.
+        """Loads chunks into `blocks`, in order. Returns how many were loaded, from which tiers, and why the
+        next chunk was not loaded.
 
         The first and the last blocks may be -1: they are skipped. Blocks of chunks that were not loaded may
         have been overwritten; all other blocks are untouched. `label` is the label that the engine had before

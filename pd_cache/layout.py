@@ -212,7 +212,7 @@ def _guess(tensor: torch.Tensor) -> PageKind:
     if len(shape) == 5 and (shape[0] == 2) != (shape[1] == 2):
         return PageKind.KV_OUTER if shape[0] == 2 else PageKind.KV_INNER
     raise LayoutError(
-        f"cannot tell the layout of a KV tensor of shape {list(shape)}; known are [blocks, kv_heads, block_size, 2*head_dim], "
+        f"unknown layout of a KV tensor of shape {list(shape)}; known are [blocks, kv_heads, block_size, 2*head_dim], "
         "[2, blocks, block_size, kv_heads, head_dim], [blocks, 2, block_size, kv_heads, head_dim] and "
         "[blocks, block_size, dim]; pass `kind` if two of them fit"
     )

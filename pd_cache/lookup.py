@@ -52,7 +52,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def only_at_hand(names: Names, chunks_at_hand: int, reason: MissReason) -> Found:
-    """Returns a `Found` with only the chunks at hand. Its reason is `reason`, unless all chunks are at hand."""
+    """Returns a `Found` with only the chunks at hand. Its reason is `reason`, unless all chunks are at
+    hand."""
     first = min(max(chunks_at_hand, 0), len(names))
     return Found(first, first, "none" if first == len(names) else reason)
 

@@ -60,7 +60,7 @@ class WeightsVersion:
         self._clock = clock
         self._lock = threading.Lock()
         self.state = self._new(label)
-        """Replaced by each change, never changed."""
+        """A change replaces this object; nothing modifies it."""
 
     @property
     def label(self) -> str | None:

@@ -19,7 +19,7 @@ from transfer.settings import TransferSettings
 log = logging.getLogger(__name__)
 
 _FAIR = 0.9
-"""The part of its usual time that a call must have had before its time-out counts against the pool."""
+"""A time-out counts against the pool only if the call had at least this share of the usual time."""
 _WELL_S = 5.0
 """After each answer to Mooncake's client, lookups may ask the master directly for this time."""
 
@@ -97,13 +97,13 @@ class _Silence(NamedTuple):
     again: float
     """When to try the peer again."""
     pause: float
-    """The pause before that."""
+    """The pause before that trial."""
     named: float
     """When an object was last found at the peer."""
 
 
 class Peers:
-    """Remembers the peers that did not deliver when they were last asked, and when to ask each again.
+    """Remembers the peers that did not deliver when they were last asked, and when to ask each peer again.
 
     A pure state machine: callers pass the time. Thread-safe.
     """

@@ -11,11 +11,11 @@ process):
 | 4 | 0.27–0.5 | 0.65–1.3 |
 | 8 | 0.7–1.0 | 1.6–2.6 |
 
-The request is `BatchExistKey`, byte for byte as Mooncake's client sends it. That is no public interface, so
-this is only a short cut. Requests go the other way, through the client, if there is no free connection, or if
-this module cannot spell a key. A request carries a hash of the method's name and one of its parameters'
-types, so a master of another version refuses it. After an unexpected answer, all requests go the other way
-for a minute.
+The request is `BatchExistKey`, byte for byte as Mooncake's client sends it. This is no public interface, so
+requests can always go through the client instead. They do if there is no free connection, or if this module
+cannot encode a key. A request carries a hash of the method's name and a hash of its parameters' types, so a
+master of another version refuses it. After an unexpected answer, all requests go through the client for a
+minute.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from collections.abc import Callable, Sequence
 log = logging.getLogger(__name__)
 
 _MOST = 4
-"""The most connections of one store. Further threads go the other way meanwhile."""
+"""The most connections of one store. Further threads ask through Mooncake's client."""
 _FRESH_S = 30.0
 """A connection that was idle for longer is closed: firewalls forget idle connections without notice."""
 _CONNECT_S = 0.5
-"""How long connecting may take for each of the master's addresses, and how long the connection's trial."""
+"""How long connecting may take for each of the master's addresses, and how long the first request may
+take."""
 _AGAIN_S = 1.0
 """The pause after a failed attempt to connect."""
 _STRANGER_S = 60.0
@@ -59,18 +60,18 @@ _ANSWER = struct.Struct("<4B3I")
 _METHOD = 0xB89FA6B0
 """yalantinglibs' hash of the name `mooncake::WrappedMasterService::BatchExistKey`."""
 _PARAMETERS = bytes.fromhex("638df700 0c fd84800c800cff 00")
-"""A vector of strings and a string: the hash of the types, "sizes have two bytes", and the types once more,
-spelled out."""
+"""The parameters' types, a vector of strings and a string: their hash, a byte that says that sizes have two
+bytes, and the types themselves."""
 _TENANT = b"\x07\x00default"
-"""The tenant of every client whose `setup()` names none."""
+"""The tenant of a client whose `setup()` names no tenant."""
 _MOST_KEYS, _LONGEST_KEY = 0xFFFF, 4096
 _RESULTS = [(bytes.fromhex("5d8c5f2a 04 84870b0100"), 1), (bytes.fromhex("5d8c5f2a 0c 84870b0100"), 2)]
-"""How a vector of `expected<bool, ErrorCode>` begins (the hash of the types, how wide sizes are, the types),
-and the bytes of its size."""
+"""For each width of sizes, the first bytes of a vector of `expected<bool, ErrorCode>` (the hash of the types,
+the width of sizes, the types), and that width in bytes."""
 
 
 class UnexpectedAnswerError(Exception):
-    """The master's answer is not that of a version of Mooncake for which this was made."""
+    """The master's answer has another form than that of the known versions of Mooncake."""
 
 
 class NoVerdictError(Exception):
@@ -136,8 +137,8 @@ class LookupRpc:
     def ask(self, keys: Sequence[str], deadline: float) -> bytes | None:
         """Returns 1 or 0 for each key: whether the master has it. The master leases the keys that it has.
 
-        Returns None if the keys have to go the other way. Raises TimeoutError if the master has not answered
-        by `deadline`, on the clock.
+        Returns None if Mooncake's client has to ask instead. Raises TimeoutError if the master has not
+        answered by `deadline`, on the clock.
         """
         if not self._idle:
             return None
@@ -180,8 +181,8 @@ class LookupRpc:
     def connect(self) -> None:
         """Makes another connection and tries it, unless another thread is doing so.
 
-        Takes a second at most, and half a second more for each further address of the master, and as long as
-        a name server takes.
+        Takes a second at most, half a second more for each further address of the master, and the time of a
+        name server.
         """
         if not self._connecting.acquire(blocking=False):
             return

@@ -39,7 +39,7 @@ set."""
 _ENDS_WITHIN_S = 25.0
 """The longest that a step may take, whatever the time-outs are set to."""
 _ROUND_EXTRA_S = 0.6
-"""How much longer than the TCP time-out it takes until an object of a silent peer fails (measured)."""
+"""An object of a silent peer fails this much later than the TCP time-out (measured)."""
 _LANES = 4
 """How many connections to a peer Mooncake has, unless MC_TCP_LANES_PER_PEER says otherwise (up to
 `_MOST_LANES`)."""
@@ -92,10 +92,10 @@ def _variable(name: str, usual: int) -> int:
 
 
 class Watch:
-    """Finds out whether Mooncake may count `enough_s` as passed since this object was made. By default, that
-    is when it may have given up a transfer.
+    """Finds out whether `enough_s` may have passed, by Mooncake's clock, since this object was made. By
+    default, this is the time after which Mooncake may have given up a transfer.
 
-    Mooncake uses the wall clock, which can be set.
+    Mooncake's clock is the wall clock, which can be set.
     """
 
     def __init__(
@@ -306,9 +306,9 @@ class Moves:
         return codes
 
     def _put_part(self, part: Batch, config: Any) -> list[int]:
-        """Does what `batch_put_from` does, at the same cost.
+        """Puts objects in a session, at the cost of `batch_put_from`.
 
-        But `batch_put_from` returns 0 for a key that another writer has begun and may never end. A session
+        `batch_put_from` returns 0 for a key that another writer has begun and may never end. A session
         reports such keys, and keys that already exist.
         """
         watch = self._watch()

@@ -1,5 +1,5 @@
-"""MooncakeStore: wraps a client of a Mooncake store. Only this module and `transfer.moves` call such a
-client, but `transfer.staging` registers its memory with it.
+"""MooncakeStore: wraps a client of a Mooncake store. Only this module and `transfer.moves` call the client's
+methods, except that `transfer.staging` registers its memory with the client.
 
 A lookup is `batched_contains`. A load is `start_get`, and a store is `start_put`: they queue `Moves.get` and
 `Moves.put` (`transfer/moves.py`) for another thread (`transfer/calls.py`), and the caller waits in
@@ -13,7 +13,7 @@ blocks for seconds if the master is dead, and for a minute if a peer is stopped.
 2. Calls run on a bounded set of threads, and the caller waits only until its own deadline.
 3. Staging memory that an abandoned call may still touch stays quarantined until that call returns. If the
    call returned before its transfers ended, the memory is never used again (`transfer.moves`).
-4. While the master is down, a circuit breaker makes calls return at once, and a probe in each interval checks
+4. While the master is down, a circuit breaker makes calls return at once, and a regular probe checks
    whether it is back. Peers that do not deliver have their own breakers (`transfer.health`).
 5. If the master is not there yet, the store opens by itself when it comes.
 6. In a forked child, where none of its threads runs and Mooncake would hang or crash, the store counts as
@@ -61,7 +61,7 @@ _CONNECT_S = 2.0
 _BOUNCE_BYTES = 16 << 20
 """Mooncake's own buffer. Only small control objects are copied through it."""
 _HEADROOM = 4
-"""One of this many slots stays free for leases that wait; see `StagingPool.lease`."""
+"""1 / `_HEADROOM` of the slots stay free for leases that wait; see `StagingPool.lease`."""
 
 _undrained: list[object] = []
 """Clients and engines that could not be closed, with the memory that they may still write to."""
@@ -158,8 +158,8 @@ def _check(batch: Batch) -> None:
 
 
 class Pending(NamedTuple, Generic[R]):
-    """A batch under way. Each key has one result, an `R`, made from Mooncake's code or from a status of our
-    own."""
+    """A batch under way. Each key has one result, an `R`, which is made from Mooncake's code or from a status
+    of our own."""
 
     store: MooncakeStore
     call: Call[list[int]] | None
@@ -408,7 +408,7 @@ class MooncakeStore:
         OK means that the pool holds the object. It may have been there before; its key names its contents, so
         the bytes are the same. BUSY means that another writer has begun the key and not ended it.
 
-        The slots are retained until the call has really ended; then they are settled, as they are if no call
+        The slots are retained until the call has really ended. They are settled then, or at once if no call
         begins.
         """
         batch, end = Batch(list(keys), list(slots), list(sizes)), end_or(end, self._timeouts.put_ms)

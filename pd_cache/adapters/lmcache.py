@@ -7,8 +7,8 @@ LMCache (0.5.6, 0.5.7) submits tasks, polls an event descriptor for each kind of
 1. Every task ends after `timeout_s` at the latest. Trouble in the pool is a failed store or a miss.
 2. A load copies into LMCache's memory on our own thread, so nothing writes there after the task, or `close`,
    has ended.
-3. LMCache's keys have neither types nor shapes. So each value holds the types and shapes of its object. A load
-into memory of other types or shapes is a miss.
+3. LMCache's keys have neither types nor shapes. So each value holds the types and shapes of its object. A
+   load into memory of other types or shapes is a miss.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class PdCacheL2Adapter(L2AdapterInterface):
         return stored if all(status is Status.OK for status in statuses) else None
 
     def lookup(self, keys: Sequence[Any], deadline: Deadline) -> list[bool]:
-        """Returns for each key whether there is an object. The first part of a found object is protected until
-        its lease ends."""
+        """Returns for each key whether there is an object. The first part of a found object is protected
+        until its lease ends."""
         names = _names(keys)
         statuses = self.cache.exists_many(names, timeout=deadline)
         self._forget(keys, names, statuses)

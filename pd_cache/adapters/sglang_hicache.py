@@ -121,8 +121,8 @@ class PdCacheStorage(HiCacheStorage):
     # --- v2 -------------------------------------------------------------------------------------------------
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Returns the longest prefix that can be restored from all pools. Sends one request. SGLang's own class
-        describes the arguments."""
+        """Returns the longest prefix that can be restored from all pools. Sends one request. SGLang's own
+        class describes the arguments."""
         return self._safely(
             "exists", lambda: self._restorable(keys, pool_transfers or []), PoolTransferResult(0, {}, [])
         )

@@ -96,8 +96,8 @@ class PoolPages:
         """The bytes of a page."""
 
     def values(self, indices: Any) -> list[Scattered]:
-        """Returns one value for each page. Each `page_size` indices (int64) form a page. Raises ValueError for
-        indices that are not of whole pages of the pool, and LayoutError for a layout that the pool itself
+        """Returns one value for each page. Each `page_size` indices (int64) form a page. Raises ValueError
+        for indices that are not of whole pages of the pool, and LayoutError for a layout that the pool itself
         cannot address."""
         pages = self._pages_at(indices)
         if not pages:

@@ -152,8 +152,8 @@ class RowJobs:
         most_waiting: int,
         threads: int = 2,
     ) -> None:
-        """`memory` is flat and writable, and has rows of `row_bytes`. A job may take `seconds`. Each direction
-        has `threads` threads."""
+        """`memory` is flat and writable, and has rows of `row_bytes`. A job may take `seconds`. Each
+        direction has `threads` threads."""
         self._names = names
         self._memory = memory
         self._row_bytes = row_bytes

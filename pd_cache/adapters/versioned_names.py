@@ -3,8 +3,8 @@ that were stored before.
 
 The version of the engine's weights (`pd_cache.versions`) is part of each name. Each engine reports a change
 of its weights in its own way: vLLM drains its tiers, SGLang clears its storage. No command reaches an
-adapter, so it gives the new weights a random label. From then on, no other process shares its values. To share
-again, restart the process, with another `namespace` if its weights are not those of its files.
+adapter, so it gives the new weights a random label. From then on, no other process shares its values. To
+share again, restart the process, with another `namespace` if its weights are not those of its files.
 """
 
 from __future__ import annotations

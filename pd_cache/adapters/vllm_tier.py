@@ -43,8 +43,8 @@ the others for itself."""
 
 _SHARE_OF_A_REQUEST = 4
 """When a request loads chunks, 1 / `_SHARE_OF_A_REQUEST` of the primary tier's rows stay free. vLLM 0.32 pins
-no chunk between its load and its use. So if a prompt had more chunks than there are rows, its last chunks would evict
-its first chunks, which would be loaded again, for ever."""
+no chunk between its load and its use. So if a prompt had more chunks than there are rows, its last chunks
+would evict its first chunks, which would be loaded again, for ever."""
 
 
 class TierOptions(AdapterOptions, frozen=True, kw_only=True):

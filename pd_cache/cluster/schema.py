@@ -482,12 +482,12 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     prefill_timeout_s: Seconds = 120.0
     """How long a prefill may take. After that, the decode node computes the prompt itself."""
     max_requests: Positive = 1024
-    """The most requests in flight. The answer to one more is 503 with Retry-After. Each request takes up to four
-    file descriptors."""
+    """The most requests in flight. The answer to one more is 503 with Retry-After. Each request takes up to
+    four file descriptors."""
     body_memory: Bytes = ByteSize(512 << 20)
     """The memory of all requests' bodies together. A body takes twice its size, from its first byte until the
-    decode node's answer begins. A quarter of the memory is reserved for bodies of at most 256KiB. At least 48MiB
-    are needed, so that the largest body fits."""
+    decode node's answer begins. A quarter of the memory is reserved for bodies of at most 256KiB. At least
+    48MiB are needed, so that the largest body fits."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
     """Decides which prefill node computes a prompt; see `launch/proxy/routing.py`."""
     direct_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None

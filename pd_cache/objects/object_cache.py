@@ -53,8 +53,8 @@ PART_BYTES = 4 << 20
 MOST_BYTES = 1 << 30
 """The longest value, unless the caller chooses another length or the parts are small."""
 _BATCH_BYTES = 12 << 20
-"""About how many bytes a transfer call moves. The number is small, because a peer's task is short, and because
-the bytes of one call are copied while the next call runs."""
+"""About how many bytes a transfer call moves. The number is small, because a peer's task is short, and
+because the bytes of one call are copied while the next call runs."""
 _RETRIES = 8
 """How often a damaged object is read again. Each tier that returns it damaged removes it, so the next read
 comes from another tier."""
@@ -75,7 +75,8 @@ header's checksum is verified."""
 
 
 class Deadline:
-    """The time by which an operation has to end: `timeout` seconds from now, or never. `cut` moves it to now."""
+    """The time by which an operation has to end: `timeout` seconds from now, or never. `cut` moves it to
+    now."""
 
     def __init__(self, timeout: Timeout) -> None:
         self.end = end_in(timeout)
@@ -475,8 +476,8 @@ class ObjectCache:
         return Status.TIMEOUT if deadline.passed else Status.OVERLOADED
 
     def _stage(self, batch: Sequence[_Piece], deadline: Deadline) -> list[Staged]:
-        """Copies objects into memory, in order, as long as there is memory. Waits for memory only for the first
-        object.
+        """Copies objects into memory, in order, as long as there is memory. Waits for memory only for the
+        first object.
 
         Returns an empty list after the deadline, because the caller may change the values from then on.
         """

@@ -14,9 +14,9 @@ The order of work:
   kernels that still read the old contents are not disturbed. Work that is put on that stream after the call
   sees the new data, without a wait on the host. Other streams may touch the slots after `wait()` has
   returned.
-- Nothing makes the model wait for a gather. So the caller must leave the slots unchanged, and keep `out` alive
-  and unread, until `wait()` has returned. In the same way, `source` must stay alive and unchanged until the
-  scatter's `wait()` has returned.
+- Nothing makes the model wait for a gather. So the caller must leave the slots unchanged, and keep `out`
+  alive and unread, until `wait()` has returned. In the same way, `source` must stay alive and unchanged until
+  the scatter's `wait()` has returned.
 - `close()` waits for all streams.
 
 Host memory that is not page-locked works, too, but the call then returns only after the copy.
@@ -100,8 +100,8 @@ class PageMover:
         self._element, self._elements = _ELEMENTS[width], layout.page_bytes // width
 
     def move(self, blocks: Tensor, payload: Tensor, *, gather: bool) -> None:
-        """Enqueues a copy on the current stream: of the blocks' pages into `payload`, a contiguous uint8 device
-        tensor, if `gather`, otherwise of `payload` into the pages.
+        """Enqueues a copy on the current stream: of the blocks' pages into `payload`, a contiguous uint8
+        device tensor, if `gather`, otherwise of `payload` into the pages.
 
         The blocks are on the device, too. They are not checked: the kernel uses any index.
         """

@@ -1,9 +1,9 @@
 """Adapters for serving engines, with the API of LMCache's multi-process adapters in vLLM.
 
 `SchedulerAdapter` and `WorkerAdapter` add little to a `RemoteCache`. Only their constructors and
-`register_kv_caches` wait, because a scheduler may make thousands of calls a second. LMCache's API does not say
-what happens after a failure. Here, a failed store is counted, and a failed retrieve reports the blocks that the
-engine has to compute. The engine gets a block back only when the server cannot touch it any more.
+`register_kv_caches` wait, because a scheduler may make thousands of calls a second. LMCache's API does not
+say what happens after a failure. Here, a failed store is counted, and a failed retrieve reports the blocks
+that the engine has to compute. The engine gets a block back only when the server cannot touch it any more.
 """
 
 from __future__ import annotations

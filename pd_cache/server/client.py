@@ -174,8 +174,8 @@ class RemoteCache:
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> Loaded:
-        """Loads chunks into `blocks` of the registered tensors, in order. Returns how many were loaded, and why
-        the next chunk was not loaded.
+        """Loads chunks into `blocks` of the registered tensors, in order. Returns how many were loaded, and
+        why the next chunk was not loaded.
 
         Waits until the server no longer writes to the blocks, usually at most `timeout` (s), by default
         `move_timeout_s`. The other arguments are those of `BlockCache.load`. Raises ValueError for tensors

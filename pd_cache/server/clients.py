@@ -65,8 +65,8 @@ class MappedTensors:
         storages, and stay the caller's.
 
         `shards_per_rank` is how many shards of each chunk the tensors hold. `block_size` is the engine's: the
-        shape of opaque pages does not show it. Takes over `fence`, which guards every copy. Raises SharingError
-        or LayoutError, with nothing left open, if the parts do not fit together.
+        shape of opaque pages does not show it. Takes over `fence`, which guards every copy. Raises
+        SharingError or LayoutError, with nothing left open, if the parts do not fit together.
         """
         self.fence = fence
         self._maps: list[mmap.mmap] = []

@@ -38,8 +38,8 @@ _GREETING_S = 2.0
 _REGISTER_S = 120.0
 """How long a registration may take: the server maps and touches a large cache, and opens a backend for it."""
 _SOON_S, _AGAIN_S = 0.02, 0.2
-"""The first and the longest pause between attempts to connect or to say hello. The first pause is short, because
-ZMQ connects only a moment after the Unix socket."""
+"""The first and the longest pause between attempts to connect or to say hello. The first pause is short,
+because ZMQ connects only a moment after the Unix socket."""
 _WATCH_S = 0.5
 _MOST_STORAGES = 200
 

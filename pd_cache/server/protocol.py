@@ -11,8 +11,8 @@ A frame is a 16-byte header and a msgpack body:
 All numbers are little-endian. Neither the header nor `Refused` ever changes, so two sides of different
 versions notice that they differ. KV bytes never travel in messages: they stay in memory that both sides map.
 
-Both sides are processes of one user. So all fields have types, but only the fields that describe an engine have
-bounds. A number that does not fit is an error of its request.
+Both sides are processes of one user. So all fields have types, but only the fields that describe an engine
+have bounds. A number that does not fit is an error of its request.
 """
 
 from __future__ import annotations

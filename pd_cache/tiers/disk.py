@@ -68,9 +68,10 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _STRIKES = 3
 """After this many errors in a row, the folder counts as failed, not single files."""
 _FAIR_S = 2.0
-"""A disk that has not answered within this time hangs."""
+"""A disk that has not answered within this time counts as hanging."""
 _FAIR = 0.9
-"""A call proves that the disk hangs only if it had at least this share of that time."""
+"""A call proves that the disk hangs only if the disk worked on it for at least this share of `_FAIR_S` or, if
+it is shorter, of the usual time-out."""
 
 _CANNOT_WRITE = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), Status.NO_SPACE) | dict.fromkeys(
     (errno.EROFS, errno.EACCES, errno.EPERM), Status.READ_ONLY
@@ -311,7 +312,7 @@ class _Put(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """A read into `staged` that is under way, or the reason why there is none."""
+    """A read into `staged` that is under way, or the reason why no read was begun."""
 
     call: Call[int | str] | None
     staged: Staged | None
@@ -507,8 +508,8 @@ class LocalDiskBackend(StorageBackend):
         return _Read(call, staged, "" if call is not None else self._rejection().value)
 
     def _read_ended(self, target: Staged) -> None:
-        """Runs exactly once, when a read has ended or can never begin. Then its slot no longer waits for the
-        disk."""
+        """Runs exactly once, when a read has ended or can never begin. From then on, the read's slot no
+        longer waits for the disk."""
         target.slot.settle()
         target.release()
 
@@ -576,8 +577,8 @@ class LocalDiskBackend(StorageBackend):
     # --- writing --------------------------------------------------------------------------------------------
 
     def _begin(self, key: str, item: Staged, deadline: float) -> Call[Status] | Status:
-        """Begins to write an object, or joins the write of the same key. A key names its content, so both
-        have the same bytes.
+        """Begins to write an object, or joins a write of the same key that is under way. A key names its
+        content, so both writes have the same bytes.
 
         Returns OK if the object is there, and BUSY if another put writes it with a later deadline.
         """

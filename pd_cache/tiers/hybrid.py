@@ -127,7 +127,7 @@ class HybridBackend(StorageBackend):
         return self._read(keys, self.memory.read_size(payload_bytes), 0, end)
 
     def stage(self, *, payload_bytes: int | None = None, end: End = None) -> Staged | None:
-        """Stages as the last tier does, after waiting until no blocking tier has too much to write."""
+        """Waits until no blocking tier has too much to write. Then stages as the last tier does."""
         if not self.wait_room(end) and end == 0.0:
             return None  # the caller already holds memory; it puts that first
         return self.tiers[-1].backend.stage(payload_bytes=payload_bytes, end=end)
@@ -185,8 +185,8 @@ class HybridBackend(StorageBackend):
         """Yields each key's outcome from the first tier that knows it, beginning with tier number `floor`.
 
         Keys that a tier lacks after all are read from the later tiers, adjacent misses together. Then the
-        tier is asked for the rest, for one key, two, four at a time, because it may be the only tier that
-        still has them. So the total work stays linear in the keys.
+        tier is asked for the remaining keys, because it may be the only tier that still has them. It is asked
+        for one key, then two, then four, so that the total work stays linear in the keys.
         """
         start = 0
         for level, run in groupby(self._levels(keys, floor, end)):

@@ -24,8 +24,8 @@ from transfer.settings import Timeouts
 log = logging.getLogger(__name__)
 
 _TOGETHER_BYTES = 256 << 20
-"""The most bytes that a reader gets at once: so many that the end of one batch of a GPU's copies does not
-delay the next."""
+"""The most bytes that a reader gets at once. With so many bytes, a GPU's copies go on without a gap between
+two batches."""
 
 
 class LocalBackend(StorageBackend):

@@ -40,8 +40,8 @@ VERSION = 1
 TRAILER_BYTES = _TRAILER.size
 _SIZE = struct.Struct("<Q")
 BATCH_BYTES = 64 << 20
-"""The most bytes of payloads that a tier takes together: enough for full speed, and moved in well under a
-second. A lease of the pool must last for three such transfers."""
+"""The most bytes of payloads that a tier moves together. They are enough for full speed, and take well under
+a second. A lease of the pool must last for three such transfers."""
 SELF_SIZED = -1
 """What a reader gives as a payload's size if the payload's first 8 bytes hold the size."""
 
@@ -191,8 +191,9 @@ class Fetched:
         tier: TierKind = "pool",
         on_release: Callable[[], None] | None = None,
     ) -> None:
-        """Takes an object whose payload should have the checksum `expected`, or the `reason` why there is
-        none. With `source`, its tier can remove it. `on_release` runs once, for a hit only."""
+        """Takes an object whose payload should have the checksum `expected`, or the `reason` why there is no
+        object. `source` is the tier's own handle, by which it can remove a damaged object. `on_release` runs
+        once, for a hit only."""
         self.staged = staged
         self._on_release = on_release
         self.expected = expected

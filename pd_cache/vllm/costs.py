@@ -11,11 +11,11 @@
    whose loads end meanwhile must wait until the prompt is computed; their wait counts against computing.
 4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
 5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is
-   loaded, so that a wrong figure is corrected. If other loads are under way, they correct it.
+   loaded, so that a wrong figure is corrected. If other loads are under way, they correct the figure instead.
 6. A hand-off has a wider margin. A stream is never declined, because nothing waits for it. The request that
    follows waits for the stream's load under way as it would wait for a hand-off.
-7. The engine says which hand-offs it would decline, so that no prefill node computes them. If a figure has to
-   be corrected, it says that it would decline none.
+7. The engine reports which hand-offs it would decline, so that no prefill node computes them. While a figure
+   has to be corrected, it reports that it would decline none.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class Costs:
     def __init__(self) -> None:
         self._loading: dict[str, _Load] = {}
         self._loaded_until = 0.0
-        """The link was busy until then with loads that have ended; loads under way have had it since then."""
+        """Until this time, the link served loads that have ended. Since then it serves the loads under
+        way."""
         self._of_loads = [_Line() for _ in range(3)]
         self._of_steps = _Line()
         self._reported = 0.0

@@ -15,9 +15,9 @@ vLLM may put the layers of a draft model into a group with layers of the model i
 groups of their own, over the same blocks, so that nodes with and without a draft model share everything else.
 
 vLLM may also put layers of one kind with pages of different size into a group: latents beside an indexer's
-cache, or layers with different numbers of KV heads. Only workers know about that. To the scheduler, such
-layers are one layer group. A worker cuts the group into parts by their specs, each with a cache and a
-namespace of its own, and does with all of them what the scheduler asks for the group.
+cache, or layers with different numbers of KV heads. Only workers know about this; to the scheduler, such
+layers are one layer group. A worker cuts the group into one part for each spec, with a cache and a namespace
+of its own. It does with all parts what the scheduler asks for the group.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class KeptLayers(NamedTuple):
 
     @property
     def _reach(self) -> int:
-        """How many blocks a window reaches into, as vLLM counts them."""
+        """How many blocks a window overlaps, as vLLM counts them."""
         return max(1, -(-(self.window - 1) // self.block_size))
 
     @property

@@ -39,8 +39,8 @@ class OutdatedRequests:
         coordinator.cache_blocks = cache_unless_outdated
 
     def begin(self, weights: Weights, requests: Iterable[TrackedRequest]) -> None:
-        """Notes a new state of the weights: those of `requests` that have KV are outdated, and vLLM's own
-        cache is emptied."""
+        """Notes a new state of the weights, and empties vLLM's own cache. Those of `requests` that have KV
+        are outdated from now on."""
         self.weights = weights
         self._ids.update(
             tracked.id for tracked in requests if tracked.at_hand or tracked.request.num_computed_tokens

@@ -27,7 +27,7 @@ class ChunkPlan:
     stores: bool = True
     """False for a consumer."""
     ranks: int = 1
-    """Of all pipeline stages."""
+    """The number of ranks of all pipeline stages together."""
     dense: bool = False
     """Whether to store all chunks of layers with a window, because vLLM, too, keeps more of them than the
     ends of prompts (`prefix_cache_retention_interval`)."""

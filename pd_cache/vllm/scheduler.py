@@ -80,7 +80,7 @@ class SchedulerSide:
         self.costs = Costs()
         self._requests: dict[str, TrackedRequest] = {}
         self._next = Step()
-        """What is known of the next step."""
+        """The next step, as far as it is planned."""
         self._unallocated = False
         """Whether the request that vLLM asked about last has no blocks yet. If it has none at the step's end,
         vLLM ran out of blocks for it, and did not ask about the requests after it."""

@@ -1,7 +1,7 @@
-"""The scheduler's stores: holds the blocks that they read until they end.
+"""The scheduler's stores. Keeps the blocks that a store reads until the store ends.
 
-Each block that a store still reads has a reference of ours, as if a request used it. So the request that
-computed the block may finish, or be aborted or preempted, meanwhile.
+The connector holds a reference to each of these blocks, as if a request used it. So the request that computed
+the block may finish, or be aborted or preempted, meanwhile.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Stream:
     """How many chunks were at hand or are loaded."""
     until: float
     over: bool = False
-    """Whether nothing more is loaded."""
+    """Whether the stream has ended, so that it loads nothing more."""
     outdated: bool = False
     """Whether the weights have changed since it began, so that its blocks may not get into vLLM's own
     cache."""
@@ -71,8 +71,9 @@ class Streams:
         self._streams: dict[str, Stream] = {}
         self._loads: list[LoadOp] = []
         self._reserved: dict[str, int] = {}
-        """For each stream that has given way, its number of blocks. vLLM reserves as many for its load until
-        its request ends. Other loads cannot get these blocks, but requests that compute can."""
+        """The number of blocks of each stream that has given way. vLLM reserves as many blocks for the
+        stream's load until its request ends. Other loads cannot get these blocks, but requests that compute
+        can."""
         self.block_loads = False
         """Whether nothing may be loaded in the next step, because vLLM has no blocks for any load, and no
         request computes."""

@@ -157,8 +157,8 @@ class TrackedRequest:
 
     @property
     def lacks_chunks(self) -> bool:
-        """Whether fewer chunks were found, or are at hand by now, than the request waits for. It waits for
-        none that are not worth loading."""
+        """Whether fewer chunks were found, or are at hand by now, than the request waits for. It does not
+        wait for chunks that are not worth loading."""
         if self._found is None:
             return True
         there = max(self._found.chunks, self.at_hand // self._chunk)
@@ -172,7 +172,7 @@ class TrackedRequest:
         return TierChunks(memory, disk, external - memory - disk)
 
     def _reason(self, found: Found) -> MissReason:
-        """Returns why the lookup found no more."""
+        """Returns why the lookup found no longer prefix."""
         announced = self.handoff.announced
         if self.declined:
             return "not_worth"
@@ -367,7 +367,7 @@ class PromptOutcome:
         self._restored: Loaded | None = None
 
     def looked_up(self, end: int, reason: MissReason) -> None:
-        """Notes the end of the prefix that was found, and why it is no longer."""
+        """Notes the end of the found prefix, and why the prefix is not longer."""
         if not self._begun and not self.over:
             self._found, self._reason = end, reason
 

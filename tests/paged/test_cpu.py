@@ -119,7 +119,7 @@ def test_layouts_count_bytes_as_the_tensors_do():
     "tensors, message",
     [
         ([], "no KV tensors"),
-        ([torch.zeros(3, 3)], "cannot tell"),
+        ([torch.zeros(3, 3)], "unknown layout"),
         ([torch.zeros(2, 2, 4, 3, 8)], "pass `kind`"),
         ([torch.zeros(4, 4, 8), torch.zeros(4, 4, 9)], "layer 1"),
         ([torch.zeros(4, 4, 8), torch.zeros(4, 4, 8, dtype=torch.float16)], "layer 1"),
