@@ -289,9 +289,9 @@ class SchedulerSide:
             self.streams.advance(request_id, ranks, loaded)
         if report.work is not None:
             self._count("compute", self.costs.step_ended(report.work, self._clock()))
-        for request_id, loaded in report.loads.items():
+        for request_id, (seconds, loaded) in report.loads.items():
             whole = loaded.reason == "none"
-            took = report.took.get(request_id) if whole or loaded.reason == "deadline" else None
+            took = seconds if whole or loaded.reason == "deadline" else None
             self._count("load", self.costs.load_ended(request_id, took, whole=whole))
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.load_ended(loaded)

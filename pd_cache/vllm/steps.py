@@ -75,11 +75,9 @@ class StepReport:
 
     jobs: dict[int, tuple[int, list[StoreOutcome]]] = field(default_factory=dict)
     """Store jobs: how many ranks are done, and the outcome of each chunk."""
-    loads: dict[str, Loaded] = field(default_factory=dict)
-    """Loads that have ended, with the result of the layer group that failed or, if none failed, of the first
-    group. A failed load has another reason than `none`."""
-    took: dict[str, float] = field(default_factory=dict)
-    """The `LinkTime` of each of these loads, in seconds."""
+    loads: dict[str, tuple[float, Loaded]] = field(default_factory=dict)
+    """Loads that have ended: the seconds of `LinkTime`, and the result of the layer group that failed or, if
+    none failed, of the first group. A failed load has another reason than `none`."""
     streams: dict[str, tuple[int, Loaded]] = field(default_factory=dict)
     """Parts of streams: how many ranks are done, and the worst of their results."""
     work: StepWork | None = None
@@ -92,17 +90,14 @@ class StepReport:
             before, known = jobs.get(job, (0, outcomes))
             both = [StoreOutcome.together(pair) for pair in zip(known, outcomes, strict=True)]
             jobs[job] = (before + ranks, both)
-        for request_id, loaded in other.loads.items():
-            loads[request_id] = _worst(loads.get(request_id, loaded), loaded)
-        took = {
-            **other.took,
-            **{load: max(seconds, other.took.get(load, 0.0)) for load, seconds in self.took.items()},
-        }
+        for request_id, (seconds, loaded) in other.loads.items():
+            longest, worst = loads.get(request_id, (seconds, loaded))
+            loads[request_id] = (max(longest, seconds), _worst(worst, loaded))
         streams = dict(self.streams)
         for request_id, (ranks, loaded) in other.streams.items():
             before, worst = streams.get(request_id, (0, loaded))
             streams[request_id] = (before + ranks, _worst(worst, loaded))
-        return StepReport(jobs, loads, took, streams, self.work or other.work)
+        return StepReport(jobs, loads, streams, self.work or other.work)
 
 
 def _worst(*ends: Loaded) -> Loaded:

@@ -177,13 +177,12 @@ class WorkerSide:
                     self._wanted.discard(op.request_id)
                     self._ended.finished.add(op.request_id)
                     if wanted:
-                        self._report.took[op.request_id] = took
-                        self._note_end(op, end)
+                        self._report.loads[op.request_id] = (took, end)
+                        self._note_failure(op, end)
                 self._changed.notify_all()
 
-    def _note_end(self, op: LoadOp, end: Loaded) -> None:
-        """Notes how a load ended. Call with the lock held."""
-        self._report.loads[op.request_id] = end
+    def _note_failure(self, op: LoadOp, end: Loaded) -> None:
+        """Notes what vLLM has to compute if a load failed. Call with the lock held."""
         if end.reason == "none":
             return
         if op.blocks:

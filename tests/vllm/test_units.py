@@ -388,19 +388,19 @@ def test_reports_of_ranks_add_up():
     new, before, lost = StoreOutcome.NEW, StoreOutcome.BEFORE, StoreOutcome.NOT
     one = StepReport(
         {1: (1, [new, new]), 2: (1, [new])},
-        {"a": Loaded(3), "b": Loaded(2, "damaged"), "c": Loaded(3)},
-        {"a": 1.0, "c": 1.0},
+        {"a": (1.0, Loaded(3)), "b": (1.0, Loaded(2, "damaged")), "c": (1.0, Loaded(3))},
     )
     two = StepReport(
-        {1: (1, [before, lost])}, {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline")}, {"a": 2.0}
+        {1: (1, [before, lost])}, {"a": (2.0, Loaded(1, "evicted")), "b": (0.5, Loaded(0, "deadline"))}
     )
     for first, second in ((one, two), (two, one)):
         both = first.aggregate(second)
         assert both.jobs == {1: (2, [new, lost]), 2: (1, [new])}
-        assert both.loads == {"a": Loaded(1, "evicted"), "b": Loaded(0, "deadline"), "c": Loaded(3)}, (
-            "the worst"
-        )
-        assert both.took == {"a": 2.0, "c": 1.0}
+        assert both.loads == {
+            "a": (2.0, Loaded(1, "evicted")),
+            "b": (1.0, Loaded(0, "deadline")),
+            "c": (1.0, Loaded(3)),
+        }, "the worst of each"
 
 
 def test_statistics_of_several_steps_add_up_for_vllms_log():

@@ -292,7 +292,7 @@ class Scene:
 
     def loaded(self, loaded, request_id="a", seconds=0.0):
         """The workers report the end of a load."""
-        self.side.take_report(StepReport(loads={request_id: loaded}, took={request_id: seconds}))
+        self.side.take_report(StepReport(loads={request_id: (seconds, loaded)}))
 
     def finish(self, request):
         """The request ends. Returns the `kv_transfer_params` of its answer."""

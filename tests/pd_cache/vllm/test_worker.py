@@ -118,7 +118,7 @@ def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv_and_its
     clock.now += 2
     cache.gate.set()
     assert ended(side, "a") == EndedLoads({"a"}, set(), bad)
-    assert wait_for(lambda: side.take_report(Step())) == StepReport(loads={"a": told}, took={"a": 2.0})
+    assert wait_for(lambda: side.take_report(Step())) == StepReport(loads={"a": (2.0, told)})
     assert (side.take_loads(Step(), set()), side.take_report(Step())) == (
         EndedLoads(set(), set(), set()),
         None,
@@ -144,7 +144,7 @@ def test_a_load_that_waited_for_longer_than_its_deadline_is_not_begun(make, cach
     assert ended(side, "a", "b", "late").bad_blocks == set(BLOCKS)
     assert cache.metrics.totals()["troubles", "retrieve", "deadline"] == 3
     assert len(cache.calls) == 2
-    took = side.take_report(Step()).took
+    took = {request: seconds for request, (seconds, _) in side.take_report(Step()).loads.items()}
     assert took == {"a": 2.5, "b": 2.5, "late": 0.0}, "two at once share the link"
 
 
@@ -193,7 +193,7 @@ def test_of_the_parts_of_a_group_the_one_that_did_least_counts(make):
     side = make(groups=[[(most, True), (least, True), (elsewhere, False)]])
     side.start(Step(loads=[load("a")]))
     assert ended(side, "a").bad_blocks == set(BLOCKS[2:])
-    assert wait_for(lambda: side.take_report(Step())).loads == {"a": Loaded(1, "evicted")}
+    assert wait_for(lambda: side.take_report(Step())).loads == {"a": (0.0, Loaded(1, "evicted"))}
     assert elsewhere.calls, "what another rank stores is loaded, too"
     least.loads = RuntimeError("no")
     for job, outcome in ((1, StoreOutcome.NOT), (2, StoreOutcome.NEW)):
