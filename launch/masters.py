@@ -130,17 +130,17 @@ def keys_at(metrics: str, timeout: float) -> Iterator[bytes]:
     """Yields the keys of all complete objects of the default tenant, as the master lists them. Takes no
     lease.
 
-    The master makes the whole list, about 55 bytes a key, before it sends the first key: that is what
-    `timeout` has to allow. Raises OSError or ValueError if the master does not answer.
+    The master makes the whole list, about 55 bytes a key, before it sends the first key; `timeout` has to be
+    long enough for this. Raises OSError or ValueError if the master does not answer.
     """
     return fetch_lines(f"{metrics}/get_all_keys", timeout)
 
 
 def keys_in(metrics: str, endpoint: str, timeout: float) -> tuple[list[str], list[str]]:
-    """Returns two lists: the keys that have a copy at `endpoint`, and the keys that may have one. The master
-    cannot be asked about the latter, because they contain a comma or are too long for a URL; they belong to
-    other programs. Takes two seconds for each 100,000 keys of the pool; `timeout` is as for `keys_at`. Raises
-    OSError or ValueError if the master does not answer.
+    """Returns two lists: the keys that have a copy at `endpoint`, and the keys that may have a copy there.
+    The master cannot be asked about the keys of the second list, because they contain a comma or are too long
+    for a URL; they belong to other programs. Takes two seconds for each 100,000 keys of the pool; `timeout`
+    is as for `keys_at`. Raises OSError or ValueError if the master does not answer.
     """
     keys = (key.decode(errors="replace") for key in keys_at(metrics, timeout))
     found, unknown = list[str](), list[str]()

@@ -135,8 +135,8 @@ class _EtcdOpener:
                 host, int(port), timeout=self.timeout_s, grpc_options=_OPTIONS, **login, **self._files
             )
             with contextlib.closing(made) as client:
-                # etcd3 sends the token with every call as metadata and as credentials; without TLS, grpc
-                # refuses the latter
+                # etcd3 sends the token with every call, as metadata and as credentials; without TLS, grpc
+                # refuses the credentials
                 client.call_credentials = None
                 yield client
         except grpc.RpcError as error:
@@ -169,7 +169,7 @@ def _repeat(
 
 
 def prefix_of(cluster: str) -> str:
-    """Returns the prefix in etcd of a cluster's nodes. The name of the entry follows it."""
+    """Returns the prefix in etcd of a cluster's nodes. A node's key is the prefix and the node's name."""
     return f"/pd-cache/{cluster}/nodes/"
 
 
@@ -372,7 +372,7 @@ def _name(kv: Any, prefix: str) -> str:
 
 
 def _read(kv: Any, prefix: str) -> NodeRecord | None:
-    """Returns the record that an entry holds; None if it holds none, which the log says."""
+    """Returns the record that an entry holds. If it holds no record, logs this and returns None."""
     name = _name(kv, prefix)
     try:
         record = decode_record(kv.value)

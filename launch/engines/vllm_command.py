@@ -54,9 +54,9 @@ def vllm_program(config: ClusterConfig, node: EngineNode, file: Path, namespace_
     """Returns the program `vllm serve` for a node of `file`, whose text is `config`. Raises RoleError if
     there is no vLLM.
 
-    Its environment has the file's own variables, and the secrets of its arguments. If the file has a
-    collector, vLLM sends its own spans there, and gives the connector the trace context of each request. It
-    does so only with that option.
+    Its environment has the file's own variables, and the secrets of its arguments. If the file names a
+    collector, the program gets the option for it: with this option, vLLM sends its own spans there, and gives
+    the connector the trace context of each request.
     """
     engine, traces = config.engine, config.tracing.endpoint
     assert isinstance(engine, VllmEngineConfig), "the file's checks make sure of it"
@@ -94,7 +94,8 @@ def vllm_program(config: ClusterConfig, node: EngineNode, file: Path, namespace_
         }
     if node.events_port:
         stream, replay = config.event_addresses(node)
-        # vLLM 0.32 binds it only if it has a `*` or is no TCP address; any other it connects to
+        # vLLM 0.32 binds an address only if it has a `*` or is no TCP address; it connects to any other
+        # address
         if stream.startswith("tcp:"):
             stream = f"tcp://*:{stream.rpartition(':')[2]}"
         settings = {

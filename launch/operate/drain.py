@@ -35,7 +35,8 @@ _PER_S = 16
 _AT_A_TIME = 2 * _PER_S
 """How many moves wait or are under way: so many that a node that looks for new moves always finds some."""
 _LEASED_AT_A_TIME = 64
-"""So few that they are moved before their leases end (by default, ten seconds)."""
+"""How many leased objects move at a time: so few that they are moved before their leases end (by default,
+after ten seconds)."""
 _POLL_S = 0.5
 _CALL_S = 10.0
 _CANCEL_S = 20.0
@@ -53,7 +54,7 @@ class Drain(msgspec.Struct, kw_only=True):
     both, the node takes objects again. `goes on`: the master still moves objects; another `drain` can follow
     it."""
     moved: int = 0
-    """Objects."""
+    """Objects that were moved."""
     failed: int = 0
     """Attempts to move an object that failed; the master makes up to three for each."""
     in_use: int = 0

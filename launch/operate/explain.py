@@ -172,7 +172,7 @@ def read_prompt_file(file: Path) -> list[int] | str:
 def explain_prompt(
     config: ClusterConfig, prompt: list[int] | str, salt: str | None = None
 ) -> list[ExplainedNode]:
-    """Returns how much of a prompt each prefill and decode node would find in the pool now, and why not more.
+    """Returns how much of a prompt each prefill and decode node would find in the pool now, and why no more.
     `salt` is the request's `cache_salt`.
 
     Nothing is stored, loaded or computed.

@@ -67,8 +67,8 @@ def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: boo
 
 
 def _outcome(row: NodeStatus, label: str, seen: Collection[str], *, everywhere: bool) -> tuple[str, bool]:
-    """Returns the version that a node's engines have in the end, and whether that is the wanted one. `seen`:
-    the ids of all states in the beginning."""
+    """Returns the version that a node's engines have in the end, and whether it is the wanted version.
+    `seen`: the ids of all states in the beginning."""
     states = row.record.weights
     if not states:
         why = row.why if row.state == "down" else "it does not report its weights"

@@ -2,8 +2,8 @@
 does.
 
 An object counts as damaged if two reads in a row find damage. An object that is gone before it is read does
-not. The master leases each object that is read for some seconds, and counts it as just used. So after a scan
-of a whole pool, the master no longer knows which objects engines used least recently.
+not count as damaged. The master leases each object that is read for some seconds, and counts it as just used.
+So after a scan of a whole pool, the master no longer knows which objects engines used least recently.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Scan(msgspec.Struct, kw_only=True):
     """The progress of a scan. All fields but `bytes` and `seconds` are numbers of objects."""
 
     objects: int
-    """To look at."""
+    """The objects to check."""
     done: int = 0
     gone: int = 0
     """Evicted or removed before they were read."""
@@ -60,12 +60,12 @@ class Scan(msgspec.Struct, kw_only=True):
     there: int = 0
     """In the other pool before, or written there by others meanwhile."""
     bytes: int = 0
-    """That were read."""
+    """The bytes that were read."""
     seconds: float = 0.0
 
     @property
     def text(self) -> str:
-        """Returns this as a line for people."""
+        """Returns the progress as a line for people."""
         counts = [
             (self.copied, "copied"),
             (self.there, "there already"),

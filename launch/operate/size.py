@@ -130,7 +130,7 @@ def size_of(
         for (below, low), (above, high) in pairwise(_CURVE)
         if share <= above
     )
-    room = next(rooms, 1.0)  # no prompts need more
+    room = next(rooms, 1.0)  # room for all different tokens is enough
     return Size(
         groups=groups,
         chunk_bytes=whole,

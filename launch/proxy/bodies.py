@@ -177,7 +177,7 @@ _LARGE = (
     "prompt", "messages", "documents", "tools", "suffix", "logit_bias", "response_format", "structured_outputs",
     "chat_template_kwargs",
 )  # fmt: skip
-"""The fields of a request that may be large. What is in them stays as it is."""
+"""The fields of a request that may be large. Their contents are passed on unchanged."""
 _Large = msgspec.defstruct("_Large", [(name, msgspec.Raw, _NULL) for name in _LARGE])
 
 

@@ -6,8 +6,8 @@ drops its sets. A set takes about 100 bytes a block. All sets together have at m
 further blocks are ignored until others are removed. A hash covers the whole prefix, so the number of a
 prompt's leading blocks in a set shows how much of the prompt a node has.
 
-`KnownRank.apply` is called on the subscriber's thread and the rest on the event loop's. A set that is read
-while it grows gives an answer that was true a moment ago.
+`KnownRank.apply` runs on the subscriber's thread, and all other methods run on the event loop's thread. A set
+that is read while it grows gives an answer that was true a moment ago.
 
 The form of `/query` is that of Mooncake Conductor's indexer API. A request is `{"model": "NAME", "token_ids":
 [1, 2, 3], "cache_salt": "…", "instance_id": "NODE"}`. The answer is `{"default": {"NODE": {"longest_matched":
@@ -160,7 +160,8 @@ class KnownCache:
 
     @contextmanager
     def computing(self, prompt: NamedPrompt | None) -> Iterator[None]:
-        """Counts the prompt's blocks as the node's while the block runs. Then, its events alone count."""
+        """Counts the prompt's blocks as the node's while the `with` block runs. Afterwards, only the node's
+        events count."""
         under_way, blocks = self._under_way, () if prompt is None else prompt.blocks
         if not self.knows(prompt) or len(under_way) + len(blocks) > _MOST_UNDER_WAY:
             blocks = ()
@@ -192,7 +193,7 @@ class CacheView:
 
     @property
     def blocks(self) -> int:
-        """How many blocks it knows of, of all nodes."""
+        """How many blocks it knows, of all nodes together."""
         return sum(len(cache) for _, cache in self._nodes.values() if cache is not None)
 
     def update(self, records: Iterable[NodeRecord]) -> dict[str, KnownCache]:
@@ -265,7 +266,7 @@ class CacheView:
 
 
 class Query(msgspec.Struct, frozen=True):
-    """Which nodes have how much of these tokens? What Mooncake Conductor calls an instance is a node here."""
+    """The question how much of a prompt each node has. Mooncake Conductor calls a node an instance."""
 
     token_ids: list[_Token]
     model: str | None = None
@@ -287,9 +288,9 @@ def read_query(body: bytes) -> Query:
 
 class CacheQuery:
     def __init__(self, direct: DirectRule, caches: CacheView, keys: Keys, bodies: BodyMemory) -> None:
-        """`direct` names prompts and looks them up in the pool. A query needs a key that may read
-        `/metrics`. With a client's key, it is about the prompts of the client's tenant; with a gateway's,
-        about none."""
+        """`direct` names prompts and looks them up in the pool. A query needs a key that may read `/metrics`.
+        With a client's key, it finds only prompts of the client's tenant; with a gateway's key, it finds
+        none."""
         self._direct = direct
         self._caches = caches
         self._keys = keys

@@ -29,7 +29,7 @@ _TEMPLATE = Path(__file__).with_name("envoy.yaml")
 _TYPES = "type.googleapis.com/envoy.extensions.transport_sockets"
 _POLL_S = 0.1
 _LATER_S = 5.0
-"""So much later than the proxy does Envoy end a silent request."""
+"""Envoy ends a silent request this much later than the proxy would."""
 
 
 def configuration(folder: Path, node: ProxyNode, settings: ProxyConfig) -> str:

@@ -88,7 +88,7 @@ class Prefetched(NamedTuple):
     holder: str
     node: str
     stream: asyncio.Task[str]
-    """Holds the prompt at the node. Its result is why it no longer does."""
+    """Holds the prompt at the node. The task's result says why the node no longer holds the prompt."""
 
 
 class Hints:
@@ -116,7 +116,7 @@ class Hints:
         self._pool: int | None = None
         """The pool's size, as far as it is known."""
         self._asked = -math.inf
-        """When it was asked for."""
+        """When the pool's size was last asked for."""
         self._asking = asyncio.Lock()
         self.pins = pins = Pins(config.max_pins)
         metrics.pins.set_function(lambda: len(pins))

@@ -113,7 +113,7 @@ class Keys:
         self.node_key: str | None = None
         """The nodes' own key."""
         self.tenants: Mapping[str, TenantConfig] | None = None
-        """Those of `tenants_file`; None without one."""
+        """The tenants of `tenants_file`; None if there is no such file."""
         self._of_keys: Mapping[str, LimitsConfig] = {}
         for name in ("api_keys_file", "monitor_keys_file", "node_key_file", "tenants_file"):
             if (file := getattr(config, name)) is not None:
@@ -132,7 +132,7 @@ class Keys:
 
     @property
     def guarded(self) -> bool:
-        """Whether clients need keys. Those are for the proxy only, and nodes do not get them."""
+        """Whether clients need keys. The proxy does not pass these keys on to nodes."""
         return self._clients is not None
 
     @property
@@ -183,7 +183,7 @@ class Keys:
         return self._clients is None or _find(self._clients, authorization) is not None
 
     def visible_client(self, authorization: str | None) -> Client | None:
-        """Returns the only client whose requests this one may see: its own; None if it may see all.
+        """Returns the client itself if it may see only its own requests; None if it may see all requests.
 
         Only monitors' keys may see all, if clients need keys. Raises ApiError 401 if the client may see none.
         """
@@ -268,9 +268,9 @@ class _WatchedFile(msgspec.Struct):
     files: Sequence[str]
     load: Callable[[], None]
     seen: list[bytes]
-    """The digests of what was loaded."""
+    """The digests of the files that were loaded."""
     changed: list[bytes] | None = None
-    """The digests of the last look, if they differ from `seen`."""
+    """The files' digests at the last look, if they differ from `seen`."""
     refused: list[bytes] | None = None
     """The digests of files that could not be used. This is logged once, and they are tried again at each
     look, because the process may only have lacked a file descriptor."""

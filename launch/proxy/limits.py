@@ -42,7 +42,8 @@ _RECENT_S = 10.0
 _LATE, _STEP = 0.02, 0.1
 """The share of requests that may be late; the largest relative change by one measurement."""
 _MOST_MARGIN = 2.0
-"""A higher margin would have most requests refused for long after one node stopped with many."""
+"""With a higher margin, the proxy would refuse most requests for a long time after a node with many requests
+has stopped."""
 _WAITING_SHARE = 0.5
 """A waiting request goes on once the work in front of it takes at most this share of the limit."""
 _MOST_WAITING = 100
@@ -166,7 +167,7 @@ class Limits:
         """The mean time from an answer's first byte to its end."""
         self._margin = 1.0
         self.waiting: list[Waiting] = []
-        """Those of the requests that wait, in order."""
+        """The places of the waiting requests, in order."""
         self._numbers = itertools.count()
 
     # --- what it learns from ------------------------------------------------------------------------------

@@ -134,8 +134,8 @@ class RecentTrips:
             self._trips.note(key, trip)
 
     def get(self, request_id: str, client: Client | None) -> Trip:
-        """Returns a client's request, or if `client` is None, the last one of that id. Raises ApiError 404 if
-        it is not among the last ones."""
+        """Returns a client's request; if `client` is None, the last request of that id. Raises ApiError 404
+        if the request is not known any more."""
         trip = self._trips.get(request_id if client is None else f"{client.name} {request_id}")
         if trip is None:
             raise ApiError(404, "No such request among the last ones", code="not_found")

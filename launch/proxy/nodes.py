@@ -193,7 +193,7 @@ class NodePools:
         self.limits = Limits(self.pools)
         self.reads_metrics = config.roles.auto or bool(config.tenants_file) or config.limits != LimitsConfig()
         self.gateways = False
-        """Whether gateways ask decode nodes, so that only these know how many answers are under way."""
+        """Whether gateways ask decode nodes. Then only the nodes know how many answers are under way."""
         self.caches = CacheView(config.index_blocks, config.load_bytes)
         """What the nodes' events say."""
         self._direct = direct
@@ -267,7 +267,7 @@ class NodePools:
         self._differences = found
         decode = [record for record in records if record.role != "prefill" and record.cache_namespaces]
         serves = [(record.cache_namespaces, record.model) for record in decode]
-        # while nodes of two versions come and go, it stays as long as it can
+        # while nodes of two versions come and go, the proxy keeps its pool as long as a node has it
         if serves and self._serves not in serves:
             self._serves = serves[0]
         master = self._master(self._view)
@@ -330,7 +330,7 @@ async def _why_ill(nodes: NodePools, session: aiohttp.ClientSession, url: str) -
 
 
 async def _page(session: aiohttp.ClientSession, url: str, limit: int) -> tuple[int, bytes]:
-    """Returns the status and the body that a GET is answered with; no body with a 5xx."""
+    """Returns the status and the body of the answer to a GET. With a 5xx, the body is empty."""
     answer = await send(session, "GET", url, {"Accept-Encoding": "identity"}, None)
     try:
         return answer.status, b"" if answer.status >= 500 else await read_all(answer, limit)

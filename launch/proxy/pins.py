@@ -30,7 +30,8 @@ class HintsMessage(msgspec.Struct, frozen=True):
     protocol_version: Literal["0.1"]
     message_id: _Id
     actions: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=8)]
-    """Read one by one, because each may be wrong. So few that the answer fits into a header."""
+    """The actions are parsed one by one, because each may be wrong. They are so few that the answer fits into
+    a header."""
 
 
 class HintAction(msgspec.Struct, frozen=True):
@@ -62,9 +63,9 @@ class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why it is not simply accepted."""
     ttl_s: float | None = None
     tokens: int | None = None
-    """The number of the prompt's tokens, from the first, that are kept for `ttl_s`."""
+    """How many leading tokens of the prompt are kept for `ttl_s`."""
     in_pool: int | None = None
-    """How many of these the pool has now."""
+    """How many of these tokens the pool has now."""
     released: int | None = None
     """How many pins have ended."""
     node: str | None = None
@@ -103,10 +104,10 @@ class Pin(NamedTuple):
     target: bytes
     """The name of the prompt's last chunk. It identifies the whole prompt, even if only a part is kept."""
     space: tuple[str, str]
-    """The namespace and the weights version in which the names are those of these chunks."""
+    """The namespace and the weights version of the chunks."""
     until: float
     once: bool = False
-    """Whether the next request with the prompt ends it."""
+    """Whether the next request with the prompt ends the pin."""
 
 
 PinKey = tuple[Client, str]
@@ -130,9 +131,9 @@ class Pins:
         return list(dict.fromkeys(chain.from_iterable(self._uses.values())))
 
     def retain(self, key: PinKey, pin: Pin, room: int, tenant_room: int | None = None) -> int:
-        """Keeps the pin's chunks, from the first, within `room` chunks for all pins and `tenant_room` for the
-        pins of its tenant. The pin replaces an earlier pin of that key. Returns how many chunks are kept; 0
-        if nothing has changed. Raises HintRefusedError if there are too many pins."""
+        """Keeps as many leading chunks of the pin as fit: all pins have room for `room` chunks, and those of
+        its tenant for `tenant_room`. The pin replaces an earlier pin of that key. Returns how many chunks are
+        kept; 0 if nothing has changed. Raises HintRefusedError if there are too many pins."""
         holder = key[0].holder
         held = sum(client.holder == holder for client, _ in self._pins)
         if key not in self._pins and not fair(holder, held, self._most - len(self._pins)):

@@ -8,8 +8,9 @@ time comes from the caller.
    work of one node, and so has a decode node that is full. Waiting requests add work: prompts add the seconds
    that they take, spread over 10 s; answers add the room that they need.
 3. The cost of a cut is the work of each node of the busier kind. If this is less than 0.7, nothing changes.
-   Otherwise, each look adds what the cheapest cut would save, less half a node. At 10 s of a node's work,
-   that cut is taken, but not until 10 s after the last change. After a change, only later reports count.
+   Otherwise, each look adds up what the cheapest cut would save, less half a node. Once the sum reaches 10 s
+   of a node's work, that cut is taken, but at the earliest 10 s after the last change. After a change, only
+   later reports count.
 4. If too few nodes of a kind are alive, a cut with enough nodes of this kind is taken at once.
 5. A node that changes gets nothing new until it has finished what it has, but for 20 s at most.
 """
@@ -45,7 +46,7 @@ class NodeReport(NamedTuple):
     queued: float
     """Requests that wait for room."""
     running: float
-    """The others; those whose prompts are loaded, too."""
+    """All other requests, including those whose prompts are being loaded."""
     used: float
     """The share of its room that is taken, 0 to 1."""
     ended: float
@@ -53,7 +54,7 @@ class NodeReport(NamedTuple):
     tokens: float = 0.0
     """The tokens of answers since its start, without each answer's first."""
     token_s: float = 0.0
-    """The seconds between these and the tokens before them, together."""
+    """The seconds between each of these tokens and the token before it, added up."""
 
     @property
     def busy(self) -> bool:
@@ -120,7 +121,7 @@ class Roles:
         ill: Collection[str],
         reports: Mapping[str, NodeReport],
     ) -> None:
-        """Decides anew.
+        """Decides again what each node does.
 
         `roles`: those of all known nodes, by the nodes' addresses; `ill`: the nodes that cannot be used;
         `reports`: those of the nodes that report now.

@@ -23,8 +23,8 @@ requests all day. So it counts against the node only if another node then answer
 request that two nodes fail is answered with its error, and no node is blamed.
 
 A lost connection may mean that the request brought the node down. No request may lose more than two nodes, of
-either kind. Nodes that had failed `BREAKER_FAILURES` others since their last good answer do not count
-here: a broken group of prefill nodes must not stop decode nodes from answering.
+either kind. A node that had already failed `BREAKER_FAILURES` other requests since its last good answer does
+not count here: a broken group of prefill nodes must not stop decode nodes from answering.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class RoutedNode:
         self.load = 0.0
         """The work that it has been given and has not done yet."""
         self.elsewhere = 0.0
-        """The requests that it has besides, as far as it reports them."""
+        """The node's further requests, which other proxies or gateways sent, as far as the node reports
+        them."""
         self.turn = turn
         """When it was last taken, in turns of its pool; below 0 if it never was."""
         self.suspicions = 0
@@ -196,8 +197,8 @@ class NodePool:
         self.node(url).turn = self._turns
 
     def out_of_turn(self, now: float, tried: Collection[str] = (), *, renders: bool = False) -> str | None:
-        """Returns any node that is not skipped and is not in `tried`, with `renders` any that renders chats;
-        None if there is none.
+        """Returns any node that is not skipped and is not in `tried`; with `renders`, any such node that
+        renders chats. Returns None if there is none.
 
         Changes no state, so use it for requests other than completions.
         """
@@ -331,8 +332,8 @@ class Trial:
 
     budget: RetryBudget
     lost: int = 0
-    """How many nodes lost their connection while they had the request. Only those count that had failed fewer
-    than `BREAKER_FAILURES` others since their last good answer."""
+    """How many nodes lost their connection while they had the request. A node counts only if it had failed
+    fewer than `BREAKER_FAILURES` other requests since its last good answer."""
 
 
 @dataclass

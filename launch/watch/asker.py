@@ -166,7 +166,7 @@ class _Schedule(msgspec.Struct):
 
     due: float = 0.0
     question: Future[NodeStatus] | None = None
-    """Under way."""
+    """The question under way; None if there is none."""
 
 
 class Asker:

@@ -34,7 +34,7 @@ _OURS = (
     "pd_cache_", "vllm:pd_cache_", "vllm:num_requests_", "vllm:time_to_first_token_seconds_bucket", "process_start_time_seconds", "master_"
 )  # fmt: skip
 _MOST = 2.0**62
-"""More than any node can have counted. Numbers of seconds and bytes are smaller, too."""
+"""An upper bound of every number that a node reports: counts, seconds and bytes."""
 TIERS = {"local": "memory", "disk": "disk", "mooncake": "pool"}
 """The tiers' names for people, by kind."""
 _FIRST_TOKEN = ("pd_cache_reference_ttft_seconds_bucket", "time_to_first_token_seconds_bucket")

@@ -144,8 +144,8 @@ class ReferenceEngine:
         self._waiting: deque[_Active] = deque()
         self._running: list[_Active] = []
         self._streams: list[_Active] = []
-        """They wait until they are cancelled. A stream holds blocks until a request takes them over, or needs
-        the room."""
+        """The streams that are not cancelled yet. A stream holds blocks until a request takes them over, or
+        needs the room."""
         loads, stores = (config.max_running, STORE_THREADS) if cache is not None else (0, 0)
         self._most_streams = loads // 2
         self._loaders = CallThreads("pd-cache-load", loads, limit=loads)
@@ -222,7 +222,7 @@ class ReferenceEngine:
             _logger.warning("a call of the cache is still running after %.0f s; leaving it behind", _JOIN_S)
 
     def _post(self, call: Callable[[], None]) -> None:
-        """Has the model thread make this call."""
+        """Makes the model thread call `call`."""
         with self._changed:
             self._inbox.append(call)
             self._changed.notify_all()
@@ -454,7 +454,7 @@ class ReferenceEngine:
         self._use(active, result)
 
     def _use(self, active: _Active, result: LoadResult) -> None:
-        """Has the request compute the rest of its prompt. A stream keeps what it has loaded."""
+        """Makes the request compute the rest of its prompt. A stream keeps what it has loaded."""
         active.phase = _Phase.PREFILL
         active.result = result
         active.stored = result.tokens
@@ -462,7 +462,8 @@ class ReferenceEngine:
         active.position = min(result.tokens, len(active.prompt) - 1)
 
     def _leave_load(self, active: _Active) -> None:
-        """The load took too long: starts over without the cache, on blocks that it does not write to."""
+        """Starts over without the cache, because the load took too long. Uses other blocks, because the load
+        may still write to the old ones."""
         assert active.load is not None
         _logger.warning("a load did not end in time; its request computes the whole prompt")
         self.metrics.loads.labels("timeout").inc()
@@ -474,8 +475,8 @@ class ReferenceEngine:
         self._waiting.appendleft(active)
 
     def _give_back(self, active: _Active) -> None:
-        """Gives back the request's blocks. A load that still runs ends by itself; they count as lent until
-        then."""
+        """Gives back the request's blocks. If a load still runs, the blocks count as lent until it has
+        ended."""
         if active.load is not None:
             active.load.cancelled.set()
             self.lent_blocks += len(active.load.blocks)

@@ -54,7 +54,7 @@ class LoadAttempt:
         self.deadline = deadline
         """The `time.monotonic()` at which the engine leaves the load behind."""
         self.awaited = tokens, until
-        """Wait until so many tokens of the prompt are there, or until this `time.monotonic()`."""
+        """How many tokens of the prompt to wait for, and the `time.monotonic()` at which the wait ends."""
         self.loaded = 0
         """How many tokens are loaded so far."""
         self.cancelled = threading.Event()

@@ -41,7 +41,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _FOLLOWERS = 32
-"""The most at a time."""
+"""The most browsers that may follow at a time."""
 INTERVAL_S = 2.0
 """How often each node is asked, and an event is sent."""
 _WRITE_S = 10.0
@@ -52,7 +52,7 @@ class UiPages:
     """Serves `/ui` to a bounded number of followers. The nodes are asked only while there are any."""
 
     def __init__(self, cluster: str, keys: Keys, recent: RecentRequests, metrics: ProxyMetrics, pools: NodePools, trips: RecentTrips) -> None:  # fmt: skip
-        """`cluster`: its name."""
+        """`cluster`: the cluster's name."""
         self._cluster = cluster
         self._pools = pools
         self._trips = trips

@@ -42,7 +42,8 @@ class EndedRequest(NamedTuple):
     first_byte_s: float | None
     """How long the client waited for the first byte; None if there was none."""
     status: int
-    """The status that the client got; 499 if it went away before; the error's if the answer was cut."""
+    """The status that the client got; 499 if the client went away before that; the error's status if the
+    answer was cut."""
     trip: Trip
     streamed: bool = False
     """Whether its first byte was that of its first token."""
@@ -64,7 +65,7 @@ class Minute(msgspec.Struct):
     untold: int = 0
     """How many requests were answered without a report, such as streams of vLLM."""
     failed: Counter[int] = msgspec.field(default_factory=Counter)
-    """How many ended with a status of 400 or more, by status."""
+    """How many requests ended with a status of 400 or more, by status."""
     first_token: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=200))
     """Seconds to the first token of its last streams."""
     pace: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)
@@ -121,8 +122,8 @@ class RecentRequests:
         return hit_tokens * seconds / tokens - hit_s if tokens and hit_tokens else None
 
     def slowest(self, client: str | None = None) -> list[EndedRequest]:
-        """Returns the requests of the last hour that waited longest for their first byte. `client`: only that
-        client's."""
+        """Returns the requests of the last hour that waited longest for their first byte; with `client`, only
+        the requests of that client."""
         slow = [ended for minute in self.minutes() if minute is not None for ended in minute.slow]
         return sorted(
             (ended for ended in slow if client in (None, ended.trip.client)), key=lambda ended: -ended.waited

@@ -24,7 +24,8 @@ from pd_cache.cluster import (
 )
 
 _MOST_FILES = 1 << 20
-"""We never need more. Some programs allocate memory for each descriptor that they may have."""
+"""The most file descriptors that a node asks for. Some programs allocate memory for each descriptor that they
+may have."""
 
 
 def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) -> None:
