@@ -62,8 +62,8 @@ class RoutedPrompt(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Its number of tokens, as exactly as it is known."""
-        return self.tokens if self.named is None else self.named.tokens
+        """Its number of tokens, as exactly as it is known; at least 1."""
+        return self.tokens if self.named is None else max(1, self.named.tokens)
 
 
 def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:

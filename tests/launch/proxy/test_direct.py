@@ -160,6 +160,13 @@ async def test_a_prompt_that_its_decode_node_would_not_load_goes_there_alone_whi
         assert c.metric("handoffs_total", result="not_worth") == 1
 
 
+@pytest.mark.usefixtures("face")
+@scenario
+async def test_a_prompt_without_tokens_gets_its_nodes_answer():
+    async with cluster(direct=rule(Lookups(0))) as c:
+        await c.ask({"prompt": [], "stream": True, "kv_hints": {}})
+
+
 NAMES = "ab" * 32, "cd" * 32
 RENDERED = {
     "token_ids": IDS,
