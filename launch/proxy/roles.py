@@ -17,7 +17,6 @@ time comes from the caller.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -32,6 +31,8 @@ _DRAIN_S, _MIXED_S = 20.0, 120.0
 _FULL, _SLACK, _WORTH_S = 0.7, 0.5, 10.0
 _IDLE = 0.02
 """The work of each kind that is assumed of each node, so that single requests decide nothing."""
+_ABSURD = 1e15
+"""No node counts as much. Times and loads that are computed from such a number would overflow."""
 _SAMPLE = re.compile(
     rb'^(?:vllm:|pd_cache_reference_)(num_requests_waiting|num_requests_waiting_by_reason(?=.*reason="deferred")|num_requests_running|kv_cache_usage_perc'
     rb"|request_success_total|inter_token_latency_seconds_sum|inter_token_latency_seconds_count|queue_length|running|free_blocks|blocks|requests_total"
@@ -75,7 +76,7 @@ def read_metrics(page: bytes, max_running: int) -> NodeReport | None:
     total = {name: sum(values) for name, values in samples.items()}
     queued = total.get(b"num_requests_waiting", total.get(b"queue_length"))
     running = total.get(b"num_requests_running", total.get(b"running"))
-    if queued is None or running is None or not math.isfinite(sum(total.values())):
+    if queued is None or running is None or not all(0 <= value < _ABSURD for value in total.values()):
         return None
     # vLLM says that they wait, but they have room
     loading = total.get(b"num_requests_waiting_by_reason", 0.0)

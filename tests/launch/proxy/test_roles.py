@@ -188,5 +188,7 @@ pd_cache_reference_requests_created{outcome="length"} 1.7e+09
     assert read_metrics(reference, 8) == NodeReport(0.0, 2.0, 0.25, 9.0)
     assert read_metrics(reference, 4) == NodeReport(0.0, 2.0, 0.5, 9.0)
     waits = b"vllm:num_requests_waiting 1\nvllm:num_requests_running "
-    for other in (b"", b"<html>", waits + b"1.0.0\n", waits + b"1e999\n"):
+    for number in (b"1.0.0", b"1e999", b"1e300", b"-1"):
+        assert read_metrics(waits + number + b"\n", 0) is None
+    for other in (b"", b"<html>"):
         assert read_metrics(other, 0) is None
