@@ -145,7 +145,7 @@ class _Pages(NamedTuple):
     copiers: list[PagedCopier]
 
     def lend(self) -> contextlib.AbstractContextManager[list[PagedCopier]]:
-        """Lends the copiers; see `pd_cache.mover.LendCopiers`."""
+        """Lends the copiers; see `pd_cache.mover.ChunkRun`."""
         return contextlib.nullcontext(self.copiers)
 
     def close(self) -> None:
@@ -230,11 +230,11 @@ class CacheEngine(PrefixLookup):
         transfer has the configured time-out."""
         end, pages = end_in(timeout), self._pages(kv_caches)
         label = self.label if label == PRESENT else label
-        shards = self.metadata.shards
-        run = plan_run(self.database, self.layout, names, blocks, shards, label, loads=False)
+        shards, lend = self.metadata.shards, pages.lend
+        run = plan_run(self.database, self.layout, names, blocks, shards, lend, label, loads=False)
         if after is not None:
             after.follow()
-        return self.mover.store(run, pages.lend, end)
+        return self.mover.store(run, end)
 
     def load(
         self,
@@ -257,8 +257,9 @@ class CacheEngine(PrefixLookup):
         """
         end, pages = end_in(timeout), self._pages(kv_caches)
         label = self.label if label == PRESENT else label
-        run = plan_run(self.database, self.layout, names, blocks, self.metadata.shards, label, loads=True)
-        return self.mover.load(run, pages.lend, end)
+        shards, lend = self.metadata.shards, pages.lend
+        run = plan_run(self.database, self.layout, names, blocks, shards, lend, label, loads=True)
+        return self.mover.load(run, end)
 
     def mark(self) -> DeviceMark:
         """Returns a mark of the work that the calling thread has queued on the device so far.

@@ -40,11 +40,6 @@ _RETRIES = 8
 """How often a load reads a damaged object again: once for each tier, which removes it."""
 
 
-LendCopiers = Callable[[], AbstractContextManager[Sequence[PagedCopier]]]
-"""Lends the copier of each shard for a batch of copies. Entering or leaving it raises if the blocks must not
-be touched."""
-
-
 class ChunkRun(NamedTuple):
     """Chunks of a prompt: their names, the keys of their objects, and their blocks in a paged cache."""
 
@@ -54,6 +49,9 @@ class ChunkRun(NamedTuple):
     chunks: list[torch.Tensor]
     """The blocks of each chunk."""
     shards: int
+    lend: Callable[[], AbstractContextManager[Sequence[PagedCopier]]]
+    """Lends the copier of each shard for a batch of copies. Entering or leaving raises if the blocks must not
+    be touched."""
     label: str | None = FIRST
     """The label of the weights in the keys. If it is None, nothing is moved."""
 
@@ -73,6 +71,7 @@ def plan_run(
     names: Names,
     blocks: BlocksOrSlots,
     shards: Sequence[int],
+    lend: Callable[[], AbstractContextManager[Sequence[PagedCopier]]],
     label: str | None,
     *,
     loads: bool,
@@ -81,7 +80,7 @@ def plan_run(
     have these blocks, or if these are not equally many chunks as the names."""
     tail = database.namespace.tail
     chunks = plan_named(names, blocks, layout, database.chunk_size, loads=loads, tail=tail)
-    return ChunkRun(names, database.keys(names, shards, label or FIRST), chunks, len(shards), label)
+    return ChunkRun(names, database.keys(names, shards, label or FIRST), chunks, len(shards), lend, label)
 
 
 def _checksums(copies: Iterable[PendingCopy]) -> list[int]:
@@ -128,7 +127,7 @@ class ChunkMover:
         self._idle = threading.Condition()
         closed_in_child.add(self)
 
-    def store(self, run: ChunkRun, lend: LendCopiers, end: End = None) -> list[StoreOutcome]:
+    def store(self, run: ChunkRun, end: End = None) -> list[StoreOutcome]:
         """Stores the objects that the backend lacks. Returns the outcome of each chunk.
 
         The call ends by `end`, on the monotonic clock; without it, each transfer has the configured time-out.
@@ -146,7 +145,7 @@ class ChunkMover:
             outcomes = [
                 StoreOutcome.BEFORE if status is Status.OK else StoreOutcome.NOT for status in statuses
             ]
-            for index, status in zip(missing, self._put(run, lend, missing, end), strict=False):
+            for index, status in zip(missing, self._put(run, missing, end), strict=False):
                 if status is Status.OK:
                     outcomes[index] = StoreOutcome.NEW
             stored = outcomes.count(StoreOutcome.NEW)
@@ -164,7 +163,7 @@ class ChunkMover:
         )
         return outcomes
 
-    def load(self, run: ChunkRun, lend: LendCopiers, end: End = None) -> Loaded:
+    def load(self, run: ChunkRun, end: End = None) -> Loaded:
         """Loads chunks into their blocks, in order, up to the first missing chunk. Returns how many were
         loaded, from which tiers, and why the next chunk was not loaded.
 
@@ -180,7 +179,7 @@ class ChunkMover:
             kinds: list[TierKind] = []
             reason: str = self.outdated(run)
             if not reason:
-                kinds, reason = self._get(run, lend, end)
+                kinds, reason = self._get(run, end)
             if outdated := self.outdated(run):
                 reason = outdated
                 self.metrics.trouble("retrieve", reason, len(run.keys))
@@ -230,7 +229,7 @@ class ChunkMover:
                 self._under_way -= begun
                 self._idle.notify_all()
 
-    def _put(self, run: ChunkRun, lend: LendCopiers, missing: list[int], end: End) -> list[Status]:
+    def _put(self, run: ChunkRun, missing: list[int], end: End) -> list[Status]:
         """Puts the objects with the indices `missing`. Returns a status for each, in order; fewer if there
         was no memory for the last objects."""
         outcomes: list[PutOutcome] = []
@@ -238,7 +237,7 @@ class ChunkMover:
         while done < len(missing):
             # the first batch is one chunk, which is sent while the others are gathered
             indices = missing[done : done + (self.backend.batch_size if done else 1)]
-            staged = self._gather(run, lend, indices, end)
+            staged = self._gather(run, indices, end)
             if not staged:
                 self.metrics.trouble("store", "no_staging", len(missing) - done)
                 break
@@ -249,7 +248,7 @@ class ChunkMover:
         self.metrics.outages("store", statuses)
         return statuses
 
-    def _gather(self, run: ChunkRun, lend: LendCopiers, indices: list[int], end: End) -> list[Staged]:
+    def _gather(self, run: ChunkRun, indices: list[int], end: End) -> list[Staged]:
         """Stages the objects of `indices`, in order, as long as there is memory. Stages none if no memory
         becomes free in time.
 
@@ -266,7 +265,7 @@ class ChunkMover:
                 staged.append(memory)
             if not staged:
                 return []
-            with lend() as copiers:
+            with run.lend() as copiers:
                 copied = _checksums(
                     copiers[index % run.shards].gather(*run.place(index, memory.payload))
                     for index, memory in zip(indices, staged, strict=False)
@@ -279,7 +278,7 @@ class ChunkMover:
             raise
         return staged
 
-    def _get(self, run: ChunkRun, lend: LendCopiers, end: End) -> tuple[list[TierKind], str]:
+    def _get(self, run: ChunkRun, end: End) -> tuple[list[TierKind], str]:
         """Loads objects in order, up to the first that no tier has. Returns the kind of each loaded object's
         tier, and why the next object was not loaded; `none` if all were loaded.
 
@@ -287,7 +286,7 @@ class ChunkMover:
         """
         kinds, damages, damage = list[TierKind](), 0, ""
         while True:
-            more, reason, damaged = self._scatter(run, len(kinds), lend, end)
+            more, reason, damaged = self._scatter(run, len(kinds), end)
             kinds += more
             if more:
                 damages, damage = 0, ""
@@ -301,9 +300,7 @@ class ChunkMover:
             if damages > _RETRIES:
                 return kinds, reason
 
-    def _scatter(
-        self, run: ChunkRun, first: int, lend: LendCopiers, end: End
-    ) -> tuple[list[TierKind], str, bool]:
+    def _scatter(self, run: ChunkRun, first: int, end: End) -> tuple[list[TierKind], str, bool]:
         """Reads the objects from number `first` on, and scatters them, up to the first that is missing or
         damaged.
 
@@ -327,7 +324,7 @@ class ChunkMover:
                         payloads.append(fetched.payload)
                     copied: list[int] = []
                     if payloads:  # without one, the caller has its own reason, not the fence's
-                        with lend() as copiers:
+                        with run.lend() as copiers:
                             copied = _checksums(
                                 copiers[index % run.shards].scatter(*run.place(index, payload))
                                 for index, payload in enumerate(payloads, first + len(kinds))

@@ -21,7 +21,7 @@ from torch import Tensor
 from pd_cache.errors import LayoutError
 from pd_cache.layout import KVLayout, PageKind, shard_tensors
 from pd_cache.lookup import PrefixLookup
-from pd_cache.mover import ChunkRun, LendCopiers, plan_run
+from pd_cache.mover import ChunkRun, plan_run
 from pd_cache.paged import open_copier
 from pd_cache.paged.base import PagedCopier
 from pd_cache.reasons import Loaded, TierChunks
@@ -174,11 +174,14 @@ class Worker(NamedTuple):
     rank: int
     tensors: MappedTensors
 
-    def begin(self, request: BlockRequest, end: float) -> tuple[ChunkRun, LendCopiers]:
-        """Returns the chunks of a request, and what lends their copiers. No copy begins after `end`.
+    def begin(self, request: BlockRequest, end: float) -> ChunkRun:
+        """Returns the chunks of a request. No copy begins after `end`.
 
         Raises RefusalError, before anything moves, if the request does not fit the layout.
         """
+        # the request has a stream of its own, so that only its copies wait for the engine's event; its turns
+        # may run on different threads
+        lend = functools.partial(self.tensors.copiers, request, end, own_stream(self.tensors.device))
         try:
             run = plan_run(
                 self.model.database,
@@ -186,18 +189,16 @@ class Worker(NamedTuple):
                 request.names,
                 request.blocks,
                 self.model.shards[self.rank],
+                lend,
                 request.label,
                 loads=isinstance(request, Retrieve),
             )
         except ValueError as error:
             raise RefusalError("invalid", str(error)) from None
-        # the request has a stream of its own, so that only its copies wait for the engine's event; its turns
-        # may run on different threads
-        lend = functools.partial(self.tensors.copiers, request, end, own_stream(self.tensors.device))
         if request.event:
             with lend():  # an engine that has given up the request has no event any more
                 wait_for_event(self.tensors.device, request.event)
-        return run, lend
+        return run
 
 
 class EngineClient:
@@ -294,7 +295,7 @@ def turns(
     """
     if (worker := client.worker) is None:
         raise RefusalError("unknown_client", "register the KV tensors first")
-    run, lend = worker.begin(request, end)
+    run = worker.begin(request, end)
     model, count = worker.model, len(run.chunks)
     most = max(1, TURN_BYTES // (model.mover.backend.payload_bytes * len(model.shards[worker.rank])))
     tiers, outcomes = TierChunks(), bytearray()
@@ -303,14 +304,14 @@ def turns(
             raise RefusalError("late", "its turn came after its deadline")
         part = run.part(first, first + most)
         if isinstance(request, Retrieve):
-            loaded = model.mover.load(part, lend)
+            loaded = model.mover.load(part)
             tiers = TierChunks(*map(sum, zip(tiers, loaded.tiers, strict=True)))
             if loaded.chunks < len(part.chunks) or first + most >= count:
                 if request.session:
                     sessions.loaded(request.session, model.group, worker.rank, run.names)
                 yield Loaded(first + loaded.chunks, loaded.reason, tiers)
         else:
-            outcomes += bytes(model.mover.store(part, lend))
+            outcomes += bytes(model.mover.store(part))
             if first + most >= count:
                 yield Stored(bytes(outcomes))
         yield None

@@ -37,8 +37,8 @@ def test_chunks_that_were_damaged_on_the_way_end_the_load_and_are_stored_again(t
         names = DATABASE.name_chunks(range(count * CHUNK))
         tensors = make_cache(block_size=BLOCK)
         copiers = functools.partial(contextlib.nullcontext, [open_copier(tensors, LAYOUT)])
-        run = ChunkRun(names, DATABASE.keys(names), plan(range(2 * count), LAYOUT, CHUNK), 1)
-        assert mover.store(run, copiers) == [StoreOutcome.NEW] * count
+        run = ChunkRun(names, DATABASE.keys(names), plan(range(2 * count), LAYOUT, CHUNK), 1, copiers)
+        assert mover.store(run) == [StoreOutcome.NEW] * count
         scatter = CpuPagedCopier.scatter
 
         def damaged(copier, blocks, source):
@@ -47,7 +47,7 @@ def test_chunks_that_were_damaged_on_the_way_end_the_load_and_are_stored_again(t
 
         with monkeypatch.context() as patch:
             patch.setattr(CpuPagedCopier, "scatter", damaged)
-            loaded = mover.load(run, copiers)
+            loaded = mover.load(run)
         assert (loaded.chunks, loaded.reason) == (3, "damaged")
         healed = subject.count("pd_cache_tier_healed_total")
         assert healed == 2 or (tier == "disk" and healed == 1)
@@ -55,8 +55,8 @@ def test_chunks_that_were_damaged_on_the_way_end_the_load_and_are_stored_again(t
         outcomes = [StoreOutcome.BEFORE] * count
         outcomes[3] = StoreOutcome.NEW
         outcomes[5] = StoreOutcome.NEW if healed == 2 else StoreOutcome.BEFORE
-        assert mover.store(run, copiers) == outcomes
-        assert mover.load(run, copiers).chunks == count
+        assert mover.store(run) == outcomes
+        assert mover.load(run).chunks == count
         subject.check_integrity()
     finally:
         subject.backend.close()
@@ -100,16 +100,16 @@ def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_the
         mover, copier = ChunkMover(subject.backend, DATABASE, CacheMetrics()), Later()
         names = DATABASE.name_chunks(range(3 * CHUNK))
         copiers = functools.partial(contextlib.nullcontext, [copier])
-        run = ChunkRun(names, DATABASE.keys(names), plan(range(6), LAYOUT, CHUNK), 1)
-        assert mover.store(run, copiers) == [StoreOutcome.NEW] * 3
+        run = ChunkRun(names, DATABASE.keys(names), plan(range(6), LAYOUT, CHUNK), 1, copiers)
+        assert mover.store(run) == [StoreOutcome.NEW] * 3
         copier.events.clear()
-        assert mover.load(run, copiers).chunks == 3
+        assert mover.load(run).chunks == 3
         assert copier.events == ["scatter 0", "scatter 2", "waited 0", "waited 2", "scatter 4", "waited 4"]
 
         copier.events.clear()
         copier.fails_at = "scatter 2"
         with pytest.raises(RuntimeError, match="no such kernel"):
-            mover.load(run, copiers)
+            mover.load(run)
         assert copier.events == ["scatter 0", "waited 0"], (
             "its memory is given back when nothing reads it any more"
         )
@@ -122,7 +122,7 @@ def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_the
                 "batched_fetch",
                 lambda *args, **options: without_the_second(fetch(*args, **options)),
             )
-            assert mover.load(run, copiers).chunks == 1, (
+            assert mover.load(run).chunks == 1, (
                 "what comes behind a miss is not taken for it, whether or not the miss has a reason"
             )
 
@@ -130,10 +130,8 @@ def test_copies_of_chunks_that_are_there_together_run_at_once_and_none_where_the
             raise AbandonedError
 
         absent = DATABASE.name_chunks(range(8, 8 + CHUNK))
-        assert (
-            mover.load(ChunkRun(absent, DATABASE.keys(absent), run.chunks[:1], 1), forbidden).reason
-            == "never_stored"
-        )
+        nothing = ChunkRun(absent, DATABASE.keys(absent), run.chunks[:1], 1, forbidden)
+        assert mover.load(nothing).reason == "never_stored"
     finally:
         subject.backend.close()
         subject.check_integrity()

@@ -190,8 +190,8 @@ def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(
         (served_model,) = server.models
         load, turns = served_model.mover.load, []
 
-        def load_and_reset(run, pages):
-            restored = load(run, pages)
+        def load_and_reset(run):
+            restored = load(run)
             turns.append(restored)
             if len(turns) == 3:
                 engine.worker._cache.reset(label)
@@ -214,9 +214,9 @@ def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_cam
         (served_model,) = server.models
         store = served_model.mover.store
 
-        def store_after_a_change(run, pages):
+        def store_after_a_change(run):
             engine.scheduler.reset("w1")
-            return store(run, pages)
+            return store(run)
 
         monkeypatch.setattr(served_model.mover, "store", store_after_a_change)
         engine.store("a", TOKENS)
