@@ -3,6 +3,7 @@ out."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +78,11 @@ def write_model(
         chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
     ).save_pretrained(folder)
     return folder
+
+
+def random_prompts(rng: random.Random, tokens: int, count: int) -> list[list[int]]:
+    """Returns `count` prompts without special tokens."""
+    return [[rng.randrange(10, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
 
 
 def _own_settings(kind: ModelKind, hidden: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:

@@ -27,17 +27,18 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import click
 from rich.progress import Progress
 
 from bench.lib.kv import RawPool
 from bench.lib.links import Place, check_rates, limit, linked
-from bench.lib.pool import cluster_here, raw_client
+from bench.lib.pool import local_pool, raw_client
 from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
-from bench.lib.small_models import VOCABULARY, ModelKind, write_model
+from bench.lib.small_models import ModelKind, random_prompts, write_model
 from bench.lib.stats import timed
 from bench.lib.vllm_server import BLOCK, CHUNK, ENV, OpenAIServer, Peer, connector_flag, vllm_server
 from bench.suites.ttft_pd import measure_handoffs
@@ -47,11 +48,10 @@ from pd_cache.cluster import (
     DecodeNode,
     MasterNode,
     PrefillNode,
-    StoreNode,
     VllmEngineConfig,
     dump_config,
 )
-from pd_cache.config import CacheConfig
+from pd_cache.cluster.machine import host_of, port_of
 from pd_cache.paged import has_gpu
 from transfer.settings import TransferSettings
 from transfer.staging import StagingPool
@@ -84,11 +84,12 @@ Prompts = Mapping[int, Sequence[Sequence[int]]]
 """By length in tokens: prompts that are a token longer."""
 
 
-STORED, LOADED = (("vllm:pd_cache_bytes_total", "op", op) for op in ("store", "retrieve"))
-THEIRS_STORED, THEIRS_LOADED = (
-    ("vllm:mooncake_store_operation_bytes_total", "operation", operation)
-    for operation in ("save_put", "load_get")
+_OURS, _THEIRS = (
+    ("vllm:pd_cache_bytes_total", "op"),
+    ("vllm:mooncake_store_operation_bytes_total", "operation"),
 )
+STORED = {"ours": (*_OURS, "store"), "theirs": (*_THEIRS, "save_put")}
+LOADED = {"ours": (*_OURS, "retrieve"), "theirs": (*_THEIRS, "load_get")}
 """The connectors' own counters on vLLM's `/metrics`: name, label and the label's value."""
 LOAD = ("vllm:pd_cache_op_seconds_total", "op", "retrieve")
 """The seconds that our connector spends on loads."""
@@ -112,71 +113,69 @@ def arguments(positions: int, kind: ModelKind, *, gpu: bool) -> dict[str, Any]:
     return flags
 
 
-def vllm(
-    model: Path, flags: dict[str, Any], env: dict[str, str], *more: str, at: Place | None = None
-) -> AbstractContextManager[str]:
-    """Returns a server that is started when the block is entered, on this machine or at a place of
-    `linked`."""
-    if at is None:
-        return vllm_server(model, "bench", flags, {**ENV, **env}, *more)
-    there: dict[str, Any] = {"host": at.host, "port": at.port, "before": at.enter}
-    return vllm_server(model, "bench", flags, {**ENV, "VLLM_HOST_IP": at.host, **env}, *more, **there)
+class Servers(NamedTuple):
+    """vLLM's servers of a model, with each connector and without one."""
 
+    model: Path
+    flags: dict[str, Any]
+    folder: Path
+    """For the connectors' settings."""
 
-def starting_ours(
-    model: Path,
-    flags: dict[str, Any],
-    master: MasterNode,
-    folder: Path,
-    load: Load = "always",
-    at: Place | None = None,
-) -> Start:
-    """Returns what starts nodes with pd-cache's connector, B at a place of `linked` if one is given."""
-    config = ClusterConfig(
-        name="bench",
-        transfer=TransferSettings(staging_size=512 << 20),
-        cache=CacheConfig(),
-        engine=VllmEngineConfig(model=str(model), name="bench", args=flags, env=ENV),
-        connector=ConnectorConfig(load=load, lookup_timeout_ms=1000),
-        nodes=(
-            master,
-            PrefillNode(name="a", segment_size=0),
-            DecodeNode(name="b", segment_size=0, host="127.0.0.1" if at is None else at.host),
-        ),
-    )
-    file = folder / f"{load}.yaml"
-    file.write_text(dump_config(config))
+    def plain(self, at: Place | None = None) -> Start:
+        """Returns what starts servers without a connector, B at a place of `linked` if one is given."""
+        return partial(self._server, at, {})
 
-    def start(node: str) -> AbstractContextManager[str]:
-        flag = connector_flag(
-            "PdCacheConnector",
-            {"a": "kv_producer", "b": "kv_consumer"}[node],
-            kv_connector_module_path="pd_cache.vllm.connector",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"config_file": str(file), "node": node},
+    def ours(self, master: str, load: Load = "always", at: Place | None = None) -> Start:
+        """Returns the same with pd-cache's connector."""
+        config = ClusterConfig(
+            name="bench",
+            transfer=TransferSettings(staging_size=512 << 20),
+            engine=VllmEngineConfig(model=str(self.model), name="bench", args=self.flags, env=ENV),
+            connector=ConnectorConfig(load=load, lookup_timeout_ms=1000),
+            nodes=(
+                MasterNode(name="master", host=host_of(master), port=port_of(master)),
+                PrefillNode(name="a", segment_size=0),
+                DecodeNode(name="b", segment_size=0, host="127.0.0.1" if at is None else at.host),
+            ),
         )
-        return vllm(model, flags, {}, flag, at=at if node == "b" else None)
+        file = self.folder / f"{load}.yaml"
+        file.write_text(dump_config(config))
 
-    return start
+        def start(node: str) -> AbstractContextManager[str]:
+            flag = connector_flag(
+                "PdCacheConnector",
+                {"a": "kv_producer", "b": "kv_consumer"}[node],
+                kv_connector_module_path="pd_cache.vllm.connector",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={"config_file": str(file), "node": node},
+            )
+            return self._server(at, {}, node, flag)
 
+        return start
 
-def starting_theirs(
-    model: Path, flags: dict[str, Any], master: str, folder: Path, at: Place | None = None
-) -> Start:
-    """Returns the same for vLLM's own connector."""
-    file = folder / "mooncake.json"
-    settings = {
-        "metadata_server": "P2PHANDSHAKE",
-        "master_server_address": master,
-        "protocol": "tcp",
-        "mode": "standalone-store",
-        "global_segment_size": 0,
-        "local_buffer_size": "512MB",
-    }
-    file.write_text(json.dumps(settings))
-    flag = connector_flag("MooncakeStoreConnector", "kv_both")
-    env = {"MOONCAKE_CONFIG_PATH": str(file)}
-    return lambda node: vllm(model, flags, env, flag, at=at if node == "b" else None)
+    def theirs(self, master: str, at: Place | None = None) -> Start:
+        """Returns the same with vLLM's own connector."""
+        file = self.folder / "mooncake.json"
+        settings = {
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": master,
+            "protocol": "tcp",
+            "mode": "standalone-store",
+            "global_segment_size": 0,
+            "local_buffer_size": "512MB",
+        }
+        file.write_text(json.dumps(settings))
+        flag = connector_flag("MooncakeStoreConnector", "kv_both")
+        return lambda node: self._server(at, {"MOONCAKE_CONFIG_PATH": str(file)}, node, flag)
+
+    def _server(
+        self, at: Place | None, env: dict[str, str], node: str, *more: str
+    ) -> AbstractContextManager[str]:
+        where: dict[str, Any] = {}
+        if at is not None and node == "b":
+            where = {"host": at.host, "port": at.port, "before": at.enter}
+            env = {"VLLM_HOST_IP": at.host, **env}
+        return vllm_server(self.model, "bench", self.flags, {**ENV, **env}, *more, **where)
 
 
 Figures = dict[tuple[int, str], list[float]]
@@ -213,26 +212,25 @@ def measure_plain(
 
 
 def measure_connector(
-    name: str, start: Start, plain: Start, prompts: Prompts, found: Figures
+    name: str, start: Start, prompts: Prompts, found: Figures, plain: Start | None = None
 ) -> dict[str, float]:
-    """Measures a connector: A computes and stores all prompts, ours in turn with a `plain` vLLM, which only
-    computes them; then B, started after A has ended, takes them from the pool, once unmeasured. Returns how
-    many chunks A did not store or B did not load, by node, operation and reason, as far as the connector says
-    it."""
+    """Measures a connector: A computes and stores all prompts, in turn with a `plain` vLLM if one is given,
+    which only computes them; then B, started after A has ended, takes them from the pool, once unmeasured.
+    Returns how many chunks A did not store or B did not load, by node, operation and reason, as far as the
+    connector says it."""
     troubles: dict[str, float] = {}
     for node in ("a", "b"):
-        counters = {"stored": STORED if name == "ours" else THEIRS_STORED}
+        counters = {"stored": STORED[name]}
         if node == "b":
-            loaded = LOADED if name == "ours" else THEIRS_LOADED
-            counters = {"loaded": loaded, "found": ("vllm:external_prefix_cache_hits_total", "", "")}
+            counters = {"loaded": LOADED[name], "found": ("vllm:external_prefix_cache_hits_total", "", "")}
         with start(node) as url, ExitStack() as stack:
             server, beside = OpenAIServer(url), None
-            if node == "a" and name == "ours":
-                beside = OpenAIServer(stack.enter_context(plain(node)))
-            elif node == "b":
+            if node == "b":
                 # the first use of vLLM's blocks makes page faults, which are no part of a load
                 for prompt in (prompt[:tokens] for tokens, several in prompts.items() for prompt in several):
                     alone(server, prompt)
+            elif plain is not None:
+                beside = OpenAIServer(stack.enter_context(plain(node)))
             for tokens, several in prompts.items():
                 before = {what: server.total(*counter) for what, counter in counters.items()}
                 for prompt in several:
@@ -250,48 +248,29 @@ def measure_connector(
 
 
 def measure(
-    model: Path,
-    flags: dict[str, Any],
-    kind: ModelKind,
-    folder: Path,
-    lengths: Sequence[int],
-    rounds: int,
-    bar: Progress,
+    servers: Servers, kind: ModelKind, lengths: Sequence[int], rounds: int, bar: Progress
 ) -> tuple[dict[str, Any], list[Check]]:
     """Returns the figures, medians of all prompts but the first, which touches memory that was never touched;
     and the targets."""
     rng = random.Random(0)
-    prompts = {
-        tokens: [[rng.randrange(10, VOCABULARY) for _ in range(tokens + 1)] for _ in range(rounds + 1)]
-        for tokens in lengths
-    }
-    # all prompts of one connector, which may store what windows have passed, too, and as much again
-    store = StoreNode(name="store", segment_size=2 * (rounds + 1) * sum(lengths) * _KV_BYTES)
-    whole = ClusterConfig(name="bench", nodes=(MasterNode(name="master", port=0, metrics_port=0), store))
+    prompts = {tokens: random_prompts(rng, tokens + 1, rounds + 1) for tokens in lengths}
     found: Figures = defaultdict(list)
-    with ExitStack() as stack:
-        config = stack.enter_context(cluster_here(whole)).config
-        master = config.master_address
-        client = stack.enter_context(raw_client(master))
+    # all prompts of one connector, which may store what windows have passed, too, and as much again
+    pool = local_pool(2 * (rounds + 1) * sum(lengths) * _KV_BYTES)
+    with pool as master, raw_client(master) as client:
         raws = {}
         for tokens in lengths:
             count, size = tokens // CHUNK, CHUNK * TOKEN_BYTES[kind]
             memory = StagingPool(count * size, size)
             raws[tokens] = RawPool(client, memory, [f"raw/{uuid.uuid4().hex}" for _ in range(count)], size)
         steps = bar.add_task("a vLLM without a connector", total=3)
-
-        def plain(node: str) -> AbstractContextManager[str]:
-            return vllm(model, flags, {})
-
-        with plain("") as url:
+        with servers.plain()("a") as url:
             measure_plain(OpenAIServer(url), kind, prompts, raws, client, found)
         bar.update(steps, advance=1, description="pd-cache's connector")
-        troubles = measure_connector(
-            "ours", starting_ours(model, flags, config.master, folder), plain, prompts, found
-        )
+        troubles = measure_connector("ours", servers.ours(master), prompts, found, servers.plain())
         client.remove_all(True)
         bar.update(steps, advance=1, description="MooncakeStoreConnector")
-        measure_connector("theirs", starting_theirs(model, flags, master, folder), plain, prompts, found)
+        measure_connector("theirs", servers.theirs(master), prompts, found)
         bar.update(steps, advance=1)
     rows: dict[int, dict[str, Any]] = {tokens: {"tokens": tokens} for tokens in lengths}
     for (tokens, name), values in found.items():
@@ -314,56 +293,31 @@ def measure(
 
 
 def measure_links(
-    model: Path,
-    flags: dict[str, Any],
-    folder: Path,
-    rates: Sequence[str],
-    lengths: Sequence[int],
-    rounds: int,
-    at_once: int,
-    bar: Progress,
+    servers: Servers, rates: Sequence[str], lengths: Sequence[int], rounds: int, at_once: int, bar: Progress
 ) -> tuple[dict[str, Any], list[Check]]:
     """Returns the figures, medians over the rounds and means over `at_once` prompts that come together; and
     the targets."""
-    rng = random.Random(0)
-    steps = bar.add_task("rates", total=2 * len(rates))
-
-    def new(tokens: int, count: int) -> list[list[int]]:
-        return [[rng.randrange(10, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
-
+    steps, new = bar.add_task("rates", total=2 * len(rates)), partial(random_prompts, random.Random(0))
     prompts = {tokens: new(tokens, rounds) for tokens in lengths}
     warming, together = new(max(lengths), 3), new(lengths[0], at_once)
-    stored = [*warming, *together, *(prompt for several in prompts.values() for prompt in several)]
+    stored = [*warming, *together, *itertools.chain(*prompts.values())]
     found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    with linked(rates[0], gpu=has_gpu()) as (here, there), ExitStack() as stack:
-        store = StoreNode(
-            name="store", host=here.host, segment_size=5 * sum(map(len, stored)) * _LINK_KV_BYTES // 2
-        )
-        whole = (MasterNode(name="master", host=here.host, port=0, metrics_port=0), store)
-        config = stack.enter_context(cluster_here(ClusterConfig(name="bench", nodes=whole))).config
-        place = [there._replace(port=there.port + number) for number in range(3)]
-        ours = {
-            load: starting_ours(model, flags, config.master, folder, load, place[number])
-            for number, load in enumerate(get_args(Load))
-        }
-        theirs = starting_theirs(model, flags, config.master_address, folder, place[0])
-
-        def plain(node: str) -> AbstractContextManager[str]:
-            return vllm(model, flags, {}, at=place[2] if node == "b" else None)
-
-        for ways in ({**ours, "no cache": plain}, {"theirs": theirs}):
+    size = 5 * sum(map(len, stored)) * _LINK_KV_BYTES // 2
+    with linked(rates[0], gpu=has_gpu()) as (here, there), local_pool(size, host=here.host) as master:
+        first, second, third = (there._replace(port=there.port + number) for number in range(3))
+        ours = servers.ours(master, "auto", first)
+        beside = {"always": servers.ours(master, "always", second), "no cache": servers.plain(third)}
+        for ways in ({"auto": ours, **beside}, {"theirs": servers.theirs(master, first)}):
             with next(iter(ways.values()))("a") as url:
                 for prompt in stored:
                     OpenAIServer(url).first_token(prompt)
                 OpenAIServer(url).forget()
             with ExitStack() as running, ThreadPoolExecutor(at_once) as threads:
-                servers = {
-                    way: OpenAIServer(running.enter_context(start("b"))) for way, start in ways.items()
-                }
+                nodes = {way: OpenAIServer(running.enter_context(start("b"))) for way, start in ways.items()}
                 for rate in rates:
                     bar.update(steps, advance=1, description=rate)
                     limit((here, there), rate)
-                    for way, server in servers.items():
+                    for way, server in nodes.items():
                         # vLLM's workers spin for a while after a request, so no two servers take turns.
                         # Long prompts are loaded also over a link that seems too slow for short ones
                         for prompt in (*new(lengths[0], 1), *warming):
@@ -374,9 +328,7 @@ def measure_links(
                         mean = statistics.mean(threads.map(server.first_token, together))
                         found[rate, f"{at_once} at once", way].append(1000 * mean)
                         server.forget()
-        slower, noticed = measure_slowdown(
-            ours["auto"], (here, there), prompts[lengths[0]][0], new(lengths[0], 3)
-        )
+        slower, noticed = measure_slowdown(ours, (here, there), prompts[lengths[0]][0], new(lengths[0], 3))
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for (rate, what, way), values in found.items():
         row = rows.setdefault((rate, what), {"link": rate, "prompt": what})
@@ -451,17 +403,16 @@ def main(
         raise click.UsageError("--pd takes one --link")
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name, progress() as bar:
         folder, gpu = Path(name), has_gpu()
-        model, flags = (
-            write_model(folder / "model", kind=kind, **(_LINK_SHAPE if links and not pd else SHAPE)),
-            arguments(2 * max(lengths), kind, gpu=gpu),
-        )
+        shape = _LINK_SHAPE if links and not pd else SHAPE
+        model = write_model(folder / "model", kind=kind, **shape)
+        servers = Servers(model, arguments(2 * max(lengths), kind, gpu=gpu), folder)
         if pd:
             link = links[0] if links else None
             found = measure_handoffs(
-                model, flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind], gpu=gpu
+                model, servers.flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind], gpu=gpu
             )
         elif links:
-            found = measure_links(model, flags, folder, links, lengths, rounds, at_once, bar)
+            found = measure_links(servers, links, lengths, rounds, at_once, bar)
         else:
-            found = measure(model, flags, kind, folder, lengths, rounds, bar)
+            found = measure(servers, kind, lengths, rounds, bar)
     finish(*found, **output)

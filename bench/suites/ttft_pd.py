@@ -26,7 +26,7 @@ import msgspec
 
 from bench.lib.links import Place, linked
 from bench.lib.report import Check, at_most
-from bench.lib.small_models import VOCABULARY
+from bench.lib.small_models import random_prompts
 from bench.lib.vllm_server import BLOCK, CHUNK, READY_S, OpenAIServer, Peer, connector_flag, vllm_server
 from launch.run.supervise import Program, Supervisor
 from launch.run.up import choose_ports, program_of, quiet
@@ -169,7 +169,7 @@ def measure_handoffs(
             # the first touches memory that was never touched
             for tokens in lengths if number else lengths[:1]:
                 for way, asked in ways.items():
-                    prompt = [rng.randrange(10, VOCABULARY) for _ in range(tokens + 1)]
+                    (prompt,) = random_prompts(rng, tokens + 1, 1)
                     before = decode.total(*COMPUTED)
                     prefilled, first = asked(prompt[:tokens])
                     fresh = decode.total(*COMPUTED) - before
