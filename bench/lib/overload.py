@@ -15,8 +15,6 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
@@ -29,6 +27,7 @@ from launch.engines.reference.model import PagedModel, StepPart
 from launch.run.supervise import Program, Supervisor
 from launch.run.up import choose_ports, program_of, quiet
 from pd_cache.cluster import LimitsConfig, dump_config, parse_config
+from pd_cache.runtime import temporary_folder
 
 _CLUSTER = """
 engine:
@@ -60,11 +59,8 @@ def limits_on_nodes() -> tuple[dict[str, Any], list[Check]]:
     config = parse_config(_CLUSTER, "bench.yaml")[0]
     config = choose_ports(config, config.nodes)
     section = msgspec.structs.replace(config.proxy, limits=LimitsConfig())
-    with (
-        TemporaryDirectory(prefix="pd-cache-bench-") as folder,
-        Supervisor(config.supervisor, sink=quiet) as supervisor,
-    ):
-        limits, without = Path(folder) / "limits.yaml", Path(folder) / "without.yaml"
+    with temporary_folder() as folder, Supervisor(config.supervisor, sink=quiet) as supervisor:
+        limits, without = folder / "limits.yaml", folder / "without.yaml"
         limits.write_text(dump_config(config))
         without.write_text(dump_config(msgspec.structs.replace(config, proxy=section)))
         master, *engines, proxy, _ = (program_of(node, limits) for node in config.nodes)

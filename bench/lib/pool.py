@@ -3,33 +3,29 @@ other."""
 
 from __future__ import annotations
 
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
+from bench.lib.report import file_type
 from launch.run.up import LocalCluster, quiet, running
-from pd_cache.cluster import ClusterConfig, MasterNode, Node, StoreNode, dump_config, read_config
+from pd_cache.cluster import ClusterConfig, MasterNode, Node, StoreNode, dump_config, parse_config
 from transfer.settings import TransferSettings, prepare
 from transfer.store import load_mooncake
 
-config_option = click.option(
-    "-c", "--config", "file", type=click.Path(path_type=Path), help="The cluster's YAML file."
-)
+config_option = click.option("-c", "--config", "file", type=file_type, help="The cluster's YAML file.")
 
 
 @contextmanager
 def cluster_here(config: ClusterConfig) -> Iterator[LocalCluster]:
     """Runs a cluster on this machine, and yields it when it is ready."""
-    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
-        file = Path(folder) / "cluster.yaml"
-        file.write_text(dump_config(config))
-        with running(*read_config(file), sink=quiet) as cluster:
-            yield cluster
+    name = f"bench-{uuid.uuid4().hex}.yaml"  # its own, because a file runs only once
+    with running(*parse_config(dump_config(config), name), sink=quiet) as cluster:
+        yield cluster
 
 
 @contextmanager

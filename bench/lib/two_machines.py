@@ -17,7 +17,6 @@ import importlib
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import typing
 from collections.abc import Callable, Mapping
@@ -38,6 +37,7 @@ from pd_cache.cluster import ClusterConfig, MasterNode, dump_config, load_config
 from pd_cache.cluster.machine import source_address
 from pd_cache.decoding import msgpack_decoder
 from pd_cache.errors import ConfigError, PdCacheError
+from pd_cache.runtime import temporary_folder
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -48,7 +48,6 @@ _OPEN, _LEAVE = b"+", b"-"
 _HELLO_S, _START_S, _GRACE_S = 30.0, 300.0, 20.0
 """The time in which the other machine must answer; in which a crew's processes must start, with the bench's
 imports; and in which they must end."""
-_LARGEST = 256 << 20
 
 
 class PeerError(PdCacheError):
@@ -135,14 +134,14 @@ class Crew:
         self.location = location
         self.later = ExitStack()
         """Things to close after all sites, such as a pool."""
-        self._folder = tempfile.TemporaryDirectory(prefix="pd-cache-bench-")
+        folder = self.later.enter_context(temporary_folder())
         self._processes: list[subprocess.Popen[bytes]] = []
         self._peers: dict[str, zmq.Socket[bytes]] = {}
-        (Path(self._folder.name) / "cluster.yaml").write_text(dump_config(location.config), encoding="utf-8")
+        (folder / "cluster.yaml").write_text(dump_config(location.config))
         what = f"{site.__module__}:{site.__name__}"
         try:
             for number in range(count):
-                address = f"ipc://{self._folder.name}/{location.node}-{number}"
+                address = f"ipc://{folder}/{location.node}-{number}"
                 command = (sys.executable, "-P", "-m", __name__, what, address, location.host)
                 self._processes.append(spawn_child(command, stdout=subprocess.DEVNULL))
                 self._ask(f"{location.node}-{number}", site, address)
@@ -186,14 +185,12 @@ class Crew:
             end(self._processes, _GRACE_S)
             for peer in self._peers.values():
                 peer.close()
-            self._folder.cleanup()
 
     def _ask(self, node: str, site: type[Site], address: str) -> None:
         """Asks the process at `address` to open the site; `_answer` waits until it has."""
         peer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
         self._peers[node] = peer
         peer.setsockopt(zmq.LINGER, 0)
-        peer.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
         # so that the site can be closed while an answer is outstanding
         peer.setsockopt(zmq.REQ_RELAXED, 1)
         peer.setsockopt(zmq.REQ_CORRELATE, 1)
@@ -217,7 +214,6 @@ def serve_site(site: type[Site], address: str, location: Location) -> None:
     """Serves one bench after the other at this address, until an exception ends it. A site is closed when its
     bench ends, or when the next bench begins."""
     listener: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
-    listener.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
     listener.setsockopt(zmq.LINGER, 1000)
     current: Site | None = None
     with closing(listener):
@@ -255,11 +251,9 @@ def _hello(site: type[Site]) -> list[bytes]:
 
 
 def _do(site: Site | None, asked: list[bytes]) -> bytes:
-    method = getattr(type(site), asked[0].decode(), None)
-    kinds = typing.get_type_hints(method) if callable(method) else {}
-    if len(asked) != 2 or "job" not in kinds:
-        raise ValueError(f"no step {asked[0]!r} here")
-    return msgspec.msgpack.encode(method(site, msgpack_decoder(kinds["job"])(asked[1])))  # type: ignore[misc]
+    method = getattr(type(site), asked[0].decode())
+    decode = msgpack_decoder(typing.get_type_hints(method)["job"])
+    return msgspec.msgpack.encode(method(site, decode(asked[1])))
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -21,12 +21,10 @@ import random
 import socket
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -55,6 +53,7 @@ from pd_cache.cluster import (
     dump_config,
 )
 from pd_cache.cluster.machine import find_program
+from pd_cache.runtime import temporary_folder
 
 _STREAM_S = 120.0
 _ROUNDS = 7
@@ -126,10 +125,7 @@ def started() -> Iterator[Supervisor]:
     """Yields a supervisor that runs two nodes, `decode` and `prefill`, and two proxies: `one-hop` knows only
     `decode`, `two-hops` knows both. If Envoy is installed, it also runs `envoy` before `decode`, and
     `picker`, a proxy behind Envoy."""
-    with (
-        tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder,
-        Supervisor(SupervisorConfig(), sink=quiet) as supervisor,
-    ):
+    with temporary_folder() as folder, Supervisor(SupervisorConfig(), sink=quiet) as supervisor:
         streaming = (sys.executable, "-m", "bench.lib.streaming_node")
         supervisor.start([[Program(name, (*streaming, name)) for name in ("decode", "prefill")]])
         ports = {name: int(url.rpartition(":")[2]) for name, url in supervisor.ready_urls.items()}
@@ -142,7 +138,7 @@ def started() -> Iterator[Supervisor]:
             ways.append(("picker", [decode], "envoy"))
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
-            file = Path(folder) / "envoy.yaml"
+            file = folder / "envoy.yaml"
             file.write_text(_ENVOY % (port, decode.port))
             run = f"exec {envoy} -c {file} --concurrency 1 -l error"
             proxies.append(Program("envoy", ("sh", "-c", f"echo ready envoy http://127.0.0.1:{port}; {run}")))
@@ -153,7 +149,7 @@ def started() -> Iterator[Supervisor]:
                 proxy=ProxyConfig(direct_tokens=0, gateway=gateway),  # no lookups: there is no pool
                 nodes=(MasterNode(name="master"), proxy, *nodes),
             )
-            file = Path(folder) / f"{name}.yaml"
+            file = folder / f"{name}.yaml"
             file.write_text(dump_config(config))
             proxies.append(program_of(proxy, file))
         supervisor.start([proxies])
@@ -273,10 +269,8 @@ def decision() -> float:
         with pool.working(url, Completion(half).prompt()):
             pass
 
-    def choose(completion: Completion) -> None:
-        pool.pick(0.0, completion.prompt())
-
-    return statistics.median(timed(partial(choose, Completion(body))) for _ in range(200)) * 1e3
+    asked = iter([Completion(body) for _ in range(200)])
+    return statistics.median(timed(lambda: pool.pick(0.0, next(asked).prompt())) for _ in range(200)) * 1e3
 
 
 @click.command()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, StoreNo
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings, StorageTier
 from pd_cache.layout import KVLayout
 from pd_cache.paged import host_pin
+from pd_cache.runtime import temporary_folder
 from pd_cache.server.adapters import SchedulerAdapter
 from pd_cache.server.client import RemoteCache
 from pd_cache.server.connection import ServerConnection
@@ -69,10 +69,8 @@ def cache_server(shape: Shape, *tiers: StorageTier) -> Iterator[tuple[NodeSettin
         StoreNode(name="store", segment_size=shape.pool_bytes),
         CacheServerNode(name="cache"),
     )
-    name, cache = (
-        f"bench-{uuid.uuid4().hex[:8]}",
-        CacheConfig(chunk_size=CHUNK, tiers=(*tiers, MooncakeTier())),
-    )
+    name = f"bench-{uuid.uuid4().hex[:8]}"
+    cache = CacheConfig(chunk_size=CHUNK, tiers=(*tiers, MooncakeTier()))
     with cluster_here(ClusterConfig(name=name, nodes=nodes, transfer=shape.staging, cache=cache)) as cluster:
         plain = CacheConfig(chunk_size=CHUNK)
         settings = NodeSettings(master=cluster.config.master_address, cache=plain, transfer=shape.staging)
@@ -182,7 +180,7 @@ def round_trips(url: str) -> list[float]:
 def raw_round_trips() -> list[float]:
     """Returns the time of ZMQ alone for frames of that size between two Python processes: the floor of
     `round_trips`."""
-    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as folder:
+    with temporary_folder() as folder:
         url = f"ipc://{folder}/echo.sock"
         echo = spawn_child((sys.executable, "-c", _ECHO, url))
         try:
