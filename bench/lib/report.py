@@ -30,6 +30,8 @@ from transfer.settings import mooncake_version
 _WIDTH = 160
 """Columns, if the output is not a terminal."""
 option = functools.partial(click.option, show_default=True)
+file_type = click.Path(path_type=Path, exists=True, dir_okay=False)
+"""The type of an option that names a file."""
 
 
 class Check(NamedTuple):
@@ -115,9 +117,10 @@ def finish(results: Mapping[str, Any], checks: Iterable[Check], *, as_json: bool
         ]
         click.echo(json.dumps({"about": facts, **results, "checks": rows, "ok": ok}))
     else:
-        figures = [(name, value) for name, value in results.items() if not isinstance(value, list)]
         tables = {name: value for name, value in results.items() if isinstance(value, list)}
-        tables["figures"] = [{"figure": name, "value": value} for name, value in figures]
+        tables["figures"] = [
+            {"figure": name, "value": value} for name, value in results.items() if name not in tables
+        ]
         tables["targets"] = [
             {
                 "target": check.name,

@@ -124,22 +124,14 @@ def their_lookup(raw: Any, config: Any, groups: list[Any]) -> Iterator[tuple[Any
     )
     answering = worker.MooncakeStoreWorker.__new__(worker.MooncakeStoreWorker)
     answering.store, answering._capacity_only, answering.hash_block_size = raw, False, sizes[1]
+    vars(answering).update(tp_rank=0, tp_size=1, pcp_size=1, dcp_size=1, pp_size=1)
     answering.coord = coordinator.MooncakeStoreCoordinator.from_kv_cache_config(kv, config, *sizes)
     answering._kv_cache_groups = answering.coord.kv_cache_groups
-    answering.tp_rank, answering.tp_size, answering.pcp_size, answering.dcp_size, answering.pp_size = (
-        0,
-        1,
-        1,
-        1,
-        1,
-    )
     answering._group_tp_replication_factors = (1,) * len(groups)
     answering.token_dbs = answering._build_token_databases(data.KeyMetadata("bench", 0, 0, 0, 0), None)
     answering._init_lookup_key_prefixes()
-    answering.kv_connector_stats, answering._kv_connector_stats_lock = (
-        metrics.MooncakeStoreConnectorStats(),
-        threading.Lock(),
-    )
+    answering.kv_connector_stats = metrics.MooncakeStoreConnectorStats()
+    answering._kv_connector_stats_lock = threading.Lock()
     server, client = worker.LookupKeyServer(answering, config), worker.LookupKeyClient(config)
     try:
         yield client, answering

@@ -32,7 +32,6 @@ from launch.proxy.prefixes import leading
 
 BLOCK_TOKENS = 512
 
-_LONGEST_LINE = 16 << 20
 _SESSIONS_MS, _ANSWER_MS = 3_600_000.0, 1000 / 60
 """All sessions of AIPerf begin within `_SESSIONS_MS`, one after the other. A token of an answer takes
 `_ANSWER_MS`. AIPerf's own report assumes the same."""
@@ -98,7 +97,7 @@ def read_trace(file: Path) -> list[Request]:
             requests.append(
                 _call_of_session(_decode_call(line), sessions, fresh) if called else _checked(_decode(line))
             )
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise TraceError(f"{file}, line {number}: {error}") from None
     if not requests:
         raise TraceError(f"{file}: holds no requests")
@@ -128,8 +127,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
-            while line := stream.readline(_LONGEST_LINE):
-                number += 1
+            for number, line in enumerate(stream, 1):
                 if line.strip():
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:  # gzip raises all three

@@ -16,6 +16,7 @@ import statistics
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import click
@@ -249,27 +250,14 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     return found
 
 
-def _size(context: click.Context, parameter: click.Parameter, value: str) -> ByteSize:
-    try:
-        parsed = ByteSize(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, parameter) from None
-    if not 4096 <= parsed <= 1 << 30:
-        raise click.BadParameter(f"{parsed}: 4KiB to 1GiB are allowed", context, parameter)
-    return parsed
-
-
 @click.command()
 @machine_options
-@option("--size", default="4MiB", callback=_size, help="Bytes of an object.")
+@option("--size", default="4MiB", type=ByteSize, help="Bytes of an object.")
 @option("--rounds", default=5, type=click.IntRange(1, 1000), help="Batches of each kind for each pair.")
 @option("--at-once", is_flag=True, help="Then also both directions at the same time.")
 @option("--link-gbit", type=click.FloatRange(0.001), help="The link's rate, to compare with.")
 @output_options
 def main(size: ByteSize, rounds: int, at_once: bool, link_gbit: float | None, **options: Any) -> None:
     """Put and get between all nodes, next to the raw engine and the link."""
-
-    def led(machines: Crew) -> dict[str, Any]:
-        return lead(machines, int(size), rounds, at_once, link_gbit)
-
+    led = partial(lead, object_bytes=int(size), rounds=rounds, at_once=at_once, link_gbit=link_gbit)
     conduct(BandwidthSite, led, checks_of, local=2, **options)

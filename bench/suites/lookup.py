@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import random
@@ -17,6 +16,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import click
@@ -112,14 +112,11 @@ def looking_up(
     settings = NodeSettings(
         master=master, host=location.host, cache=CacheConfig(chunk_size=CHUNK), transfer=transfer
     )
-    client = MooncakeLookupClient(settings, metadata, master, further=further)
-    try:
+    with closing(MooncakeLookupClient(settings, metadata, master, further=further)) as client:
         client.store.wait_open(_OPEN_S)
         with raw_client(master, location.host, transfer) as raw:
             groups = [ChunkedTokenDatabase(group.namespace(settings.cache)) for group in (metadata, *further)]
             yield client, LayerGroups(groups), raw
-    finally:
-        client.close()
 
 
 def store(client: MooncakeLookupClient, raw: Any, keys: list[str], tokens: list[int]) -> None:
@@ -199,15 +196,12 @@ class Asking(msgspec.Struct, frozen=True):
 class TimedLookups(Site):
     """One client, in a process of its own."""
 
-    def __init__(self, location: Location) -> None:
-        super().__init__(location)
-        self._prompts: dict[int, tuple[list[int], list[str]]] = {}
-
     def open(self, job: Clients) -> None:
         """Connects, and puts this client's prompts into the pool: no two clients have the same."""
         self._client, groups, self._raw = self.held.enter_context(
             looking_up(self.location, job.master, metadata_of(f"bench-{job.seed}"))
         )
+        self._prompts: dict[int, tuple[list[int], list[str]]] = {}
         for length in _RATES:
             tokens = prompt(length, zlib.crc32(f"{job.seed} {self.location.node} {length}".encode()))
             keys = groups.keys(groups.first.name_chunks(tokens))
@@ -281,7 +275,7 @@ def measure_groups(here: Location, master: str) -> list[dict[str, float]]:
 
             # one token more: if the whole prompt is found, their lookup searches a second time, for the place
             # before the last token
-            theirs = functools.partial(their_client.lookup, "bench", tokens + 1, hashes)
+            theirs = partial(their_client.lookup, "bench", tokens + 1, hashes)
             keys, their_keys = (
                 groups.keys(stride_hashes(hashes, CHUNK // unit)),
                 store_connector.keys_of(worker, theirs),
@@ -291,9 +285,9 @@ def measure_groups(here: Location, master: str) -> list[dict[str, float]]:
             if (found := (ours().chunks * CHUNK, theirs().hit_length)) != (tokens, tokens):
                 raise TransferError(f"of {tokens} tokens in the pool, {found} are found")
             steps: dict[str, Callable[[], object]] = {
-                "raw_exist_ms": functools.partial(raw.batch_is_exist, keys),
+                "raw_exist_ms": partial(raw.batch_is_exist, keys),
                 "lookup_ms": ours,
-                "their_raw_exist_ms": functools.partial(raw.batch_is_exist, their_keys),
+                "their_raw_exist_ms": partial(raw.batch_is_exist, their_keys),
                 "their_lookup_ms": theirs,
             }
             row = {name: 1e3 * statistics.median(values) for name, values in in_turn(_ROUNDS, steps).items()}
@@ -381,8 +375,5 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
 def main(lmcache: bool, groups: bool, clients: tuple[int, ...], **options: Any) -> None:
     """Lookups of 4k, 32k and 128k tokens against their parts, then from more and more clients on every
     node."""
-
-    def led(machines: Crew) -> dict[str, Any]:
-        return lead(machines, sorted(set(clients)), lmcache, groups)
-
+    led = partial(lead, levels=sorted(set(clients)), lmcache=lmcache, groups=groups)
     conduct(LookupSite, led, checks_of, local=1, **options)

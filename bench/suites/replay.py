@@ -30,7 +30,7 @@ import torch
 
 from bench.lib.policies import compare
 from bench.lib.pool import local_pool
-from bench.lib.report import Check, at_most, finish, option, output_options, progress
+from bench.lib.report import Check, at_most, file_type, finish, option, output_options, progress
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, measure, read_trace
 from bench.suites.routing import agent_trace
 from pd_cache.cache import CacheEngineBuilder
@@ -179,15 +179,9 @@ def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
     return [*checks, at_most("damaged chunks", float(damaged), 0.0)]
 
 
-_CAPACITY = (
-    "Chunks that the pool has room for; may be given several times. "
-    "By default 1/32, 1/16, 1/8 and 1/4 of the trace's distinct blocks, and unbounded."
-)
-
-
 @click.command()
-@option("--trace", type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
-@option("--capacity", "capacities", multiple=True, type=click.IntRange(1), help=_CAPACITY)
+@option("--trace", type=file_type, help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
+@option("--capacity", "capacities", multiple=True, type=click.IntRange(1), help="Chunks that the pool has room for; may be given several times. By default 1/32, 1/16, 1/8 and 1/4 of the trace's distinct blocks, and unbounded.")  # fmt: skip
 @option("--agents", default=0, type=click.IntRange(0), help="In place of a trace, the synthetic one of this many agents (`bench routing`).")  # fmt: skip
 @option("--policies", is_flag=True, help="Compare policies of eviction in simulation, without a pool: `--evict` changes nothing then.")  # fmt: skip
 @option("--evict", nargs=2, default=(0.9, 0.1), type=click.FloatRange(0, 1, min_open=True), help="The master's eviction_high_watermark and eviction_ratio.")  # fmt: skip

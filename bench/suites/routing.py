@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import click
 
-from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
+from bench.lib.report import Check, at_least, at_most, file_type, finish, option, output_options, progress
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, measure, read_trace
@@ -299,17 +299,12 @@ def agent_trace(sessions: int) -> list[Request]:
     return sorted(requests, key=lambda request: request.timestamp)
 
 
-_CACHES = (500_000, 1_000_000, 2_000_000, 8_000_000)
-
-
 @click.command()
-@option(
-    "--trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Besides the synthetic one."
-)
+@option("--trace", type=file_type, help="Besides the synthetic one.")
 @option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; with --pooled, for each node; 0 for none.")  # fmt: skip
 @option("--customers", default=0, type=click.IntRange(0), help="llm-d's prefix workload of this many customers, in place of agents.")  # fmt: skip
 @option("--nodes", "fleets", multiple=True, default=(4,), type=click.IntRange(1), help="May be given several times.")  # fmt: skip
-@option("--cache", "caches", multiple=True, default=_CACHES, type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
+@option("--cache", "caches", multiple=True, default=(500_000, 1_000_000, 2_000_000, 8_000_000), type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
 @option("--pooled", is_flag=True, help="Compare nodes' own caches with a pool of all of them.")
 @option("--policy", "routers", multiple=True, default=get_args(Router), type=click.Choice(get_args(Router)), help="May be given several times.")  # fmt: skip
 @output_options

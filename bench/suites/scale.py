@@ -22,7 +22,7 @@ from typing import Any, Literal
 import click
 import msgspec
 
-from bench.lib.report import finish, option, output_options, progress
+from bench.lib.report import file_type, finish, option, output_options, progress
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import UnitCosts, read_costs
 from bench.lib.simulation.roles import LARGE, compare_limits, compare_roles
@@ -127,13 +127,11 @@ def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
 
 
 @click.command()
-@option(
-    "--trace", required=True, type=click.Path(path_type=Path), help="In the format of bench/lib/trace.py."
-)
+@option("--trace", required=True, type=file_type, help="In the format of bench/lib/trace.py.")
 @option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill nodes, and as many decode nodes or one more; may be given several times. By default nine numbers from 1 to 1000.")  # fmt: skip
 @option("--proxies", default=1, type=click.IntRange(1, 10_000))
 @option("--gateway", type=click.Choice(["envoy"]), help="As `proxy.gateway`: answers pass Envoy, and only requests pass Python.")  # fmt: skip
-@option("--costs", "file", type=click.Path(path_type=Path), help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip
+@option("--costs", "file", type=file_type, help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip
 @option("--roles", is_flag=True, help="Compare fixed roles with roles that follow the load, on the trace, on agents, and on a day that turns at noon.")  # fmt: skip
 @option("--limits", is_flag=True, help="Compare requests a second within limits with proxy.limits and without, at up to three times the load that six nodes can do.")  # fmt: skip
 @output_options
@@ -154,10 +152,9 @@ def main(
             what = "--roles and --limits have nodes and proxies of their own: give one of the two, without --nodes, --proxies and --gateway"
             raise click.UsageError(what)
         costs = LARGE if file is None else read_costs(file)
-        compared = (
+        rows, checks = (
             compare_limits(requests, costs) if limits else compare_roles(requests, agent_trace(400), costs)
         )
-        rows, checks = compared
         finish({"results": rows}, checks, **output)
         return
     costs = UnitCosts() if file is None else read_costs(file)

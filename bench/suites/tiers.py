@@ -27,6 +27,7 @@ from bench.lib.stats import gbps, in_turn
 from pd_cache.config import CacheConfig, DiskTier, EvictionName, LocalTier, NodeSettings, StorageTier
 from pd_cache.tiers import open_backend
 from pd_cache.tiers.base import StorageBackend
+from pd_cache.tiers.disk import PAGE
 from pd_cache.tiers.hybrid import HybridBackend
 from pd_cache.tiers.index import EvictingIndex
 from pd_cache.tiers.memory import TRAILER_BYTES
@@ -36,7 +37,6 @@ from transfer.settings import TransferSettings
 from transfer.staging import StagingPool
 
 POLICIES: tuple[EvictionName, ...] = ("lru", "lfu", "s3fifo")
-PAGE = 4096
 CHUNK_BYTES, _OBJECTS = 32 << 20, 16
 """The payload of a chunk, and the chunks of a round."""
 ROUNDS = 9
@@ -178,7 +178,7 @@ def measure_contains(folder: Path) -> dict[str, float]:
 def measure_disk(payload: int, folder: Path) -> dict[str, float]:
     """Compares disk gets and puts with plain loops of the same calls, with the tier's flags, sizes and number
     of threads, in turn."""
-    file_bytes = -(-(payload + TRAILER_BYTES) // PAGE) * PAGE
+    file_bytes = room(1, payload)
     tier = DiskTier(path=str(folder / "tier"), capacity=room(2 * _OBJECTS, payload))
     keys, raw = names(_OBJECTS), folder / "raw"
     memory = StagingPool(tier.threads * file_bytes, file_bytes)  # like the tier's: prefaulted, in huge pages

@@ -261,34 +261,28 @@ class SimulatedCluster:
             envoy = self.costs.envoy
             yield proxy.cores.run(envoy.request_s + envoy.token_s * request.tokens)
         yield proxy.loop.run(costs.request_s + costs.token_s * request.tokens)
-        with ExitStack() as admitted:
-            try:
-                admitted.enter_context(proxy.admission.admitted(Client()))
-            except ApiError as error:
-                outcome.error = f"http {error.status}"
-                return
-            proxy.most_admitted = max(proxy.most_admitted, proxy.admission.running())
-            trial = Trial(proxy.budget)
-            proxy.budget.asked(self.time.now)
-            announced = 0
-            why, found = yield from self._needs_no_prefill(proxy, request)
-            prompt, first, predicted = request.routed, None, Predicted()
-            if self.limited:
-                prompt = prompt._replace(named=NamedPrompt("", request.tokens, pool_tokens=found))
-                now = self.time.now
-                if why is None and self.nodes["prefill"]:
-                    first = proxy.pools["prefill"].cheapest(now, prompt)
-                predicted = proxy.limits.predict(first, prompt, now, now - request.due)
-                try:
+        try:
+            with proxy.admission.admitted(Client()):
+                proxy.most_admitted = max(proxy.most_admitted, proxy.admission.running())
+                trial, announced = Trial(proxy.budget), 0
+                proxy.budget.asked(self.time.now)
+                why, found = yield from self._needs_no_prefill(proxy, request)
+                prefills = why is None and bool(self.nodes["prefill"])
+                prompt, first, predicted = request.routed, None, Predicted()
+                if self.limited:
+                    prompt = prompt._replace(named=NamedPrompt("", request.tokens, pool_tokens=found))
+                    now = self.time.now
+                    if prefills:
+                        first = proxy.pools["prefill"].cheapest(now, prompt)
+                    predicted = proxy.limits.predict(first, prompt, now, now - request.due)
                     proxy.limits.check(predicted, self.plan.proxy.limits)
-                except ApiError as error:
-                    outcome.error = f"http {error.status}"
-                    return
-                if first is not None:
-                    proxy.pools["prefill"].take(first)
-            if why is None and self.nodes["prefill"]:
-                announced, outcome.cached = yield from self._prefill(proxy, prompt, request, trial, first)
-            yield from self._decode(proxy, request, trial, announced, outcome, predicted)
+                    if first is not None:
+                        proxy.pools["prefill"].take(first)
+                if prefills:
+                    announced, outcome.cached = yield from self._prefill(proxy, prompt, request, trial, first)
+                yield from self._decode(proxy, request, trial, announced, outcome, predicted)
+        except ApiError as error:
+            outcome.error = f"http {error.status}"
 
     def _needs_no_prefill(self, proxy: _Proxy, request: SimulatedRequest) -> Process:
         size, tokens = self.costs.engine.chunk_tokens, self.plan.proxy.direct_tokens

@@ -15,7 +15,6 @@ import msgspec
 from pd_cache.cluster.reader import parse_document
 from pd_cache.errors import ConfigError
 
-_LARGEST = 64 << 10
 Cost = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
@@ -135,12 +134,7 @@ def read_costs(file: Path) -> UnitCosts:
 
     Raises ConfigError, which names the file and the key, for a file that holds anything else.
     """
-    try:
-        with file.open("rb") as opened:
-            text = opened.read(_LARGEST).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from None
-    tree = parse_document(text, file).tree
+    tree = parse_document(file.read_text(), file).tree
     try:
         # YAML reads 1e-4 as a string
         return msgspec.convert({} if tree is None else tree, UnitCosts, strict=False)
