@@ -17,6 +17,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
@@ -60,40 +61,39 @@ class PdCacheL2Adapter(L2AdapterInterface):
         """The sizes of objects that were stored here and may still be there, by name. The oldest are
         forgotten first."""
         self._lock = threading.Lock()
-        self._closed = False
 
     # --- on the threads -------------------------------------------------------------------------------------
 
-    def store(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> int | None:
-        """Stores objects. Returns how many bytes are new, or None if some objects could not be stored."""
+    def store(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> L2StoreResult:
+        """Stores objects. Succeeds, with the number of bytes that are new, if all of them are there in the
+        end."""
         names, values = _names(keys), [given.byte_array for given in objects]
         statuses = self.cache.put_many(
             names, values, forms=[_form(given) for given in objects], timeout=deadline
         )
-        new: dict[str, int] = {}
+        new, sizes = list[Any](), list[int]()
         with self._lock:
-            for index, status in enumerate(statuses):
-                if status is Status.OK and names[index] not in self._sizes:
-                    self._sizes[names[index]] = len(values[index])
-                    new[names[index]] = index
+            for key, name, value, status in zip(keys, names, values, statuses, strict=True):
+                if status is Status.OK and name not in self._sizes:
+                    self._sizes[name] = len(value)
+                    new.append(key)
+                    sizes.append(len(value))
             while len(self._sizes) > _REMEMBERED:
                 self._sizes.popitem(last=False)
         if new:
-            self._notify_keys_stored(
-                [keys[index] for index in new.values()], [len(values[i]) for i in new.values()]
-            )
-        stored = sum(len(values[index]) for index in new.values())
-        return stored if all(status is Status.OK for status in statuses) else None
+            self._notify_keys_stored(new, sizes)
+        whole = all(status is Status.OK for status in statuses)
+        return L2StoreResult(whole, sum(sizes) if whole else 0)
 
-    def lookup(self, keys: Sequence[Any], deadline: Deadline) -> list[bool]:
+    def lookup(self, keys: Sequence[Any], deadline: Deadline) -> Bitmap:
         """Returns for each key whether there is an object. The first part of a found object is protected
         until its lease ends."""
         names = _names(keys)
         statuses = self.cache.exists_many(names, timeout=deadline)
         self._forget(keys, names, statuses)
-        return [status is Status.OK for status in statuses]
+        return _bits([status is Status.OK for status in statuses])
 
-    def load(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> list[bool]:
+    def load(self, keys: Sequence[Any], objects: Sequence[Any], deadline: Deadline) -> Bitmap:
         """Loads objects into LMCache's memory. Returns for each object whether it was loaded. Does not write
         there after it has returned."""
         buffers = [given.byte_array for given in objects]
@@ -103,7 +103,7 @@ class PdCacheL2Adapter(L2AdapterInterface):
         loaded = [key for key, reason in zip(keys, reasons, strict=True) if not reason]
         if loaded:
             self._notify_keys_accessed(loaded)
-        return [not reason for reason in reasons]
+        return _bits([not reason for reason in reasons])
 
     # --- LMCache's interface --------------------------------------------------------------------------------
 
@@ -117,22 +117,15 @@ class PdCacheL2Adapter(L2AdapterInterface):
         return self._loads.event
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Begins to store objects. The task succeeds if all of them are there in the end."""
-
-        def store(deadline: Deadline) -> L2StoreResult:
-            stored = self.store(keys, objects, deadline)
-            return L2StoreResult(stored is not None, stored or 0)
-
-        return self._stores.submit(store, L2StoreResult(False, 0), self._timeout)
+        """Begins to store objects."""
+        return self._stores.submit(partial(self.store, keys, objects), L2StoreResult(False, 0), self._timeout)
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         return self._stores.take_all()
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
         """Begins to look keys up."""
-        return self._lookups.submit(
-            lambda deadline: _bits(self.lookup(keys, deadline)), Bitmap(len(keys)), self._lookup_timeout
-        )
+        return self._lookups.submit(partial(self.lookup, keys), Bitmap(len(keys)), self._lookup_timeout)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         return self._lookups.take(task_id)
@@ -143,9 +136,7 @@ class PdCacheL2Adapter(L2AdapterInterface):
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Begins to load objects. The memory of an object whose bit is not set in the result may hold
         anything."""
-        return self._loads.submit(
-            lambda deadline: _bits(self.load(keys, objects, deadline)), Bitmap(len(keys)), self._timeout
-        )
+        return self._loads.submit(partial(self.load, keys, objects), Bitmap(len(keys)), self._timeout)
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         return self._loads.take(task_id)
@@ -159,8 +150,6 @@ class PdCacheL2Adapter(L2AdapterInterface):
     def delete(self, keys: list[Any]) -> None:
         """Removes objects. Reports those that were there, and those that the pool has lost since they were
         stored. Never raises."""
-        if not keys or self._closed:
-            return
         try:
             names = _names(keys)
             statuses = self.cache.remove_many(names, timeout=self._timeout)
@@ -186,7 +175,6 @@ class PdCacheL2Adapter(L2AdapterInterface):
 
     def close(self) -> None:
         """Ends all tasks, and closes the descriptors. Tasks that wait fail. Idempotent."""
-        self._closed = True
         self.cache.close()  # first: tasks under way then end at once
         for lane in (self._stores, self._lookups, self._loads):
             lane.close(_CLOSE_S)

@@ -71,9 +71,12 @@ def settings_of(options: AdapterOptions) -> NodeSettings:
     )
 
 
-def weights_of(model: str, where: str) -> str:
-    """Returns a digest of the weights in a model's folder. Raises ConfigError if there are none; the message
-    suggests a `revision` in `where` instead."""
+def weights_of(model: str, revision: str, where: str, *further: str) -> str | list[str]:
+    """Returns what identifies a model's weights: its name and `revision`, with what is `further` known; or,
+    without a revision, a digest of the weights in its folder. Raises ConfigError if there are none; the
+    message suggests a `revision` in `where`."""
+    if revision:
+        return [model, *further, revision]
     try:
         return weights_digest(Path(model))
     except (WeightsError, OSError) as error:

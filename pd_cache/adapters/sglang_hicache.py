@@ -16,16 +16,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from pd_cache.adapters.options import read_options, settings_of
 from pd_cache.adapters.sglang_pages import (
+    OPTIONS,
     SGLANGS_OWN,
     PoolPages,
     StorageOptions,
-    names_of,
     namespace_of,
     prefix_of,
 )
@@ -39,13 +39,7 @@ from transfer.errors import PoolUnavailableError
 
 log = logging.getLogger(__name__)
 
-_MOST_STATS = 4096
 T = TypeVar("T")
-
-
-class _HostPoolEntry(NamedTuple):
-    prefix: bytes
-    pages: PoolPages
 
 
 class PdCacheStorage(HiCacheStorage):
@@ -59,12 +53,10 @@ class PdCacheStorage(HiCacheStorage):
         """
         given = dict(storage_config.extra_config or {})
         own = {key: given.pop(key) for key in SGLANGS_OWN & given.keys()}
-        options = read_options(given, StorageOptions, "--hicache-storage-backend-extra-config")
+        options = read_options(given, StorageOptions, OPTIONS)
         _check_hashes()
         if not own.get("interface_v1"):
-            raise ConfigError(
-                '--hicache-storage-backend-extra-config: needs "interface_v1": 1; else SGLang copies each page twice'
-            )
+            raise ConfigError(f'{OPTIONS}: needs "interface_v1": 1; else SGLang copies each page twice')
         self._config = storage_config
         self._settings = settings_of(options)
         self._namespace = namespace_of(
@@ -74,7 +66,9 @@ class PdCacheStorage(HiCacheStorage):
             salts=(options.namespace, str(own.get("extra_backend_tag", ""))),
         )
         self._seconds = options.timeout_s
-        self._pools: dict[str, _HostPoolEntry] = {}
+        self._pools: dict[str, PoolPages] = {}
+        self._indices_only = False
+        """Whether the pages of the main pool have no bytes: other pools have them."""
         self.cache: ObjectCache | None = None
         """The cache; None before a host pool is registered."""
         self._names: VersionedNames | None = None
@@ -108,7 +102,7 @@ class PdCacheStorage(HiCacheStorage):
         pool = self._pools.get("kv")
         if pool is None:
             return 0
-        return self._safely("exists", lambda: _leading(self._opened().exist(names_of(pool.prefix, keys))), 0)
+        return self._safely("exists", lambda: _leading(self._opened().exist(pool.names(keys))), 0)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Loads pages into the host pool. Nothing is written to it after the call has returned."""
@@ -181,14 +175,14 @@ class PdCacheStorage(HiCacheStorage):
 
     def _register(self, name: str, host: Any) -> None:
         if name == "kv" and getattr(host, "kv_buffer", True) is None:
-            return  # this pool has only indices; other pools have the pages
+            self._indices_only = True
+            return
         try:
-            pages = PoolPages(host)
+            self._pools[name] = PoolPages(host, prefix_of(self._config, name, host))
         except (ValueError, AttributeError, TypeError) as error:
             raise LayoutError(
                 f"pages of pool {name}: {error}. Use --hicache-mem-layout page_first"
             ) from error
-        self._pools[name] = _HostPoolEntry(prefix_of(self._config, name, host), pages)
 
     def _opened(self) -> VersionedNames:
         """Returns the open cache. Opens it for objects of the main pool's pages, or of the largest page.
@@ -199,7 +193,7 @@ class PdCacheStorage(HiCacheStorage):
             if self._closed:
                 raise PoolUnavailableError("this backend is closed")
             if self._names is None:
-                sizes = {name: pool.pages.bytes for name, pool in self._pools.items()}
+                sizes = {name: pool.bytes for name, pool in self._pools.items()}
                 part = sizes.get("kv") or max(sizes.values(), default=PART_BYTES)
                 most = min(MOST_BYTES, part * MOST_PARTS)
                 self.cache = ObjectCache.open(
@@ -221,64 +215,48 @@ class PdCacheStorage(HiCacheStorage):
     def _pages(
         self, name: str, keys: Sequence[str], indices: Any, *, load: bool, end: float | None = None
     ) -> list[bool]:
-        pool = self._pools.get(name)
         end = time.monotonic() + self._seconds if end is None else end
-        if (
-            name == "kv"
-            and pool is None
-            and getattr(getattr(self, "mem_pool_host", None), "kv_buffer", 0) is None
-        ):
-            return [True] * len(keys)  # no page of this pool has any bytes
+        if name == "kv" and self._indices_only:
+            return [True] * len(keys)
         return self._safely(
             "get" if load else "set",
-            lambda: self._move(name, pool, keys, indices, load, end),
+            lambda: self._move(name, keys, indices, load, end),
             [False] * len(keys),
         )
 
-    def _move(
-        self,
-        name: str,
-        pool: _HostPoolEntry | None,
-        keys: Sequence[str],
-        indices: Any,
-        load: bool,
-        end: float,
-    ) -> list[bool]:
-        opened = self._opened()
+    def _move(self, name: str, keys: Sequence[str], indices: Any, load: bool, end: float) -> list[bool]:
+        opened, pool = self._opened(), self._pools.get(name)
         if not keys:
             return []
         if pool is None or indices is None:
             raise ValueError(f"pool {name} is not registered, or its pages were not given")
         begun = time.perf_counter()
         seconds = left(end)
-        names = names_of(pool.prefix, keys)
-        values = pool.pages.values(indices.cpu())
+        names = pool.names(keys)
+        values = pool.values(indices.cpu())
         if len(values) != len(keys):
             raise ValueError(f"pool {name}: got {len(keys)} keys and {len(values)} pages")
         if load:
             done = [not reason for reason in opened.read_into(names, values, timeout=seconds)]
         else:
             done = opened.put(names, values, timeout=seconds)
-        moved = len(values[0]) * sum(done)
-        self._note(load, sum(done), moved / max(time.perf_counter() - begun, 1e-9) / (1 << 30))
-        return done
-
-    def _note(self, load: bool, pages: int, speed: float) -> None:
-        if self._config.enable_storage_metrics and pages:
+        if self._config.enable_storage_metrics and any(done):
+            moved = len(values[0]) * sum(done)
+            speed = moved / max(time.perf_counter() - begun, 1e-9) / (1 << 30)
             with self._lock:
-                if len(self._stats) < _MOST_STATS:
-                    self._stats.append((load, pages, speed))
+                self._stats.append((load, sum(done), speed))
+        return done
 
     def _restorable(self, keys: Sequence[str], transfers: Sequence[Any]) -> Any:
         """Returns the longest prefix that all pools can restore, each pool's part of it, and all prefixes
         that can be restored."""
         kv = self._pools.get("kv")
-        asked = [names_of(kv.prefix, keys)] if kv is not None else []
+        asked = [kv.names(keys)] if kv is not None else []
         policies = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
         judged = [transfer for transfer in transfers if transfer.hit_policy in policies]
         for transfer in judged:
             pool = self._pools.get(str(transfer.name))
-            asked.append([] if pool is None else names_of(pool.prefix, keys))
+            asked.append([] if pool is None else pool.names(keys))
         answers = iter(self._opened().exist([name for names in asked for name in names]))
         found = [[next(answers) for _ in names] or [False] * len(keys) for names in asked]
         pages = _leading(found.pop(0)) if kv is not None else len(keys)

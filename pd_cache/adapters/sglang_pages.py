@@ -14,6 +14,8 @@ from pd_cache.config import LineOrEmpty, Seconds
 from pd_cache.errors import LayoutError
 from pd_cache.objects.values import Scattered, memory_of
 
+OPTIONS = "--hicache-storage-backend-extra-config"
+
 
 class StorageOptions(AdapterOptions, frozen=True, kw_only=True):
     """The keys of `--hicache-storage-backend-extra-config`, besides SGLang's own."""
@@ -29,13 +31,11 @@ class StorageOptions(AdapterOptions, frozen=True, kw_only=True):
 FORMAT = 1
 """The version of what is stored under a name. Backends of other versions never find it."""
 
-SGLANGS_OWN = frozenset(
-    (
-        *("backend_name", "module_path", "class_name", "interface_v1", "extra_backend_tag", "tp_lcm_size"),
-        *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
-        "hicache_storage_pass_prefix_keys",
-    )
-)
+SGLANGS_OWN = {
+    "backend_name", "module_path", "class_name", "interface_v1", "extra_backend_tag", "tp_lcm_size",
+    "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token",
+    "hicache_storage_pass_prefix_keys",
+}  # fmt: skip
 """Keys of the extra config that are SGLang's own."""
 
 _SHAPE = (
@@ -75,11 +75,12 @@ _LATENT = ("MLATokenToKVPoolHost", "DeepSeekV4PagedHostPool")
 
 
 class PoolPages:
-    """The pages of one host pool, as views of its own memory."""
+    """The pages of one host pool: their names, and views of the pool's own memory."""
 
-    def __init__(self, pool: Any) -> None:
-        """Raises LayoutError if the pool's memory cannot be addressed page by page."""
-        self.pool = pool
+    def __init__(self, pool: Any, prefix: bytes) -> None:
+        """`prefix` begins all names. Raises LayoutError if the pool's memory cannot be addressed page by
+        page."""
+        self.pool, self._prefix = pool, prefix
         self.page_size = int(getattr(pool, "logical_page_size", 0) or pool.page_size or 1)
         """How many indices a page has."""
         self._size = int(getattr(pool, "logical_size", 0) or getattr(pool, "size", 0))
@@ -94,6 +95,10 @@ class PoolPages:
 
         self.bytes = len(self.values(torch.arange(self.page_size))[0])
         """The bytes of a page."""
+
+    def names(self, keys: Sequence[str]) -> list[bytes]:
+        """Returns the names of pages. `keys` are SGLang's hashes of their tokens."""
+        return [self._prefix + str(key).encode() for key in keys]
 
     def values(self, indices: Any) -> list[Scattered]:
         """Returns one value for each page. Each `page_size` indices (int64) form a page. Raises ValueError
@@ -159,14 +164,13 @@ def namespace_of(config: Any, server: Mapping[str, Any], *, revision: str, salts
     """
     model = str(server.get("model_path") or config.model_name or "")
     draft = str(server.get("speculative_draft_model_path") or "")
+    of_draft = str(server.get("speculative_draft_model_revision"))
     fields = {
         "format": FORMAT,
         "engine": "sglang-hicache",
-        "weights": _weights(model, revision, server.get("revision")),
+        "weights": weights_of(model, revision, OPTIONS, str(server.get("revision"))),
         # some host pools keep the KV of a draft model in the pages of the main one
-        "draft": _weights(draft, revision, server.get("speculative_draft_model_revision"))
-        if draft not in ("", model)
-        else "",
+        "draft": weights_of(draft, revision, OPTIONS, of_draft) if draft not in ("", model) else "",
         # the pool's own dtype does not distinguish two kinds of fp8
         **{name: str(server.get(name)) for name in _OF_THE_SERVER},
         "salts": list(salts),
@@ -195,14 +199,3 @@ def prefix_of(config: Any, pool_name: str, pool: Any) -> bytes:
         "tp": "all" if alike else [config.tp_rank, config.tp_size],
     }
     return json.dumps(fields, sort_keys=True).encode() + b"\0"
-
-
-def names_of(prefix: bytes, keys: Sequence[str]) -> list[bytes]:
-    """Returns the names of pages. `keys` are SGLang's hashes of their tokens."""
-    return [prefix + str(key).encode() for key in keys]
-
-
-def _weights(model: str, revision: str, of_the_server: object) -> str | list[str]:
-    if revision:
-        return [model, str(of_the_server), revision]
-    return weights_of(model, "--hicache-storage-backend-extra-config")

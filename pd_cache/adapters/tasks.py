@@ -157,7 +157,6 @@ class RowJobs:
         self._names = names
         self._memory = memory
         self._row_bytes = row_bytes
-        self._rows = len(memory) // row_bytes if row_bytes else 0
         self._seconds = seconds
         self._most_waiting = most_waiting
         self._loads: TaskLane[RowResult] = TaskLane("pd-cache-loads", threads)
@@ -214,23 +213,20 @@ class RowJobs:
     def _submit(
         self, lane: TaskLane[RowResult], job: RowResult, rows: Sequence[int], label: str | None
     ) -> None:
-        """Begins a job. Its result is `job` if the job fails, for example because its rows do not fit its
-        names."""
+        """Begins a job. Its result is `job` if the job fails."""
         begun, size = time.monotonic(), self._row_bytes
-        fits = len(rows) == len(job.names) and all(0 <= row < self._rows for row in rows)
 
         def run(deadline: Deadline) -> RowResult:
             if not job.is_load:
                 with self._lock:
                     self._waiting.pop(job.job, None)
-            if deadline.passed or not fits:
+            if deadline.passed:
                 return job
             views = [self._memory[row * size : (row + 1) * size] for row in rows]
             try:
                 if job.is_load:
-                    done = [
-                        not reason for reason in self._names.read_into(job.names, views, timeout=deadline)
-                    ]
+                    reasons = self._names.read_into(job.names, views, timeout=deadline)
+                    done = [not reason for reason in reasons]
                 else:
                     done = self._names.put(job.names, views, label=label, timeout=deadline)
                 return job._replace(done=tuple(done), seconds=time.monotonic() - begun)

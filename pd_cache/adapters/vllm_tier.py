@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -173,23 +173,17 @@ class PdCacheTierManager(SecondaryTierManager):
         requests, which otherwise would look it up and load it again for ever."""
         results = []
         for ended in self._jobs.finished():
-            done = sum(ended.done)
-            loaded: Collection[OffloadKey] | None = None
-            if ended.is_load and done < len(ended.names):
-                loaded = (
-                    tuple(OffloadKey(name) for name, ok in zip(ended.names, ended.done, strict=True) if ok)
-                    or None
-                )
-                self._lookups.mark_miss(
-                    [OffloadKey(name) for name, ok in zip(ended.names, ended.done, strict=True) if not ok]
-                )
+            done = [OffloadKey(name) for name, ok in zip(ended.names, ended.done, strict=True) if ok]
+            missed = [OffloadKey(name) for name, ok in zip(ended.names, ended.done, strict=True) if not ok]
+            if ended.is_load and missed:
+                self._lookups.mark_miss(missed)
             results.append(
                 JobResult(
                     job_id=ended.job,
-                    success=done == len(ended.names),
-                    successful_keys=loaded,
+                    success=not missed,
+                    successful_keys=done if ended.is_load and missed and done else None,
                     transfer_time=ended.seconds,
-                    transfer_bytes=done * self._block_size_bytes,
+                    transfer_bytes=len(done) * self._block_size_bytes,
                 )
             )
         return results
@@ -229,9 +223,7 @@ def namespace_of(config: Any, *, row_bytes: int, blocks_per_chunk: int, revision
     fields = {
         "format": FORMAT,
         "engine": "vllm-tiering",
-        "weights": [config.model.name, revision]
-        if revision
-        else weights_of(config.model.name, "the tier's entry in secondary_tiers"),
+        "weights": weights_of(config.model.name, revision, "the tier's entry in secondary_tiers"),
         "dtype": str(config.model.dtype),
         "tokens_per_hash": config.cache.tokens_per_hash,
         "blocks_per_chunk": blocks_per_chunk,

@@ -72,7 +72,7 @@ class SglangSubject(AdapterSubject):
             width=PAGE // (2 * layers * heads * TOKENS),
         )
         self.backend = open_backend(settings, self.host, salt=namespace)
-        assert self.backend._pools["kv"].pages.bytes == PAGE
+        assert self.backend._pools["kv"].bytes == PAGE
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 

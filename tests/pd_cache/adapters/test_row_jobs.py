@@ -92,14 +92,6 @@ def test_stores_that_wait_are_bounded_and_one_more_fails_at_once(jobs):
     assert [(one.job, all(one.done)) for one in jobs.ended(2)] == [(1, True), (2, True)]
 
 
-def test_rows_that_are_not_there_fail_and_nothing_is_touched(jobs):
-    jobs.names.values[b"a"] = b"x" * ROW
-    for number, (names, rows) in enumerate([([b"a"], [8]), ([b"a"], [-1]), ([b"a"], [0, 1])]):
-        jobs.its.load(number, names, rows)
-    assert not any(any(one.done) for one in jobs.ended(3))
-    assert bytes(jobs.memory) == bytes(8 * ROW)
-
-
 def test_after_close_jobs_fail_and_the_memory_is_free(jobs):
     assert jobs.its.close()
     jobs.its.store(1, [b"a"], [0])

@@ -83,7 +83,7 @@ class Host:
 
 
 def test_a_page_of_a_host_pool_is_its_pieces_one_after_another():
-    pages = PoolPages(Host())
+    pages = PoolPages(Host(), b"")
     assert pages.bytes == 40
     second, first = pages.values(torch.tensor([2, 3, 0, 1]))
     assert b"".join(first.part(slice(0, 40))) == bytes(range(20)) * 2
@@ -93,7 +93,7 @@ def test_a_page_of_a_host_pool_is_its_pieces_one_after_another():
 
 def test_an_address_outside_the_pools_buffers_is_refused():
     host = Host()
-    pages = PoolPages(host)
+    pages = PoolPages(host, b"")
     host.off = 70
     with pytest.raises(LayoutError, match="outside"):
         pages.values(torch.tensor([2, 3]))
