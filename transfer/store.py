@@ -30,7 +30,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from transfer.calls import Call, CallThreads
 from transfer.deadlines import End, end_or, left
@@ -157,30 +157,37 @@ def _check(batch: Batch) -> None:
         raise ValueError("expected one size for each key, between 1 and the size of its slot")
 
 
-class Pending(NamedTuple, Generic[R]):
-    """A batch under way. Each key has one result, an `R`, which is made from Mooncake's code or from a status
-    of our own."""
+class Pending(NamedTuple):
+    """A batch under way."""
 
     store: MooncakeStore
     call: Call[list[int]] | None
     keys: int
-    result: Callable[[Status, int], R]
-    """Makes the result of a key from its status and the bytes that were read."""
 
-    def results(self) -> list[R]:
+    def results(self) -> list[GetResult]:
         """Returns one result for each key, in order. Waits at most until the call's deadline."""
         if self.call is None:
-            return [self.result(self.store._refusal(), 0)] * self.keys
+            return [GetResult(self.store._refusal(), 0)] * self.keys
         codes = self.call.outcome([])
         if not codes:
             self.store._suspect()
-            return [self.result(Status.TIMEOUT, 0)] * self.keys
-        return [self.result(status_of(code), max(code, 0)) for code in codes]
+            return [GetResult(Status.TIMEOUT, 0)] * self.keys
+        return [GetResult(status_of(code), max(code, 0)) for code in codes]
 
     def abandon(self) -> None:
         """Gives up the results. A batch that has not begun lets go of its slots at once."""
         if self.call is not None:
             self.call.abandon()
+
+
+class PendingPut(NamedTuple):
+    """A batch of puts under way."""
+
+    pending: Pending
+
+    def results(self) -> list[Status]:
+        """Returns one status for each key, in order. Waits at most until the call's deadline."""
+        return [result.status for result in self.pending.results()]
 
 
 class MooncakeStore:
@@ -377,7 +384,7 @@ class MooncakeStore:
         self._breaker.learn("batch_is_exist", codes)
         return codes
 
-    def start_get(self, keys: Sequence[str], slots: Sequence[Slot], end: End = None) -> Pending[GetResult]:
+    def start_get(self, keys: Sequence[str], slots: Sequence[Slot], end: End = None) -> Pending:
         """Begins to read each key into its slot, as far as the slot reaches.
 
         The slots are retained until the call has really ended, however long that takes.
@@ -389,7 +396,7 @@ class MooncakeStore:
         if self.available:
             batch.retain()
             call = self._gets.submit(self._moves.get, end, batch.release, batch, end)
-        return Pending(self, call, len(keys), GetResult)
+        return Pending(self, call, len(keys))
 
     def start_put(
         self,
@@ -399,7 +406,7 @@ class MooncakeStore:
         end: End = None,
         *,
         placement: Placement | None = None,
-    ) -> Pending[Status]:
+    ) -> PendingPut:
         """Begins to write the first `sizes[i]` bytes of slot i under key i.
 
         `placement`, by default the store's, says where the objects go. If there is no room, Mooncake takes
@@ -421,7 +428,7 @@ class MooncakeStore:
         else:  # they wait for no peer, and a local tier may keep them for as long as the pool is away
             for slot in slots:
                 slot.settle()
-        return Pending(self, call, len(keys), lambda status, _: status)
+        return PendingPut(Pending(self, call, len(keys)))
 
     def remove(self, keys: Sequence[str], end: End = None, *, force: bool = False) -> list[Status]:
         """Removes keys. The status of a leased key is BUSY, unless `force`."""

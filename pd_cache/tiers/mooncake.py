@@ -49,7 +49,7 @@ _DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status
 class _ReadBatch(NamedTuple):
     keys: list[str]
     slots: deque[Slot]
-    call: Pending[GetResult]
+    call: Pending
     end: float
     """The deadline for all work on the batch's keys, by `time.monotonic()`."""
 
