@@ -20,7 +20,7 @@ from transfer.staging import StagingPool
 
 _ALL = slice(None)
 _COPIED_TOGETHER = 64 << 20
-"""Bytes of a batch of `CopiedPool`: as many as the engine passes on at a time."""
+"""Bytes of a batch of `CopiedPool`. The engine moves as many bytes at a time."""
 
 
 CHUNK, BLOCK = 256, 16
@@ -28,7 +28,7 @@ CHUNK, BLOCK = 256, 16
 _KV_HEADS, _HEAD_DIM = 8, 128
 Device = Literal["cpu", "cuda"]
 device_option = option(
-    "--device", default="cpu", type=click.Choice(get_args(Device)), help="Of the paged cache."
+    "--device", default="cpu", type=click.Choice(get_args(Device)), help="The device of the paged cache."
 )
 
 
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     """A prompt's KV cache; by default Llama-3.1-8B's, 128 KiB a token."""
 
     tokens: int = 4096
-    """Of whole chunks."""
+    """The prompt's tokens, a whole number of chunks."""
     layers: int = 32
 
     @property
@@ -55,7 +55,8 @@ class Shape(NamedTuple):
 
     @property
     def pool_bytes(self) -> int:
-        """Room for the objects of both benches, raw and ours, without evictions by the master."""
+        """The bytes of a pool that has room for the raw objects and for ours, so that the master evicts
+        nothing."""
         return int(2.5 * self.chunks * self.object_bytes) + (256 << 20)
 
     @property

@@ -28,7 +28,7 @@ class Place(NamedTuple):
     gpu: bool
     """Whether the node computes on a GPU. Otherwise it gets only its core."""
     device: str = ""
-    """The link's end here."""
+    """The network device at this place's end of the link."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -47,8 +47,8 @@ class Place(NamedTuple):
 def check_rates(
     context: click.Context, parameter: click.Parameter, given: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """A click callback for rates of links. `tc` takes a number without a unit as bits a second, and takes
-    negative ones, too."""
+    """A click callback that refuses rates without a unit and negative rates. `tc` accepts both; it reads a
+    number without a unit as bits a second."""
     for rate in given:
         if not re.fullmatch(r"[1-9][0-9]{0,3}[mg]bit", rate):
             message = f"expected a rate from 1mbit to 9999gbit, got {rate!r}"

@@ -86,7 +86,7 @@ async def _compared(urls: dict[str, str]) -> tuple[dict[str, Any], list[Check]]:
 
 
 async def _kept(session: aiohttp.ClientSession, url: str, rate: float, rng: random.Random) -> float:
-    """Returns the requests a second within the limits, of those that come at random at `rate` a second."""
+    """Sends requests at random times, `rate` a second. Returns how many a second are within the limits."""
     asked = dict[asyncio.Task[bool], float]()
     due = begun = time.monotonic()
     while due < begun + _WARM_S + _COUNTED_S:

@@ -21,8 +21,8 @@ from pd_cache.tiers.index import S3FIFO
 
 
 class Oracle(dict[int, tuple[float, int]]):
-    """Its blocks, in the order of eviction: blocks that are requested last go first, and within a prompt its
-    end goes first."""
+    """A cache that knows the future. It first evicts the blocks that are requested last, and of a prompt the
+    last block first."""
 
     def __init__(self, room: int, requests: Sequence[Request]) -> None:
         self._room, self._heap = room, list[tuple[tuple[float, int], int]]()

@@ -64,7 +64,9 @@ def raw_client(
     """Yields a bare Mooncake client without a segment, in the same environment. Benches compare pd-cache with
     it."""
     settings = transfer or TransferSettings()
-    prepare(settings)  # read at the first setup() of a process, and this is it
+    prepare(
+        settings
+    )  # Mooncake reads these variables at the first setup() of a process, which is the next one
     client = load_mooncake().MooncakeDistributedStore()
     devices = ",".join(settings.devices)
     code = client.setup(host, "P2PHANDSHAKE", 0, 16 << 20, settings.protocol, devices, master)

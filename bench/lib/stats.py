@@ -15,7 +15,7 @@ from bench.lib.report import progress
 def quantile(values: Sequence[float], part: float) -> float:
     """Returns the smallest value that at least `part` (0 to 1) of the values do not exceed; nan without
     values."""
-    # a little less: 0.07 * 100 is 7.000000000000001
+    # a little less than the product, because 0.07 * 100 is 7.000000000000001
     return float(np.quantile(values, part * (1 - 1e-12), method="inverted_cdf")) if len(values) else math.nan
 
 

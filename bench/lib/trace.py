@@ -8,8 +8,8 @@ prompts are equal up to the end of that block. Public traces are in https://gith
 under FAST25-release/traces. The format of `aiperf synthesize agentic-code` is read, too. There a line has a
 `session_id`, the tokens that the call adds to its session, and the ms since the previous answer.
 
-A simulated cache takes in a prompt's blocks, and returns how many of them, from the first, it held before. It
-keeps as many blocks as it has room for. The **hit rate** of a trace is the found tokens divided by all prompt
+A simulated cache takes in a prompt's blocks, and returns how many leading blocks it held before. It keeps as
+many blocks as it has room for. The **hit rate** of a trace is the found tokens divided by all prompt
 tokens. Only whole blocks have names in the pool. So the tokens of a partial block, and those after a missing
 block, count only in the denominator.
 """
@@ -46,7 +46,7 @@ class Request(msgspec.Struct):
     """A line of the trace."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    """Milliseconds."""
+    """When the request comes, in milliseconds."""
     input_length: Annotated[int, msgspec.Meta(ge=1)]
     """Tokens of the prompt."""
     hash_ids: list[_Block]
@@ -138,12 +138,12 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 class SimulatedLru:
-    """Forgets the least recently used blocks. Of a prompt, it forgets the last block first, because that is
-    useless without those before it."""
+    """Forgets the least recently used blocks. Of a prompt, it forgets the last block first, because a block
+    is useless without the blocks before it."""
 
     def __init__(self, capacity: int = sys.maxsize, batch: int = 0) -> None:
         """`capacity` is in blocks. By default the cache never forgets, which gives a trace's ideal. `batch`:
-        how many blocks it forgets at a time beyond those that it must."""
+        how many further blocks it forgets whenever it has to forget some."""
         self._capacity, self._batch = capacity, batch
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self.gone: list[int] = []
@@ -153,7 +153,7 @@ class SimulatedLru:
         return block in self._blocks
 
     def find(self, blocks: Sequence[int]) -> int:
-        """Returns how many blocks of a prompt, from the first, it holds. This counts as a use of these
+        """Returns how many leading blocks of a prompt the cache holds. This counts as a use of these
         blocks."""
         found = leading(blocks, self._blocks)
         for block in reversed(blocks[:found]):
@@ -161,7 +161,7 @@ class SimulatedLru:
         return found
 
     def use(self, blocks: Sequence[int]) -> int:
-        """Takes in a prompt. Returns how many of its blocks, from the first, it held before."""
+        """Takes in a prompt. Returns how many leading blocks of it the cache held before."""
         found = leading(blocks, self._blocks)
         for block in reversed(blocks):
             self._blocks[block] = None
@@ -181,7 +181,7 @@ class Outcome(NamedTuple):
     """The result of a trace on a cache that was empty at first."""
 
     hit_rate: float
-    """From 0 to 1."""
+    """The found tokens divided by all prompt tokens."""
     written: int
     """The blocks that the cache took in, and still held when their request ended."""
     read: int

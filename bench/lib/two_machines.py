@@ -44,7 +44,7 @@ R = TypeVar("R")
 MOST = 1024
 """The most processes of a crew."""
 _OPEN, _LEAVE = b"+", b"-"
-"""Sent in place of a step's name."""
+"""Messages in place of a step's name: open the site, close the site."""
 _HELLO_S, _START_S, _GRACE_S = 30.0, 300.0, 20.0
 """The time in which the other machine must answer; in which a crew's processes must start, with the bench's
 imports; and in which they must end."""

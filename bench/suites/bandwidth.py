@@ -39,14 +39,14 @@ _RATIO = 0.9
 """The target: the throughput of put and get, as a share of the raw engine's between the same two nodes."""
 Part = Literal["put", "get", "remove", "raw_write", "raw_read"]
 PARTS: tuple[Part, ...] = ("put", "get", "raw_write", "raw_read")
-"""What is timed."""
+"""The kinds of transfers that are timed."""
 
 
 # --- at every node ------------------------------------------------------------------------------------------
 
 
 class JoinPool(msgspec.Struct, frozen=True):
-    """Join the pool of this master, with a segment of four batches."""
+    """The job to join the pool of this master, with a segment of four batches."""
 
     master: str
     object_bytes: int
@@ -65,7 +65,7 @@ class NodeMemory(msgspec.Struct, frozen=True):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """Move one batch to, or from, a node's memory. `run` names the objects."""
+    """The job to move one batch to, or from, a node's memory. `run` names the objects."""
 
     part: Part
     run: str
@@ -184,7 +184,7 @@ def measure(
         run = uuid.uuid4().hex[:12]
         for part in ("put", "get", "remove", "raw_write", "raw_read"):
             if part.startswith("raw") and pairs[0][0] == pairs[0][1]:
-                continue  # the store copies within a node; the engine would take the way over the network
+                continue  # within a node, the store copies, but the engine would use the network
             jobs = {begin: Transfer(part, run, opened[end]) for begin, end in pairs}
             for begin, done in machines.run(BandwidthSite.transfer, jobs, timeout_s=timeout).items():
                 equal[begin] &= done.equal
@@ -254,7 +254,7 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
 @machine_options
 @option("--size", default="4MiB", type=ByteSize, help="Bytes of an object.")
 @option("--rounds", default=5, type=click.IntRange(1, 1000), help="Batches of each kind for each pair.")
-@option("--at-once", is_flag=True, help="Then also both directions at the same time.")
+@option("--at-once", is_flag=True, help="Afterwards, also measure both directions at the same time.")
 @option("--link-gbit", type=click.FloatRange(0.001), help="The link's rate, to compare with.")
 @output_options
 def main(size: ByteSize, rounds: int, at_once: bool, link_gbit: float | None, **options: Any) -> None:

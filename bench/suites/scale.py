@@ -59,8 +59,8 @@ def grow(
     """Simulates a cluster like `plan`, of this number of nodes, under `rate_per_node` requests a second for
     each of them; `requests` in all, or as many a node as usual.
 
-    Returns its figures; `refused` are requests answered with an error. And what each kind of resource was
-    asked for, as a share of what it can do: of the master and the proxies, of all of a kind; 1 is full.
+    Returns the cluster's figures (`refused` counts requests that were answered with an error), and the work
+    of each kind of resource, as a share of what it can do; 1 is full. All proxies together are one resource.
     """
     prefill, rate = nodes // 2, rate_per_node * nodes
     count = requests or max(_LEAST_REQUESTS, _REQUESTS_PER_NODE * nodes)
@@ -127,11 +127,11 @@ def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
 
 
 @click.command()
-@option("--trace", required=True, type=file_type, help="In the format of bench/lib/trace.py.")
+@option("--trace", required=True, type=file_type, help="A trace in the format of bench/lib/trace.py.")
 @option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill nodes, and as many decode nodes or one more; may be given several times. By default nine numbers from 1 to 1000.")  # fmt: skip
 @option("--proxies", default=1, type=click.IntRange(1, 10_000))
-@option("--gateway", type=click.Choice(["envoy"]), help="As `proxy.gateway`: answers pass Envoy, and only requests pass Python.")  # fmt: skip
-@option("--costs", "file", type=file_type, help="YAML: unit costs of your machines; others are as by default.")  # fmt: skip
+@option("--gateway", type=click.Choice(["envoy"]), help="As with `proxy.gateway`, answers pass through Envoy, and only requests pass through Python.")  # fmt: skip
+@option("--costs", "file", type=file_type, help="A YAML file with unit costs; costs that it leaves out keep their defaults.")  # fmt: skip
 @option("--roles", is_flag=True, help="Compare fixed roles with roles that follow the load, on the trace, on agents, and on a day that turns at noon.")  # fmt: skip
 @option("--limits", is_flag=True, help="Compare requests a second within limits with proxy.limits and without, at up to three times the load that six nodes can do.")  # fmt: skip
 @output_options

@@ -96,7 +96,8 @@ def served(
 
 
 def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str) -> dict[str, float]:
-    """GB/s of the server and of an engine in this process, in turn, medians over the rounds."""
+    """Returns the GB/s of the server and of an engine in this process, which take turns: medians over the
+    rounds."""
     metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
     with (
         served(url, metadata, prompt.tensors, prompt.tokens[:CHUNK], prompt.source[:CHUNK]) as server,
@@ -135,10 +136,10 @@ def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str) -> dict
 
 
 def from_memory(prompt: PagedPrompt, url: str) -> dict[str, float]:
-    """GB/s of a retrieve from the server's own memory, and of memcpy into the same buffer."""
+    """Returns the GB/s of a retrieve from the server's own memory, and of memcpy into the same buffer."""
     metadata = CacheMetadata.of(f"bench-{uuid.uuid4().hex}", prompt.layout)
     with served(url, metadata, prompt.tensors, prompt.tokens, prompt.source) as server:
-        # before memcpy spoils what they are compared with
+        # checked now, because memcpy overwrites the bytes to compare with
         prompt.scramble()
         prompt.retrieve(server)
         assert prompt.arrived(), "other bytes came back from the server's memory"
@@ -158,7 +159,7 @@ def from_memory(prompt: PagedPrompt, url: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def small_prompt(url: str) -> Iterator[str]:
-    """4096 tokens of a tiny model, stored through the server: what lookups find. The model's name."""
+    """Stores 4096 tokens of a tiny model through the server, for lookups to find. Yields the model's name."""
     caches = {"0": torch.zeros(LOOKUP_TOKENS // BLOCK, 1, BLOCK, 8)}
     metadata = CacheMetadata.of(f"small-{uuid.uuid4().hex}", KVLayout.from_tensors(caches))
     with served(url, metadata, caches, list(range(LOOKUP_TOKENS)), torch.arange(LOOKUP_TOKENS)):
@@ -198,7 +199,8 @@ def raw_round_trips() -> list[float]:
 
 
 class AskServer(msgspec.Struct, frozen=True):
-    """Ask this server for a prompt of `model` that it holds, `RATE` times a second with the others."""
+    """The job to ask this server for a prompt of `model` that it holds. All clients together ask `RATE` times
+    a second."""
 
     url: str
     model: str
@@ -234,8 +236,8 @@ class AskingScheduler(Site):
 
 
 def lookups_at_a_rate(url: str, model: str) -> list[float]:
-    """Latencies, from when each was due, of `RATE` lookups a second that find 4096 tokens, from four
-    processes."""
+    """Makes `RATE` lookups a second, from four processes; each finds 4096 tokens. Returns the seconds of each
+    lookup, from the time when it was due."""
     job = AskServer(url, model, _SECONDS)
     with contextlib.closing(Crew(AskingScheduler, Location.here(), CLIENTS)) as crew:
         crew.everywhere(AskingScheduler.connect, job, timeout_s=_PATIENCE_S)

@@ -104,8 +104,8 @@ def names(count: int) -> list[str]:
 
 
 def compared(nbytes: int, seconds: dict[str, list[float]], limits: Mapping[str, str]) -> dict[str, float]:
-    """Returns the GB/s of each, and for each in `limits` the ratio of its speed to its limit's: the median
-    over the rounds."""
+    """Returns the GB/s of each step and, for each step in `limits`, the ratio of its speed to the speed of
+    its limit: the median over the rounds."""
     figures = gbps(nbytes, seconds)
     for name, limit in limits.items():
         rounds = zip(seconds[limit], seconds[name], strict=True)
@@ -258,8 +258,8 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     checks += all_at_most(figures, local_contains_us=200.0, disk_contains_us=1000.0)
     for policy in POLICIES:
         growth = figures[f"evict_us_{policy}_{MOST}"] / figures[f"evict_us_{policy}_1000"]
-        # a thousand entries lie in the processor's cache, a million do not: more than that would be more than
-        # O(1)
+        # a thousand entries lie in the processor's cache, and a million do not; a larger ratio than this
+        # would mean more than O(1)
         checks.append(at_most(f"eviction {policy}, {MOST} / 1000 entries", growth, 3.0))
     return checks
 
@@ -273,7 +273,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
     default=tempfile.gettempdir,
     show_default="temporary files",
     type=_FOLDER,
-    help="Of the disk tier.",
+    help="The folder of the disk tier.",
 )
 @output_options
 def main(path: Path, **output: Any) -> None:

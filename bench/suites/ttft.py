@@ -61,8 +61,8 @@ _KV_BYTES = 12 * 2 * 8 * 64 * 2
 """Bytes of a token: layers, K and V, KV heads, head dimension and bytes of a bfloat16, multiplied."""
 _LINK_SHAPE = {**SHAPE, "hidden": 512, "layers": 4, "heads": 8, "kv_heads": 2}
 _LINK_KV_BYTES = 4 * 2 * 2 * 64 * 2
-"""Those of the small model of `--link`. As of a large model on a GPU, a core computes its tokens at a rate at
-which their KV hardly uses the core."""
+"""The bytes of a token of the small model of `--link`. Its KV is so small that transfers, at the rate at
+which the core computes its tokens, hardly use the core; the same holds for a large model on a GPU."""
 TOKEN_BYTES: dict[ModelKind, int] = {
     "llama": _KV_BYTES,
     "gemma3": _KV_BYTES // 3,
@@ -81,7 +81,7 @@ Start = Callable[[str], AbstractContextManager[str]]
 """Starts the node `a` or `b` of a connector; yields its URL."""
 Load = Literal["auto", "always"]
 Prompts = Mapping[int, Sequence[Sequence[int]]]
-"""By length in tokens: prompts that are a token longer."""
+"""By length in tokens: prompts that have one token more."""
 
 
 _OURS, _THEIRS = (
@@ -119,14 +119,15 @@ class Servers(NamedTuple):
     model: Path
     flags: dict[str, Any]
     folder: Path
-    """For the connectors' settings."""
+    """Where to write the connectors' settings."""
 
     def plain(self, at: Place | None = None) -> Start:
-        """Returns what starts servers without a connector, B at a place of `linked` if one is given."""
+        """Returns a function that starts servers without a connector. It starts B at the place `at` of
+        `linked`, if given."""
         return partial(self._server, at, {})
 
     def ours(self, master: str, load: Load = "always", at: Place | None = None) -> Start:
-        """Returns the same with pd-cache's connector."""
+        """Returns a function that starts servers with pd-cache's connector, as `plain` does."""
         config = ClusterConfig(
             name="bench",
             transfer=TransferSettings(staging_size=512 << 20),
@@ -154,7 +155,7 @@ class Servers(NamedTuple):
         return start
 
     def theirs(self, master: str, at: Place | None = None) -> Start:
-        """Returns the same with vLLM's own connector."""
+        """Returns a function that starts servers with vLLM's own connector, as `plain` does."""
         file = self.folder / "mooncake.json"
         settings = {
             "metadata_server": "P2PHANDSHAKE",
@@ -179,7 +180,7 @@ class Servers(NamedTuple):
 
 
 Figures = dict[tuple[int, str], list[float]]
-"""What was measured of each prompt, by the prompts' length and name; times in ms."""
+"""The figures of each prompt, by the prompts' length and the figure's name; times in ms."""
 
 
 def alone(server: OpenAIServer, prompt: Sequence[int]) -> float:
@@ -197,9 +198,9 @@ def measure_plain(
     client: Any,
     found: Figures,
 ) -> None:
-    """Measures a vLLM without a connector, whose own cache has all of a prompt but a token, or but a block if
-    the model has states. Between prompts, reads as many bytes from the pool as our connector loads for such a
-    prompt. `client` empties the pool."""
+    """Measures a vLLM without a connector, whose own cache has all of a prompt except a token, or except a
+    block if the model has states. Between prompts, reads as many bytes from the pool as our connector loads
+    for such a prompt. `client` empties the pool."""
     for tokens, several in prompts.items():
         for prompt in several:
             server.first_token(prompt[:tokens])
@@ -214,10 +215,10 @@ def measure_plain(
 def measure_connector(
     name: str, start: Start, prompts: Prompts, found: Figures, plain: Start | None = None
 ) -> dict[str, float]:
-    """Measures a connector: A computes and stores all prompts, in turn with a `plain` vLLM if one is given,
-    which only computes them; then B, started after A has ended, takes them from the pool, once unmeasured.
-    Returns how many chunks A did not store or B did not load, by node, operation and reason, as far as the
-    connector says it."""
+    """Measures a connector. A computes and stores all prompts. If a `plain` vLLM is given, which only
+    computes them, A takes turns with it. After A has ended, B starts and takes the prompts from the pool; the
+    first time is not measured. Returns how many chunks A did not store or B did not load, by node, operation
+    and reason, as far as the connector reports this."""
     troubles: dict[str, float] = {}
     for node in ("a", "b"):
         counters = {"stored": STORED[name]}
@@ -347,8 +348,8 @@ def measure_links(
 def measure_slowdown(
     start: Start, places: Sequence[Place], prompt: Sequence[int], others: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Any], Check]:
-    """Measures how soon an engine with `auto` computes a prompt of the pool when the link becomes ten times
-    slower. Before, it loads the prompt in a third of the time in which it computes one of the `others`.
+    """Measures how soon an engine with `auto` computes a prompt of the pool after the link has become ten
+    times slower. Before that, loading the prompt takes a third of the time of computing one of the `others`.
     Returns the figures and the target."""
     with start("b") as url:
         server, loads = OpenAIServer(url), 0

@@ -166,7 +166,7 @@ def measure_handoffs(
 
     def measure(ways: Mapping[str, Ask], decode: OpenAIServer) -> None:
         for number in range(rounds + 1):
-            # the first touches memory that was never touched
+            # the first prompt touches memory that was never touched
             for tokens in lengths if number else lengths[:1]:
                 for way, asked in ways.items():
                     (prompt,) = random_prompts(rng, tokens + 1, 1)

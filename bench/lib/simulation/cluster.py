@@ -83,14 +83,14 @@ class SimulatedPool:
         self._owner: OrderedDict[bytes, int] = OrderedDict()
 
     def leading(self, names: Sequence[bytes]) -> int:
-        """Returns how many of the names, from the first, are there. A lookup counts as a use."""
+        """Returns how many leading names are there. A lookup counts as a use."""
         for name in names:
             if name in self._owner:
                 self._owner.move_to_end(name)
         return leading(names, self._owner)
 
     def owners(self, names: Sequence[bytes]) -> list[int]:
-        """Returns the owners of the names, from the first up to the first missing name."""
+        """Returns the owners of the names before the first missing name."""
         return [self._owner[name] for name in names[: leading(names, self._owner)]]
 
     def missing(self, names: Sequence[bytes]) -> list[bytes]:
@@ -213,7 +213,7 @@ class SimulatedCluster:
         self._rng = random.Random(0)
         self.limited = plan.proxy.limits != LimitsConfig()
         self.errors: list[float] = []
-        """Of predictions, as shares of what was measured."""
+        """The errors of predictions, as shares of the measured times."""
 
     def remember(self, trace: CopiedTrace, count: int) -> None:
         """Puts the chunks of the prompts before a load of `count` requests into the pool."""
@@ -385,7 +385,7 @@ class SimulatedCluster:
     # --- the pool -------------------------------------------------------------------------------------------
 
     def look_up(self, cores: Station, names: Sequence[bytes]) -> Process:
-        """Returns how many chunks of a prompt, from the first, the pool holds."""
+        """Returns how many leading chunks of a prompt the pool holds."""
         costs = self.costs.lookup
         yield cores.run(costs.call_s + costs.object_s * len(names))
         yield self.master.run(costs.master_s + costs.master_object_s * len(names))
@@ -399,7 +399,7 @@ class SimulatedCluster:
             self.pool.put(name, node.number)
 
     def load(self, node: _Node, names: Sequence[bytes]) -> Process:
-        """Returns how many chunks, from the first, were loaded."""
+        """Returns how many leading chunks were loaded."""
         owners = self.pool.owners(names)
         yield from self._move(node, [owner for owner in owners if owner == node.number], self.costs.load_own)
         yield from self._move(node, [owner for owner in owners if owner != node.number], self.costs.load)

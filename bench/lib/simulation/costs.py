@@ -28,11 +28,11 @@ class MachineCosts(_CostSection, frozen=True):
 
     cores: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16
     link_bytes_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e15)] = 12.5e9
-    """In each direction; 100 Gbit/s by default."""
+    """The link's rate in each direction; 100 Gbit/s by default."""
 
 
 class ServiceCosts(_CostSection, frozen=True):
-    """The cost of a request at a server, apart from computing: read the body, choose a node, pass tokens
+    """The cost of a request at a server, without computing: reading the body, choosing a node, passing tokens
     on."""
 
     request_s: Cost = 0.0
@@ -41,7 +41,7 @@ class ServiceCosts(_CostSection, frozen=True):
     event_s: Cost = 0.0
     """For each token of the answer."""
     hop_s: Cost = 0.0
-    """For a prefill hop. Only proxies and pickers have this cost and the next."""
+    """For a prefill hop. Only proxies and pickers have `hop_s` and `node_s`."""
     node_s: Cost = 0.0
     """For each node from which a proxy chooses."""
 
@@ -108,21 +108,21 @@ class UnitCosts(_CostSection, frozen=True):
     prefill: PrefillCosts = PrefillCosts()
     decode: DecodeCosts = DecodeCosts()
     proxy: ServiceCosts = ServiceCosts(request_s=6e-4, token_s=3.5e-8, event_s=3e-5, hop_s=4e-4, node_s=8e-7)
-    """This and the next two: from `bench proxy`."""
+    """`bench proxy` has measured the costs of `proxy`, `picker` and `envoy`."""
     picker: ServiceCosts = ServiceCosts(request_s=1.3e-3, token_s=8e-8, hop_s=4e-4, node_s=8e-7)
     """The proxy behind Envoy."""
     envoy: ServiceCosts = ServiceCosts(request_s=4.6e-4, token_s=3.7e-8, event_s=3.5e-5)
-    """Before a picker, on all cores of its machine."""
+    """Envoy before a picker, on all cores of its machine."""
     node: ServiceCosts = ServiceCosts(request_s=1.4e-3, token_s=4.6e-6)
     lookup: PoolCosts = PoolCosts(call_s=1.6e-4, object_s=1.2e-6, master_s=3.3e-5, master_object_s=4.1e-7)
     store: PoolCosts = PoolCosts(call_s=1e-3, object_s=2.6e-4, byte_s=3.8e-10, owner_byte_s=1e-10, master_s=1.8e-4, master_object_s=2.7e-5)  # fmt: skip
-    """Into the node's own memory."""
+    """A store into the node's own memory."""
     load: PoolCosts = PoolCosts(
         call_s=1.2e-3, object_s=3e-4, byte_s=1e-10, master_s=5.3e-5, master_object_s=2e-5
     )
-    """From another node's memory, by RDMA: the owner's processors do nothing."""
+    """A load from another node's memory, by RDMA: the owner's processors do nothing."""
     load_own: PoolCosts = PoolCosts(call_s=1.2e-3, object_s=9.2e-5, byte_s=1.5e-9, owner_byte_s=5.5e-11, master_s=6.6e-5, master_object_s=5.4e-6)  # fmt: skip
-    """From the node's own memory."""
+    """A load from the node's own memory."""
 
     @property
     def chunk_bytes(self) -> int:

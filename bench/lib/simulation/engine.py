@@ -73,12 +73,12 @@ class SimulatedEngine:
         self._held, self._since = 0.0, 0.0
         self._ended = self._tokens = 0
         self._token_s = 0.0
-        """Seconds between `_tokens` and the tokens before them, together."""
+        """The seconds between each of `_tokens` and the token before it, added up."""
         time.start(self._run())
 
     @property
     def full(self) -> bool:
-        """Whether it takes no more requests."""
+        """Whether the engine takes no more requests."""
         return len(self._waiting) >= self._costs.engine.max_queue
 
     @property

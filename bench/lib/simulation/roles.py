@@ -39,7 +39,7 @@ NO_LIMITS = LimitsConfig()
 _STEP = 1.06
 """The ratio of two rates that are tried one after the other."""
 _LOADS = (0.8, 1.0, 1.5, 2.0, 3.0)
-"""Those of `compare_limits`."""
+"""The loads of `compare_limits`, as shares of what the best split can do."""
 
 
 class Load(NamedTuple):
@@ -62,7 +62,7 @@ class Kept(NamedTuple):
     share: float
     """The share of all requests that kept the limits."""
     error: float
-    """The median error of the predicted first tokens, as a share of the measured ones."""
+    """The median error of the predicted times to first tokens, as a share of the measured times."""
 
 
 def run(
@@ -152,10 +152,10 @@ def compare_roles(
 
 
 def compare_limits(trace: Sequence[Request], costs: UnitCosts) -> tuple[list[dict[str, Any]], list[Check]]:
-    """What are limits worth? Returns a row for each load, relative to what the best split can do, and each
-    number of proxies: requests a second within the limits, with `proxy.limits` and without, and the median
-    error of predictions. And the targets. Of four proxies, each knows of the others' requests only what nodes
-    report, so the targets are for one proxy."""
+    """What are limits worth? Returns rows and targets. Each load, relative to what the best split can do, and
+    each number of proxies has a row: requests a second within the limits, with `proxy.limits` and without,
+    and the median error of predictions. The targets are for one proxy, because each of four proxies knows the
+    others' requests only from the nodes' reports."""
     load = of_trace(trace, 1.5)
     rate, split, _ = best_split(load, costs)
     limits = LimitsConfig(ttft_s=FIRST_S, token_s=TOKEN_S)
