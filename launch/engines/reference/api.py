@@ -25,7 +25,7 @@ from launch.engines.reference.protocol import (
 )
 from launch.engines.reference.requests import Generation, GenerationError, GenerationRequest
 from launch.openai import ApiError, RecentReports, errors, given_id, runner_of
-from launch.run.supervise import stop_on_signals, stop_signals
+from launch.run.supervise import StopFlag
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.reasons import RequestReport
 from pd_cache.tracing import UNTRACED, Tracing, trace_headers
@@ -65,7 +65,7 @@ class ReferenceServer:
         host: str,
         port: int,
         ready: Callable[[str], None],
-        stop: asyncio.Event,
+        stop: StopFlag,
         *,
         grace_s: float = 4.0,
         on_stop: Callable[[], None] | None = None,
@@ -93,7 +93,7 @@ class ReferenceServer:
             site = web.TCPSite(runner, host, port)
             await site.start()
             ready(f"http://{host}:{runner.addresses[0][1]}")
-            await stop.wait()
+            await asyncio.to_thread(stop.wait)
             if on_stop is not None:
                 await asyncio.to_thread(on_stop)
         finally:
@@ -271,31 +271,22 @@ def serve(
     host: str,
     port: int,
     ready: Callable[[str], None],
+    stop: StopFlag,
     on_stop: Callable[[], None] | None = None,
 ) -> None:
-    """Opens a server and serves on `host:port` (0 takes a free port) until asked to stop (`stop_signals`),
-    then returns.
+    """Opens a server and serves on `host:port` (0 takes a free port) until `stop` is set, then returns.
 
-    Call it on the main thread, which gets the signals; they also count while `open_server` runs. The other
-    arguments are those of `ReferenceServer.run`. The caller closes the engine's cache. By then, the engine's
-    only calls in it are those that outlived every deadline. Raises OSError if the address cannot be bound.
+    The other arguments are those of `ReferenceServer.run`. The caller closes the engine's cache. By then, the
+    engine's only calls in it are those that outlived every deadline. Raises OSError if the address cannot be
+    bound.
     """
-
-    async def until_signal(server: ReferenceServer) -> None:
-        stop = asyncio.Event()
-        for number in stop_signals():
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        if stopped.is_set():  # a signal came before the loop handled them
-            return
-        await server.run(host, port, ready, stop, on_stop=on_stop)
-
-    with stop_on_signals() as stopped:
-        server = open_server()
-        try:
-            _logger.warning(
-                "serving %s with the reference engine, for trying out, testing and measuring, not for production",
-                server.engine.config.model.name,
-            )
-            asyncio.run(until_signal(server))
-        finally:
-            server.engine.close()
+    server = open_server()
+    try:
+        _logger.warning(
+            "serving %s with the reference engine, for trying out, testing and measuring, not for production",
+            server.engine.config.model.name,
+        )
+        if not stop.is_set():
+            asyncio.run(server.run(host, port, ready, stop, on_stop=on_stop))
+    finally:
+        server.engine.close()

@@ -68,10 +68,12 @@ def run_reference_engine(
         engine = ReferenceEngine.open(engine_config, config.handoff, open_cache, tracing)
         return ReferenceServer(engine, registry, lambda: msgspec.to_builtins(member.about), tracing, version)
 
-    with stop_on_signals():  # also while the cache unmounts: a second signal must not leave its keys behind
+    with (
+        stop_on_signals() as stop
+    ):  # also while the cache unmounts: a second signal must not leave its keys behind
         try:
             # it leaves first, so that no proxy sends new requests
-            serve(open_server, node.host, node.port, ready, member.leave)
+            serve(open_server, node.host, node.port, ready, stop, member.leave)
         finally:
             CacheEngineBuilder.destroy(node.name)
             for cache in opened:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from launch.engines.reference.api import ReferenceServer, serve
 from launch.engines.reference.engine import ReferenceEngine
-from launch.run.supervise import stop_signals
+from launch.run.supervise import StopFlag, stop_on_signals, stop_signals
 from tests.support.proxy import scenario, until
 
 from .conftest import prompt_of, request_of, tiny_config
@@ -28,7 +28,7 @@ WAITS = {"kv_transfer_params": {"do_remote_prefill": True, "pd_cache": {"prefix_
 @asynccontextmanager
 async def served(engine, registry=None, **settings):
     """A client session on a running server; both are closed afterwards."""
-    stop, address = asyncio.Event(), asyncio.get_running_loop().create_future()
+    stop, address = StopFlag(), asyncio.get_running_loop().create_future()
     running = ReferenceServer(engine, registry).run("127.0.0.1", 0, address.set_result, stop, **settings)
     server = asyncio.create_task(running)
     try:
@@ -302,7 +302,6 @@ async def test_what_takes_too_long_or_does_not_finish_in_the_grace_has_a_status(
 
 @pytest.mark.parametrize("number", stop_signals())
 def test_a_signal_before_the_server_is_up_ends_it_in_order(number):
-    handlers = [signal.getsignal(each) for each in stop_signals()]
     opened_after = []
 
     def cache(metadata, layout, kv_caches):
@@ -312,9 +311,9 @@ def test_a_signal_before_the_server_is_up_ends_it_in_order(number):
     def opened():
         return ReferenceServer(ReferenceEngine.open(tiny_config(), cache=cache))
 
-    serve(opened, "127.0.0.1", 0, lambda address: pytest.fail("it must not be ready"))
+    with stop_on_signals() as stop:
+        serve(opened, "127.0.0.1", 0, lambda address: pytest.fail("it must not be ready"), stop)
     assert len(opened_after) == 1
-    assert [signal.getsignal(each) for each in stop_signals()] == handlers
 
 
 def test_an_address_in_use_is_an_error_and_leaves_nothing_behind(make_engine):
@@ -323,4 +322,5 @@ def test_an_address_in_use_is_an_error_and_leaves_nothing_behind(make_engine):
             lambda: ReferenceServer(make_engine()),
             *taken.getsockname(),
             lambda address: pytest.fail("not ready"),
+            StopFlag(),
         )
