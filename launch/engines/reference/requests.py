@@ -62,10 +62,6 @@ class GenerationError(PdCacheError):
         self.kind = kind
 
 
-_GRACE_S = 5.0
-"""How long after the engine's deadline a consumer gives up. It has to only if the engine hangs."""
-
-
 class Generation:
     """A request's tokens as they come. Iterate once, with `for` or `async for`. To leave early, call
     `cancel()`.
@@ -99,8 +95,7 @@ class Generation:
         last = False
         while not last:
             with self._changed:
-                if not self._changed.wait_for(self._has_news, timeout=self._patience()):
-                    raise self._hung()
+                self._changed.wait_for(self._has_news)
                 event = self._take()
             last = event.last
             yield event
@@ -125,16 +120,10 @@ class Generation:
                 last = event.last
                 yield event
                 continue
-            try:
-                await asyncio.wait_for(news.wait(), self._patience())
-            except TimeoutError:
-                raise self._hung() from None
+            await news.wait()
 
     def _has_news(self) -> bool:
         return bool(self._events) or self._ended
-
-    def _patience(self) -> float:
-        return max(0.0, self.deadline + _GRACE_S - time.monotonic())
 
     def _take(self) -> TokenEvent:
         """Returns the next event, or raises the failure if that comes next. Call with the lock."""
@@ -142,10 +131,6 @@ class Generation:
             return self._events.popleft()
         assert self._failure is not None, "a request ended without a last token and without a reason"
         raise self._failure
-
-    def _hung(self) -> GenerationError:
-        self.cancel()
-        return GenerationError("timeout", "the engine has not answered in time")
 
     # --- the engine's side ----------------------------------------------------------------------------------
 
