@@ -29,7 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
@@ -269,18 +269,15 @@ class Child:
         return self._popen.returncode
 
     def terminate(self) -> None:
-        if self._popen.returncode is None:
-            self._send(os.kill, signal.SIGTERM)
+        self._send(os.kill, signal.SIGTERM)
 
     def kill(self) -> None:
-        if self._popen.returncode is None:
-            self._send(os.killpg, signal.SIGKILL)
+        self._send(os.killpg, signal.SIGKILL)
 
     def _send(self, send: Callable[[int, int], None], signum: int) -> None:
-        try:
-            send(self.pid, signum)
-        except ProcessLookupError:
-            pass
+        if self._popen.returncode is None:
+            with suppress(ProcessLookupError):
+                send(self.pid, signum)
 
 
 def _read_lines(stream: Stream, pipe: IO[bytes], on_line: OnLine) -> None:
@@ -350,8 +347,7 @@ class ForeignProgram:
 
 def to_stderr(line: str) -> None:
     """Writes a line to stderr: a supervisor's sink when a person watches."""
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+    print(line, file=sys.stderr, flush=True)
 
 
 class _Watched:
@@ -535,9 +531,4 @@ class Supervisor:
 
 
 def _shown_status(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        return f"killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"killed by signal {-status}"
+    return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"

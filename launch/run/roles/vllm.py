@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import deque
 from collections.abc import Callable
 
 from launch.discovery import Member
 from launch.engines.vllm_command import vllm_program
 from launch.http import healthy
-from launch.run.supervise import Child, ForeignProgram, stop_on_signals
+from launch.run.supervise import Child, ForeignProgram, stop_on_signals, to_stderr
 from pd_cache.cluster import ClusterConfig, EngineNode, dump_config, read_about
 from pd_cache.runtime import temporary_folder
 from pd_cache.vllm.files import about
@@ -30,7 +29,7 @@ def run_vllm(config: ClusterConfig, node: EngineNode, ready: Callable[[str], Non
         refused = deque[str](maxlen=1)
 
         def pass_on(_: str, line: str) -> None:
-            print(line, file=sys.stderr, flush=True)
+            to_stderr(line)
             refused.extend(_REFUSAL.findall(line))
 
         def hint() -> str:
