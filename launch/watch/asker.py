@@ -187,9 +187,7 @@ class Asker:
         for name, record in wanted.items():
             schedule = self._schedules[name]
             if schedule.question is not None and schedule.question.done():
-                error = schedule.question.exception()
-                failed = NodeStatus(record=record, at=now, state="down", why=one_line(repr(error)))
-                answers.append(failed if error else schedule.question.result())
+                answers.append(schedule.question.result())
                 schedule.question = None
                 # counted from the time when it was due, unless it was late, so that intervals do not drift
                 schedule.due = max(schedule.due + self._interval_s, now)
