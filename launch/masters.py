@@ -31,19 +31,15 @@ class MasterHealth(msgspec.Struct, frozen=True):
     service_ready: bool = False
 
 
-_Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-"""A size in bytes or a count. The bound keeps every ratio of two sizes finite."""
-
-
 class Segment(msgspec.Struct, frozen=True):
     """A segment, as the master's `/get_segments_detail` reports it."""
 
     segment_name: str
     """The segment's name, as in `preferred_segment`: `host:port`."""
-    size_bytes: _Size
+    size_bytes: int
     te_endpoint: str
     """The address at which its owner accepts connections: `host:port`."""
-    allocator_used_bytes: _Size = 0
+    allocator_used_bytes: int = 0
     protocol: str = ""
     status: Annotated[str, msgspec.Meta(pattern=r"^[A-Z_]{0,40}\Z")] = "OK"
     """`OK`, or another word of Mooncake's. A segment that is `DRAINING` or `DRAINED` takes no new objects."""
@@ -97,7 +93,7 @@ class Copy(msgspec.Struct, frozen=True):
     """A copy of an object in a segment."""
 
     transport_endpoint_: str
-    size_: _Size = 0
+    size_: int = 0
 
 
 class _Copies(msgspec.Struct, frozen=True):
@@ -165,15 +161,15 @@ class DrainJob(msgspec.Struct, frozen=True):
 
     status_name: str
     """`CREATED`, `PLANNING` or `RUNNING`; in the end `SUCCEEDED`, `FAILED` or `CANCELED`."""
-    succeeded_units: _Size
+    succeeded_units: int
     """Objects that were moved. A unit is an object in a segment."""
-    failed_units: _Size
+    failed_units: int
     """Attempts that failed. The master makes three for each object."""
-    blocked_units: _Size
+    blocked_units: int
     """Objects that the master leaves alone for now: they are leased, are still being written, or fit into no
     other segment."""
-    active_units: _Size
-    migrated_bytes: _Size
+    active_units: int
+    migrated_bytes: int
 
     @property
     def ended(self) -> bool:
@@ -181,7 +177,7 @@ class DrainJob(msgspec.Struct, frozen=True):
 
 
 class _Begun(msgspec.Struct, frozen=True):
-    job_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9-]{1,80}\Z")]
+    job_id: str
 
 
 def begin_drain(metrics: str, segments: Sequence[str], at_a_time: int) -> str | None:
@@ -206,9 +202,7 @@ def drain_job(metrics: str, job: str) -> DrainJob | None:
     """Returns the state of a job; None if the master does not know it, for example because the master was
     restarted. Raises OSError or ValueError if the master does not answer."""
     try:
-        return decode_json(
-            fetch(f"{metrics}/api/v1/drain_jobs/query?job_id={urllib.parse.quote(job)}"), DrainJob
-        )
+        return decode_json(fetch(f"{metrics}/api/v1/drain_jobs/query?job_id={job}"), DrainJob)
     except BadStatus as error:
         if error.status in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.BAD_REQUEST):
             return None
@@ -219,4 +213,4 @@ def cancel_drain(metrics: str, job: str) -> None:
     """Cancels a job, so that its segments take objects again. The master refuses this while a move is under
     way. Raises OSError or ValueError if there is no answer."""
     with contextlib.suppress(BadStatus):
-        fetch(f"{metrics}/api/v1/drain_jobs/cancel?job_id={urllib.parse.quote(job)}", body=b"{}")
+        fetch(f"{metrics}/api/v1/drain_jobs/cancel?job_id={job}", body=b"{}")

@@ -7,7 +7,6 @@ a counter has become smaller, it was reset to zero, so its whole present value i
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -37,7 +36,11 @@ _MOST = 2.0**62
 """An upper bound of every number that a node reports: counts, seconds and bytes."""
 TIERS = {"local": "memory", "disk": "disk", "mooncake": "pool"}
 """The tiers' names for people, by kind."""
-_FIRST_TOKEN = ("pd_cache_reference_ttft_seconds_bucket", "time_to_first_token_seconds_bucket")
+_HISTOGRAMS = {
+    "first token": ("pd_cache_reference_ttft_seconds_bucket", "time_to_first_token_seconds_bucket"),
+    "first byte": ("pd_cache_proxy_first_byte_seconds_bucket",),
+}
+"""The timings that are no operations of the cache."""
 _QUEUED = ("pd_cache_reference_queue_length", "num_requests_waiting")
 _RUNNING = (
     "pd_cache_reference_running",
@@ -49,10 +52,9 @@ _RUNNING = (
 
 def read_samples(text: str) -> Samples:
     """Returns the samples that are used here, of the families that pd-cache, vLLM and Mooncake's master
-    export.
+    export. Leaves out values that cannot be counts. Makes labels printable.
 
-    Leaves out values that are negative, infinite or no numbers, because they cannot be counts. Makes labels
-    printable. Raises ValueError for text that Prometheus could not read.
+    Raises ValueError for text that Prometheus could not read.
     """
     lines: list[str] = []
     for line in text.split("\n"):
@@ -64,10 +66,9 @@ def read_samples(text: str) -> Samples:
         for family in text_string_to_metric_families("\n".join(lines)):
             for sample in family.samples:
                 if sample.name.startswith(_OURS) and 0 <= sample.value < _MOST:
-                    labels = {name: one_line(value) for name, value in sample.labels.items()}
-                    found.setdefault(sample.name.removeprefix(_VLLM), []).append(
-                        (labels, float(sample.value))
-                    )
+                    name = sample.name.removeprefix(_VLLM)
+                    labels = {label: one_line(value) for label, value in sample.labels.items()}
+                    found.setdefault(name, []).append((labels, float(sample.value)))
     except (ValueError, LookupError) as error:
         raise ValueError(f"not a line of Prometheus' metrics: {one_line(str(error))}") from None
     return found
@@ -184,17 +185,11 @@ def _gauge(samples: Samples, *names: str) -> float | None:
 
 
 def _buckets(samples: Samples, timing: str) -> dict[str, float]:
-    names = {"first token": _FIRST_TOKEN, "first byte": ("pd_cache_proxy_first_byte_seconds_bucket",)}.get(
-        timing
-    )
     found: dict[str, float] = {}
-    for name in names or ("pd_cache_op_seconds_bucket",):
+    for name in _HISTOGRAMS.get(timing, ("pd_cache_op_seconds_bucket",)):
         for labels, value in samples.get(name, ()):
-            if names is not None or labels.get("op") == timing:
-                with contextlib.suppress(ValueError):
-                    bound = float(labels.get("le", ""))
-                    if not math.isnan(bound):
-                        found[str(bound)] = found.get(str(bound), 0.0) + value
+            if labels.get("op", timing) == timing:
+                found[labels["le"]] = found.get(labels["le"], 0.0) + value
     return found
 
 
@@ -267,11 +262,8 @@ class NodeHistory:
         self._steps: list[_Increment] = []
 
     def add(self, reading: NodeReading) -> None:
-        """Takes in the next reading. Ignores a reading that is not later than the last."""
-        before = self.last
-        if before is not None and reading.at <= before.at:
-            return
-        self.last = reading
+        """Takes in the next reading."""
+        before, self.last = self.last, reading
         if before is None:
             if self._since_start:
                 seconds = math.inf if reading.started is None else max(1.0, time.time() - reading.started)
@@ -370,7 +362,7 @@ def quantile(counted: Mapping[float, float], part: float) -> float:
     wanted = part * counted[bounds[-1]]
     below, start = 0.0, 0.0
     for bound in bounds:
-        upto = max(below, counted[bound])  # a node may send buckets whose counts do not rise
+        upto = counted[bound]
         if upto >= wanted and upto > below:
             return bound if math.isinf(bound) else start + (bound - start) * (wanted - below) / (upto - below)
         below, start = upto, bound
