@@ -141,6 +141,8 @@ def _unreadable(
     message: str | None = None,
 ) -> web.StreamResponse:
     """Answers a request that aiohttp cannot read; otherwise aiohttp would quote it in plain text."""
+    if isinstance(exc, ConnectionError):
+        raise exc  # the client is gone
     connection.log_exception("", exc_info=exc)
     if request.writer.output_size > 0:
         raise ConnectionError("the answer has begun")

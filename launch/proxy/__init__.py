@@ -16,15 +16,12 @@ It guarantees:
 A completion's way, by file and function:
 
     app.py        Proxy.setup                  lists the pages
-    serving.py    Serving.completion           is the way; _accepted does the next three steps
-    requests.py     Requests.begun             checks the key and the tenant; at the end, counts and logs
-    bodies.py       read_body
-    requests.py     Requests.admitted          holds a place, and ends the request at its deadline
-    requests.py     Requests.prepared          is all that comes before the decode node, a step a line:
+    serving.py    Serving.completion           is the way: the next two steps, then _decode
+    requests.py     Requests.accepted          checks the key, reads the body, holds a place; at the end, logs
+    requests.py     Requests.prepare           is all that comes before the decode node, a step a line:
     requests.py       Requests._read           reads the prompt out of the body
-    requests.py       Requests._look_up        notes what the next step finds
-    hops.py             Hops.look_up           does a prefill node have to compute the prompt?
-    requests.py       Requests._prefill_node   refuses it, or lets it wait; takes a node
+    requests.py       Requests._look_up        looks it up (Hops.look_up); decides whether it needs a prefill node
+    requests.py       Requests._prefill_node   with limits, refuses it, or lets it wait; takes a node
     hints.py          Hints.begin
     requests.py       Requests._prefilled      may have a decode node load meanwhile
     hops.py             Hops.prefill           asks a prefill node; Hops.asking counts what it is asked
@@ -32,12 +29,13 @@ A completion's way, by file and function:
     serving.py      Relay.pass_on              passes its answer on, most bytes in a _Shortcut
 
 Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`. It takes the same
-steps up to `Requests.prepared`, but also holds a place while it reads the body. Then it names the decode
+steps up to `Requests.prepare`, but also holds a place while it reads the body. Then it names the decode
 node, and the gateway asks that node. There, rule 3 is the gateway's affair.
 
-`exchange` is the state of a request. `bodies` reads what clients and nodes send. `direct` looks prompts up in
-the pool. `routing` (pure) decides which node is next, when to stop, and what is to blame for a failure.
-`prefixes` (pure) and `events` know which nodes have the beginning of a prompt. `roles` and `limits` (pure)
-follow the nodes' load. `nodes` sends requests to nodes, and checks their health. `keys` admits clients.
-`hints` and `pins` keep prompts in the pool. `metrics` counts, and `ui` shows the cluster to browsers.
+`exchange` is the state of a request. `bodies` reads what clients and nodes send. `direct` (pure) says which
+prompts need no prefill node, and `lookups` looks them up in the pool. `routing` (pure) decides which node is
+next, when to stop, and what is to blame for a failure. `prefixes` (pure) and `events` know which nodes have
+the beginning of a prompt. `roles` and `limits` (pure) follow the nodes' load. `nodes` sends requests to
+nodes, and checks their health. `keys` admits clients. `hints` and `pins` keep prompts in the pool. `metrics`
+counts, and `ui` shows the cluster to browsers.
 """

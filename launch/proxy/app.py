@@ -31,6 +31,7 @@ from launch.proxy.exchange import HINTS_HEADER
 from launch.proxy.hints import Hints, PoolBytes
 from launch.proxy.hops import Hops
 from launch.proxy.keys import Keys, WatchedFiles
+from launch.proxy.lookups import PoolLookups
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import NodePools, check_nodes, new_session
 from launch.proxy.requests import CHAT, COMPLETIONS, MODELS, Requests
@@ -54,7 +55,8 @@ class Proxy:
     def __init__(
         self,
         config: ProxyConfig,
-        direct: DirectRule | None = None,
+        rule: DirectRule | None = None,
+        lookups: PoolLookups | None = None,
         *,
         cluster: str = "",
         master: Callable[[View], str | None] | None = None,
@@ -62,8 +64,8 @@ class Proxy:
         files: WatchedFiles | None = None,
         tracing: Tracing = UNTRACED,
     ) -> None:
-        """Makes a proxy that knows no nodes yet: see `update`. `direct` decides which prompts need no prefill
-        node; by default all need one.
+        """Makes a proxy that knows no nodes yet: see `update`. `rule` decides which prompts need no prefill
+        node; by default all need one. The proxy closes `lookups`.
 
         `cluster` is the cluster's name, for `/ui`. `master` returns the address of the pool's master, for
         lookups. `pool_bytes` returns the pool's size, for hints. `files` watches the key files. The caller
@@ -72,16 +74,16 @@ class Proxy:
         self.metrics = ProxyMetrics()
         self._config = config
         self._files = files or WatchedFiles()
-        self._direct = direct or DirectRule(0)
-        self._pools = NodePools(config, self._direct, master)
+        self._lookups = lookups = lookups or PoolLookups()
+        self._pools = NodePools(config, lookups, master)
         self._keys = keys = Keys(config, self._files)
         recent = RecentRequests(time.monotonic)
-        self.hops = hops = Hops(config, keys, self._pools, self._direct, self.metrics)
-        self._hints = Hints(config.hints, self._direct, keys, hops, self.metrics, pool_bytes)
+        self.hops = hops = Hops(config, keys, self._pools, rule or DirectRule(), lookups, self.metrics)
+        self._hints = Hints(config.hints, lookups, keys, hops, self.metrics, pool_bytes)
         self.requests = Requests(config, keys, hops, self._hints, self.metrics, recent, tracing)
         self._picker: Any = None
         self._ui = UiPages(cluster, keys, recent, self.metrics, self._pools, self.requests.trips)
-        self._queries = CacheQuery(self._direct, self._pools.caches, keys, self.hops.bodies)
+        self._queries = CacheQuery(lookups, self._pools.caches, keys, self.hops.bodies)
 
     def update(self, view: View) -> None:
         """Uses the view's nodes from now on. Call it on the event loop's thread, once the loop runs."""
@@ -158,7 +160,7 @@ class Proxy:
                 task.cancel()
             await asyncio.wait(beside)
             await session.close()
-            await asyncio.to_thread(self._direct.close)
+            await asyncio.to_thread(self._lookups.close)
             await asyncio.to_thread(self._pools.caches.close)
             await asyncio.to_thread(self._ui.close)
 

@@ -48,7 +48,7 @@ def unmap_freed_bodies() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 128 << 10)
 
 
-class ClientGone(Exception):
+class ClientGone(ConnectionError):
     """The client closed its connection."""
 
 

@@ -1,243 +1,28 @@
-"""Conditional disaggregation: decides which prompts need no prefill node.
+"""Conditional disaggregation: decides which prompts need no prefill node. Pure.
 
 A decode node can compute a prompt itself. That is faster if there is little to compute: the prompt is short,
-or the pool holds its prefix. A single lookup finds out whether the pool holds it. For a text, the proxy first
-asks a node for the tokens (vLLM's `/tokenize`, or `/render` for a chat with media). If either fails, the
-prompt takes the usual way.
+or the pool holds its prefix.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
-from launch.proxy.prefixes import NamedPrompt, PromptNamer
-from pd_cache.chunks import SEED_VARIABLE, MediaItem, Namespace
-from pd_cache.cluster import ClusterConfig, EngineNode, VllmEngineConfig
-from pd_cache.config import NodeSettings
-from pd_cache.lookup import LookupClient, MooncakeLookupClient
-from pd_cache.reasons import MissReason
-from pd_cache.versions import FIRST
 
-log = logging.getLogger(__name__)
+class DirectRule(NamedTuple):
+    direct_tokens: int = 0
+    """A prompt needs no prefill node if fewer tokens than this have to be computed; with 0, all need one."""
+    stream_tokens: int | None = None
+    """How many tokens a prefill node must have to compute for the decode node to load them meanwhile; None
+    for never."""
 
-Why = Literal["short", "in_pool"]
-
-LOOKUP_THREADS = 4
-LOOKUP_TIMEOUT_S = 0.6
-MAX_WAITING = 32
-"""The most prompts of completions that are tokenized or looked up at a time. Further ones take the usual way
-without a lookup."""
-_MAX_TOKENS = 1 << 18
-"""The most tokens of a prompt that is looked up. Naming the chunks of a longer prompt would take this process
-too long."""
-_MAX_KEYS = 1 << 18
-"""The most objects that a lookup asks for."""
-_ANSWERED: frozenset[MissReason] = frozenset(
-    ("missing", "never_stored", "evicted", "none", "no_tail", "being_stored", "reset")
-)
-"""The reasons of lookups that the pool has answered."""
-
-
-class Pool(NamedTuple):
-    """The pool to look up in, and the names of its chunks."""
-
-    namespaces: tuple[Namespace, ...]
-    """The namespaces of the model's layer groups. The first group names the chunks."""
-    master: str
-    model: str | None = None
-    """The `model` of requests that can be looked up; None for all. The KV of other models, such as LoRA
-    adapters, has other names."""
-
-
-OpenLookup = Callable[[Pool], LookupClient]
-"""Opens a client of a pool. Must return quickly; may raise any exception."""
-
-
-def open_lookup(config: ClusterConfig, host: str, pool: Pool) -> MooncakeLookupClient:
-    """Returns a client of the pool, in a cluster like `config`. `host` is this process's address. Does not
-    wait for the pool."""
-    settings = NodeSettings(master=pool.master, host=host, cache=config.cache, transfer=config.transfer)
-    first, *further = pool.namespaces
-    return MooncakeLookupClient(settings, first, pool.master, further=further)
-
-
-def hash_seeds(config: ClusterConfig) -> set[str]:
-    """Returns the seeds of vLLM's block hashes that the file sets."""
-    if not isinstance(config.engine, VllmEngineConfig):
-        return set()
-    own = (node.env for node in config.nodes if isinstance(node, EngineNode))
-    return {env[SEED_VARIABLE] for env in (config.engine.env, *own) if SEED_VARIABLE in env}
-
-
-class DirectRule:
-    """Decides which prompts need no prefill node: those of which fewer than `tokens` tokens have to be
-    computed. Looks them up."""
-
-    def __init__(
-        self,
-        tokens: int,
-        open_lookup: OpenLookup | None = None,
-        *,
-        timeout_s: float = LOOKUP_TIMEOUT_S,
-        seeds: Collection[str] = (),
-        stream_tokens: int | None = None,
-    ) -> None:
-        """With 0 `tokens`, no prompt goes directly. `timeout_s` bounds the lookup and the request for tokens
-        of a prompt together.
-
-        `seeds`: other seeds, besides this process's own, from which vLLM's block hashes may start.
-        `stream_tokens`: how many tokens a prefill node must have to compute for the decode node to load them
-        meanwhile; None for never.
-        """
-        self._tokens = tokens
-        self._stream_tokens = stream_tokens
-        self._open = open_lookup
-        self.timeout_s = timeout_s
-        self._seeds = seeds
-        self._used: Pool | str | None = None
-        self._client: LookupClient | None = None
-        self._opened: tuple[Pool, LookupClient] | None = None
-        """The last client, kept while the pool is not known: a closed client leaves 26 MiB in the process."""
-        self._namer: PromptNamer | None = None
-        self._keys_per_chunk = 1
-        """How many objects a chunk has, in all groups of layers."""
-        self.chunk_bytes = 1
-        """The size of their payloads together."""
-        self.wants_names = False
-        """Whether prompts have to be named although they are not looked up."""
-        self.blind = "the pool is not known yet"
-        """The reason why no prompt is looked up; empty while prompts are."""
-        self._closed = False
-        self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="proxy-lookup")
-
-    def use(self, pool: Pool | str, label: str | None = FIRST) -> None:
-        """From now on, looks prompts up in this pool. If `pool` is a reason why that is impossible, looks up
-        no prompts.
-
-        `label`: that of the weights of the nodes that will load, None if they have none.
-        """
-        if self._closed:
-            return
-        if pool != self._used:
-            self._used, self._client, self._namer = pool, None, None
-            blind = pool if isinstance(pool, str) else self._enter(pool)
-            if self._tokens == 0:
-                blind = "direct_tokens is 0"
-            elif blind != self.blind:
-                log.info("looking up prompts in the pool" if not blind else f"looking up no prompts: {blind}")
-            self.blind = blind
-        if self._client is not None:
-            self._client.reset(label)
-
-    def _enter(self, pool: Pool) -> str:
-        """Returns why its prompts cannot be looked up; empty if they can."""
-        try:
-            self._namer = PromptNamer(pool.namespaces[0], self._seeds)
-            self._keys_per_chunk = sum(group.shards for group in pool.namespaces)
-            self.chunk_bytes = sum(group.chunk_bytes for group in pool.namespaces)
-            if self._open is not None and self._tokens:
-                if self._opened is None or self._opened[0] != pool:
-                    self._retire()
-                    self._opened = pool, self._open(pool)
-                self._client = self._opened[1]
-        except Exception as error:  # noqa: BLE001 - without lookups prompts take the usual way
-            return str(error)
-        return ""
-
-    def why(self, tokens: int, found: int = 0) -> Why | None:
+    def why(self, tokens: int, found: int = 0) -> Literal["short", "in_pool"] | None:
         """Returns why a prompt of `tokens` tokens needs no prefill node if the pool holds the first `found`;
         None if it needs one."""
-        if tokens < self._tokens:
+        if tokens < self.direct_tokens:
             return "short"
-        return "in_pool" if tokens - found < self._tokens else None
+        return "in_pool" if tokens - found < self.direct_tokens else None
 
     def streams(self, tokens: int, found: int) -> bool:
-        """Returns whether the decode node should load a prompt while a prefill node computes it. The pool
-        holds its first `found` tokens."""
-        return self._stream_tokens is not None and tokens - found >= self._stream_tokens
-
-    @property
-    def model(self) -> str | None:
-        """The model whose prompts can be named; None if requests for it may name any."""
-        return self._used.model if isinstance(self._used, Pool) else None
-
-    @property
-    def grouped(self) -> bool:
-        """Whether the model has several groups of layers."""
-        return isinstance(self._used, Pool) and len(self._used.namespaces) > 1
-
-    def can_tell(self, model: str | None, tokens: int) -> bool:
-        """Returns whether `look_up` can say more about such a prompt for `model`, and routing or hints would
-        use it."""
-        if self._namer is None or tokens > _MAX_TOKENS or (self._client is None and not self.wants_names):
-            return False
-        return self.model is None or model in (None, self.model)
-
-    async def look_up(
-        self, tokens: list[int], salt: str | None, request_id: str, media: Sequence[MediaItem] = ()
-    ) -> NamedPrompt:
-        """Returns the names of a prompt, and how much of it the pool holds if prompts are looked up here.
-        Raises ValueError with the reason if the prompt cannot be named here."""
-        namer = self._namer
-        if namer is None or len(tokens) > _MAX_TOKENS:
-            raise ValueError(self.blind or "it is too long")
-        return await self._find(lambda: namer.name(tokens, salt, media), request_id)
-
-    async def look_up_blocks(self, hashes: Sequence[bytes], request_id: str) -> NamedPrompt | None:
-        """Does the same for a prompt that is given by the hashes of its blocks
-        (`PromptNamer.name_blocks`)."""
-        namer = self._namer
-        return None if namer is None else await self._find(lambda: namer.name_blocks(hashes), request_id)
-
-    async def look_up_again(self, named: NamedPrompt, request_id: str) -> NamedPrompt:
-        """Returns the prompt with how much of it the pool holds now."""
-        return await self._find(lambda: named._replace(pool_tokens=None), request_id)
-
-    async def _find(self, name: Callable[[], NamedPrompt], request_id: str) -> NamedPrompt:
-        """Names a prompt and looks it up, on a thread."""
-        client, most = self._client, self.most_chunks
-
-        def find() -> NamedPrompt:
-            named = name()
-            if client is None or len(named.names) > most:
-                return named
-            found = client.find(named.names, request_id)
-            if found.reason not in _ANSWERED:
-                return named
-            return named._replace(pool_tokens=found.chunks * named.chunk_tokens)
-
-        return await asyncio.get_running_loop().run_in_executor(self._threads, find)
-
-    @property
-    def most_chunks(self) -> int:
-        """How many chunks one lookup may ask for."""
-        return _MAX_KEYS // self._keys_per_chunk
-
-    async def renew(self, names: Sequence[bytes]) -> tuple[tuple[str, str], int] | None:
-        """Protects those of the chunks that the pool has from eviction for another lease.
-
-        Returns their space and how many of their objects the pool has. The space is the namespace's
-        fingerprint and the weights version; in another space, these names belong to other chunks. Returns
-        None if the pool does not answer, or is not known.
-        """
-        namer, client = self._namer, self._client
-        if namer is None or client is None:
-            return None
-        renewed = await asyncio.get_running_loop().run_in_executor(self._threads, client.renew, names)
-        return None if renewed is None else ((namer.fingerprint, renewed[0]), renewed[1])
-
-    def _retire(self) -> None:
-        if self._opened is not None:
-            self._threads.submit(self._opened[1].close)  # takes up to a second
-        self._opened = None
-
-    def close(self) -> None:
-        """Closes the client for good. Waits for lookups under way, which have their own deadlines."""
-        self._closed = True
-        self._used = self._client = self._namer = None
-        self._retire()
-        self._threads.shutdown(wait=True)
+        """Returns whether the decode node should load a prompt while a prefill node computes it."""
+        return self.stream_tokens is not None and tokens - found >= self.stream_tokens

@@ -28,8 +28,8 @@ from aiohttp import web
 
 from launch.openai import ApiError, overloaded
 from launch.proxy.bodies import BodyMemory, BodyShare, read_body, tenant_salt
-from launch.proxy.direct import DirectRule
 from launch.proxy.keys import Keys
+from launch.proxy.lookups import PoolLookups
 from launch.proxy.prefixes import NamedPrompt, leading
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import NodeRecord
@@ -287,11 +287,11 @@ def read_query(body: bytes) -> Query:
 
 
 class CacheQuery:
-    def __init__(self, direct: DirectRule, caches: CacheView, keys: Keys, bodies: BodyMemory) -> None:
-        """`direct` names prompts and looks them up in the pool. A query needs a key that may read `/metrics`.
-        With a client's key, it finds only prompts of the client's tenant; with a gateway's key, it finds
-        none."""
-        self._direct = direct
+    def __init__(self, lookups: PoolLookups, caches: CacheView, keys: Keys, bodies: BodyMemory) -> None:
+        """`lookups` names prompts and looks them up in the pool. A query needs a key that may read
+        `/metrics`. With a client's key, it finds only prompts of the client's tenant; with a gateway's key,
+        it finds none."""
+        self._lookups = lookups
         self._caches = caches
         self._keys = keys
         self._bodies = bodies
@@ -316,11 +316,11 @@ class CacheQuery:
     async def _look(self, query: Query, salt: str | None) -> dict[str, dict[str, dict[str, object]]]:
         if query.tenant_id not in (None, "", _TENANT):
             return {}
-        model = self._direct.model
+        model = self._lookups.model
         if query.lora_name or query.lora_id not in (None, -1) or (model and query.model not in (None, model)):
             return {_TENANT: {}}
         try:
-            prompt = await self._direct.look_up(query.token_ids, salt, "query")
+            prompt = await self._lookups.look_up(query.token_ids, salt, "query")
         except ValueError as error:
             raise overloaded(f"Prompts cannot be named now: {error}") from None
         if query.block_size not in (None, 0, prompt.block_tokens, prompt.chunk_tokens):

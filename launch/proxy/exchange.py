@@ -50,11 +50,11 @@ class Exchange:
         self.body = b""
         """The client's body until the request is prepared, then that for the decode node until it answers."""
         self.prompt = NO_PROMPT
-        """A completion's prompt, once the body is read; it has names after the lookup."""
+        """A completion's prompt, once the body is read. The lookup adds its names, or why it has none."""
         self.predicted = Predicted()
         """What was predicted when it was admitted."""
-        self.status = 499
-        """The status that its client gets; 499 until there is one."""
+        self.status: int | None = None
+        """The status that its client gets (499 if the client has gone); None before the answer begins."""
         self.cut_status: int | None = None
         """The status of the error with which its answer ended after the first byte; None if it did not."""
         self.streamed = False
@@ -72,13 +72,11 @@ class Exchange:
         self.excluded: Collection[str] = ()
         """The decode nodes that its gateway does not allow."""
         self.direct = ""
-        """Why it needs no prefill node; empty if it needs one."""
+        """Why no prefill node is asked; empty if one is."""
         self.decodes: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
         self.until_answered = ExitStack()
         """Ends the streams that the decode node needs until its first byte."""
-        self.unnamed: str | None = None
-        """The reason why the prompt has no names after its lookup; None if it has names."""
         self.hinted: asyncio.Task[str] | None = None
         """Makes the answer to the request's hints; None without hints."""
 

@@ -34,10 +34,10 @@ import msgspec
 from launch.discovery import View
 from launch.openai import ApiError
 from launch.proxy.bodies import Completion, check_fields
-from launch.proxy.direct import DirectRule
 from launch.proxy.exchange import Exchange
 from launch.proxy.hops import Hops
 from launch.proxy.keys import Client, Keys
+from launch.proxy.lookups import PoolLookups
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.pins import (
     KINDS,
@@ -97,16 +97,16 @@ class Hints:
     def __init__(
         self,
         config: HintsConfig,
-        direct: DirectRule,
+        lookups: PoolLookups,
         keys: Keys,
         hops: Hops,
         metrics: ProxyMetrics,
         pool_bytes: PoolBytes = lambda view: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`direct` renews leases, `hops` names prompts and has nodes load them."""
+        """`lookups` renews leases, `hops` names prompts and has nodes load them."""
         self._config = config
-        self._direct = direct
+        self._lookups = lookups
         self._keys = keys
         self._hops = hops
         self._metrics = metrics
@@ -120,7 +120,7 @@ class Hints:
         self._asking = asyncio.Lock()
         self.pins = pins = Pins(config.max_pins)
         metrics.pins.set_function(lambda: len(pins))
-        metrics.pinned_bytes.set_function(lambda: len(pins.chunks()) * direct.chunk_bytes)
+        metrics.pinned_bytes.set_function(lambda: len(pins.chunks()) * lookups.chunk_bytes)
         self._recent: OrderedDict[tuple[Client, str], NamedPrompt] = OrderedDict()
         self._recent_chunks = 0
         self._prefetched: dict[bytes, Prefetched] = {}
@@ -224,15 +224,15 @@ class Hints:
         if given.ttl_s is None:
             raise HintRefusedError("ttl_s is missing: the seconds for which to keep the prompt")
         named, _ = await self._target(fields, given, exchange)
-        room, renewed = await self._room(), await self._direct.renew(())
+        room, renewed = await self._room(), await self._lookups.renew(())
         if renewed is None or renewed[0][0] != named.fingerprint or named.pool_tokens is None:
             raise HintRefusedError("the pool does not answer")
         ttl_s, own_room = min(given.ttl_s, config.max_ttl_s), self._tenant_room(client.tenant)
         bound = (
-            f"{room * self._direct.chunk_bytes} bytes together, and each client at most as much as is free"
+            f"{room * self._lookups.chunk_bytes} bytes together, and each client at most as much as is free"
         )
         if own_room is not None:
-            bound = f"{min(room, own_room) * self._direct.chunk_bytes} bytes of this tenant"
+            bound = f"{min(room, own_room) * self._lookups.chunk_bytes} bytes of this tenant"
         pin = Pin(named.names, named.names[-1], renewed[0], self._clock() + ttl_s, given.once)
         chunks = self.pins.retain((client, action.action_id), pin, room, own_room)
         if not chunks:
@@ -248,26 +248,28 @@ class Hints:
         """Returns the prompt that an action is about, which has at least one whole chunk, and the request for
         it, if the payload has the prompt itself."""
         given, completion = [field for field in TARGETS if field in payload], None
-        named: NamedPrompt | str | None = exchange.prompt.named or exchange.unnamed
-        if len(given) > 1 or (not given and named is None):
+        named, why = exchange.prompt.named, exchange.prompt.unnamed
+        if len(given) > 1 or not (given or named or why):
             raise HintRefusedError(f"the payload must have exactly one of {', '.join(TARGETS)}")
-        direct = self._direct
-        if direct.model is not None and given and known.model not in (None, direct.model):
-            raise HintRefusedError(f"only prompts for the model {direct.model} can be named here")
+        lookups = self._lookups
+        if lookups.model is not None and given and known.model not in (None, lookups.model):
+            raise HintRefusedError(f"only prompts for the model {lookups.model} can be named here")
         if known.block_hashes is not None and self._keys.has_tenants:
             raise HintRefusedError("block_hashes name prompts of any tenant, and this proxy has tenants")
         if known.request_id is not None:
             recent = self._recent.get((exchange.client, known.request_id))
             if recent is None:
                 raise HintRefusedError("this proxy knows no such request of this client, or none any more")
-            named = await direct.look_up_again(recent, known.request_id)
+            named = await lookups.look_up_again(recent, known.request_id)
         elif known.block_hashes is not None:
-            named = await direct.look_up_blocks([*map(bytes.fromhex, known.block_hashes)], "hint")
+            hashes = [*map(bytes.fromhex, known.block_hashes)]
+            named, why = await lookups.look_up_blocks(hashes, "hint"), ""
         elif given:
             completion = self._completion(payload, exchange.client)
-            named = (await self._hops.look_up(exchange, completion, completion.prompt(), name=True))[1]
-        if named is None or isinstance(named, str):
-            raise HintRefusedError(f"the prompt cannot be named: {named or direct.blind}")
+            prompt = await self._hops.look_up(exchange, completion, completion.prompt(), name=True)
+            named, why = prompt.named, prompt.unnamed
+        if named is None:
+            raise HintRefusedError(f"the prompt cannot be named: {why or lookups.blind}")
         if not named.names:
             raise HintRefusedError(
                 f"the prompt has {named.tokens} tokens: no whole chunk of {named.chunk_tokens}"
@@ -280,8 +282,8 @@ class Hints:
         fields = {"prompt" if field == "tokens" else field: raw for field, raw in payload.items()}
         for field in ("ttl_s", "once", "action_id"):
             fields.pop(field, None)
-        if self._direct.model is not None:
-            fields.setdefault("model", msgspec.Raw(msgspec.json.encode(self._direct.model)))
+        if self._lookups.model is not None:
+            fields.setdefault("model", msgspec.Raw(msgspec.json.encode(self._lookups.model)))
         body, chat = msgspec.json.encode(fields), "messages" in payload
         completion = Completion(body, chat=chat, tenant=client.tenant)
         if "tokens" in payload and completion.token_ids() is None:
@@ -298,12 +300,12 @@ class Hints:
         if self._pool is None:
             raise HintRefusedError("the size of the pool is not known: no master has answered")
         share = self._pool * self._config.max_share / self._proxies
-        return min(self._direct.most_chunks, int(share / self._direct.chunk_bytes))
+        return min(self._lookups.most_chunks, int(share / self._lookups.chunk_bytes))
 
     def _tenant_room(self, tenant: str) -> int | None:
         """Returns how many chunks a tenant's pins may have; None for as many as all pins."""
         pins = self._keys.limits(tenant).pins
-        return None if pins is None else int(pins) // self._proxies // self._direct.chunk_bytes
+        return None if pins is None else int(pins) // self._proxies // self._lookups.chunk_bytes
 
     @property
     def _proxies(self) -> int:
@@ -372,11 +374,11 @@ class Hints:
         if (node := pool.pick(time.monotonic())) is None:
             raise HintRefusedError("no decode node can be asked")
         if not (streams := pool.node(node).record.streams):
-            if not self._direct.grouped:
+            if not self._lookups.grouped:
                 raise HintRefusedError(
                     "decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)"
                 )
-            if not self._direct.why(named.tokens, named.pool_tokens):
+            if not self._hops.rule.why(named.tokens, named.pool_tokens):
                 raise HintRefusedError(
                     "a decode node would compute it: the pool lacks too much of it (docs/hints.md)"
                 )
@@ -395,7 +397,7 @@ class Hints:
         self.pins.end_where(self._is_over)
         objects = 0
         if chunks := self.pins.chunks():
-            room, renewed = await self._room(), await self._direct.renew(chunks)
+            room, renewed = await self._room(), await self._lookups.renew(chunks)
             self.pins.shrink(room, self._tenant_room)
             if renewed is not None:
                 space, objects = renewed

@@ -23,10 +23,11 @@ from launch.proxy.bodies import (
     read_rendered,
     read_tokens,
 )
-from launch.proxy.direct import MAX_WAITING, DirectRule, Why
+from launch.proxy.direct import DirectRule
 from launch.proxy.exchange import Exchange
 from launch.proxy.keys import Keys
 from launch.proxy.limits import Asked
+from launch.proxy.lookups import MAX_WAITING, PoolLookups
 from launch.proxy.metrics import ProxyMetrics, read_report
 from launch.proxy.nodes import (
     HopError,
@@ -36,7 +37,7 @@ from launch.proxy.nodes import (
     refusal_of,
     send,
 )
-from launch.proxy.prefixes import NamedPrompt, PromptTokens, RoutedPrompt
+from launch.proxy.prefixes import PromptTokens, RoutedPrompt
 from launch.proxy.routing import Attempts, Hop
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.decoding import one_line
@@ -56,7 +57,13 @@ class Hops:
     """Asks nodes, and the pool, for what a request needs before its answer."""
 
     def __init__(
-        self, config: ProxyConfig, keys: Keys, nodes: NodePools, direct: DirectRule, metrics: ProxyMetrics
+        self,
+        config: ProxyConfig,
+        keys: Keys,
+        nodes: NodePools,
+        rule: DirectRule,
+        lookups: PoolLookups,
+        metrics: ProxyMetrics,
     ) -> None:
         self.session: aiohttp.ClientSession
         """For requests to nodes. Set while the proxy runs."""
@@ -65,45 +72,47 @@ class Hops:
         self.limits = nodes.limits
         self._config = config
         self._keys = keys
-        self._direct = direct
+        self.rule = rule
+        self._lookups = lookups
         self._metrics = metrics
         self._sparse = SparseLog()
-        self._judging = 0
+        self._looking = 0
         """How many prompts are being tokenized or looked up."""
 
     # --- the lookup -----------------------------------------------------------------------------------------
 
     async def look_up(
         self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, *, name: bool
-    ) -> tuple[Why | None, NamedPrompt | str]:
-        """Returns why the prompt needs no prefill node (None if it needs one); and the names of the prompt,
-        or the reason why there are none.
+    ) -> RoutedPrompt:
+        """Returns the prompt with its names and with what the pool holds of it, or with the reason why it has
+        no names. Asks a decode node for the prompt's tokens if necessary.
 
         `name`: whether the caller needs the names even of a prompt that is too short for a lookup.
         """
-        direct, plain = self._direct, completion.plain()
-        why = direct.why(prompt.tokens)
-        if plain and why is not None and not name:
-            return why, "not asked for"
-        if self._judging >= MAX_WAITING:
-            return why, f"{MAX_WAITING} others are being looked up; try again"
+        rule, lookups, plain = self.rule, self._lookups, completion.plain()
+        if plain and not name and rule.why(prompt.tokens):
+            return prompt._replace(unnamed="not asked for")
         # the length of an image's bytes, or of its URL, says nothing about its tokens
-        if not direct.can_tell(completion.model(), prompt.tokens if plain else 0):
-            return why, direct.blind or "it is too long, or for another model"
-        self._judging += 1
+        if not lookups.can_name(completion.model(), prompt.tokens if plain else 0):
+            return prompt._replace(unnamed=lookups.blind or "it is too long, or for another model")
+        if self._looking >= MAX_WAITING:
+            return prompt._replace(unnamed=f"{MAX_WAITING} others are being looked up; try again")
+        self._looking += 1
         try:
-            async with asyncio.timeout(direct.timeout_s):
+            async with asyncio.timeout(lookups.timeout_s):
                 tokens, media = await self._tokens(exchange, completion)
-                if (why := direct.why(len(tokens))) is not None and not name:
-                    return why, "not asked for"
-                named = await direct.look_up(tokens, completion.cache_salt, exchange.id, media)
+                prompt = prompt.counted(len(tokens))
+                if rule.why(len(tokens)) and not name:
+                    return prompt._replace(unnamed="not asked for")
+                named = await lookups.look_up(tokens, completion.cache_salt, exchange.id, media)
+                return prompt._replace(named=named)
         except TimeoutError:
-            return why, f"its tokens were not there or not looked up within {direct.timeout_s:g} s"
+            why = f"its tokens were not there or not looked up within {lookups.timeout_s:g} s"
         except ValueError as error:
-            return why, one_line(str(error))
+            why = one_line(str(error))
         finally:
-            self._judging -= 1
-        return direct.why(len(tokens), named.pool_tokens or 0), named
+            self._looking -= 1
+        return prompt._replace(unnamed=why)
 
     async def _tokens(self, exchange: Exchange, completion: Completion) -> PromptTokens:
         """Returns a prompt's tokens, if necessary from a decode node. Raises ValueError with the reason if
@@ -116,7 +125,7 @@ class Hops:
         node = self.pools["decode"].out_of_turn(time.monotonic(), renders=not plain)
         if node is None:
             raise ValueError("no decode node " + ("returns its tokens" if plain else "renders chats"))
-        headers, limit_s = exchange.node_headers(self._keys, exchange.span), self._direct.timeout_s
+        headers, limit_s = exchange.node_headers(self._keys, exchange.span), self._lookups.timeout_s
         try:
             if plain:
                 return await self.whole(
@@ -139,7 +148,7 @@ class Hops:
         exchange.nodes[hop] = node
         with (
             pool.working(node, prompt) as work,
-            self.limits.asking(hop, node, work if hop == "prefill" else prompt.length, now) as asked,
+            self.limits.asking(hop, node, work if hop == "prefill" else prompt.tokens, now) as asked,
             exchange.hop_span(hop, node) as span,
         ):
             if hop == "decode" and not exchange.streamed:
@@ -199,48 +208,51 @@ class Hops:
         request.
         """
         limit_s, refused = self._config.prefill_timeout_s, 0
-        until = time.monotonic() + limit_s
-        pool = self.pools["prefill"]
+        until, pool = time.monotonic() + limit_s, self.pools["prefill"]
         attempts = Attempts(pool, exchange.trial, exchange.prompt, first=first)
-        while refused < _MOST_REFUSALS:
-            if (left := until - time.monotonic()) <= 0 or (node := attempts.next(time.monotonic())) is None:
-                break
+        while (
+            refused < _MOST_REFUSALS
+            and (left_s := until - time.monotonic()) > 0
+            and (node := attempts.next(time.monotonic())) is not None
+        ):
             try:
                 with self.asking(exchange, "prefill", node) as (headers, asked):
                     url = node + exchange.path
-                    handoff, report = await self.whole(url, headers, body, _read_prefilled, left)
+                    handoff, report = await self.whole(url, headers, body, _read_prefilled, left_s)
                     asked.answered(time.monotonic())
-            except HopError as error:
-                if error.reason == "refused":
-                    free_frames(error)
-                    refused += 1
-                    attempts.answered(node, time.monotonic(), well=False)
-                    if self._sparse.admit((node, "refused")) is not None:
-                        what = "request %s: prefill node %s refused the prompt: %s"
-                        log.info(what, exchange.id, node, error)
-                    continue
-                # a second node is not to blame if the first one left it too little time
-                blamed = error.reason != "timeout" or left > limit_s / 2
-                self.failed(exchange, "prefill", node, attempts if blamed else None, error)
-            else:
                 attempts.answered(node, time.monotonic(), well=True)
                 exchange.reports["prefill"] = report
                 if report is not None and report.found:
                     pool.node(node).loads = report.reason != "not_worth"
                 return "handed_over" if handoff else "nothing_stored", handoff
+            except HopError as error:
+                if error.reason == "refused":
+                    refused += 1
+                    attempts.answered(node, time.monotonic(), well=False)
+                    self._refused(exchange, node, error)
+                else:
+                    # a second node is not to blame if the first one left it too little time
+                    blamed = error.reason != "timeout" or left_s > limit_s / 2
+                    self.failed(exchange, "prefill", node, attempts if blamed else None, error)
         return "prefill_refused" if refused else "prefill_failed", None
+
+    def _refused(self, exchange: Exchange, node: str, error: HopError) -> None:
+        free_frames(error)
+        if self._sparse.admit((node, "refused")) is not None:
+            log.info("request %s: prefill node %s refused the prompt: %s", exchange.id, node, error)
 
     # --- loads at the decode node ---------------------------------------------------------------------------
 
-    def needs_prefill(self, exchange: Exchange) -> bool:
-        """Returns whether a prefill node should compute the prompt. If the next decode node would compute it
-        all the same, that node gets the request alone."""
+    def declined(self, exchange: Exchange) -> bool:
+        """Returns whether the next decode node would compute the prompt itself, even after a prefill node.
+        Then the request will go to this node."""
         pool = self.pools["decode"]
-        node = None if exchange.direct else pool.cheapest(time.monotonic(), tried=exchange.excluded)
-        if node is not None and exchange.prompt.length <= pool.node(node).record.declines:
-            pool.take(node)
-            exchange.decodes, exchange.direct = node, "not_worth"
-        return not exchange.direct
+        node = pool.cheapest(time.monotonic(), tried=exchange.excluded)
+        if node is None or exchange.prompt.tokens > pool.node(node).record.declines:
+            return False
+        pool.take(node)
+        exchange.decodes = node
+        return True
 
     def streaming_node(self, exchange: Exchange) -> str | None:
         """Returns the decode node that should load the prompt's chunks while a prefill node computes them;
@@ -249,9 +261,8 @@ class Hops:
         The node will probably answer the request.
         """
         pool, prompt = self.pools["decode"], exchange.prompt
-        found = (prompt.named and prompt.named.pool_tokens) or 0
         # half of the memory for bodies is for requests that are to be answered
-        if not self._direct.streams(prompt.length, found) or self.bodies.used > self.bodies.limit // 2:
+        if not self.rule.streams(prompt.tokens, prompt.found) or self.bodies.used > self.bodies.limit // 2:
             return None
         node = exchange.decodes = exchange.decodes or pool.pick(time.monotonic(), tried=exchange.excluded)
         return node if node is not None and pool.node(node).record.streams else None

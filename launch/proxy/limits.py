@@ -223,7 +223,7 @@ class Limits:
             computed, alone = self._seconds("prefill", prefill, pools["prefill"].work(prefill, prompt), now)
         decode = pools["decode"].usable(now)
         loaded, loaded_alone = min(
-            (self._seconds("decode", url, prompt.length, now) for url in decode), default=(0.0, 0.0)
+            (self._seconds("decode", url, prompt.tokens, now) for url in decode), default=(0.0, 0.0)
         )
         first, alone = max(computed, self._room_s(now)) + loaded, alone + loaded_alone
         if first:

@@ -19,9 +19,9 @@ import aiohttp
 from aiohttp import web
 
 from launch.discovery import View
-from launch.proxy.direct import DirectRule, Pool
 from launch.proxy.events import CacheView
 from launch.proxy.limits import Limits
+from launch.proxy.lookups import Pool, PoolLookups
 from launch.proxy.roles import NodeReport, Roles, read_metrics
 from launch.proxy.routing import Hop, NodePool, Reason
 from pd_cache.chunks import Namespace
@@ -183,7 +183,7 @@ class NodePools:
     def __init__(
         self,
         config: ProxyConfig,
-        direct: DirectRule,
+        lookups: PoolLookups,
         master: Callable[[View], str | None] | None = None,
     ) -> None:
         """`master` returns the address of the master of a view's pool."""
@@ -196,7 +196,7 @@ class NodePools:
         """Whether gateways ask decode nodes. Then only the nodes know how many answers are under way."""
         self.caches = CacheView(config.index_blocks, config.load_bytes)
         """What the nodes' events say."""
-        self._direct = direct
+        self._lookups = lookups
         self._master = master or (lambda view: None)
         self._view = View(())
         self._serves: tuple[tuple[Namespace, ...], str | None] = ((), None)
@@ -238,8 +238,8 @@ class NodePools:
         return 0.0 if self._view.stale_since is None else now - self._view.stale_since
 
     def describe(self, now: float) -> dict[str, Any]:
-        lookups = media = f"off: {self._direct.blind}" if self._direct.blind else "on"
-        if not self._direct.blind and self.pools["decode"].out_of_turn(now, renders=True) is None:
+        lookups = media = f"off: {self._lookups.blind}" if self._lookups.blind else "on"
+        if not self._lookups.blind and self.pools["decode"].out_of_turn(now, renders=True) is None:
             media = "off: no decode node renders chats"
         return {
             "discovery_stale_s": round(self.stale_s(now), 1),
@@ -259,7 +259,7 @@ class NodePools:
         prefill = self.pools["prefill"]
         known_caches = self.caches.update(record for record in records if record.role != "decode")
         prefill.know(known_caches)
-        self._direct.wants_names = bool(known_caches)
+        self._lookups.wants_names = bool(known_caches)
         found = differences([*records, *self._view.by_role("master")])
         for name, difference in found.items():
             if self._differences.get(name) != difference:
@@ -272,14 +272,14 @@ class NodePools:
             self._serves = serves[0]
         master = self._master(self._view)
         if not serves:
-            self._direct.use("no decode node reports its namespace")
+            self._lookups.use("no decode node reports its namespace")
         elif master is None:
-            self._direct.use("no master of the pool is known")
+            self._lookups.use("no master of the pool is known")
         else:
             namespaces, model = self._serves
             prefill.load_cost = self.caches.load_cost(namespaces)
             labels = Counter(record.label for record in decode if record.cache_namespaces == namespaces)
-            self._direct.use(Pool(namespaces, master, model), labels.most_common(1)[0][0])
+            self._lookups.use(Pool(namespaces, master, model), labels.most_common(1)[0][0])
 
 
 def _addresses(view: View) -> dict[str, str]:

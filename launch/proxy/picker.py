@@ -29,6 +29,7 @@ from launch.proxy.ext_proc import (
     ProcessingRequest,
     ProcessingResponse,
 )
+from launch.proxy.hops import free_frames
 from launch.proxy.nodes import HopError
 from launch.proxy.requests import CHAT, COMPLETIONS, Requests
 from launch.proxy.routing import Attempts, Reason
@@ -91,11 +92,12 @@ class _Picker:
             await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with a request's headers")
         headers = CIMultiDictProxy(CIMultiDict(_pairs(first.request_headers)))
         request_id = given_id(headers) or uuid.uuid4().hex
+        path = headers.get(":path", "").partition("?")[0]
+        exchange = self._requests.new(request_id, path, headers)
         try:
-            path = headers.get(":path", "").partition("?")[0]
-            with self._requests.begun(request_id, path, headers) as exchange:
-                await self._answered(exchange, first, stream)
+            await self._answered(exchange, first, stream)
         except ApiError as error:
+            free_frames(error)  # now also that of `_answered`, which refers to the stream
             refused = error.response()
             refused.headers[ID_HEADER] = request_id
             answer = {
@@ -111,24 +113,26 @@ class _Picker:
         """Picks a node, and notes how its answer begins. Raises ApiError with the error for the client,
         ClientGone if the gateway ended the stream."""
         requests, pool = self._requests, self._requests.hops.pools["decode"]
-        method = exchange.headers.get(":method", "")
-        if exchange.path not in (COMPLETIONS, CHAT) or method != "POST":
-            raise ApiError(404, f"{method} {exchange.path[:200]}: Not Found", code="not_found")
-        if first.protocol_config.request_body_mode != FULL_DUPLEX_STREAMED:
-            raise ApiError(500, "The gateway's `request_body_mode` must be FULL_DUPLEX_STREAMED")
-        check_encoding(exchange.headers)
-        pieces = _Pieces(first.request_headers.end_of_stream, stream)
-        # with a place, or many clients that send half a body would take all streams
-        with requests.admission.admitted(exchange.client):
-            limit_s = requests.config.request_timeout_s
-            exchange.body = await read_body(aiter(pieces), exchange.share, LARGEST_BODY, limit_s)
-        async with requests.admitted(exchange):
+        limit_s, pieces = requests.config.request_timeout_s, _Pieces(first, stream)
+
+        async def read() -> bytes:
+            method = exchange.headers.get(":method", "")
+            if exchange.path not in (COMPLETIONS, CHAT) or method != "POST":
+                raise ApiError(404, f"{method} {exchange.path[:200]}: Not Found", code="not_found")
+            if first.protocol_config.request_body_mode != FULL_DUPLEX_STREAMED:
+                raise ApiError(500, "The gateway's `request_body_mode` must be FULL_DUPLEX_STREAMED")
+            check_encoding(exchange.headers)
+            # with a place, or many clients that send half a body would take all streams
+            with requests.admission.admitted(exchange.client):
+                return await read_body(aiter(pieces), exchange.share, LARGEST_BODY, limit_s)
+
+        async with requests.accepted(exchange, read):
             if (subset := _subset(first)) is not None:
                 addresses = await asyncio.gather(*map(_address, urls := list(pool.nodes)))
                 exchange.excluded = {
                     url for url, its in zip(urls, addresses, strict=True) if its not in subset
                 }
-            await requests.prepared(exchange)
+            await requests.prepare(exchange)
             attempts = Attempts(pool, exchange.trial, first=exchange.decodes, tried=exchange.excluded)
             while (node := attempts.next(time.monotonic())) and not (address := await _address(node)):
                 failure = HopError("unreachable", "its name is not known")
@@ -163,8 +167,8 @@ class _Picker:
 class _Pieces:
     """A request's body, piece by piece, and whether trailers end it."""
 
-    def __init__(self, ended: bool, stream: Any) -> None:
-        self._ended = ended
+    def __init__(self, first: Any, stream: Any) -> None:
+        self._ended = first.request_headers.end_of_stream
         self._stream = stream
         self.trailers = False
 

@@ -59,11 +59,18 @@ class RoutedPrompt(NamedTuple):
     """The number of tokens per block."""
     named: NamedPrompt | None = None
     """The names under which nodes and the pool know the prompt; None if unknown."""
+    unnamed: str = ""
+    """The reason why a prompt that was looked up has no names."""
 
     @property
-    def length(self) -> int:
-        """Its number of tokens, as exactly as it is known; at least 1."""
-        return self.tokens if self.named is None else max(1, self.named.tokens)
+    def found(self) -> int:
+        """How many of its tokens the pool holds, as far as that is known."""
+        return (self.named and self.named.pool_tokens) or 0
+
+    def counted(self, tokens: int) -> RoutedPrompt:
+        """Returns the prompt with its true number of tokens, which counts as at least 1."""
+        tokens = max(1, tokens)
+        return self._replace(tokens=tokens, block_tokens=self.block_tokens * tokens / self.tokens)
 
 
 def read_prompt(text: bytes, isolation: bytes = b"") -> RoutedPrompt:

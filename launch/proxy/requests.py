@@ -1,10 +1,9 @@
 """A request's way until its decode node, for both faces of the proxy: `serving` and `picker`.
 
-1. `begun` checks the client's key and tenant. At the request's end, it frees, counts and logs.
-2. The face reads the body.
-3. `admitted` holds a place for the request, and ends it at its deadline.
-4. `prepared` does all that comes before a completion's decode node, one step a line.
-5. The face asks the decode node, and calls `answering` when its answer begins.
+1. `accepted` checks the client's key, has the face read the body, and holds a place for the request.
+2. `prepare` does all that comes before a completion's decode node, one step a line.
+3. The face asks the decode node, and calls `answering` when its answer begins.
+4. At the request's end, `accepted` frees, counts and logs.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from multidict import CIMultiDictProxy
@@ -72,89 +71,107 @@ class Requests:
         # one thread, because each keeps memory for the next body
         self._large = ThreadPoolExecutor(1, "proxy-large")
 
-    # --- its key, its end, its place ------------------------------------------------------------------------
+    # --- its key, its place, its end ------------------------------------------------------------------------
 
-    @contextmanager
-    def begun(self, request_id: str, path: str, headers: CIMultiDictProxy[str]) -> Iterator[Exchange]:
-        """Checks the client's key, and whether its request could have a place now. The block reads the body,
-        answers, and sets the status.
-
-        When the block ends, frees what the request holds, counts the request and logs it. Raises ApiError if
-        the request is refused, or if the block raises it.
-        """
+    def new(self, request_id: str, path: str, headers: CIMultiDictProxy[str]) -> Exchange:
+        """Returns the state of a request that has just come."""
         share = BodyShare(self.hops.bodies)
-        exchange = Exchange(request_id, path, headers, self.retries, share, self._tracing)
-        try:
-            client = exchange.client = self.keys.client(headers.get("Authorization"))
-            exchange.client = self.keys.in_tenant(client, headers)
-            self.admission.check(exchange.client)  # so that no body is read only to be refused
-            yield exchange
-        except ApiError as error:
-            exchange.status = error.status
-            if error.status == 429:
-                self.metrics.refused.labels(error.code).inc()
-            free_frames(error)
-            raise
-        finally:
-            exchange.until_answered.close()
-            if exchange.hinted is not None:
-                exchange.hinted.cancel()
-            share.close()
-            exchange.body = b""
-            status = exchange.status
-            self.metrics.requests.labels(str(status)).inc()
-            exchange.span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
-            exchange.span.end(f"status {status}" if status >= 500 else "")
-            took = time.monotonic() - exchange.started
-            log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.summary())
-            if path != MODELS and (exchange.nodes or status >= 500):
-                trip, status = exchange.trip(), exchange.cut_status or status
-                self.trips.note(exchange.id, trip)
-                first_s, streamed, prefill_s = exchange.first_byte_s, exchange.streamed, exchange.prefill_s
-                ended = EndedRequest(exchange.id, took, first_s, status, trip, streamed, prefill_s)
-                self._recent.note(ended)
+        return Exchange(request_id, path, headers, self.retries, share, self._tracing)
 
     @asynccontextmanager
-    async def admitted(self, exchange: Exchange) -> AsyncIterator[None]:
-        """Holds a place for the request while the block runs, and ends the block at the request's deadline.
-        Raises ApiError with the error for the client, ClientGone if the client hung up."""
+    async def accepted(self, exchange: Exchange, read: Callable[[], Awaitable[bytes]]) -> AsyncIterator[None]:
+        """Checks the client's key, reads the body, and holds a place for the request while the block answers
+        it. Ends the block at the request's deadline.
+
+        In the end, frees what the request holds, counts it and logs it. Raises ApiError with the error for
+        the client, ClientGone if the client hung up.
+        """
+        keys, headers = self.keys, exchange.headers
+        try:
+            client = exchange.client = keys.client(headers.get("Authorization"))
+            exchange.client = keys.in_tenant(client, headers)
+            self.admission.check(exchange.client)  # so that no body is read only to be refused
+            exchange.body = await read()
+            with self.admission.admitted(exchange.client), self.metrics.running.track_inprogress():
+                async with self._until_its_deadline(exchange):
+                    yield
+        except ApiError as error:
+            self._note_error(exchange, error)
+            raise
+        except (ClientGone, asyncio.CancelledError):
+            exchange.status = 499
+            raise
+        finally:
+            self._ended(exchange)
+
+    @asynccontextmanager
+    async def _until_its_deadline(self, exchange: Exchange) -> AsyncIterator[None]:
+        """Ends the block at the request's deadline. Turns every failure into an ApiError, except that the
+        client has gone."""
         task = asyncio.current_task()
         assert task is not None
-        with self.admission.admitted(exchange.client), self.metrics.running.track_inprogress():
-            limit_s = max(0.0, self.config.request_timeout_s - (time.monotonic() - exchange.started))
-            self.running.add(task)
-            try:
-                async with asyncio.timeout(limit_s) as limit:
-                    yield
-            except (ApiError, ClientGone):
-                raise
-            except asyncio.CancelledError:
-                if not self.admission.closing:
-                    raise  # the client has gone
-                task.uncancel()
-                raise overloaded("The proxy is shutting down") from None
-            except Exception as error:  # the client gets an error in OpenAI's shape for every failure
-                if limit.expired():
-                    what = f"No complete answer within {limit_s:.3g} s"
-                    raise ApiError(504, what, code="timeout") from error
-                log.exception("request %s: unexpected error", exchange.id)
-                raise ApiError(500, "Internal error of the proxy", code="internal_error") from error
-            finally:
-                self.running.discard(task)
+        limit_s = max(0.0, self.config.request_timeout_s - (time.monotonic() - exchange.started))
+        self.running.add(task)
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                yield
+        except (ApiError, ClientGone):
+            raise
+        except asyncio.CancelledError:
+            if not self.admission.closing:
+                raise  # the client has gone
+            task.uncancel()
+            raise overloaded("The proxy is shutting down") from None
+        except Exception as error:  # the client gets an error in OpenAI's shape for every failure
+            if limit.expired():
+                what = f"No complete answer within {limit_s:.3g} s"
+                raise ApiError(504, what, code="timeout") from error
+            log.exception("request %s: unexpected error", exchange.id)
+            raise ApiError(500, "Internal error of the proxy", code="internal_error") from error
+        finally:
+            self.running.discard(task)
+
+    def _note_error(self, exchange: Exchange, error: ApiError) -> None:
+        free_frames(error)
+        if exchange.status is not None:
+            exchange.cut_status = error.status
+            self.metrics.cut.labels(error.code or "").inc()
+            return
+        exchange.status = error.status
+        if error.status == 429:
+            self.metrics.refused.labels(error.code).inc()
+
+    def _ended(self, exchange: Exchange) -> None:
+        exchange.until_answered.close()
+        if exchange.hinted is not None:
+            exchange.hinted.cancel()
+        exchange.share.close()
+        exchange.body = b""
+        status = exchange.status or 500
+        self.metrics.requests.labels(str(status)).inc()
+        exchange.span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
+        exchange.span.end(f"status {status}" if status >= 500 else "")
+        took = time.monotonic() - exchange.started
+        log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.summary())
+        if exchange.path != MODELS and (exchange.nodes or status >= 500):
+            trip, status = exchange.trip(), exchange.cut_status or status
+            self.trips.note(exchange.id, trip)
+            first_s, streamed, prefill_s = exchange.first_byte_s, exchange.streamed, exchange.prefill_s
+            ended = EndedRequest(exchange.id, took, first_s, status, trip, streamed, prefill_s)
+            self._recent.note(ended)
 
     # --- until its decode node ------------------------------------------------------------------------------
 
-    async def prepared(self, exchange: Exchange) -> None:
+    async def prepare(self, exchange: Exchange) -> None:
         """Does all that comes before the decode node. Then `exchange.body` is the body for that node. Raises
         ApiError if the request is refused, or if no node can answer it."""
         completion = await self._read(exchange)
         await self._look_up(exchange, completion)
-        prefills = bool(self.hops.pools["prefill"].nodes) and self.hops.needs_prefill(exchange)
-        first = await self._prefill_node(exchange, prefills, completion.priority())
+        first = await self._prefill_node(exchange, completion.priority())
         self.hints.begin(exchange, completion.hints)
-        result = exchange.direct or "no_prefill_nodes"
         handoff: HandedOver | None = None
-        if prefills:
+        result = exchange.direct
+        if not result:
             result, handoff = await self._prefilled(exchange, completion, first)
         self.metrics.handoffs.labels(result).inc()
         exchange.body = await self._computed(exchange, lambda: completion.for_decode(handoff))
@@ -176,55 +193,70 @@ class Requests:
         return completion
 
     async def _look_up(self, exchange: Exchange, completion: Completion) -> None:
-        """Looks the prompt up in the pool, which decides whether it needs a prefill node."""
-        tenant, hops, hints = exchange.client.tenant, self.hops, self.hints
+        """Looks the prompt up in the pool, and decides whether a prefill node has to compute it."""
+        name = bool(completion.hints) or self.hints.prefetched_by(exchange.client)
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
-            name = bool(completion.hints) or hints.prefetched_by(exchange.client)
-            why, looked_up = await hops.look_up(exchange, completion, exchange.prompt, name=name)
-            exchange.direct = why or ("scored" if completion.scores_prompt() else "")
+            exchange.prompt = await self.hops.look_up(exchange, completion, exchange.prompt, name=name)
+            exchange.direct = self._why_direct(exchange, completion)
             span.note(direct=exchange.direct)
-        if isinstance(looked_up, str):
-            exchange.unnamed = looked_up
-        else:
-            exchange.prompt = exchange.prompt._replace(named=looked_up)
-        named = exchange.prompt.named
+        tenant, named = exchange.client.tenant, exchange.prompt.named
         if tenant in (self.keys.tenants or ()):
             self.metrics.tenant_requests.labels(tenant).inc()
             if named is not None and named.pool_tokens is not None:
                 self.metrics.tenant_tokens.labels(tenant, "requested").inc(named.tokens)
                 self.metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
 
-    async def _prefill_node(self, exchange: Exchange, prefills: bool, priority: int) -> str | None:
-        """Returns the prefill node to try first; None if a decode node is to compute the prompt. Raises
-        ApiError 429 for a request that would miss its limits."""
+    def _why_direct(self, exchange: Exchange, completion: Completion) -> str:
+        """Returns why no prefill node is asked; empty if one is."""
+        prompt, hops = exchange.prompt, self.hops
+        if why := hops.rule.why(prompt.tokens, prompt.found):
+            return why
+        if completion.scores_prompt():
+            return "scored"
+        if not hops.pools["prefill"].nodes:
+            return "no_prefill_nodes"
+        return "not_worth" if hops.declined(exchange) else ""
+
+    async def _prefill_node(self, exchange: Exchange, priority: int) -> str | None:
+        """Returns the prefill node to try first; None if there is none, or if none is asked. With limits, a
+        request that would miss them waits, or ends with ApiError 429."""
         limits = self.keys.times(exchange.client) or self.config.limits
-        known, pool = self.hops.limits, self.hops.pools["prefill"]
-
-        def checked(arrived: float, *, waiting: bool = False) -> str | None:
-            now = time.monotonic()
-            first = pool.cheapest(now, exchange.prompt) if prefills else None
-            if limits != _UNLIMITED:
-                exchange.predicted = known.predict(first, exchange.prompt, now, now - arrived)
-                known.check(exchange.predicted, limits, waiting=waiting)
-            if first is not None:
-                pool.take(first)
-            return first
-
         try:
-            return checked(exchange.started)
+            return self._within(limits, exchange, exchange.started)
         except ApiError as error:
             if limits.over == "refuse":
                 raise
             over = error
-        holder = exchange.client.holder
+        return await self._waited(limits, exchange, priority, over)
+
+    def _within(
+        self, limits: LimitsConfig, exchange: Exchange, arrived: float, *, waiting: bool = False
+    ) -> str | None:
+        """Returns and takes the prefill node to try first, unless the request would miss its limits: then
+        raises ApiError 429."""
+        now, known, pool = time.monotonic(), self.hops.limits, self.hops.pools["prefill"]
+        first = None if exchange.direct else pool.cheapest(now, exchange.prompt)
+        if limits != _UNLIMITED:
+            exchange.predicted = known.predict(first, exchange.prompt, now, now - arrived)
+            known.check(exchange.predicted, limits, waiting=waiting)
+        if first is not None:
+            pool.take(first)
+        return first
+
+    async def _waited(
+        self, limits: LimitsConfig, exchange: Exchange, priority: int, over: ApiError
+    ) -> str | None:
+        """Waits until a request that would miss its limits may go on. Then returns the prefill node to try
+        first. Raises ApiError 429, or `over`, if it may not even wait."""
+        known, holder = self.hops.limits, exchange.client.holder
         with known.place(priority, holder, over) as place:
             until = time.monotonic() + WAIT_S
             while time.monotonic() < until:
                 await asyncio.sleep(_LOOK_S)
                 if place == next(first for first in known.waiting if first.holder == holder):
                     with suppress(ApiError):
-                        return checked(exchange.started, waiting=True)
-        return checked(time.monotonic())  # as if it came now, so that `Retry-After` holds
+                        return self._within(limits, exchange, exchange.started, waiting=True)
+        return self._within(limits, exchange, time.monotonic())  # as if it came now, for `Retry-After`
 
     async def _prefilled(
         self, exchange: Exchange, completion: Completion, first: str | None

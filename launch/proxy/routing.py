@@ -240,8 +240,8 @@ class NodePool:
             return prompt.tokens - node.prefixes.match(prompt)
         if node.cache is not None and node.cache.knows(named):
             own: float = node.cache.tokens(named)
-        else:  # the guess counts in another unit if it does not know the tokens
-            own = node.prefixes.match(prompt) * named.tokens / prompt.tokens
+        else:
+            own = node.prefixes.match(prompt)
         loaded = max(0.0, (named.pool_tokens or 0) - own) if node.loads else 0.0
         return named.tokens - own - loaded * (1 - self.load_cost)
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 import msgspec
@@ -17,7 +16,7 @@ from launch.openai import ApiError, overloaded
 from launch.proxy.bodies import ClientGone, read_body, read_models
 from launch.proxy.exchange import Exchange
 from launch.proxy.hints import HINTS_S, LARGEST_HINTS
-from launch.proxy.metrics import REPORT_BYTES, RecentTrips, read_report
+from launch.proxy.metrics import REPORT_BYTES, read_report
 from launch.proxy.nodes import (
     HopError,
     check_status,
@@ -49,53 +48,39 @@ class Serving:
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         """Answers a completion or a chat."""
-        async with self._accepted(request, LARGEST_BODY, self._limit_s) as relay:
-            await self._requests.prepared(relay.exchange)
-            await self._decode(relay)
-        return relay.response
+        exchange = self._requests.new(request[REQUEST_ID], request.path, request.headers)
+        relay = Relay(exchange, request)
+        try:
+            async with self._requests.accepted(
+                exchange, _body(exchange, request, LARGEST_BODY, self._limit_s)
+            ):
+                await self._requests.prepare(exchange)
+                return await self._decode(exchange, relay)
+        except ApiError as error:
+            if relay.response is None:
+                raise
+            return await relay.cut(relay.response, error)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Answers with the models of a decode node."""
-        async with self._accepted(request, 0, self._limit_s) as relay:
-            relay.response = await self._models(relay.exchange)
-        return relay.response
+        exchange = self._requests.new(request[REQUEST_ID], request.path, request.headers)
+        async with self._requests.accepted(exchange, _body(exchange, request, 0, self._limit_s)):
+            response = await self._models(exchange)
+            exchange.status = response.status
+            return response
 
     async def hint(self, request: web.Request) -> web.StreamResponse:
         """Answers a message of hints."""
-        async with self._accepted(request, LARGEST_HINTS, HINTS_S) as relay:
-            answer = await self._requests.hints.take(relay.exchange.body, relay.exchange)
-            relay.response = web.Response(body=msgspec.json.encode(answer), content_type="application/json")
-        return relay.response
+        exchange = self._requests.new(request[REQUEST_ID], request.path, request.headers)
+        async with self._requests.accepted(exchange, _body(exchange, request, LARGEST_HINTS, HINTS_S)):
+            answer = await self._requests.hints.take(exchange.body, exchange)
+            exchange.status = 200
+            return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
-    @asynccontextmanager
-    async def _accepted(self, request: web.Request, most: int, read_s: float) -> AsyncIterator[Relay]:
-        """Checks the client's key, and reads its body of at most `most` bytes within `read_s`. Holds a place
-        while the block answers. An error after the answer's first byte ends the answer."""
-        requests = self._requests
-        with requests.begun(request[REQUEST_ID], request.path, request.headers) as exchange:
-            relay = Relay(exchange, request)
-            try:
-                # not `request.read()`, which would keep the bytes for as long as the request lasts
-                pieces, announced = request.content.iter_any(), request.content_length
-                exchange.body = await read_body(pieces, exchange.share, most, read_s, announced)
-                async with requests.admitted(exchange):
-                    yield relay
-                exchange.status = relay.response.status
-                if exchange.streamed and exchange.first_byte_s is not None and exchange.status == 200:
-                    requests.hops.limits.ended(time.monotonic() - exchange.started - exchange.first_byte_s)
-            except ApiError as error:
-                if not relay.response.prepared:
-                    raise
-                exchange.status, exchange.cut_status = relay.response.status, error.status
-                requests.metrics.cut.labels(error.code or "").inc()
-                await relay.cut(error)
-            except ClientGone:
-                pass
-
-    async def _decode(self, relay: Relay) -> None:
-        """Answers with a decode node's answer. Raises ApiError if no node could answer, or if the answer
-        breaks off."""
-        exchange, hops = relay.exchange, self._requests.hops
+    async def _decode(self, exchange: Exchange, relay: Relay) -> web.StreamResponse:
+        """Passes a decode node's answer on, or returns the refusal of all. Raises ApiError if no node could
+        answer, or if the answer breaks off."""
+        hops = self._requests.hops
         attempts = Attempts(hops.pools["decode"], exchange.trial, first=exchange.decodes)
         refusals: dict[Reason, web.Response] = {}
         while (node := attempts.next(time.monotonic())) is not None:
@@ -110,8 +95,7 @@ class Serving:
                     well = answer.status < 300
                     attempts.answered(node, time.monotonic(), well=well)
                     self._requests.answering(exchange, asked, well=well)
-                    await relay.pass_on(answer, first, self._requests.trips)
-                    return
+                    return await relay.pass_on(answer, first, self._requests)
             except HopError as error:
                 begun = exchange.first_byte_s is not None
                 hops.failed(exchange, "decode", node, None if begun else attempts, error)
@@ -124,13 +108,13 @@ class Serving:
                 if answer is not None:
                     answer.close()
         refusal = (None if attempts.blamed else refusals.get("busy")) or refusals.get("error")
-        if refusal is None and attempts.blamed:
-            raise ApiError(
-                502, "This request failed on two nodes and is not tried on others", code="node_failed"
-            )
-        if refusal is None:
-            raise overloaded("No decode node could answer")
-        relay.response = refusal
+        if refusal is not None:
+            exchange.status = refusal.status
+            return refusal
+        if attempts.blamed:
+            what = "This request failed on two nodes and is not tried on others"
+            raise ApiError(502, what, code="node_failed")
+        raise overloaded("No decode node could answer")
 
     async def _models(self, exchange: Exchange) -> web.Response:
         """Returns the models of the first decode node that answers, of two. Only a refused connection counts
@@ -154,53 +138,67 @@ class Serving:
         raise overloaded("No decode node could answer")
 
 
+def _body(
+    exchange: Exchange, request: web.Request, most: int, limit_s: float
+) -> Callable[[], Awaitable[bytes]]:
+    """Returns a function that reads a client's body (`read_body`)."""
+    # not `request.read()`, which would keep the bytes for as long as the request lasts
+    pieces, announced = request.content.iter_any(), request.content_length
+    return lambda: read_body(pieces, exchange.share, most, limit_s, announced)
+
+
 class Relay:
     """A client's connection, and the part of the answer that was sent so far."""
 
     def __init__(self, exchange: Exchange, request: web.Request) -> None:
         self.exchange = exchange
         self.request = request
-        self.response: web.StreamResponse = web.Response(status=499)
-        """The answer. Nothing reads the present one, which aiohttp needs for a client that is gone."""
+        self.response: web.StreamResponse | None = None
+        """The answer, once its head was sent."""
         self._ending = bytearray()
         """At least the last `REPORT_BYTES` bytes that were sent."""
 
-    async def pass_on(self, answer: aiohttp.ClientResponse, first: bytes, trips: RecentTrips) -> None:
+    async def pass_on(
+        self, answer: aiohttp.ClientResponse, first: bytes, requests: Requests
+    ) -> web.StreamResponse:
         """Passes on a decode node's answer as it comes, beginning with `first`. Raises HopError if it breaks
-        off."""
+        off, ClientGone if the client hung up."""
         exchange = self.exchange
         headers = {**client_headers(answer), **await exchange.answer_headers()}
-        self.response = response = web.StreamResponse(status=answer.status, headers=headers)
+        response = web.StreamResponse(status=answer.status, headers=headers)
         exchange.streamed = response.content_type == "text/event-stream"
         if self.request.version < aiohttp.HttpVersion11:
             response.force_close()  # that is how the client knows the answer's end
 
         def note() -> None:
             exchange.reports["decode"] = read_report(self._ending)
-            trips.note(exchange.id, exchange.trip())
+            requests.trips.note(exchange.id, exchange.trip())
 
         try:
             await response.prepare(self.request)
+            self.response, exchange.status = response, response.status
             data = first
             while data:
                 self.note_sent(data)
                 if answer.content.at_eof():
                     note()  # before the client can know that this is all
                 await response.write(data)
-                data = await _Shortcut(self, answer).taken() or await read_some(answer)
+                data = await _Shortcut(self, answer, response).taken() or await read_some(answer)
             note()
             await response.write_eof()
         except ConnectionError as error:
             raise ClientGone from error
+        if exchange.streamed and response.status == 200 and exchange.first_byte_s is not None:
+            requests.hops.limits.ended(time.monotonic() - exchange.started - exchange.first_byte_s)
+        return response
 
     def note_sent(self, data: bytes) -> None:
         self._ending += data
         if len(self._ending) > 2 * REPORT_BYTES:
             del self._ending[:-REPORT_BYTES]
 
-    async def cut(self, error: ApiError) -> None:
+    async def cut(self, response: web.StreamResponse, error: ApiError) -> web.StreamResponse:
         """Reports an error after the first byte: by an event in a stream, otherwise by breaking off."""
-        response = self.response
         log.warning("request %s: cut after its first byte: %s", self.exchange.id, error.message)
         if self.exchange.streamed and response.content_length is None:
             between = b"" if self._ending.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
@@ -208,11 +206,12 @@ class Relay:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await response.write(between + b"data: " + error.body() + b"\n\n")
                     await response.write_eof()
-                return
+                return response
             except (TimeoutError, ConnectionError):
                 pass
         if self.request.transport is not None:
             self.request.transport.abort()
+        return response
 
 
 class _Shortcut(asyncio.Protocol):
@@ -222,9 +221,10 @@ class _Shortcut(asyncio.Protocol):
     It replaces aiohttp's protocol of the node's connection, which still parses the bytes.
     """
 
-    def __init__(self, relay: Relay, answer: aiohttp.ClientResponse) -> None:
+    def __init__(self, relay: Relay, answer: aiohttp.ClientResponse, response: web.StreamResponse) -> None:
         self._relay = relay
         self._answer = answer
+        self._chunked = "Transfer-Encoding" in response.headers
         self._over: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def taken(self) -> bytes:
@@ -239,7 +239,6 @@ class _Shortcut(asyncio.Protocol):
             return b""  # all has come, or one of them is gone
         assert connection.protocol is not None
         self._node, self._parser, self._client = node, connection.protocol, client
-        self._chunked = "Transfer-Encoding" in relay.response.headers
         self._node.set_protocol(self)
         try:
             self._pass_on()

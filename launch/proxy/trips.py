@@ -19,7 +19,7 @@ class HopReport(msgspec.Struct, frozen=True, omit_defaults=True):
     report: RequestReport | None
     """None if the node has no report on the request."""
     direct: str = ""
-    """Why the request needed no prefill node, in the words of `pd_cache_proxy_handoffs`; empty if it did."""
+    """Why no prefill node was asked, in the words of `pd_cache_proxy_handoffs`; empty if one was."""
 
     def text(self, names: Mapping[str, str]) -> str:
         """Returns the report as text for people. `names` has the known names of nodes by their URLs."""

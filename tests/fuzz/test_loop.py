@@ -21,7 +21,7 @@ from unittest.mock import patch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.launch.proxy.test_direct import rule
+from tests.launch.proxy.test_direct import looks_up
 from tests.launch.proxy.test_hints import Renewing
 from tests.support.cluster import cluster_file
 from tests.support.proxy import cluster, message
@@ -164,7 +164,7 @@ async def _serve(reader, writer):
 async def proxy():
     node = await asyncio.start_server(_serve, "127.0.0.1", 0)
     url = "http://{}:{}".format(*node.sockets[0].getsockname())
-    async with node, cluster([url], [url], direct=rule(Renewing(0))) as c:
+    async with node, cluster([url], [url], **looks_up(Renewing(0))) as c:
         c.proxy._hints._pool_bytes = lambda view: 1 << 40
         yield c.url.removeprefix("http://")
 

@@ -10,7 +10,8 @@ import pytest
 from launch.discovery import View
 from launch.discovery.directory import file_records
 from launch.masters import pool_bytes
-from launch.proxy.direct import DirectRule, open_lookup
+from launch.proxy.direct import DirectRule
+from launch.proxy.lookups import PoolLookups, open_lookup
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.cluster import ClusterConfig, MasterNode, NodeRecord, load_config
 from tests.support.cli import cli, cli_json
@@ -35,13 +36,13 @@ async def test_a_pinned_prompt_survives_a_flood_that_evicts_one_of_the_same_age(
     def keys(tokens):
         return database.keys(database.name_chunks(tokens))
 
-    direct = DirectRule(256, lambda pool: open_lookup(config, "127.0.0.1", pool), timeout_s=60.0)
-    async with cluster(direct=direct) as c:
+    lookups = PoolLookups(lambda pool: open_lookup(config, "127.0.0.1", pool), timeout_s=60.0)
+    async with cluster(rule=DirectRule(256), lookups=lookups) as c:
         c.proxy._pools._master = lambda view: pool.address
         c.proxy._hints._pool_bytes = lambda view: pool_bytes(config, view)
         decode = NodeRecord(name="decode-0", role="decode", address=c.decode[0].url, **LARGE.described())
         c.proxy.update(View((decode, *file_records(config))))
-        assert direct.blind == ""
+        assert lookups.blind == ""
         # the thread ends before its client is closed, also if the scenario is broken off
         with pool.bare_client() as client, ThreadPoolExecutor(1) as thread:
             loop = asyncio.get_running_loop()

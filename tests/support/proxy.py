@@ -345,7 +345,8 @@ async def cluster(
     long_skips=False,
     streams=False,
     renders=False,
-    direct=None,
+    rule=None,
+    lookups=None,
     name="",
     **config,
 ):
@@ -365,7 +366,7 @@ async def cluster(
                     started[hop].append(await stack.enter_async_context(Node(behaviour)))
                 urls[hop].append(given or started[hop][-1].url)
         settings = ProxyConfig(**{"policy": "round_robin", "drain_s": drain_s, **config})
-        proxy = Proxy(settings, direct, cluster=name)
+        proxy = Proxy(settings, rule, lookups, cluster=name)
         proxy.update(view(**urls, streams=streams, renders=renders))
         await proxy.setup()
         stack.push_async_callback(proxy.close)

@@ -17,9 +17,10 @@ from bench.lib.simulation.costs import PoolCosts, UnitCosts
 from bench.lib.simulation.engine import GRAIN, Generating, SimulatedEngine
 from bench.lib.simulation.workload import CopiedTrace, SimulatedRequest, names_of
 from launch.openai import ApiError
-from launch.proxy.direct import LOOKUP_TIMEOUT_S, MAX_WAITING, DirectRule
+from launch.proxy.direct import DirectRule
 from launch.proxy.keys import Admission, Client
 from launch.proxy.limits import Limits, Predicted
+from launch.proxy.lookups import LOOKUP_TIMEOUT_S, MAX_WAITING
 from launch.proxy.nodes import HEALTH_INTERVAL_S
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt, leading
 from launch.proxy.roles import Roles

@@ -13,9 +13,10 @@ from launch.discovery import View, master_of, open_directory
 from launch.masters import pool_bytes
 from launch.proxy.app import Proxy
 from launch.proxy.bodies import unmap_freed_bodies
-from launch.proxy.direct import DirectRule, hash_seeds, open_lookup
+from launch.proxy.direct import DirectRule
 from launch.proxy.gateway import serve_through_envoy
 from launch.proxy.keys import ServerTls, WatchedFiles
+from launch.proxy.lookups import PoolLookups, hash_seeds, open_lookup
 from launch.run.supervise import stop_signals
 from pd_cache.cluster import ClusterConfig, ProxyNode
 from pd_cache.tracing import open_tracing
@@ -43,19 +44,19 @@ def run_proxy(
     unmap_freed_bodies()
     timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1
     tokens = config.proxy.direct_tokens
-    direct = DirectRule(
-        config.cache.chunk_tokens if tokens is None else tokens,
-        partial(open_lookup, config, node.host),
+    tokens = config.cache.chunk_tokens if tokens is None else tokens
+    lookups = PoolLookups(
+        partial(open_lookup, config, node.host) if tokens else None,
         timeout_s=timeout_s,
         seeds=hash_seeds(config),
-        stream_tokens=_STREAM_TOKENS[config.handoff.stream],
     )
     settings, files = config.proxy, WatchedFiles()
     tracing = open_tracing(config.tracing, node.role, node.name)
     tls = None if settings.tls is None else ServerTls(settings.tls, files).context
     proxy = Proxy(
         settings,
-        direct,
+        DirectRule(tokens, _STREAM_TOKENS[config.handoff.stream]),
+        lookups,
         cluster=config.name,
         master=partial(master_of, config),
         pool_bytes=partial(pool_bytes, config),

@@ -8,7 +8,8 @@ import pytest
 from aiohttp import web
 
 from launch.discovery import View
-from launch.proxy.direct import DirectRule, Pool
+from launch.proxy.direct import DirectRule
+from launch.proxy.lookups import Pool, PoolLookups
 from launch.proxy.nodes import NodePools
 from pd_cache.chunks import (
     BlockHasher,
@@ -63,16 +64,18 @@ CHAT = [{"role": "user", "content": TEXT}]
 PICTURE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
 
 
-def rule(client, tokens=256, pool=POOL, **options):
+def looks_up(client, tokens=256, pool=POOL, **options):
+    """The arguments of a proxy that looks prompts up with this client."""
+
     def opens(pool):
         if client is None:
             raise OSError("no Mooncake here")
         return client
 
-    direct = DirectRule(tokens, opens, **{"timeout_s": 60.0, **options})
-    direct.use(pool)
-    direct.use = lambda pool: None  # the nodes of these tests keep no cache
-    return direct
+    lookups = PoolLookups(opens if tokens else None, **{"timeout_s": 60.0, **options})
+    lookups.use(pool)
+    lookups.use = lambda pool: None  # the nodes of these tests keep no cache
+    return {"rule": DirectRule(tokens), "lookups": lookups}
 
 
 async def tokenizes(request):
@@ -120,7 +123,7 @@ async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_no
     shorts = {"SHORT": [1] * 255, "FEW": "x" * 1000, "CHUNK": [1] * 256}
     body = spelled(body, IDS=IDS, MIXED=[*IDS, "x"], TEXT=TEXT, CHAT=CHAT, PICTURE=PICTURE, **shorts)
     client = Lookups(found)
-    async with cluster(direct=rule(client, pool=POOL._replace(model="base"))) as c:
+    async with cluster(**looks_up(client, pool=POOL._replace(model="base"))) as c:
         c.decode[0].tokenize = tokenizes
         await c.ask(body)
         assert c.metric("handoffs_total", result=went) == 1
@@ -196,7 +199,7 @@ async def test_a_chat_with_media_is_looked_up_by_what_a_decode_node_renders(mode
     space = msgspec.structs.replace(
         NAMESPACE, hash_mode=mode, hash_seed=describe_hashes("sha256", "vllm-none-hash", "")
     )
-    async with cluster(1, 2, direct=rule(client, pool=Pool((space,), "127.0.0.1:1"))) as c:
+    async with cluster(1, 2, **looks_up(client, pool=Pool((space,), "127.0.0.1:1"))) as c:
         c.decode[1].render = renders
         (prefill,), decode = ([node.url for node in nodes] for nodes in (c.prefill, c.decode))
         assert (await c.told("/health"))["media_lookups"] == "off: no decode node renders chats"
@@ -234,7 +237,7 @@ async def test_a_chat_with_media_is_looked_up_by_what_a_decode_node_renders(mode
 @scenario
 async def test_a_chat_with_media_that_no_node_renders_well_goes_the_usual_way(answer):
     client = Lookups(1024)
-    async with cluster(direct=rule(client), renders=True) as c:
+    async with cluster(**looks_up(client), renders=True) as c:
         c.decode[0].render = answer
         await c.ask({"messages": [*CHAT, *PICTURES]})
         assert len(c.prefill[0].bodies) == 1
@@ -246,7 +249,7 @@ async def test_a_chat_with_media_that_no_node_renders_well_goes_the_usual_way(an
 async def test_chunks_that_vllm_names_are_looked_up_by_its_block_hashes(step):
     client, hashes = Lookups(1024), describe_hashes("sha256", "vllm-none-hash", "", step)
     space = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=hashes)
-    async with cluster(direct=rule(client, pool=Pool((space,), "127.0.0.1:1"))) as c:
+    async with cluster(**looks_up(client, pool=Pool((space,), "127.0.0.1:1"))) as c:
         await c.ask({"prompt": IDS, "cache_salt": "tenant"})
         assert c.prefill[0].bodies == []
     step = step or space.block_size
@@ -262,18 +265,21 @@ XXHASH = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=descri
     "direct, why",
     [
         (
-            lambda client: rule(client, pool=Pool((XXHASH,), "127.0.0.1:1")),
+            lambda client: looks_up(client, pool=Pool((XXHASH,), "127.0.0.1:1")),
             "off: .*names its blocks by xxhash",
         ),
-        (lambda client: rule(None), "off: no Mooncake here"),
-        (lambda client: rule(client, 0), "off: direct_tokens is 0"),
-        (lambda client: DirectRule(256, lambda pool: client), "off: no decode node reports its namespace"),
+        (lambda client: looks_up(None), "off: no Mooncake here"),
+        (lambda client: looks_up(client, 0), "off: direct_tokens is 0"),
+        (
+            lambda client: {"lookups": PoolLookups(lambda pool: client)},
+            "off: no decode node reports its namespace",
+        ),
     ],
 )
 @scenario
 async def test_where_prompts_cannot_be_looked_up_all_are_prefilled_and_health_says_why(direct, why):
     client = Lookups(1024)
-    async with cluster(direct=direct(client)) as c:
+    async with cluster(**direct(client)) as c:
         await c.ask({"prompt": IDS})
         assert len(c.prefill[0].bodies) == 1
         assert re.match(why, (await c.told("/health"))["lookups"])
@@ -282,21 +288,21 @@ async def test_where_prompts_cannot_be_looked_up_all_are_prefilled_and_health_sa
 
 @scenario
 async def test_lookups_begin_when_a_namespace_and_a_master_are_known_and_end_with_them():
-    direct = DirectRule(256, lambda pool: Lookups(0))
-    async with cluster(direct=direct, health_interval_s=0.02) as c:
+    lookups = PoolLookups(lambda pool: Lookups(0))
+    async with cluster(lookups=lookups, health_interval_s=0.02) as c:
         c.decode[0].health = answers(200, NAMESPACE.described())
-        await until(lambda: direct.blind == "no master of the pool is known", "the namespace is known")
-        direct.use(POOL)
+        await until(lambda: lookups.blind == "no master of the pool is known", "the namespace is known")
+        lookups.use(POOL)
         assert (await c.told("/health"))["lookups"] == "on"
         c.decode[0].health = answers(200, {})
-        await until(lambda: direct.blind == "no decode node reports its namespace", "it was started anew")
+        await until(lambda: lookups.blind == "no decode node reports its namespace", "it was started anew")
 
 
 @scenario
 async def test_a_lookup_of_more_objects_than_any_model_has_is_not_made():
     client = Lookups(1000)
     space = msgspec.structs.replace(NAMESPACE, block_size=1, chunk_size=1, shards=256)
-    async with cluster(direct=rule(client, pool=Pool((space,) * 2, "127.0.0.1:1"))) as c:
+    async with cluster(**looks_up(client, pool=Pool((space,) * 2, "127.0.0.1:1"))) as c:
         for tokens in (512, 513):
             await c.ask({"prompt": [1] * tokens})
             assert len(client.asked) == 1
@@ -307,7 +313,7 @@ async def test_a_lookup_of_more_objects_than_any_model_has_is_not_made():
 async def test_a_lookup_that_hangs_costs_its_deadline_and_nothing_more():
     client = Lookups(1024)
     client.gate.clear()
-    async with cluster(direct=rule(client, timeout_s=0.1)) as c:
+    async with cluster(**looks_up(client, timeout_s=0.1)) as c:
         await c.ask({"prompt": IDS})
         assert len(c.prefill[0].bodies) == 1
         client.gate.set()
@@ -322,7 +328,7 @@ async def test_a_text_whose_tokens_no_node_tells_goes_the_usual_way(failure):
         asked.append(await request.json())
         return await failure(request)
 
-    async with cluster(1, 2, direct=rule(Lookups(1024), timeout_s=0.1 if failure is hangs else 60.0)) as c:
+    async with cluster(1, 2, **looks_up(Lookups(1024), timeout_s=0.1 if failure is hangs else 60.0)) as c:
         c.decode[0].tokenize = c.decode[1].tokenize = fails
         for _ in range(times):
             await c.ask({"prompt": TEXT, "max_tokens": 5})
@@ -340,7 +346,7 @@ async def test_a_text_that_cannot_be_tokenized_does_not_end_lookups_for_others(s
         poison = "poison" in (await request.json())["prompt"]
         return await (answers(status) if poison else tokenizes)(request)
 
-    async with cluster(direct=rule(Lookups(1024))) as c:
+    async with cluster(**looks_up(Lookups(1024))) as c:
         c.decode[0].tokenize = tokenizes_no_poison
         for prompt in ("poison" * 1000, TEXT):
             await c.ask({"prompt": prompt})
@@ -348,11 +354,11 @@ async def test_a_text_that_cannot_be_tokenized_does_not_end_lookups_for_others(s
 
 
 class Opened(list):
-    """The clients that a rule has opened, and the pools that it watches."""
+    """The clients that were opened, and the pools that it watches."""
 
     def __init__(self):
-        self.direct = DirectRule(256, lambda pool: self.append((pool, Lookups(0))) or self[-1][1])
-        self.pools = NodePools(ProxyConfig(), self.direct, lambda view: "127.0.0.1:1")
+        self.lookups = PoolLookups(lambda pool: self.append((pool, Lookups(0))) or self[-1][1])
+        self.pools = NodePools(ProxyConfig(), self.lookups, lambda view: "127.0.0.1:1")
 
     def update(self, *records):
         self.pools.update(View(records))
@@ -362,7 +368,7 @@ class Opened(list):
 def opened():
     found = Opened()
     yield found
-    found.direct.close()
+    found.lookups.close()
     assert all(client.closed for _, client in found)
 
 
@@ -373,10 +379,10 @@ def keeps(port, space=NAMESPACE):
 
 def test_a_pool_that_comes_back_is_asked_by_the_client_that_was_there(opened):
     for known in (POOL, "no decode node reports its namespace", POOL):
-        opened.direct.use(known)
+        opened.lookups.use(known)
     ((_, client),) = opened
     assert not client.closed
-    opened.direct.use(POOL._replace(master="127.0.0.1:2"))
+    opened.lookups.use(POOL._replace(master="127.0.0.1:2"))
     assert client.closed
     assert len(opened) == 2
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from launch.discovery import View
 from launch.proxy.direct import DirectRule
 from launch.proxy.events import KnownCache, read_query
+from launch.proxy.lookups import PoolLookups
 from launch.proxy.prefixes import NamedPrompt, PromptNamer, RoutedPrompt
 from launch.proxy.routing import NodePool
 from pd_cache.chunks import BlockHasher, describe_hashes
@@ -185,7 +186,8 @@ def test_a_node_that_has_evicted_the_prompt_is_not_taken_for_it():
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_node_without_events_is_guessed_beside_one_with_events(known):
-    text = RoutedPrompt(128, [b"x", b"y"], 64, prompt([1, 2, 3, 4, 5, 6, 7]) if known else None)
+    named = prompt([1, 2, 3, 4, 5, 6, 7])
+    text = RoutedPrompt(named.tokens, [b"x", b"y"], 64, named if known else None)
     nodes = pool(a=cache(StoredEvent([1, 2])))
     with nodes.working("b", text):
         pass
@@ -219,10 +221,10 @@ class Publishing(NamedTuple):
 
 @asynccontextmanager
 async def publishing(folder, found=0):
-    lookups = Lookups(found)
-    direct = DirectRule(256, lambda pool: lookups, timeout_s=60.0)
+    client = Lookups(found)
+    direct = {"rule": DirectRule(256), "lookups": PoolLookups(lambda pool: client, timeout_s=60.0)}
     with ExitStack() as stack:
-        async with cluster(prefill=2, direct=direct, policy="prefix_aware") as c:
+        async with cluster(prefill=2, **direct, policy="prefix_aware") as c:
             c.proxy._pools._master = lambda view: "127.0.0.1:1"
             ends = [EventEndpoints(f"ipc://{folder}/{n}", f"ipc://{folder}/{n}.replay") for n in range(2)]
             made = [stack.enter_context(closing(EventPublisher(one))) for one in ends]
@@ -236,7 +238,7 @@ async def publishing(folder, found=0):
             for node in (*c.prefill, *c.decode):
                 node.health = answers(200, fields)
             c.proxy.update(View(tuple(records)))
-            yield Publishing(c, made, lookups)
+            yield Publishing(c, made, client)
 
 
 def gpu(blocks):

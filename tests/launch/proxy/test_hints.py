@@ -17,17 +17,18 @@ from aiohttp import web
 
 from launch.discovery import View
 from launch.proxy import hints as hints_module
-from launch.proxy.direct import Pool
+from launch.proxy.direct import DirectRule
 from launch.proxy.exchange import HINTS_HEADER
 from launch.proxy.hints import LARGEST_HINTS, Hints
 from launch.proxy.keys import Client, Keys, WatchedFiles
+from launch.proxy.lookups import Pool
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.pins import HintRefusedError, Pin, Pins
 from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
 from launch.proxy.routing import NO_PROMPT
 from pd_cache.chunks import BlockHasher, describe_hashes
 from pd_cache.cluster import HintsConfig, NodeRecord, ProxyConfig
-from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, rule, tokenizes
+from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, looks_up, tokenizes
 from tests.launch.proxy.test_streams import STREAM
 from tests.support.proxy import (
     NAMESPACE,
@@ -111,15 +112,15 @@ class Kept:
 
     def __init__(self, room=100, proxies=1, **config):
         self.client = Renewing()
-        self.direct = rule(self.client)
+        self.lookups = looks_up(self.client)["lookups"]
         self.metrics = ProxyMetrics()
         self.now, self.room = 0.0, room
         # rounding: a chunk more or less
-        size = lambda view: round(self.room * 4 * proxies * self.direct.chunk_bytes) + 1  # noqa: E731
-        hops = SimpleNamespace(look_up=self._look_up)
+        size = lambda view: round(self.room * 4 * proxies * self.lookups.chunk_bytes) + 1  # noqa: E731
+        hops = SimpleNamespace(look_up=self._look_up, rule=DirectRule(256))
         keys = Keys(ProxyConfig(), WatchedFiles())
         self.hints = Hints(
-            HintsConfig(**config), self.direct, keys, hops, self.metrics, size, lambda: self.now
+            HintsConfig(**config), self.lookups, keys, hops, self.metrics, size, lambda: self.now
         )
         records = [NodeRecord(name="m", role="master", address="127.0.0.1:1", lease_ttl_ms=6000)]
         records += [
@@ -129,7 +130,7 @@ class Kept:
         self.hints.update(View(tuple(records)))
 
     async def ask(self, kind, named="a", client="", /, **payload):
-        asking = SimpleNamespace(client=Client(client), prompt=NO_PROMPT, unnamed=None)
+        asking = SimpleNamespace(client=Client(client), prompt=NO_PROMPT)
         answer = await self.hints.take(message(kind, payload, named), asking)
         (one,) = answer.actions
         return {field: getattr(one, field) for field in one.__struct_fields__ if field != "action_id"}
@@ -140,11 +141,11 @@ class Kept:
         self.hints.begin(SimpleNamespace(client=client, id=request_id, prompt=prompt), None)
 
     async def _look_up(self, exchange, completion, prompt, *, name):
-        return None, await self.named(completion.token_ids(), completion.cache_salt)
+        return prompt._replace(named=await self.named(completion.token_ids(), completion.cache_salt))
 
     async def named(self, tokens, salt=None):
         """A prompt with its names, looked up as that of a request is."""
-        return await self.direct.look_up(tokens, salt, "r")
+        return await self.lookups.look_up(tokens, salt, "r")
 
     def metric(self, name, **labels):
         return self.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
@@ -153,7 +154,7 @@ class Kept:
 @scenario
 async def test_a_retained_prompt_has_its_leases_renewed_until_its_time_is_over():
     k = Kept(room=4, max_ttl_s=60)
-    with closing(k.direct):
+    with closing(k.lookups):
         assert k.hints.renew_s == 2.0
         told = await k.ask("kv.retain", tokens=IDS, ttl_s=30)
         assert (told["status"], told["ttl_s"], told["tokens"], told["in_pool"]) == ("accepted", 30, 768, 512)
@@ -181,7 +182,7 @@ async def test_a_retained_prompt_has_its_leases_renewed_until_its_time_is_over()
 @scenario
 async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_granted_a_share_of():
     k = Kept(room=6, proxies=3)
-    with closing(k.direct):
+    with closing(k.lookups):
         for action_id, token in (("old", 1), ("new", 2)):
             assert (await k.ask("kv.retain", action_id, tokens=[token] * 3 * CHUNK, ttl_s=600))[
                 "tokens"
@@ -202,7 +203,7 @@ async def test_pins_end_with_the_weights_and_with_the_pool_that_they_were_grante
 @scenario
 async def test_a_pin_for_one_use_ends_with_its_clients_next_request_that_begins_with_the_prompt():
     k = Kept()
-    with closing(k.direct):
+    with closing(k.lookups):
         named = await k.named([*IDS, *IDS])
         for action_id, once in (("used", True), ("kept", False)):
             told = await k.ask("kv.retain", action_id, "ann", tokens=IDS, ttl_s=600, once=once)
@@ -224,7 +225,7 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time():
         answers.wait(60)
         raise OSError("no answer")
 
-    with closing(k.direct):
+    with closing(k.lookups):
         k.hints._pool_bytes = hangs_then_fails
         asking = [asyncio.create_task(k.ask("kv.retain", tokens=IDS, ttl_s=9)) for _ in range(20)]
         await until(lambda: bool(asked), "it is asked")
@@ -235,7 +236,7 @@ async def test_a_master_that_hangs_is_asked_for_the_pools_size_once_at_a_time():
             "the size of the pool is not known: no master has answered"
         }
         assert len(asked) == 1
-        k.now, k.hints._pool_bytes = 2.0, lambda view: 100 * k.direct.chunk_bytes
+        k.now, k.hints._pool_bytes = 2.0, lambda view: 100 * k.lookups.chunk_bytes
         assert (await k.ask("kv.retain", tokens=IDS, ttl_s=9))["status"] == "accepted"
         k.now, k.hints._pool_bytes = 4.0, hangs_then_fails
         assert (await k.ask("kv.retain", tokens=IDS, ttl_s=9))["status"] == "accepted", "as large as it was"
@@ -330,7 +331,7 @@ async def test_a_completion_may_bring_as_much_as_a_message_of_its_own():
 @asynccontextmanager
 async def pinning(decode=1, pool=POOL, **config):
     """A cluster whose pool has room for 1000 pinned chunks."""
-    async with cluster(1, decode, direct=rule(Renewing(), pool=pool), **config) as c:
+    async with cluster(1, decode, **looks_up(Renewing(), pool=pool), **config) as c:
         c.proxy._hints._pool_bytes = lambda view: 4000 * NAMESPACE.chunk_bytes + 1
         for node in c.decode:
             node.tokenize = tokenizes
@@ -370,7 +371,7 @@ async def test_hints_need_a_clients_key_lookups_and_a_share(tmp_path):
     keys, posted = files_of(tmp_path, api_keys="alice alice-has-a-long-key\n"), message("kv.retain", sent)
     async with pinning(**keys) as c, c.session.post(c.url + "/hints", data=posted) as response:
         assert response.status == 401
-    async with cluster(direct=rule(Renewing(), 0)) as c:
+    async with cluster(**looks_up(Renewing(), 0)) as c:
         assert "direct_tokens is 0" in (await c.hint("kv.retain", sent))["reason"]
     async with pinning(hints=HintsConfig(max_share=0)) as c:
         assert "max_share is 0" in (await c.hint("kv.retain", sent))["reason"]
@@ -404,7 +405,7 @@ def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients():
     assert hints._recent_chunks == (1 << 16) + 999
     k.begin(Client("alice"), "2", long)
     assert list(hints._recent) == [(Client("alice"), "1"), (Client("alice"), "2")]
-    k.direct.close()
+    k.lookups.close()
 
 
 @pytest.mark.usefixtures("face")
@@ -444,7 +445,7 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
     async with pinning(2, POOL._replace(namespaces=(NAMESPACE, windows))) as c:
         prefetch = partial(c.hint, "kv.prefetch", {"tokens": IDS})
         assert "the pool lacks too much of it" in (await prefetch())["reason"]
-        c.proxy._direct._client.found = 768
+        c.proxy._lookups._client.found = 768
         c.decode[0].script = c.decode[1].script = [answers(503)]
         with monkeypatch.context() as patient:
             patient.setattr(hints_module, "_PREFETCH_REFUSED_S", 60.0)
@@ -511,7 +512,7 @@ async def test_a_hint_that_comes_while_many_prompts_are_looked_up_is_refused_for
 @scenario
 async def test_nothing_is_prefetched_that_the_pool_does_not_have():
     async with pinning() as c:
-        c.proxy._direct._client.found = 0
+        c.proxy._lookups._client.found = 0
         assert (await c.hint("kv.prefetch", {"tokens": IDS}))[
             "reason"
         ] == "the pool has no chunk of the prompt"

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from launch.discovery import View
 from launch.proxy import routing
-from launch.proxy.direct import DirectRule
+from launch.proxy.lookups import PoolLookups
 from launch.proxy.nodes import NodePools
 from launch.proxy.prefixes import PrefixIndex, RoutedPrompt, read_prompt
 from launch.proxy.routing import Attempts, NodeBreaker, NodePool, RetryBudget, Trial
@@ -327,7 +327,7 @@ def test_a_prompt_goes_where_its_beginning_was_computed_unless_the_queue_there_i
 
 
 def test_a_node_that_says_how_large_its_cache_is_is_guessed_to_hold_no_more():
-    pools = NodePools(ProxyConfig(policy="prefix_aware"), DirectRule(0))
+    pools = NodePools(ProxyConfig(policy="prefix_aware"), PoolLookups())
     pools.update(
         View(tuple(NodeRecord(name=name, role="prefill", address=f"http://{name}:1") for name in "ab"))
     )

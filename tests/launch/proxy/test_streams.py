@@ -30,7 +30,7 @@ STREAM = {
 
 
 def streaming(decode=1, tokens=50, streams=True):
-    return cluster(1, decode, streams=streams, direct=DirectRule(0, stream_tokens=tokens))
+    return cluster(1, decode, streams=streams, rule=DirectRule(stream_tokens=tokens))
 
 
 def params_of(node):

@@ -11,7 +11,7 @@ from launch.proxy.bodies import tenant_salt
 from launch.proxy.keys import Keys, WatchedFiles
 from pd_cache.cluster import ProxyConfig, TenantConfig, read_tenants
 from pd_cache.errors import ConfigError
-from tests.launch.proxy.test_direct import IDS, rule
+from tests.launch.proxy.test_direct import IDS, looks_up
 from tests.launch.proxy.test_hints import Renewing
 from tests.support.proxy import NAMESPACE, bearer, error_of, files_of, look_twice, scenario, until
 from tests.support.proxy import cluster as proxied
@@ -30,7 +30,7 @@ def files(folder, text=FILE):
 
 def tenants(folder, found=0):
     """A proxy with these keys and tenants, whose pool has so many tokens of each prompt."""
-    return proxied(direct=rule(Renewing(found=found)), **files(folder))
+    return proxied(**looks_up(Renewing(found=found)), **files(folder))
 
 
 def body(**fields):
@@ -145,7 +145,7 @@ async def test_who_is_no_tenant_or_pretends_to_be_one_is_refused(tmp_path, heade
 @scenario
 async def test_a_query_with_a_clients_key_is_about_its_own_tenants_prompts(tmp_path):
     client = Renewing(found=0)
-    async with proxied(direct=rule(client), **files(tmp_path)) as c:
+    async with proxied(**looks_up(client), **files(tmp_path)) as c:
         asked = {"token_ids": IDS, "cache_salt": A}
 
         async def query(key):
@@ -153,7 +153,7 @@ async def test_a_query_with_a_clients_key_is_about_its_own_tenants_prompts(tmp_p
                 return response.status
 
         assert [await query(PLAIN), await query(OF_B)] == [400, 200]
-        of_a = c.proxy._direct._namer.name(IDS, A).names
+        of_a = c.proxy._lookups._namer.name(IDS, A).names
         assert of_a not in client.asked
         asked["cache_salt"] = ""
         assert await query(OF_A) == 200
