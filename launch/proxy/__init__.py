@@ -16,16 +16,16 @@ It guarantees:
 A completion's way, by file and function:
 
     app.py        Proxy.setup                  lists the pages
-    serving.py    Serving.completion           is the way: the next two steps, then _decode
+    serving.py    Serving.completion           is the way: accepted, prepare, _decode
     requests.py     Requests.accepted          checks the key, reads the body, holds a place; at the end, logs
     requests.py     Requests.prepare           is all that comes before the decode node, a step a line:
     requests.py       Requests._read           reads the prompt out of the body
-    requests.py       Requests._look_up        looks it up (Hops.look_up); decides whether it needs a prefill node
+    requests.py       Requests._look_up        looks it up (Hops.look_up): is a prefill node needed?
     requests.py       Requests._prefill_node   with limits, refuses it, or lets it wait; takes a node
     hints.py          Hints.begin
     requests.py       Requests._prefilled      may have a decode node load meanwhile
     hops.py             Hops.prefill           asks a prefill node; Hops.asking counts what it is asked
-    serving.py      Serving._decode            asks a decode node, also in Hops.asking
+    serving.py      Serving._decode, _ask      asks a decode node, also in Hops.asking
     serving.py      Relay.pass_on              passes its answer on, most bytes in a _Shortcut
 
 Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`. It takes the same

@@ -89,20 +89,15 @@ class Hops:
 
         `name`: whether the caller needs the names even of a prompt that is too short for a lookup.
         """
-        rule, lookups, plain = self.rule, self._lookups, completion.plain()
-        if plain and not name and rule.why(prompt.tokens):
-            return prompt._replace(unnamed="not asked for")
-        # the length of an image's bytes, or of its URL, says nothing about its tokens
-        if not lookups.can_name(completion.model(), prompt.tokens if plain else 0):
-            return prompt._replace(unnamed=lookups.blind or "it is too long, or for another model")
-        if self._looking >= MAX_WAITING:
-            return prompt._replace(unnamed=f"{MAX_WAITING} others are being looked up; try again")
+        lookups = self._lookups
+        if why := self._why_unnamed(completion, prompt, name=name):
+            return prompt._replace(unnamed=why)
         self._looking += 1
         try:
             async with asyncio.timeout(lookups.timeout_s):
                 tokens, media = await self._tokens(exchange, completion)
                 prompt = prompt.counted(len(tokens))
-                if rule.why(len(tokens)) and not name:
+                if self.rule.why(len(tokens)) and not name:
                     return prompt._replace(unnamed="not asked for")
                 named = await lookups.look_up(tokens, completion.cache_salt, exchange.id, media)
                 return prompt._replace(named=named)
@@ -113,6 +108,18 @@ class Hops:
         finally:
             self._looking -= 1
         return prompt._replace(unnamed=why)
+
+    def _why_unnamed(self, completion: Completion, prompt: RoutedPrompt, *, name: bool) -> str:
+        """Returns why nothing is asked about a prompt; empty if it is."""
+        plain = completion.plain()
+        if plain and not name and self.rule.why(prompt.tokens):
+            return "not asked for"
+        # the length of an image's bytes, or of its URL, says nothing about its tokens
+        if not self._lookups.can_name(completion.model(), prompt.tokens if plain else 0):
+            return self._lookups.blind or "it is too long, or for another model"
+        if self._looking >= MAX_WAITING:
+            return f"{MAX_WAITING} others are being looked up; try again"
+        return ""
 
     async def _tokens(self, exchange: Exchange, completion: Completion) -> PromptTokens:
         """Returns a prompt's tokens, if necessary from a decode node. Raises ValueError with the reason if

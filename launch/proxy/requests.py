@@ -71,8 +71,6 @@ class Requests:
         # one thread, because each keeps memory for the next body
         self._large = ThreadPoolExecutor(1, "proxy-large")
 
-    # --- its key, its place, its end ------------------------------------------------------------------------
-
     def new(self, request_id: str, path: str, headers: CIMultiDictProxy[str]) -> Exchange:
         """Returns the state of a request that has just come."""
         share = BodyShare(self.hops.bodies)
@@ -104,62 +102,6 @@ class Requests:
         finally:
             self._ended(exchange)
 
-    @asynccontextmanager
-    async def _until_its_deadline(self, exchange: Exchange) -> AsyncIterator[None]:
-        """Ends the block at the request's deadline. Turns every failure into an ApiError, except that the
-        client has gone."""
-        task = asyncio.current_task()
-        assert task is not None
-        limit_s = max(0.0, self.config.request_timeout_s - (time.monotonic() - exchange.started))
-        self.running.add(task)
-        try:
-            async with asyncio.timeout(limit_s) as limit:
-                yield
-        except (ApiError, ClientGone):
-            raise
-        except asyncio.CancelledError:
-            if not self.admission.closing:
-                raise  # the client has gone
-            task.uncancel()
-            raise overloaded("The proxy is shutting down") from None
-        except Exception as error:  # the client gets an error in OpenAI's shape for every failure
-            if limit.expired():
-                what = f"No complete answer within {limit_s:.3g} s"
-                raise ApiError(504, what, code="timeout") from error
-            log.exception("request %s: unexpected error", exchange.id)
-            raise ApiError(500, "Internal error of the proxy", code="internal_error") from error
-        finally:
-            self.running.discard(task)
-
-    def _note_error(self, exchange: Exchange, error: ApiError) -> None:
-        free_frames(error)
-        if exchange.status is not None:
-            exchange.cut_status = error.status
-            self.metrics.cut.labels(error.code or "").inc()
-            return
-        exchange.status = error.status
-        if error.status == 429:
-            self.metrics.refused.labels(error.code).inc()
-
-    def _ended(self, exchange: Exchange) -> None:
-        exchange.until_answered.close()
-        if exchange.hinted is not None:
-            exchange.hinted.cancel()
-        exchange.share.close()
-        exchange.body = b""
-        status = exchange.status or 500
-        self.metrics.requests.labels(str(status)).inc()
-        exchange.span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
-        exchange.span.end(f"status {status}" if status >= 500 else "")
-        took = time.monotonic() - exchange.started
-        log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.summary())
-        if exchange.path != MODELS and (exchange.nodes or status >= 500):
-            trip, status = exchange.trip(), exchange.cut_status or status
-            self.trips.note(exchange.id, trip)
-            first_s, streamed, prefill_s = exchange.first_byte_s, exchange.streamed, exchange.prefill_s
-            ended = EndedRequest(exchange.id, took, first_s, status, trip, streamed, prefill_s)
-            self._recent.note(ended)
-
     # --- until its decode node ------------------------------------------------------------------------------
 
     async def prepare(self, exchange: Exchange) -> None:
@@ -178,15 +120,12 @@ class Requests:
 
     async def _read(self, exchange: Exchange) -> Completion:
         """Returns the client's request. Raises ApiError if no node could answer it."""
-
-        def read() -> Completion:
-            chat, tenant = exchange.path == CHAT, exchange.client.tenant
-            completion = Completion(exchange.body, chat=chat, tenant=tenant)
-            exchange.prompt = completion.prompt()
-            exchange.streamed = completion.streams()
-            return completion
-
-        completion = await self._computed(exchange, read)
+        chat, tenant = exchange.path == CHAT, exchange.client.tenant
+        completion = await self._computed(
+            exchange, lambda: Completion(exchange.body, chat=chat, tenant=tenant)
+        )
+        exchange.prompt = await self._computed(exchange, completion.prompt)
+        exchange.streamed = completion.streams()
         if not self.hops.pools["decode"].nodes.keys() - set(exchange.excluded):
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
@@ -283,7 +222,7 @@ class Requests:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._large, function)
 
-    # --- its answer, and the end of all ---------------------------------------------------------------------
+    # --- its answer and its end -----------------------------------------------------------------------------
 
     def answering(self, exchange: Exchange, asked: Asked, *, well: bool) -> None:
         """Notes that the decode node's answer begins: `well`, or with a refusal."""
@@ -298,6 +237,62 @@ class Requests:
         exchange.until_answered.close()
         exchange.share.close()
         exchange.body = b""
+
+    @asynccontextmanager
+    async def _until_its_deadline(self, exchange: Exchange) -> AsyncIterator[None]:
+        """Ends the block at the request's deadline. Turns every failure into an ApiError, except that the
+        client has gone."""
+        task = asyncio.current_task()
+        assert task is not None
+        limit_s = max(0.0, self.config.request_timeout_s - (time.monotonic() - exchange.started))
+        self.running.add(task)
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                yield
+        except (ApiError, ClientGone):
+            raise
+        except asyncio.CancelledError:
+            if not self.admission.closing:
+                raise  # the client has gone
+            task.uncancel()
+            raise overloaded("The proxy is shutting down") from None
+        except Exception as error:  # the client gets an error in OpenAI's shape for every failure
+            if limit.expired():
+                what = f"No complete answer within {limit_s:.3g} s"
+                raise ApiError(504, what, code="timeout") from error
+            log.exception("request %s: unexpected error", exchange.id)
+            raise ApiError(500, "Internal error of the proxy", code="internal_error") from error
+        finally:
+            self.running.discard(task)
+
+    def _note_error(self, exchange: Exchange, error: ApiError) -> None:
+        free_frames(error)
+        if exchange.status is not None:
+            exchange.cut_status = error.status
+            self.metrics.cut.labels(error.code or "").inc()
+            return
+        exchange.status = error.status
+        if error.status == 429:
+            self.metrics.refused.labels(error.code).inc()
+
+    def _ended(self, exchange: Exchange) -> None:
+        exchange.until_answered.close()
+        if exchange.hinted is not None:
+            exchange.hinted.cancel()
+        exchange.share.close()
+        exchange.body = b""
+        status = exchange.status or 500
+        self.metrics.requests.labels(str(status)).inc()
+        exchange.span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
+        exchange.span.end(f"status {status}" if status >= 500 else "")
+        took = time.monotonic() - exchange.started
+        log.info("request %s: %d in %.3f s %s", exchange.id, status, took, exchange.summary())
+        if exchange.path != MODELS and (exchange.nodes or status >= 500):
+            trip, status = exchange.trip(), exchange.cut_status or status
+            self.trips.note(exchange.id, trip)
+            first_s, streamed, prefill_s = exchange.first_byte_s, exchange.streamed, exchange.prefill_s
+            ended = EndedRequest(exchange.id, took, first_s, status, trip, streamed, prefill_s)
+            self._recent.note(ended)
 
     async def drain(self) -> None:
         """Refuses new requests, waits up to `drain_s` for those under way to end, then cuts off the rest."""

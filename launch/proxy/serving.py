@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 
 import aiohttp
 import msgspec
@@ -50,10 +51,9 @@ class Serving:
         """Answers a completion or a chat."""
         exchange = self._requests.new(request[REQUEST_ID], request.path, request.headers)
         relay = Relay(exchange, request)
+        read = _body(exchange, request, LARGEST_BODY, self._limit_s)
         try:
-            async with self._requests.accepted(
-                exchange, _body(exchange, request, LARGEST_BODY, self._limit_s)
-            ):
+            async with self._requests.accepted(exchange, read):
                 await self._requests.prepare(exchange)
                 return await self._decode(exchange, relay)
         except ApiError as error:
@@ -80,22 +80,11 @@ class Serving:
     async def _decode(self, exchange: Exchange, relay: Relay) -> web.StreamResponse:
         """Passes a decode node's answer on, or returns the refusal of all. Raises ApiError if no node could
         answer, or if the answer breaks off."""
-        hops = self._requests.hops
+        hops, refusals = self._requests.hops, dict[Reason, web.Response]()
         attempts = Attempts(hops.pools["decode"], exchange.trial, first=exchange.decodes)
-        refusals: dict[Reason, web.Response] = {}
         while (node := attempts.next(time.monotonic())) is not None:
-            answer: aiohttp.ClientResponse | None = None
             try:
-                with hops.asking(exchange, "decode", node) as (headers, asked):
-                    answer = await send(hops.session, "POST", node + exchange.path, headers, exchange.body)
-                    await check_status(answer)
-                    first = await read_some(answer)  # a node that dies before this can still be replaced
-                    if not first and answer.status < 300:
-                        raise HopError("garbage", "the answer is empty")
-                    well = answer.status < 300
-                    attempts.answered(node, time.monotonic(), well=well)
-                    self._requests.answering(exchange, asked, well=well)
-                    return await relay.pass_on(answer, first, self._requests)
+                return await self._ask(exchange, relay, node, attempts)
             except HopError as error:
                 begun = exchange.first_byte_s is not None
                 hops.failed(exchange, "decode", node, None if begun else attempts, error)
@@ -104,9 +93,6 @@ class Serving:
                     raise ApiError(502, what, code="node_failed") from error
                 if error.refusal is not None:
                     refusals[error.reason] = error.refusal
-            finally:
-                if answer is not None:
-                    answer.close()
         refusal = (None if attempts.blamed else refusals.get("busy")) or refusals.get("error")
         if refusal is not None:
             exchange.status = refusal.status
@@ -115,6 +101,23 @@ class Serving:
             what = "This request failed on two nodes and is not tried on others"
             raise ApiError(502, what, code="node_failed")
         raise overloaded("No decode node could answer")
+
+    async def _ask(
+        self, exchange: Exchange, relay: Relay, node: str, attempts: Attempts
+    ) -> web.StreamResponse:
+        """Passes the answer of a decode node on. Raises HopError if the node fails."""
+        hops = self._requests.hops
+        with hops.asking(exchange, "decode", node) as (headers, asked):
+            answer = await send(hops.session, "POST", node + exchange.path, headers, exchange.body)
+            with closing(answer):
+                await check_status(answer)
+                first = await read_some(answer)  # a node that dies before this can still be replaced
+                well = answer.status < 300
+                if well and not first:
+                    raise HopError("garbage", "the answer is empty")
+                attempts.answered(node, time.monotonic(), well=well)
+                self._requests.answering(exchange, asked, well=well)
+                return await relay.pass_on(answer, first, self._requests)
 
     async def _models(self, exchange: Exchange) -> web.Response:
         """Returns the models of the first decode node that answers, of two. Only a refused connection counts

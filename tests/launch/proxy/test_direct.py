@@ -166,7 +166,7 @@ async def test_a_prompt_that_its_decode_node_would_not_load_goes_there_alone_whi
 @pytest.mark.usefixtures("face")
 @scenario
 async def test_a_prompt_without_tokens_gets_its_nodes_answer():
-    async with cluster(direct=rule(Lookups(0))) as c:
+    async with cluster(**looks_up(Lookups(0))) as c:
         await c.ask({"prompt": [], "stream": True, "kv_hints": {}})
 
 
