@@ -630,6 +630,15 @@ async def test_a_streamed_request_is_remembered_with_its_nodes_and_their_reports
         }
 
 
+@scenario
+async def test_without_prefill_nodes_the_metric_and_the_request_say_so():
+    async with cluster(0) as c:
+        await c.ask({"prompt": "Hi"}, headers={"X-Request-Id": "mine"})
+        assert c.metric("handoffs_total", result="no_prefill_nodes") == 1
+        (hop,) = (await c.told("/requests/mine"))["hops"]
+        assert (hop["hop"], hop["direct"]) == ("decode", "no_prefill_nodes")
+
+
 @pytest.mark.usefixtures("face")
 @scenario
 async def test_a_prefill_node_that_computes_what_it_finds_is_known_until_it_loads_again():
