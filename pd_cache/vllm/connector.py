@@ -334,7 +334,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Returns the requests whose loads have ended."""
         if self._worker is None:
             return KVConnectorTransferResults()
-        loads = self._worker.take_loads(self._step(), finished_req_ids)
+        loads = self._worker.take_ended_loads(self._step(), finished_req_ids)
         self._bad_blocks = loads.bad_blocks
         return KVConnectorTransferResults(finished_recving=loads.finished, failed_recving=loads.failed)
 

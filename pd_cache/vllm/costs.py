@@ -156,7 +156,7 @@ class Costs:
         """The most tokens of a hand-off that is not worth loading, at the last `look`. Other threads read
         it."""
 
-    def judge(
+    def not_worth(
         self,
         tokens: Sequence[int],
         position: int,
@@ -184,7 +184,7 @@ class Costs:
         return NotWorth(load_s, compute_s, probe) if load_s > margin * compute_s + delays_s else None
 
     def look(self, ahead: Sequence[tuple[int, float]], now: float) -> None:
-        """Decides which hand-offs are not worth loading even alone. `ahead` is as for `judge`."""
+        """Decides which hand-offs are not worth loading even alone. `ahead` is as for `not_worth`."""
         loads, steps, declined = self._of_loads[2], self._of_steps, [0]
         if loads.known and steps.known and not loads.due(now):
             ahead_s = sum(steps.seconds(some, mean) for some, mean in ahead)

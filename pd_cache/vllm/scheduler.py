@@ -125,49 +125,44 @@ class SchedulerSide:
         tracked.asked(computed)
         self._holding.pop(tracked.id, None)  # vLLM asks only for requests without blocks
         self._outdated.forget(tracked.id)
-        changed = self._follow()
-        now = self._clock()
-        waits = tracked.handoff.announced is not None and self._outdated.weights.label is not None
-        if changed and computed:
+        weights_changed, now = self._follow(), self._clock()
+        tokens: int | None = 0
+        if weights_changed and computed:
             # vLLM's own cache has just been emptied, so vLLM does not notice that a state that it found there
             # is computed only in this step
             tokens = None
         elif tracked.streams:
             tokens = self._match_stream(tracked, now)
-        elif (
-            (loading := self.streams.take_over(tracked))
-            and not tracked.declined
-            and (tracked.judged or self._verdict(tracked, (0, 0, loading), now) is None)
-        ):
+        elif self._waits_for_stream(tracked, now):
             tokens = None
-        elif not tracked.wants_lookup():
-            tokens = 0
-        else:
-            if waits and self._lookup.available:
-                tracked.wait_for_announced(self._labelled(), now)
-            if tracked.needs_lookup(now):
-                chunk, names = self._plan.chunk, tracked.names.first(tracked.most)
-                chunks_at_hand = tracked.at_hand // chunk
-                if tracked.span is NO_SPAN:
-                    asked = {"asked": len(names) * chunk, "announced": tracked.awaited * chunk}
-                    tracked.span = request_span(self._tracing, "pd_cache.lookup", request, **asked)
-                found = self._lookup.find(names, tracked.id, chunks_at_hand=chunks_at_hand)
-                streamed = self.streams.came(names[:chunks_at_hand]) if waits else 0
-                tracked.looked_up(found, streamed, self._clock())
+        elif tracked.wants_lookup():
+            self._look_up(tracked, now)
             tokens = self._match(tracked, now)
         self._unallocated = tokens is not None
         self._next.expecting |= tokens is None
         return tokens, bool(tokens)
 
+    def _look_up(self, tracked: TrackedRequest, now: float) -> None:
+        """Looks the prompt up if it was not, or if chunks for which the request waits may be there by now."""
+        waits = tracked.handoff.announced is not None and self._outdated.weights.label is not None
+        if waits and self._lookup.available:
+            tracked.wait_for_announced(self._labelled(), now)
+        if not tracked.needs_lookup(now):
+            return
+        chunk, names = self._plan.chunk, tracked.names.first(tracked.most)
+        at_hand = tracked.at_hand // chunk
+        if tracked.span is NO_SPAN:
+            asked = {"asked": len(names) * chunk, "announced": tracked.awaited * chunk}
+            tracked.span = request_span(self._tracing, "pd_cache.lookup", tracked.request, **asked)
+        found = self._lookup.find(names, tracked.id, chunks_at_hand=at_hand)
+        tracked.looked_up(found, self.streams.came(names[:at_hand]) if waits else 0, self._clock())
+
     def _match(self, tracked: TrackedRequest, now: float) -> int | None:
         """Returns how many of the found tokens can be loaded; None while the request waits for announced
         chunks, or for blocks of other loads."""
-        proposed = tokens = tracked.propose()
-        if tokens and not tracked.judged:
-            self._judge(tracked, tokens, now)
-            if tracked.declined:
-                tokens = tracked.propose()
-                self.metrics.counts.add("loads_declined_tokens", by=proposed - tokens)
+        tokens = tracked.propose()
+        if tokens and not tracked.decided:
+            tokens = self._decide(tracked, tokens, now)
         if tracked.lacks_chunks:
             return None
         tracked.end_span()
@@ -176,28 +171,41 @@ class SchedulerSide:
         fits = self._plan.plain or self._fits(tracked)
         return tokens if fits else tracked.wait_for_room(now)
 
-    def _judge(self, tracked: TrackedRequest, tokens: int, now: float) -> None:
-        """Declines the proposed tokens if vLLM would compute them before their load ends."""
-        tracked.judged = True
-        verdict = self._verdict(tracked, tracked.by_tier(tokens), now)
+    def _decide(self, tracked: TrackedRequest, proposed: int, now: float) -> int:
+        """Returns how many of the proposed tokens to load: fewer if vLLM would compute them before their load
+        ends."""
+        tracked.decided = True
+        why = self._not_worth(tracked, tracked.by_tier(proposed), now)
         # a part of a window or a state is of no use
-        if verdict is None or (verdict.probe and not self._plan.plain):
-            return
+        if why is None or (why.probe and not self._plan.plain):
+            return proposed
         chunk = self._plan.chunk
-        size = sum(space.chunk_bytes * min(tokens / chunk, space.tail or math.inf) for space in self._spaces)
-        detail = (
-            f"{tokens:,} tokens would load in {verdict.load_s:.3g} s at {size / verdict.load_s / 1e6:.3g} MB/s; "
-            f"computing them takes {verdict.compute_s:.3g} s"
+        size = sum(
+            space.chunk_bytes * min(proposed / chunk, space.tail or math.inf) for space in self._spaces
         )
-        tracked.decline(detail, chunk if verdict.probe else 0)
+        detail = (
+            f"{proposed:,} tokens would load in {why.load_s:.3g} s at {size / why.load_s / 1e6:.3g} MB/s; "
+            f"computing them takes {why.compute_s:.3g} s"
+        )
+        tracked.decline(detail, chunk if why.probe else 0)
+        tokens = tracked.propose()
+        self.metrics.counts.add("loads_declined_tokens", by=proposed - tokens)
+        return tokens
 
-    def _verdict(self, tracked: TrackedRequest, tokens: Sequence[int], now: float) -> NotWorth | None:
+    def _waits_for_stream(self, tracked: TrackedRequest, now: float) -> bool:
+        """Returns whether the request waits for the load of a stream, which it takes over."""
+        loading = self.streams.take_over(tracked)
+        if not loading or tracked.declined:
+            return False
+        return tracked.decided or self._not_worth(tracked, (0, 0, loading), now) is None
+
+    def _not_worth(self, tracked: TrackedRequest, tokens: Sequence[int], now: float) -> NotWorth | None:
         """Returns why these tokens, by tier, are not worth loading; None if they are."""
         margin = MARGIN if tracked.handoff.announced is None else HANDOFF_MARGIN
-        return self.costs.judge(tokens, tracked.at_hand, self._ahead(tracked), now, margin)
+        return self.costs.not_worth(tokens, tracked.at_hand, self._ahead(tracked), now, margin)
 
     def _ahead(self, tracked: TrackedRequest | None = None) -> list[tuple[int, float]]:
-        """Returns the prompts that vLLM would compute before `tracked`, as for `Costs.judge`."""
+        """Returns the prompts that vLLM would compute before `tracked`, as for `Costs.not_worth`."""
         ahead = []
         for other in self._requests.values():
             begin = other.request.num_computed_tokens - other.request.num_in_flight_tokens

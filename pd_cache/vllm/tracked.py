@@ -69,7 +69,7 @@ class TrackedRequest:
         self._metrics = metrics
         self.arrived = now
         self.may_load = not request.skip_reading_prefix_cache and plan.settings.connector.load != "never"
-        self.judged = plan.settings.connector.load != "auto"
+        self.decided = plan.settings.connector.load != "auto"
         """Whether it is already decided how many tokens may be loaded. This is decided once."""
         self.declined = False
         """Whether the prefix is not worth loading."""

@@ -6,8 +6,8 @@ own. Copies and steps follow this order:
 1. A store reads blocks after the step that computes them: the store's thread waits for the mark that `save`
    made at the end of that step. It waits for no later step.
 2. A load waits for no step, and no step waits for a load. vLLM gives a load only blocks that no step under
-   way reads or writes (`defer_block_free`), and schedules the request's first step after `take_loads` has
-   reported the load.
+   way reads or writes (`defer_block_free`), and schedules the request's first step after
+   `take_ended_loads` has reported the load.
 3. No load or store touches a block after its end was reported. Before the report, the reporting thread waits
    on the host for its own copies and for those of the other layer groups. So vLLM may then give the blocks of
    a store to another request, and read the blocks of a load.
@@ -125,7 +125,7 @@ class WorkerSide:
             if stores:
                 self._store_queue.put((op, after))
 
-    def take_loads(self, step: Step, finished: set[str]) -> EndedLoads:
+    def take_ended_loads(self, step: Step, finished: set[str]) -> EndedLoads:
         """Returns the loads that have ended. Gives up loads of `finished` requests that have not begun."""
         with self._changed:
             self._wanted -= finished

@@ -78,7 +78,7 @@ class Judge:
         """Returns whether to compute these tokens instead of loading them; if not, their load begins."""
         now = time.monotonic()
         with self._lock:
-            verdict = self._costs.judge(tiers, position, [(queue_s * _COMPUTED_S, 1.0)], now)
+            verdict = self._costs.not_worth(tiers, position, [(queue_s * _COMPUTED_S, 1.0)], now)
             if verdict is not None and not verdict.probe:
                 return True
             self._costs.load_began(lane, tiers, now)

@@ -302,7 +302,7 @@ class History:
             self.vllm = Scheduler(config, theirs, manager, block_size=BLOCK, hash_block_size=self.hashed)
         side = self.vllm.connector._scheduler
         side.streams.longest_s = setting.stream_s
-        side.costs.judge = self._judge
+        side.costs.not_worth = self._not_worth
         self.metrics = side.metrics
         self.chunk, self.cache = chunk, self.vllm.connector._settings.node.cache
         by_group = [
@@ -319,7 +319,7 @@ class History:
             version=WeightsVersion(),
         )
 
-    def _judge(self, *_):
+    def _not_worth(self, *_):
         probe = self.rng.random() < 0.3
         return NotWorth(2.0, 1.0, probe) if self.rng.random() < self.setting.declines else None
 
@@ -487,7 +487,7 @@ class History:
         step = output.kv_connector_metadata
         assert isinstance(step, Step)
         sampled = self._compute(output, step)
-        ended = self.worker.take_loads(step, output.finished_req_ids)
+        ended = self.worker.take_ended_loads(step, output.finished_req_ids)
         told = KVConnectorOutput(
             finished_recving=ended.finished,
             failed_recving=ended.failed,

@@ -911,7 +911,7 @@ def test_layers_with_pages_of_different_size_in_a_group_move_in_parts_byte_by_by
         )
         bare = pages[1]
         to.start(Move(loads=[LoadOp("a", there, [])]))
-        wait_for(lambda: to.take_loads(Move(), set()).finished)
+        wait_for(lambda: to.take_ended_loads(Move(), set()).finished)
     for kind, source_ids, target_ids in zip(kept, *places, strict=True):
         per_chunk = len(source_ids) // 2
         for layer in groups[kind.number].layer_names:

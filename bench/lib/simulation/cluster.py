@@ -140,7 +140,7 @@ class _Node:
         found = (yield from cluster.look_up(self.cores, names)) if names else 0
         if most := max(found, awaited):
             margin = HANDOFF_MARGIN if awaited else MARGIN
-            verdict = learned.judge((0, 0, most * size), 0, self.engine.ahead, time.now, margin)
+            verdict = learned.not_worth((0, 0, most * size), 0, self.engine.ahead, time.now, margin)
             if verdict is not None:
                 found, awaited = min(found, verdict.probe), 0
         while found < awaited and time.now < deadline:

@@ -95,7 +95,7 @@ class SimulatedEngine:
     @property
     def ahead(self) -> Iterator[tuple[int, float]]:
         """Yields, for each prompt that is being computed, how many tokens are left and their mean position;
-        see `Costs.judge`."""
+        see `Costs.not_worth`."""
         for generating in self._prefilling:
             end = generating.request.tokens
             yield end - generating.position, (generating.position + end) / 2

@@ -41,8 +41,8 @@ class Engine:
     def computed(self, tokens, position=0):
         return tokens * (self.compute + self.context * (position + tokens / 2))
 
-    def judged(self, tokens, position=0, *ahead):
-        return self.costs.judge((0, 0, tokens), position, ahead, self.now)
+    def not_worth(self, tokens, position=0, *ahead):
+        return self.costs.not_worth((0, 0, tokens), position, ahead, self.now)
 
 
 @given(loads=st.lists(_MANY, max_size=20), steps=st.lists(_MANY, max_size=20), tokens=_MANY)
@@ -50,7 +50,7 @@ def test_nothing_is_declined_before_three_loads_and_three_steps_were_measured(lo
     engine = Engine(load=1.0)
     engine.loads(*loads)
     engine.steps(*((some, 0) for some in steps))
-    assert (engine.judged(tokens) is None) == (len(loads) < 3 or len(steps) < 3)
+    assert (engine.not_worth(tokens) is None) == (len(loads) < 3 or len(steps) < 3)
 
 
 @given(
@@ -70,14 +70,14 @@ def test_a_prefix_is_declined_if_its_load_takes_longer_than_its_steps_and_else_l
         engine.load, engine.fixed = load_s / tokens, 0.0
         engine.loads(*loads)
         engine.steps(*steps)
-        assert (engine.judged(tokens, before) is not None) == declined
+        assert (engine.not_worth(tokens, before) is not None) == declined
 
 
 def test_the_figures_are_those_that_were_measured():
     engine = Engine(load=1e-3, fixed=0.03, compute=1e-4, context=1e-8)
     engine.loads(1000, 500, 8000, 2000, 300)
     engine.steps((2000, 0), (2000, 2000), (1000, 4000), (500, 0))
-    verdict = engine.judged(4000, 1000, (1000, 500))
+    verdict = engine.not_worth(4000, 1000, (1000, 500))
     assert verdict is not None
     assert verdict.load_s == pytest.approx(4.03, rel=0.01)
     assert verdict.compute_s == pytest.approx(engine.computed(4000, 1000) + engine.computed(1000), rel=0.01)
@@ -89,11 +89,11 @@ def test_one_stall_changes_nothing_and_two_in_a_row_count(tokens, others, by):
     engine.loads(*others)
     engine.steps((2048, 0), (2048, 0), (2048, 0))
     engine.loads(tokens, by=100 * by + 1e5 / tokens)
-    assert engine.judged(4096) is None
+    assert engine.not_worth(4096) is None
     engine.loads(*others)
-    assert engine.judged(4096) is None
+    assert engine.not_worth(4096) is None
     engine.loads(tokens, tokens, by=100 * by + 1e5 / tokens)
-    assert engine.judged(4096) is not None
+    assert engine.not_worth(4096) is not None
 
 
 @given(
@@ -106,10 +106,10 @@ def test_a_link_that_becomes_ten_times_slower_or_faster_is_noticed_within_three_
         engine = Engine(load=2e-5 if fast_first else 2e-4)
         engine.steps(*[(2048, 0)] * 5)
         engine.loads(*before)
-        assert (engine.judged(8192) is None) == fast_first
+        assert (engine.not_worth(8192) is None) == fast_first
         engine.load = 2e-4 if fast_first else 2e-5
         engine.loads(*after, whole=whole or not fast_first)  # deadlines may cut slow ones short
-        assert (engine.judged(8192) is None) != fast_first
+        assert (engine.not_worth(8192) is None) != fast_first
 
 
 def test_a_declined_prefix_corrects_no_figure_while_a_load_is_under_way_which_will():
@@ -117,21 +117,21 @@ def test_a_declined_prefix_corrects_no_figure_while_a_load_is_under_way_which_wi
     engine.loads(*[4096] * 3)
     engine.steps(*[(2048, 0)] * 3)
     engine.loads(4096, by=5)
-    assert engine.judged(4096).probe
+    assert engine.not_worth(4096).probe
     engine.costs.load_began("b", (0, 0, 4096), engine.now)
-    assert not engine.judged(4096).probe
+    assert not engine.not_worth(4096).probe
 
 
 def test_loads_under_way_and_prompts_in_front_count():
     engine = Engine(load=4e-5, fixed=0.0)
     engine.loads(*[4096] * 4)
     engine.steps(*[(2048, 0)] * 4)
-    assert engine.judged(4096) is None
+    assert engine.not_worth(4096) is None
     engine.costs.load_began("b", (0, 0, 4096), engine.now)
-    assert engine.judged(4096) is not None, "the link is busy"
-    assert engine.judged(4096, 0, (4096, 2048)) is None, "and so is the engine"
+    assert engine.not_worth(4096) is not None, "the link is busy"
+    assert engine.not_worth(4096, 0, (4096, 2048)) is None, "and so is the engine"
     engine.now += 0.9 * 4096 * 4e-5
-    assert engine.judged(4096) is None, "the other load is almost over"
+    assert engine.not_worth(4096) is None, "the other load is almost over"
 
 
 def test_loaded_requests_would_wait_for_a_computed_prompt_so_it_is_loaded_behind_many_short_ones():
@@ -139,11 +139,11 @@ def test_loaded_requests_would_wait_for_a_computed_prompt_so_it_is_loaded_behind
     engine.loads(*[4096] * 4)
     engine.steps(*[(2048, 0)] * 4)
     engine.costs.load_began("long", (0, 0, 3400), engine.now)
-    assert engine.judged(4096) is not None
+    assert engine.not_worth(4096) is not None
     engine.costs.load_ended("long", None)
     for name in "abcde":
         engine.costs.load_began(name, (0, 0, 680), engine.now)
-    assert engine.judged(4096) is None
+    assert engine.not_worth(4096) is None
 
 
 class Link:
@@ -200,7 +200,7 @@ def over_one_link(engine, at_once, sizes, pause, rng, count=300):
         for _ in [at for at in arrivals if at <= engine.now]:
             arrivals.remove(min(arrivals))
             tokens, name = rng.randint(*sizes), f"{len(ended)} {engine.now} {len(begun)}"
-            begun[name] = engine.judged(tokens).load_s, engine.now
+            begun[name] = engine.not_worth(tokens).load_s, engine.now
             engine.costs.load_began(name, (0, 0, tokens), engine.now)
             link.begin(name, engine.fixed + engine.load * tokens)
     return ended, list(begun)
@@ -222,7 +222,7 @@ def test_loads_that_share_a_link_take_as_long_as_expected_and_so_does_the_next_a
     assert expected == pytest.approx(took, rel=0.2)
     for name in under_way:
         engine.costs.load_ended(name, None)
-    assert engine.judged(4096).load_s == pytest.approx(engine.fixed + 4096 * engine.load, rel=0.02)
+    assert engine.not_worth(4096).load_s == pytest.approx(engine.fixed + 4096 * engine.load, rel=0.02)
 
 
 def first_tokens(engine, link, load, count, step, tokens=4096):
@@ -242,7 +242,7 @@ def first_tokens(engine, link, load, count, step, tokens=4096):
             if name in new:
                 new.remove(name)
                 ahead = [(tokens - at[other], (tokens + at[other]) / 2) for other in running]
-                if load == "always" or (load == "auto" and not engine.judged(tokens - 1, 0, *ahead)):
+                if load == "always" or (load == "auto" and not engine.not_worth(tokens - 1, 0, *ahead)):
                     at[name] = tokens - 1
                     engine.costs.load_began(name, (0, 0, tokens - 1), engine.now)
                     link.begin(name, engine.fixed + engine.load * (tokens - 1))
@@ -295,7 +295,7 @@ def test_an_engine_says_up_to_which_length_it_declines_hand_offs_unless_one_shou
     length = declines()
     assert 4096 <= length <= 16384
     for tokens in (length, 2 * length):
-        declined = engine.costs.judge((0, 0, tokens), 0, (), engine.now, HANDOFF_MARGIN) is not None
+        declined = engine.costs.not_worth((0, 0, tokens), 0, (), engine.now, HANDOFF_MARGIN) is not None
         assert declined == (tokens == length)
     engine.costs.load_began("b", (0, 0, 4096), engine.now)
     assert declines() == length, "that load will be over"
@@ -325,15 +325,15 @@ def test_each_tier_has_costs_of_its_own():
     engine = Engine()
     engine.loads(*[4096] * 3)
     engine.steps(*[(2048, 0)] * 3)
-    assert engine.judged(4096) is not None
-    assert engine.costs.judge((4096, 0, 0), 0, (), engine.now) is None, "unknown"
+    assert engine.not_worth(4096) is not None
+    assert engine.costs.not_worth((4096, 0, 0), 0, (), engine.now) is None, "unknown"
     for _ in range(3):
         engine.costs.load_began("a", (4096, 0, 0), engine.now)
         engine.now += 0.001
         engine.costs.load_ended("a", 0.001)
-    assert engine.costs.judge((4096, 0, 0), 0, (), engine.now) is None, "worth it"
-    assert engine.costs.judge((4096, 0, 4096), 0, (), engine.now) is None
-    assert engine.costs.judge((2048, 0, 4096), 0, (), engine.now) is not None
+    assert engine.costs.not_worth((4096, 0, 0), 0, (), engine.now) is None, "worth it"
+    assert engine.costs.not_worth((4096, 0, 4096), 0, (), engine.now) is None
+    assert engine.costs.not_worth((2048, 0, 4096), 0, (), engine.now) is not None
 
 
 def test_a_step_that_was_planned_while_another_ran_takes_from_the_others_end():

@@ -83,7 +83,7 @@ def ended(side, *requests):
     all_of = EndedLoads(set(), set(), set())
 
     def all_ended():
-        for known, new in zip(all_of, side.take_loads(Step(), set()), strict=True):
+        for known, new in zip(all_of, side.take_ended_loads(Step(), set()), strict=True):
             known |= new
         return all_of.finished >= set(requests)
 
@@ -119,7 +119,7 @@ def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv_and_its
     cache.gate.set()
     assert ended(side, "a") == EndedLoads({"a"}, set(), bad)
     assert wait_for(lambda: side.take_report(Step())) == StepReport(loads={"a": (2.0, told)})
-    assert (side.take_loads(Step(), set()), side.take_report(Step())) == (
+    assert (side.take_ended_loads(Step(), set()), side.take_report(Step())) == (
         EndedLoads(set(), set(), set()),
         None,
     )
@@ -154,7 +154,7 @@ def test_a_load_of_an_aborted_request_is_given_up_before_it_began_and_else_repor
     side = make()
     begun(side, cache, "a", "b")
     side.start(Step(loads=[load("aborted")]))
-    assert side.take_loads(Step(), {"aborted", "a"}).finished == set(), (
+    assert side.take_ended_loads(Step(), {"aborted", "a"}).finished == set(), (
         "the cache may still write to blocks of a"
     )
     cache.gate.set()
@@ -171,7 +171,7 @@ def test_groups_load_at_the_same_time_and_a_failed_one_is_reported_when_the_othe
     for first in (parts, parts[::-1]):
         side.start(Step(loads=[LoadOp("a", first, [])]))
         wait_for(lambda: failed.calls and slow.calls, "both groups to be loading")
-        assert side.take_loads(Step(), set()).finished == set()
+        assert side.take_ended_loads(Step(), set()).finished == set()
         slow.gate.set()
         assert ended(side, "a").failed == {"a"}
         slow.gate.clear()
