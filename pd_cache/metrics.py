@@ -37,13 +37,13 @@ _SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 
 COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "tokens": (
         ("op", "outcome"),
-        "Tokens by what became of them. `stored`: this node found them missing, put them, and the pool holds them; if two nodes put "
-        "a chunk at the same time, both count it",
+        "Tokens by outcome. `stored`: this node found them missing and put them, and the pool holds them; if two nodes put a chunk at "
+        "the same time, both count it",
     ),
     "bytes": (("op",), "Payload bytes moved"),
     "group_bytes": (
         ("op", "layers"),
-        "Payload bytes moved, by group of layers, for models that have several",
+        "Payload bytes moved, by layer group, for models that have several",
     ),
     "troubles": (("op", "reason"), "Chunks not stored or not loaded, by reason"),
     "requests": (
@@ -60,11 +60,14 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
         "Tokens that were found or announced but not loaded, because computing them was faster (`not_worth`)",
     ),
     "measured_tokens": (("op",), "Tokens of the loads and steps whose time was measured: `load`, `compute`"),
-    "measured_seconds": (("op",), "Their time"),
+    "measured_seconds": (
+        ("op",),
+        "Seconds of the loads and steps whose time was measured: `load`, `compute`",
+    ),
     "tier_hits": (("tier",), "Chunks read, by tier"),
     "tier_misses": (("tier", "reason"), "Chunks that a tier was expected to have but lacked, by reason"),
     "tier_evictions": (("tier",), "Chunks evicted"),
-    "tier_healed": (("tier",), "Removals of damaged objects that succeeded, by tier"),
+    "tier_healed": (("tier",), "Damaged objects that were removed, by tier"),
     "tier_dropped_writes": (("tier", "reason"), "Chunks not written to a tier, by reason"),
     "tier_failures": (("tier", "reason"), "Times that a tier was switched off"),
     "tier_file_errors": (("tier", "error"), "Errors that affected a single file"),
@@ -198,7 +201,7 @@ class LevelCollector(Collector):
         if any(level.staging for level in found):
             yield GaugeMetricFamily(
                 "pd_cache_staging_bytes",
-                "Staging memory, without what local tiers keep in it",
+                "Staging memory, without the part in which local tiers keep objects",
                 sum(level.staging for level in found),
             )
             yield GaugeMetricFamily(

@@ -79,7 +79,10 @@ def _import_finding() -> Finding:
         else f"it ended with {done.returncode}"
     )
     return broken(
-        check, f"mooncake.store cannot be imported: {why}", why=_WHY_MOONCAKE, repair="install what it names"
+        check,
+        f"mooncake.store cannot be imported: {why}",
+        why=_WHY_MOONCAKE,
+        repair="install the library that it names",
     )
 
 
@@ -161,7 +164,7 @@ def _gid_finding(port: Path, about: str, problem: Callable[..., Finding]) -> Fin
     if not routable:
         return problem(
             check, f"{len(gids)} GIDs, none of them RoCE v2 with an IPv4 address", about,
-            why="peers address a port by its GID; RoCE v1 and link-local ones do not cross routers, and peers may choose another kind",
+            why="peers address a port by its GID; RoCE v1 and link-local GIDs do not cross routers, and peers may choose another kind",
             repair="ip addr add ADDRESS/PREFIX dev DEV   # RoCE makes its GIDs from the interface's addresses; then show_gids",
         )  # fmt: skip
     return ok(check, f"{len(gids)} GIDs; RoCE v2 over IPv4 at index {', '.join(routable)}", about)

@@ -194,7 +194,7 @@ def probe_findings(
                     store, pool = _open_store(config, master, host)
             except (TransferError, PoolUnavailableError) as error:
                 yield broken(
-                    "transfer.pool", f"a client of the pool cannot be opened: {error}", why="engines cannot open one either",
+                    "transfer.pool", f"a client of the pool cannot be opened: {error}", why="engines cannot open a client either",
                     repair="see the findings about the master and the libraries first",
                 )  # fmt: skip
                 return

@@ -263,7 +263,7 @@ def text_of(found: Drain, file: str) -> str:
     return {
         "drained": f"{node} is drained ({counted if found.seconds else 'it was before'}). Stop it now: `systemctl stop`, or SIGTERM to its `pd-cache "
         "launch` or `up`. When it is started again, it takes objects again",
-        "failed": f"{node} is not drained ({counted}): the master gave these up, and {node} takes objects again. Try again with {again}",
+        "failed": f"{node} is not drained ({counted}): the master gave up the objects that are left, and {node} takes objects again. Try again with {again}",
         "canceled": f"{node} is not drained ({counted}): canceled, and {node} takes objects again. Go on with {again}",
         "goes on": f"{node} is not drained yet ({counted}): the master goes on. Follow it with {again}",
     }[found.outcome]

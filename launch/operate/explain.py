@@ -140,8 +140,7 @@ def request_text(explained: ExplainedRequest) -> str:
     if not explained.hops:
         nodes = "no node that answers" if explained.unanswered else "no node"
         lines.append(
-            f"{explained.request_id}: {nodes} knows this request among its last ones; the id is the X-Request-Id of its answer, "
-            "or the answer's own id"
+            f"{explained.request_id}: {nodes} remembers this request; give the X-Request-Id of its answer, or the answer's own id"
         )
     lines += [f"{name}: {why}" for name, why in sorted(explained.unanswered.items())]
     return "\n".join(lines)

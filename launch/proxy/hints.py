@@ -229,16 +229,16 @@ class Hints:
             raise HintRefusedError("the pool does not answer")
         ttl_s, own_room = min(given.ttl_s, config.max_ttl_s), self._tenant_room(client.tenant)
         bound = (
-            f"{room * self._lookups.chunk_bytes} bytes together, and each client at most as much as is free"
+            f"{room * self._lookups.chunk_bytes} bytes together, and each client at most as many as are free"
         )
         if own_room is not None:
-            bound = f"{min(room, own_room) * self._lookups.chunk_bytes} bytes of this tenant"
+            bound = f"{min(room, own_room) * self._lookups.chunk_bytes} bytes for this tenant"
         pin = Pin(named.names, named.names[-1], renewed[0], self._clock() + ttl_s, given.once)
         chunks = self.pins.retain((client, action.action_id), pin, room, own_room)
         if not chunks:
-            raise HintRefusedError(f"pins already take all that they may: {bound}")
+            raise HintRefusedError(f"there is no room for another pin: pins may take {bound}")
         why = [f"max_ttl_s is {config.max_ttl_s:g}"] * (ttl_s < given.ttl_s)
-        why += [f"all pins may take {bound}"] * (chunks < len(named.names))
+        why += [f"pins may take {bound}"] * (chunks < len(named.names))
         tokens = chunks * named.chunk_tokens
         return done(action.action_id, why, ttl_s=ttl_s, tokens=tokens, in_pool=min(tokens, named.pool_tokens))
 
@@ -333,7 +333,7 @@ class Hints:
         held = sum(prefetched.holder == holder for prefetched in self._prefetched.values())
         if not fair(holder, held, _MOST_PREFETCHED - len(self._prefetched)):
             raise HintRefusedError(
-                f"all {_MOST_PREFETCHED} prefetches are taken, or this client has as many as are free"
+                f"all {_MOST_PREFETCHED} prefetches are taken, or this client has as many prefetches as are free"
             )
         body = completion.for_stream() if streams else completion.for_load()
 

@@ -254,10 +254,10 @@ class Limits:
         queue, token = predicted.first_s - predicted.alone_s, predicted.token_s
         first = queue / _WAITING_SHARE if waiting else predicted.first_s
         if limits.ttft_s is not None and self._margin * first > limits.ttft_s and queue > 0:
-            what = f"The first token would come in {self._margin * first:.3g} s, and may take {limits.ttft_s:.3g} s"
+            what = f"The first token would come after {self._margin * first:.3g} s; at most {limits.ttft_s:.3g} s are allowed"
             raise _over("ttft_s", what, min(first - limits.ttft_s / self._margin, queue))
         if limits.token_s is not None and token > limits.token_s and predicted.shorter:
-            what = f"A token would take {token:.3g} s, and may take {limits.token_s:.3g} s"
+            what = f"A token would take {token:.3g} s; at most {limits.token_s:.3g} s are allowed"
             raise _over("token_s", what, (token - limits.token_s) * predicted.shorter)
 
     def _queue(self, hop: Hop, url: str) -> _Queue:

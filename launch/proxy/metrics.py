@@ -45,7 +45,7 @@ class ProxyMetrics:
             "pd_cache_proxy_answers_cut", "Answers that ended after their first byte with an error", ["code"]
         )
         self.hop_failures = counter(
-            "pd_cache_proxy_hop_failures", "Requests that a node failed, by how", ["hop", "reason"]
+            "pd_cache_proxy_hop_failures", "Requests that a node failed, by reason", ["hop", "reason"]
         )
         self.handoffs = counter(
             "pd_cache_proxy_handoffs",
@@ -61,24 +61,25 @@ class ProxyMetrics:
         )
         self.pins = gauge("pd_cache_proxy_pins", "Prompts that are kept in the pool")
         self.pinned_bytes = gauge(
-            "pd_cache_proxy_pinned_bytes", "Bytes of the pool that pinned prompts take at most"
+            "pd_cache_proxy_pinned_bytes", "The most bytes of the pool that pinned prompts can take"
         )
         self.pinned_objects = gauge(
-            "pd_cache_proxy_pinned_objects", "Objects of pinned prompts in the pool; 0 if it does not answer"
+            "pd_cache_proxy_pinned_objects",
+            "Objects of pinned prompts in the pool; 0 if the pool does not answer",
         )
         self.tenant_requests = counter(
             "pd_cache_proxy_tenant_requests", "Completions of the tenants of proxy.tenants_file", ["tenant"]
         )
         self.tenant_tokens = counter(
             "pd_cache_proxy_tenant_tokens",
-            "Tokens of the tenants' prompts that were looked up in the pool: requested, and found there",
+            "Tokens of the tenants' prompts that were looked up in the pool: requested, or found there",
             ["tenant", "outcome"],
         )
         self.prefill_seconds = histogram(
-            "pd_cache_proxy_prefill_seconds", "From a request's arrival to the end of its prefill hop"
+            "pd_cache_proxy_prefill_seconds", "Time from a request's arrival to the end of its prefill hop"
         )
         self.first_byte_seconds = histogram(
-            "pd_cache_proxy_first_byte_seconds", "From a completion's arrival to its answer's first byte"
+            "pd_cache_proxy_first_byte_seconds", "Time from a completion's arrival to its answer's first byte"
         )
         self.refused = counter(
             "pd_cache_proxy_refused",

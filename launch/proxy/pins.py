@@ -137,7 +137,9 @@ class Pins:
         holder = key[0].holder
         held = sum(client.holder == holder for client, _ in self._pins)
         if key not in self._pins and not fair(holder, held, self._most - len(self._pins)):
-            raise HintRefusedError(f"all {self._most} pins are taken, or this client has as many as are free")
+            raise HintRefusedError(
+                f"all {self._most} pins are taken, or this client has as many pins as are free"
+            )
         before, own, count = self._end(key), self._uses.get(holder, ()), 0
         mine, left = len(own), room - self._taken()
         for name in pin.names:

@@ -218,9 +218,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
 
 
 SKEW_FAILS = "every put between these nodes fails, and no log says why; install one version on all nodes"
-SKEW_UNTRIED = (
-    "these have not been tried together, and Mooncake promises nothing; install one version on all nodes"
-)
+SKEW_UNTRIED = "these versions have not been tried together, and Mooncake promises nothing; install one version on all nodes"
 _NO_LEADER = {
     False: "start it, or see its row",
     True: "they elect one within 15 s after etcd answers (`etcdctl endpoint health`), and within a minute where it lost its data",
@@ -336,7 +334,7 @@ class WatchedNodes:
     def _node(self, node: _Watched, now: float) -> NodeStatus:
         record = node.record
         if not page_of(record):
-            more = "; its memory shows at the master" if record.role == "store" else ""
+            more = "; the master shows its memory" if record.role == "store" else ""
             return NodeStatus(record=record, state="not asked", why=f"it has no metrics_port{more}")
         if node.last is None:
             return NodeStatus(record=record, state="asking")

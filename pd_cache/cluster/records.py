@@ -299,7 +299,7 @@ def _difference(here: NodeRecord, there: NodeRecord) -> str:
             {f"layers {space.group}": space.keeps for space in of.cache_namespaces[1:]}
             for of in (here, there)
         )
-        why = "neither can load what the other stores of these"
+        why = "neither node can load what the other stores for these layers"
     else:
         mine, theirs = here.namespace or {}, there.namespace or {}
         why = "these nodes never share hits"

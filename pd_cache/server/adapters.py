@@ -283,7 +283,9 @@ class WorkerAdapter(_Adapter):
         """Returns each request with its op, the names of the op's chunks, and their blocks. Raises ValueError
         for an op that does not fit."""
         if len(request_ids) != len(ops):
-            raise ValueError(f"{len(request_ids)} request ids and {len(ops)} ops: one op a request")
+            raise ValueError(
+                f"got {len(request_ids)} request ids and {len(ops)} ops; expected one op for each request"
+            )
         size = self._cache.blocks_per_chunk
         return [
             (request_id, op, names := self._names(op), op.block_ids[: len(names) * size])

@@ -119,7 +119,7 @@ def never_fails(op: str, otherwise: Any = None) -> Callable[[_Hook], _Hook]:
                 return hook(self, *args, **kwargs)
             except Exception as error:  # of any kind: vLLM must keep serving
                 self._metrics.trouble(op, f"error_{type(error).__name__}", detail=str(error))
-                logger.exception("pd-cache: %s failed; going on without", op)
+                logger.exception("pd-cache: %s failed; vLLM goes on without it", op)
                 return otherwise
 
         return cast(_Hook, safe)

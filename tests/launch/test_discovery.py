@@ -137,7 +137,7 @@ def test_what_is_no_record_is_refused_in_words(fields, told):
 
 
 USUAL = [engine_record(name, NAMESPACE, WINDOW) for name in "ab"]
-CANNOT_LOAD = "neither can load what the other stores of these"
+CANNOT_LOAD = "neither node can load what the other stores for these layers"
 DRAFTER = msgspec.structs.replace(NAMESPACE, group="4", keeps="every token, for drafts of m", ahead=1)
 
 

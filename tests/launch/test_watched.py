@@ -170,7 +170,7 @@ def test_a_cache_server_whose_port_launch_has_chosen_is_not_asked_and_counts_as_
     ]
     watched.update(View(tuple(records)))
     why = "it has no metrics_port"
-    assert [(row.state, row.why) for row in nodes(watched, 1.0)] == [("not asked", why), ("not asked", f"{why}; its memory shows at the master")]  # fmt: skip
+    assert [(row.state, row.why) for row in nodes(watched, 1.0)] == [("not asked", why), ("not asked", f"{why}; the master shows its memory")]  # fmt: skip
 
 
 def test_many_nodes_that_hang_delay_none_that_answers(well, mute, monkeypatch):

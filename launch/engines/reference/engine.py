@@ -629,15 +629,15 @@ class EngineMetrics:
         )
         loads = "Loads from the cache by outcome: hit, nothing, unavailable, failed, cancelled, timeout, busy"
         stores = "Stores into the cache by outcome: done, failed, dropped"
-        first = "From a request's arrival to its first token"
+        first = "Time from a request's arrival to its first token"
         self.queued = Gauge(name("queue_length"), "Requests that wait", registry=own)
         self.running = Gauge(name("running"), "Requests that load or compute", registry=own)
-        self.free_blocks = Gauge(name("free_blocks"), "Blocks of the paged buffer in no use", registry=own)
+        self.free_blocks = Gauge(name("free_blocks"), "Free blocks of the paged buffer", registry=own)
         self.blocks = Gauge(name("blocks"), "Blocks of the paged buffer", registry=own)
         self.requests = Counter(name("requests"), requests, ["outcome"], registry=own)
         self.loads = Counter(name("loads"), loads, ["outcome"], registry=own)
         self.stores = Counter(name("stores"), stores, ["outcome"], registry=own)
         self.ttft = Histogram(name("ttft_seconds"), first, buckets=_SECONDS, registry=own)
         self.token_s = Histogram(
-            name("token_seconds"), "Between two tokens of an answer", buckets=_SECONDS, registry=own
+            name("token_seconds"), "Time between two tokens of an answer", buckets=_SECONDS, registry=own
         )

@@ -81,7 +81,7 @@ def test_no_client_takes_all_that_pins_may():
     pins, many = Pins(6), [f"{n}".encode() for n in range(20)]
     for action_id in ("1", "2", "3"):
         assert pins.retain((Client("greedy"), action_id), pin(b"x"), 12) == 1
-    with pytest.raises(HintRefusedError, match="as many as are free"):
+    with pytest.raises(HintRefusedError, match="as many pins as are free"):
         pins.retain((Client("greedy"), "4"), pin(b"x"), 12)
     assert pins.retain((Client("greedy"), "3"), pin(*many), 12) == 5, "and what another of its pins has"
     assert pins.retain((Client("ann", "a"), "1"), pin(*many), 12) == 3
@@ -164,9 +164,9 @@ async def test_a_retained_prompt_has_its_leases_renewed_until_its_time_is_over()
         assert k.metric("pinned_bytes") == 3 * NAMESPACE.chunk_bytes
         told = await k.ask("kv.retain", "b", tokens=[*IDS[:512], *[8] * 600], ttl_s=1000)
         assert (told["status"], told["ttl_s"], told["tokens"]) == ("clipped", 60, 768)
-        assert told["reason"].startswith("max_ttl_s is 60; all pins may take")
+        assert told["reason"].startswith("max_ttl_s is 60; pins may take")
         told = await k.ask("kv.retain", "b2", tokens=[9] * 600, ttl_s=30)
-        assert (told["status"], told["reason"][:17]) == ("refused", "pins already take")
+        assert (told["status"], told["reason"][:16]) == ("refused", "there is no room")
         k.now = 30.0
         await k.hints.renew()
         assert (len(k.client.renewed[-1]), k.metric("pins")) == (3, 1)

@@ -188,7 +188,7 @@ async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path):
 
         told = await pin(bearer(OF_A), "one", 1)
         assert (told["status"], told["tokens"]) == ("clipped", 512)
-        assert told["reason"] == f"all pins may take {2 * CHUNK} bytes of this tenant"
+        assert told["reason"] == f"pins may take {2 * CHUNK} bytes for this tenant"
         assert (await pin(bearer(GATE, X_Tenant="a"), "two", 2))["status"] == "refused"
         assert (await pin(bearer(OF_A), "one", 3))["tokens"] == 512, "in place of the first"
         assert (await pin(bearer(OF_B), "one", 1))["status"] == "accepted"
