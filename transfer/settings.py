@@ -141,7 +141,13 @@ class Placement(Checked, frozen=True, kw_only=True):
     for good."""
     soft_pin_ttl_s: Annotated[int, Meta(ge=1, le=86_400)] = 1_800
     """How long a soft pin holds."""
-    preferred_segment: Annotated[str, Meta(pattern=r"^(own|any|[^\s:]+:[0-9]{1,5})\Z")] = "own"
+    preferred_segment: Annotated[
+        str,
+        Meta(
+            pattern=r"^(own|any|[^\s:]+:[0-9]{1,5})\Z",
+            description="own, any or the host:port of a store node",
+        ),
+    ] = "own"
     """`own`: this node's own segment, if it has one. `any`: a segment with room. `host:port`: that segment.
     If the preferred segment is full, Mooncake takes another."""
 

@@ -90,7 +90,8 @@ def size_of(
     try:
         config = decode_json(model.read_bytes(), Config)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{model}: expected a model's config.json: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{model}: expected a model's config.json: {why}") from None
     config = config.text_config or config
     dtype = kv_dtype or config.dtype or config.torch_dtype or "bfloat16"
     attention, latent = config.num_attention_heads, config.kv_lora_rank is not None

@@ -182,20 +182,21 @@ def choose_ports(config: ClusterConfig, nodes: Iterable[Node]) -> ClusterConfig:
 def pick_node(config: ClusterConfig, role: str, name: str | None) -> Node:
     """Returns the node to launch: the named node, or the only node of the role on this machine. Raises
     ConfigError otherwise."""
-    if name is not None:
-        found = [node for node in config.by_role(role) if node.name == name]
-        what = "of that name"
-    else:
-        found = [node for node in local_nodes(config) if node.role == role]
-        what = "on this machine"
-    if len(found) == 1:
-        return found[0]
     known = ", ".join(node.name for node in config.by_role(role))
     if not known:
         raise ConfigError(f"expected one {role} node, but the file has none")
-    raise ConfigError(
-        f"expected one {role} node {what}, got {len(found)}; the file has: {known}; say which with --node NAME"
-    )
+    if name is not None:
+        node = config.node(name)
+        if node is None or node.role != role:
+            raise ConfigError(f"--node: expected the name of a {role} node ({known}), got {name}")
+        return node
+    found = [node for node in local_nodes(config) if node.role == role]
+    if len(found) != 1:
+        raise ConfigError(
+            f"expected one {role} node on this machine, got {len(found)}; the file has: {known}; "
+            "say which with --node NAME"
+        )
+    return found[0]
 
 
 def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:

@@ -37,6 +37,16 @@ _MOST = 20
 """The most problems in a message."""
 _TIMES = {"ms": "milliseconds", "s": "seconds"}
 """The units, by the ends of keys."""
+_KINDS = {
+    "object": "a mapping",
+    "array": "a list",
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "null",
+}
+"""The kinds of values, by msgspec's names."""
 
 
 class Source:
@@ -195,16 +205,13 @@ def _problems(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
     """Yields what is wrong with a value of the file that should be a `kind`.
 
     Each part of a value is converted by itself, so the path of a problem is known, and msgspec's messages
-    need no parsing. Messages about a single value are passed on.
+    need no parsing. Messages about a single value are passed on, with other names of kinds.
     """
     try:
         msgspec.convert(value, kind, dec_hook=decode_custom)
     except msgspec.ValidationError as error:
         inside = list(_problems_inside(kind, value, path))
-        message = str(error)
-        yield from inside or [
-            Problem(path, _in_words(kind, value, path) or message[0].lower() + message[1:400])
-        ]
+        yield from inside or [Problem(path, _in_words(kind, value, path) or _plain(str(error)))]
 
 
 def _problems_inside(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
@@ -219,7 +226,7 @@ def _problems_inside(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
         if isinstance(value, dict) and typing.get_origin(choice) is dict:
             names, values = typing.get_args(choice)
             for key, part in value.items():
-                yield from _problems(names, key, path)
+                yield from _problems(names, key, (*path, key))
                 yield from _problems(values, part, (*path, key))
         elif isinstance(value, list) and typing.get_origin(choice) in (list, tuple):
             for index, part in enumerate(value):
@@ -285,13 +292,22 @@ def _in_words(kind: Any, value: Any, path: KeyPath) -> str | None:
     return None
 
 
+def _plain(message: str) -> str:
+    """Returns msgspec's message in the words of this module's messages."""
+
+    def named(kinds: re.Match[str]) -> str:
+        return kinds[1] + ", ".join(_KINDS.get(kind, kind) for kind in kinds[2].split(" | "))
+
+    return message[0].lower() + re.sub("(xpected |got )`([a-z |]+)`", named, message[1:400])
+
+
 def _one_of(options: list[str], value: Any) -> str:
     return f"must be one of {', '.join(options)}{_near(str(value)[:80], options, '; did you mean {}?')}"
 
 
 def _near(word: str, options: list[str], hint: str) -> str:
     """Returns the hint with the option that is most like the word; empty if no option is like it."""
-    found = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    found = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     return hint.format(found[0]) if found else ""
 
 

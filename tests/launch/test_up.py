@@ -57,7 +57,7 @@ def test_the_node_to_launch_is_the_named_one_or_the_only_one_here():
             config,
             "decode",
             "s",
-            "expected one decode node of that name, got 0; the file has: a, b; say which",
+            r"expected the name of a decode node \(a, b\), got s",
         ),
         (config, "prefill", None, "expected one prefill node, but the file has none"),
         (
