@@ -61,7 +61,7 @@ class ApiError(PdCacheError):
 
 
 def overloaded(message: str) -> ApiError:
-    """Returns a 503."""
+    """Returns the error for a server that is full or closing."""
     return ApiError(503, message, code="overloaded")
 
 

@@ -67,7 +67,7 @@ class MediaItem(NamedTuple):
     """An image, audio or video in a prompt."""
 
     name: str
-    """A hash of its content."""
+    """A hash of the item's content."""
     offset: int
     """The position of its first token in the prompt."""
     length: int
@@ -84,9 +84,9 @@ class LayerGroup(Struct, frozen=True, kw_only=True):
     if it is cut into pipeline stages."""
 
     layers: Annotated[str, Meta(min_length=1, max_length=4096)]
-    """Which layers, e.g. `0-4,6-10`."""
+    """The layers' numbers, e.g. `0-4,6-10`."""
     keeps: Annotated[str, Meta(min_length=1, max_length=4096)]
-    """What they keep, e.g. `the last 256 tokens`."""
+    """What the layers keep, e.g. `the last 256 tokens`."""
     tail: Annotated[int, Meta(ge=0, lt=1 << 32)]
     """How many of a prefix's last chunks a load needs from these layers; 0 for all chunks."""
     ahead: Annotated[int, Meta(ge=0, le=1)] = 0
@@ -473,7 +473,7 @@ class ChunkedTokenDatabase(ChunkNamer):
 
 
 _ALGORITHM = "sha256"
-"""vLLM's default."""
+"""vLLM's default algorithm of block hashes, and the only one known here."""
 _DEFAULT_SEED = "vllm-none-hash"
 SEED_VARIABLE = "PYTHONHASHSEED"
 

@@ -149,7 +149,7 @@ class TracingConfig(Section, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    """None: there are no spans."""
+    """The collector's address; None for no spans."""
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """The share of the requests without a `traceparent` that are traced. For other requests, their
     `traceparent` decides."""

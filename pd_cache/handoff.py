@@ -56,7 +56,7 @@ class Announcement(Struct, frozen=True, kw_only=True):
     """A prefix that is in the pool, or about to be."""
 
     prefix_tokens: Count = 0
-    """Whole chunks, from the start of the prompt."""
+    """The length of the prefix in tokens, a whole number of chunks."""
     namespace: Space = ""
     """The namespace and weights version of the chunks, as in their keys. A node with another one need not
     wait. Empty if unknown."""

@@ -79,7 +79,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     pieces: int
     piece_bytes: int
     dtype: str
-    """E.g. `bfloat16`."""
+    """The name of the tensors' type, e.g. `bfloat16`."""
 
     @cached_property
     def planes(self) -> int:

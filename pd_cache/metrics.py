@@ -104,7 +104,7 @@ class Counts(Collector):
         self._before: dict[tuple[str, ...], float] = {}
         """The numbers counted before the last `take_added`."""
         self._added: dict[tuple[str, ...], float] = {}
-        """The numbers counted since then."""
+        """The numbers counted since the last `take_added`."""
         self._buckets = {op: [0] * (len(_SECONDS) + 1) for op in _OPS}
         """How many durations of each operation are in each bucket. The last bucket has durations beyond all
         bounds."""

@@ -142,7 +142,7 @@ class ChunkHistory:
         self._mask = places - 1
         self._table = array("Q")
         self._before = array("Q")
-        """The table of the weights before."""
+        """The table of chunks of earlier weights."""
         self._label = ""  # of the weights that the namespace identifies
 
     def note(self, names: Sequence[bytes]) -> None:
@@ -203,7 +203,7 @@ class TierChunks(NamedTuple):
     """How many chunks were read from each kind of tier."""
 
     memory: int = 0
-    """This host's memory."""
+    """Chunks that were read from this host's memory."""
     disk: int = 0
     pool: int = 0
 
@@ -257,9 +257,9 @@ class RequestReport(Struct, frozen=True, kw_only=True):
     memory: Tokens = 0
     """Tokens of chunks that were read from this host's memory."""
     disk: Tokens = 0
-    """The same for this host's disk."""
+    """Tokens of chunks that were read from this host's disk."""
     pool: Tokens = 0
-    """The same for the pool."""
+    """Tokens of chunks that were read from the pool."""
     computed: Tokens = 0
     reason: MissReason = "none"
     """Why the first chunk that was not loaded was missing."""

@@ -38,7 +38,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
 
     id: _Id
     label: Label | None = FIRST
-    """None: the engine is out."""
+    """The label of the engine's weights; None while the engine is out."""
     since: Annotated[int, Meta(ge=0, lt=1 << 53)]
     """When the state began, in seconds since 1970, for people."""
     declines: Annotated[int, Meta(ge=0)] = 0

@@ -48,7 +48,7 @@ class CircuitBreaker:
         self._lock = threading.Lock()
         self.down = False
         self.well_until = 0.0
-        """Until when lookups may ask the master directly."""
+        """The time until which lookups may ask the master directly."""
 
     def learn(self, what: str, codes: Sequence[int]) -> None:
         """Learns from the codes of a call. It failed if all of them mean `pool_down`. A failed transfer says

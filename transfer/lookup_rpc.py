@@ -49,7 +49,7 @@ _LOOK_S = 100e-6
 _PIECE = 1 << 14
 """The most bytes that are read at once: the verdicts on 8000 keys."""
 _LONGEST_S = 3600.0
-"""Sockets refuse much longer waits."""
+"""The longest wait for a socket, which refuses much longer waits."""
 
 _MAGIC = 21
 _REQUEST = struct.Struct("<4B4I")

@@ -125,7 +125,7 @@ class Batch(NamedTuple):
         return [slot.address for slot in self.slots]
 
     def take(self, indices: Sequence[int]) -> Batch:
-        """Returns some of the objects, in this order."""
+        """Returns the objects with these indices, in this order."""
         keys, slots, sizes = self
         return Batch([keys[i] for i in indices], [slots[i] for i in indices], [sizes[i] for i in indices])
 

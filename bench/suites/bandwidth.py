@@ -32,7 +32,7 @@ from transfer.staging import Slot, StagingPool
 from transfer.store import MooncakeStore
 
 _OBJECTS = 16
-"""Objects of a batch."""
+"""The number of objects in a batch."""
 _OPEN_S = 30.0
 _MARGIN_S = 10.0
 _RATIO = 0.9

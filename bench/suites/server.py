@@ -211,7 +211,7 @@ class AskingScheduler(Site):
     """One of the clients of `lookups_at_a_rate`: a scheduler that asks when its turn comes."""
 
     def connect(self, job: AskServer) -> None:
-        """Gets ready to ask."""
+        """Connects to the server."""
         self._adapter = SchedulerAdapter(job.url, None, EngineIdentity(model=job.model, block_size=16))
         self.held.callback(self._adapter.shutdown)
 

@@ -41,7 +41,7 @@ CHUNK_BYTES, _OBJECTS = 32 << 20, 16
 """The payload of a chunk, and the chunks of a round."""
 ROUNDS = 9
 MOST = 1_000_000
-"""Entries of the larger index."""
+"""The number of entries of the larger index."""
 
 
 def room(objects: int, payload: int) -> int:

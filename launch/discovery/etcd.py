@@ -55,7 +55,7 @@ _OPTIONS = (
 # in a pool of their own, so nothing changes for the process, and the order of imports does not matter.
 
 _FILES = ("kv_pb2", "auth_pb2", "rpc_pb2")
-"""Each file imports those before it."""
+"""Each of these files imports the files before it."""
 _SERIALIZED = re.compile(r"""serialized_pb=_b\('((?:[^'\\]|\\.)*)'\)""")
 
 

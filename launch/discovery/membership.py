@@ -21,7 +21,7 @@ class View:
     """The cluster at one moment."""
 
     nodes: tuple[NodeRecord, ...]
-    """Sorted by name."""
+    """The nodes, sorted by name."""
     stale_since: float | None = None
     """The `time.monotonic()` of the last answer from the source of the view; None while it answers."""
     doubted: frozenset[str] = frozenset()
@@ -116,6 +116,5 @@ class Membership:
         return True
 
     def view(self) -> View:
-        """Returns the current view."""
         nodes = tuple(sorted(self._nodes.values(), key=lambda record: record.name))
         return View(nodes, self._stale_since, frozenset(self._doubted))

@@ -155,7 +155,7 @@ PREFIX = "pdc1/doctor"
 _OBJECT = 4 << 20
 _OBJECTS = 16
 _DEADLINE_S = 15.0
-"""Seconds of a put and of a get."""
+"""How many seconds a put or a get may take."""
 _OPEN_S = 10.0
 _CONTROL_S = 2.0
 _MOST_HUNG = 3

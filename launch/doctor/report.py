@@ -34,7 +34,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The node, device, library or address that was checked; empty for the machine or the cluster as a
     whole."""
     why: str = ""
-    """Why it matters; empty if all is well."""
+    """Why the finding matters; empty if all is well."""
     repair: str = ""
     """A command, a key of the file, or the next step; empty if there is nothing to do."""
 
@@ -49,7 +49,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     file: str | None
     broken: int
-    """Findings whose verdict is `broken`."""
+    """The number of findings with the verdict `broken`."""
     warnings: int
     findings: list[Finding]
 

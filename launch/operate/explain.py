@@ -51,7 +51,7 @@ class ExplainedRequest(msgspec.Struct, frozen=True):
 
     @property
     def known(self) -> bool:
-        """Whether any node has a report on it."""
+        """Whether any node has a report on the request."""
         return any(hop.report is not None for hop in self.hops)
 
 

@@ -48,14 +48,14 @@ class Scan(msgspec.Struct, kw_only=True):
     """The objects to check."""
     done: int = 0
     gone: int = 0
-    """Evicted or removed before they were read."""
+    """Objects that were evicted or removed before they were read."""
     damaged: dict[str, int] = msgspec.field(default_factory=Counter)
     """Damaged objects by segment. For an object with several copies, the key lists all their segments with
     commas, because a read may take any copy."""
     removed: int = 0
-    """Damaged, and removed."""
+    """Damaged objects that were removed."""
     failed: dict[str, int] = msgspec.field(default_factory=Counter)
-    """Not read or not written, by reason."""
+    """Objects that were not read or not written, by reason."""
     copied: int = 0
     there: int = 0
     """In the other pool before, or written there by others meanwhile."""

@@ -124,7 +124,7 @@ class Hints:
         self._recent: OrderedDict[tuple[Client, str], NamedPrompt] = OrderedDict()
         self._recent_chunks = 0
         self._prefetched: dict[bytes, Prefetched] = {}
-        """By the names of prompts' last chunks."""
+        """The prefetched prompts, by the names of their last chunks."""
 
     def begin(self, exchange: Exchange, message: bytes | None) -> None:
         """Takes in a request and the hints that came with it. Hints may name the request later. If a

@@ -38,7 +38,7 @@ class Client(NamedTuple):
     """The owner of a key."""
 
     name: str = ""
-    """Empty if clients need no keys."""
+    """The client's name; empty if clients need no keys."""
     tenant: str = ""
     """The client's tenant; `@HEADER` if that header of each request names the tenant; empty for none."""
 
@@ -216,9 +216,9 @@ class Admission:
     max_requests: int
     max_per_key: int | None
     limits: Callable[[str], TenantConfig]
-    """Returns what a tenant may have."""
+    """Returns the limits of a tenant."""
     closing: bool = False
-    """Set once no more are admitted."""
+    """Whether the proxy admits no more requests."""
     _running: Counter[Client] = field(default_factory=Counter)
 
     def running(self) -> int:

@@ -58,11 +58,11 @@ class Predicted(NamedTuple):
     """A completion's times in seconds; 0 if unknown."""
 
     first_s: float = 0.0
-    """Until its first byte."""
+    """The time until its first byte."""
     alone_s: float = 0.0
     """The same if no other request were in front of it."""
     token_s: float = 0.0
-    """Between two tokens."""
+    """The time between two of its tokens."""
     shorter: float = 0.0
     """How long until `token_s` has fallen by a second, because answers end; 0 if none runs."""
 
@@ -142,7 +142,7 @@ class Waiting(NamedTuple):
     priority: int
     number: int
     holder: str
-    """The tenant or the client that has it."""
+    """The tenant or the client that has the place."""
 
 
 class _Reported(NamedTuple):

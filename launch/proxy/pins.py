@@ -60,7 +60,7 @@ class ActionAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     action_id: str
     status: Literal["accepted", "clipped", "refused"]
     reason: str = ""
-    """Why it is not simply accepted."""
+    """Why the action was clipped or refused; empty if it was accepted."""
     ttl_s: float | None = None
     tokens: int | None = None
     """How many leading tokens of the prompt are kept for `ttl_s`."""

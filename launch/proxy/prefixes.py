@@ -18,7 +18,7 @@ from pd_cache.chunks import BlockHasher, ChunkedTokenDatabase, MediaItem, Namesp
 _BLOCK_BYTES = 2048
 """About 350 token ids, or 500 tokens of text."""
 _BYTES_A_TOKEN = 4
-"""An estimate for text. Token ids are counted."""
+"""An estimate for prompts in text. Token ids are counted instead."""
 _LEAST_BLOCK_TOKENS = 64
 """The fewest tokens that a block counts as, so that the size of an index is bounded for every kind of
 prompt."""
@@ -29,7 +29,7 @@ class PromptTokens(NamedTuple):
 
     ids: list[int]
     media: Sequence[MediaItem] = ()
-    """In the order of their places."""
+    """The media, in the order of their places in the prompt."""
 
 
 class NamedPrompt(NamedTuple):

@@ -51,7 +51,7 @@ class NodeReport(NamedTuple):
     used: float
     """The share of its room that is taken, 0 to 1."""
     ended: float
-    """Requests that it has finished since its start."""
+    """Requests that the node has finished since its start."""
     tokens: float = 0.0
     """The tokens of answers since its start, without each answer's first."""
     token_s: float = 0.0

@@ -116,7 +116,7 @@ class NodePool:
         """The cost of a token that is loaded from the pool; a computed token costs 1."""
         self._learns = hop == "prefill" and policy == "prefix_aware"
         self.nodes: dict[str, RoutedNode] = {}
-        """By their URLs."""
+        """The nodes, by their URLs."""
         self._turns = 0
         self.resting: Collection[str] = ()
         """Nodes that do other work now (`roles.py`). They are taken only if there are no others."""

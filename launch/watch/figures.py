@@ -103,7 +103,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     """For a proxy: how many nodes it skips."""
     tier_bytes: dict[str, float] = {}
     errors: dict[str, float] = {}
-    """By operation and reason."""
+    """Counted troubles, by operation and reason."""
     segments: tuple[str, ...] = ()
     """The names of the segments that it gives to the pool."""
 
@@ -201,13 +201,13 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     unknown."""
 
     load: float = 0.0
-    """Bytes that it loaded."""
+    """Bytes that the node loaded."""
     store: float = 0.0
-    """Bytes that it stored."""
+    """Bytes that the node stored."""
     lookups: float = 0.0
     requests: float = 0.0
     evictions: dict[str, float] = {}
-    """Chunks, by tier."""
+    """Evicted chunks, by tier."""
     sources: dict[str, float] | None = None
     """The shares of the last minute's prompt tokens, by source (`SOURCES`); None without prompts."""
     quantiles: dict[str, tuple[float, float]] = {}

@@ -52,7 +52,7 @@ class NodeStatus(msgspec.Struct, kw_only=True):
     record: NodeRecord
     """The registered record, or the file's, completed by the node's own answers."""
     at: float = 0.0
-    """When it was asked, by `time.monotonic()`."""
+    """When the node was asked, by `time.monotonic()`."""
     state: NodeState = "up"
     why: str = ""
     """Why it is not `up`; empty if it is."""
@@ -86,7 +86,7 @@ class NodeStatus(msgspec.Struct, kw_only=True):
 
     @property
     def well(self) -> bool:
-        """Whether it has no known problem."""
+        """Whether the node has no known problem."""
         return self.state in ("up", "not asked") and not self.difference
 
     @property
@@ -156,7 +156,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     fresh: bool
     """Whether discovery answers. If not, the list may lack nodes, and may have nodes that are gone."""
     nodes: list[NodeStatus]
-    """In the order of a request's way."""
+    """The nodes, in the order in which a request passes them."""
     weights: list[str] = []
     """What to do about nodes whose weights are not those of their files, or that have been out for a
     minute."""
@@ -241,7 +241,7 @@ class _Watched(msgspec.Struct):
     last: NodeStatus | None = None
     """Its last answer, or its failure to answer."""
     answered: float | None = None
-    """When it last answered."""
+    """When the node last answered."""
 
 
 class WatchedNodes:
@@ -269,7 +269,6 @@ class WatchedNodes:
 
     @property
     def asked(self) -> list[NodeRecord]:
-        """The nodes to ask."""
         return [record for record in self._view.nodes if page_of(record)]
 
     def update(self, view: View, synced: bool = True) -> None:
@@ -295,7 +294,7 @@ class WatchedNodes:
                 node.history.add(answer.reading)
 
     def status(self, now: float) -> ClusterStatus:
-        """Returns the cluster as it is now."""
+        """Returns the cluster's state at `now`."""
         nodes = [self._node(node, now) for node in self._nodes.values()]
         nodes.sort(
             key=lambda node: (_ROLES.index(node.role) if node.role in _ROLES else len(_ROLES), node.name)

@@ -122,7 +122,7 @@ class TaskLane(Generic[T]):
 
 
 class RowResult(NamedTuple):
-    """A job that has ended."""
+    """The result of a job."""
 
     job: int
     is_load: bool
@@ -130,7 +130,7 @@ class RowResult(NamedTuple):
     done: tuple[bool, ...]
     """For each name, whether its value was stored or loaded."""
     seconds: float = 0.0
-    """How long it took, from its submission."""
+    """How long the job took, from its submission."""
 
 
 class RowJobs:

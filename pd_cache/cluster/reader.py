@@ -36,7 +36,7 @@ _SHOWN = 120
 _MOST = 20
 """The most problems in a message."""
 _TIMES = {"ms": "milliseconds", "s": "seconds"}
-"""The units, by the ends of keys."""
+"""The units of numbers, by the ends of their keys."""
 _KINDS = {
     "object": "a mapping",
     "array": "a list",

@@ -57,7 +57,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What a node has room for. 0 means none or unknown."""
 
     segment_bytes: Count = 0
-    """The memory that it gives to the pool."""
+    """The memory that the node gives to the pool."""
     kv_tokens: Count = 0
     """How many tokens the engine's paged cache holds."""
     max_model_len: Count = 0
@@ -121,12 +121,12 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     events: EventAddress | None = None
     """The ZMQ address at which it publishes KV events; None if it publishes none."""
     replays: EventAddress | None = None
-    """The address at which it sends them again."""
+    """The address at which the node sends the events again."""
     ranks: Annotated[tuple[tuple[EventAddress, EventAddress], ...], Meta(max_length=1024)] = ()
     """The same two addresses for its further data-parallel ranks."""
     version: Annotated[Line, Meta(max_length=64)] = ""
     mooncake: Annotated[Line, Meta(max_length=64)] = ""
-    """The version of its Mooncake; empty if unknown."""
+    """The version of the node's Mooncake; empty if unknown."""
     weights: tuple[Weights, ...] = ()
     """As in `About`. No published record has them."""
 

@@ -418,7 +418,7 @@ class ServerTlsConfig(Section, frozen=True, kw_only=True):
     cert_file: Annotated[str, Meta(min_length=1)]
     """The proxy's certificate, then the intermediate ones up to an authority that clients trust."""
     key_file: Annotated[str, Meta(min_length=1)]
-    """Its private key, without a pass phrase."""
+    """The certificate's private key, without a pass phrase."""
 
 
 class HintsConfig(Section, frozen=True, kw_only=True):
@@ -448,9 +448,9 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     limit."""
 
     ttft_s: Seconds | None = None
-    """From a completion's arrival to its first token."""
+    """The time from a completion's arrival to its first token."""
     token_s: Seconds | None = None
-    """Between two tokens, on average."""
+    """The average time between two tokens."""
     over: Literal["refuse", "best_effort"] = "refuse"
     """Whether a completion that would take longer gets a 429, or waits until others have left room for it."""
 
@@ -515,7 +515,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     """A file with the nodes' key (vLLM's `--api-key`), which the proxy sends in place of the client's. It is
     read again when it changes."""
     tls: ServerTlsConfig | None = None
-    """None: the proxy speaks plain HTTP."""
+    """The proxy's certificate and key; None for plain HTTP."""
     gateway: Literal["envoy"] | None = None
     """`envoy`: Envoy takes the requests and passes on the answers, and asks the proxy for decode nodes; see
     docs/recipes.md. Needs the extra `gateway`. None: the proxy does that itself."""

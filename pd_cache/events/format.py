@@ -52,7 +52,7 @@ KvEvent = StoredEvent | RemovedEvent | ClearedEvent
 
 
 class EventBatch(Struct, array_like=True, omit_defaults=True, gc=False):
-    """The events with a number."""
+    """The events that were published under one number."""
 
     ts: float
     """When it was published: seconds of the publisher's wall clock."""

@@ -54,7 +54,6 @@ _DESCRIPTION = re.compile(
 
 
 Name = str | bytes
-"""The name of a value."""
 
 
 class Scattered:
@@ -63,7 +62,7 @@ class Scattered:
     __slots__ = ("_bytes", "_views")
 
     def __init__(self, views: Sequence[memoryview]) -> None:
-        """Each view is contiguous."""
+        """Each of `views` must be contiguous."""
         self._views = tuple(view.cast("B") for view in views)
         self._bytes = sum(len(view) for view in self._views)
 

@@ -44,10 +44,10 @@ class _Places(NamedTuple):
     """The places of some blocks of a chunk."""
 
     cut: slice
-    """Which blocks of the chunk they are."""
+    """The blocks' numbers within the chunk."""
     blocks: Array
     kept: range
-    """Which of them are not left out."""
+    """The numbers of those blocks that are not left out."""
     in_place: list[int]
     """The blocks, if their pages are hashed in place; empty if a copy is hashed."""
 

@@ -20,7 +20,7 @@ _PRIME32_1, _PRIME32_2, _PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _PRIME64_1, _PRIME64_2, _PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _PRIME64_4, _PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 _LANES = (_PRIME32_3, _PRIME64_1, _PRIME64_2, _PRIME64_3, _PRIME64_4, _PRIME32_2, _PRIME64_5, _PRIME32_1)
-"""What the lanes begin with."""
+"""The first values of the lanes."""
 _AVALANCHE = 0x165667919E3779F9
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
@@ -36,7 +36,7 @@ _ROWS = 16
 _AHEAD = 64
 """Blocks that the second kernel mixes in a turn of its loop."""
 _SHORTEST = 241
-"""For fewer bytes, XXH3 is a different function."""
+"""The fewest bytes: for shorter payloads, XXH3 is a different function."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

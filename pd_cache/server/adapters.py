@@ -82,7 +82,7 @@ class SchedulerAdapter(_Adapter):
             )
         )
         self._lookups: dict[str, UnderWay[Found]] = {}
-        """By request."""
+        """The lookups, by request."""
 
     @property
     def label(self) -> str | None:

@@ -83,7 +83,7 @@ class _Admitted(NamedTuple):
 
     ticket: int
     loads: bool
-    """Whether it writes to the blocks."""
+    """Whether the operation writes to the blocks, as a load does."""
 
 
 class Fence:
@@ -95,7 +95,7 @@ class Fence:
         self._page.clear()  # this allocates the page's memory, and charges it to this process
         self.descriptor = descriptor
         self._taken: dict[int, _Admitted] = {}
-        """The slots that are taken."""
+        """The operations that have a slot, by slot."""
         self._next = 1
         self._closed = False
         """If true, `admit` returns no more tickets."""

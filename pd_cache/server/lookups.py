@@ -77,7 +77,7 @@ class Sessions:
         self._most_keys = most_keys
         self._lock = threading.Lock()
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        """By client and name."""
+        """The sessions, by client and name."""
         self._keys = 0
         """How many keys the sessions were opened with."""
 

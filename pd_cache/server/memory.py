@@ -26,7 +26,6 @@ _PIECE = 64 << 20
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Closes file descriptors."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

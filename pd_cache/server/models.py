@@ -61,7 +61,7 @@ class Model:
         self.shards = [replace(metadata, rank=rank).shards for rank in range(group.world_size)]
         """The numbers of the shards that each rank holds."""
         self.workers: set[str] = set()
-        """The clients that are registered."""
+        """The clients that have registered tensors of this model."""
         self.mover = ChunkMover(backend, self.database, metrics)
 
 
@@ -99,7 +99,7 @@ class ServedModels:
         self.by_group: dict[EngineGroup, Model] = {}
         """The model of each engine group with a registered worker, now or before."""
         self._backends: dict[int, StorageBackend] = {}
-        """By payload size."""
+        """The backends, by payload size."""
         self._segment_of: int | None = None
         """The size whose backend gives the segment to the pool. Only one backend does."""
 

@@ -44,7 +44,7 @@ Names = Annotated[tuple[Name, ...], Meta(max_length=MAX_CHUNKS)]
 
 
 class Message(Struct, frozen=True, array_like=True, tag_field="type"):
-    """A message."""
+    """The base of all messages."""
 
 
 # --- requests -----------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class CudaStorage(Message, frozen=True, tag="cuda"):
 
     nbytes: int
     gpu: str
-    """Its UUID."""
+    """The UUID of the GPU that has the memory."""
     handle: bytes
     offset: int
     ref_counter: bytes

@@ -322,7 +322,7 @@ class _WriteBehind:
         self._limit = limit
         self._close_s = close_s
         self._under_way = 0
-        """How many chunks."""
+        """How many chunks are being written."""
         self._lock = threading.Lock()
         self._closed = False
         self._jobs: queue.SimpleQueue[_TierWrite | None] = queue.SimpleQueue()

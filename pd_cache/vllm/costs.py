@@ -45,9 +45,9 @@ class StepWork(NamedTuple):
 
     began: float
     prompts: int
-    """Tokens of prompts."""
+    """How many of the step's tokens belong to prompts."""
     tokens: int
-    """All tokens."""
+    """How many tokens the step computes."""
     positions: float
     """The sum of the positions of all tokens."""
 
@@ -57,7 +57,7 @@ class NotWorth(NamedTuple):
 
     load_s: float
     compute_s: float
-    """Includes the prompts that are computed before it."""
+    """The time to compute the prefix, and the prompts that are computed before it."""
     probe: bool
     """Whether to load a small part all the same."""
 

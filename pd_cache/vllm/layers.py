@@ -92,8 +92,6 @@ class KeptLayers(NamedTuple):
 
 
 class DraftLayers(NamedTuple):
-    """The layers of a draft model."""
-
     names: frozenset[str] = frozenset()
     reads: Literal["same", "next"] = "next"
     """`same`: the draft model reads the same tokens as the model. `next`: at each position, it reads the next

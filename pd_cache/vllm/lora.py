@@ -43,7 +43,7 @@ class Adapter:
         self.why: Unidentified = "adapter_unread"
         """Why there is no digest."""
         self.detail = ""
-        """The same in words."""
+        """The reason in words."""
         self.stamps: tuple[FileStamp, ...] | None = None
         """The stamps of the files when the digest was made."""
         self.checking = False

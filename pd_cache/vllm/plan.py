@@ -21,11 +21,11 @@ class ChunkPlan:
 
     settings: Settings
     layers: Sequence[KeptLayers]
-    """What `kept_layers` returns."""
+    """The layer groups, as `kept_layers` returns them."""
     hash_block_size: int
     """Tokens of each block hash of a request."""
     stores: bool = True
-    """False for a consumer."""
+    """Whether the engine stores chunks. A consumer does not."""
     ranks: int = 1
     """The number of ranks of all pipeline stages together."""
     dense: bool = False

@@ -54,7 +54,7 @@ class SchedulerSide:
     _spaces: Sequence[Namespace]
     """The namespaces of all layer groups. The first group names the chunks."""
     _namespaces: tuple[str, ...]
-    """Their fingerprints."""
+    """The fingerprints of `_spaces`."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ _ROLES = {"kv_producer": ("prefill",), "kv_consumer": ("decode",), "kv_both": EN
 
 
 class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The mapping itself."""
+    """The keys of `kv_connector_extra_config`."""
 
     config_file: str | None = None
     """The cluster's YAML file. With a `server_url` it may be left out: the server then decides how chunks are

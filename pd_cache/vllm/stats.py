@@ -35,7 +35,7 @@ class CacheStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Returns the sum of both."""
+        """Returns the sum of the two statistics."""
         for key, value in other.data.items():
             self.data[key] = self.data.get(key, 0.0) + value
         return self

@@ -40,7 +40,7 @@ class Stream:
     names: Sequence[bytes]
     """The names of its whole chunks. The real request loads the rest."""
     blocks: Sequence[int]
-    """The blocks of all its tokens."""
+    """The blocks of all tokens of the prompt."""
     done: int
     """How many chunks were at hand or are loaded."""
     until: float
@@ -56,7 +56,7 @@ class Stream:
     loaded: Loaded = Loaded(0)  # noqa: RUF009 - immutable
     """The worst result of the ranks that have ended."""
     asked: float = 0.0
-    """When it was last looked up."""
+    """When the prompt was last looked up."""
 
 
 class Streams:

@@ -80,7 +80,7 @@ class TrackedRequest:
         self.awaited = 0
         """How many chunks the request waits for, because a prefill node is storing them."""
         self._found: Found | None = None
-        """The answer to its lookup."""
+        """The answer to the request's lookup."""
         self._next_poll = self._poll_s = 0.0
         """When to look up an announced prefix again, and the last pause between lookups."""
         self._foreign = False

@@ -73,7 +73,7 @@ class WorkerSide:
         self._version = version
         self._clock = clock
         self._load_queue: queue.SimpleQueue[tuple[LoadOp, float] | None] = queue.SimpleQueue()
-        """Loads, and when each has to end."""
+        """The queued loads, and when each has to end."""
         self._store_queue: queue.SimpleQueue[tuple[StoreOp, Any] | None] = queue.SimpleQueue()
         """Stores, and the mark at the end of the step that computes the chunks. The scheduler bounds their
         number."""

@@ -109,6 +109,5 @@ def first_of(*happenings: Happening) -> Happening:
 
 
 def wait_for_all(happenings: list[Happening]) -> Process:
-    """Waits until all of `happenings` have happened."""
     for happening in happenings:  # noqa: UP028 - a list takes no values that are sent back
         yield happening

@@ -78,7 +78,7 @@ class SimulatedPool:
     """
 
     def __init__(self, capacity: int) -> None:
-        """`capacity` in chunks."""
+        """`capacity` is in chunks."""
         self._most = max(1, int(capacity * _MASTER.eviction_high_watermark))
         self._batch = max(1, int(capacity * _MASTER.eviction_ratio))
         self._owner: OrderedDict[bytes, int] = OrderedDict()
@@ -201,7 +201,7 @@ class SimulatedCluster:
         self.pool = SimulatedPool(plan.pool_chunks)
         self.master = Station(self.time, costs.machine.cores)
         self.roles: dict[str, str] = {}
-        """By the nodes' URLs."""
+        """The role of each node, by its URL."""
         counts = (("prefill", plan.prefill), ("decode", plan.decode), ("both", plan.both))
         for role, count in counts:
             self.roles |= {f"{role}-{len(self.roles) + number}": role for number in range(count)}

@@ -78,11 +78,11 @@ class PoolCosts(_CostSection, frozen=True):
     """A call of the pool: a lookup, a store, a load."""
 
     call_s: Cost = 0.0
-    """At the node that calls."""
+    """The cost of a call at the node that calls."""
     object_s: Cost = 0.0
     byte_s: Cost = 0.0
     owner_byte_s: Cost = 0.0
-    """At the node in whose memory the object is."""
+    """The cost of a byte at the node that has the object in its memory."""
     master_s: Cost = 0.0
     master_object_s: Cost = 0.0
 

@@ -86,7 +86,7 @@ class SimulatedEngine:
         return not (self._waiting or self._prefilling or self._decoding or self._loading)
 
     def report(self) -> NodeReport:
-        """Returns what a node's metrics say."""
+        """Returns a report as a node's metrics would give it."""
         running = len(self._prefilling) + len(self._decoding) + self._loading
         shape = self._costs.engine
         used = max(1 - self._free / shape.kv_tokens, running / shape.max_running)

@@ -44,7 +44,7 @@ class SimulatedRequest(NamedTuple):
     """A request to come."""
 
     due: float
-    """Seconds from the start."""
+    """When the request comes, in seconds from the start."""
     tokens: int
     """Tokens of the prompt."""
     output: int

@@ -170,7 +170,7 @@ _EPSILON = 1e-6
 """The epsilon of the norms, whose weights are all one."""
 _ROPE_BASE = 10_000.0
 _DEVIATION = 0.02
-"""Standard deviation of the weights."""
+"""The standard deviation of the weights."""
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps a layer's number, queries `[1, heads, rows, head_dim]`, and keys and values `[1, kv_heads, rows,

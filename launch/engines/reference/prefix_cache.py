@@ -222,7 +222,6 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """How many blocks are free."""
         return len(self._free)
 
     def allocate(self, count: int) -> tuple[int, ...] | None:

@@ -40,7 +40,7 @@ class GenerationStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_tokens: int
     """Prompt tokens, in whole chunks, that the pool holds or is about to receive."""
     ttft_ms: float
-    """From arrival to the first token."""
+    """The time from the request's arrival to its first token."""
     report: RequestReport
     """The source of the prompt's KV, and the reason why not more of it came from the cache."""
 

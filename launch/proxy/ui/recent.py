@@ -60,7 +60,7 @@ class EndedRequest(NamedTuple):
 
 class Minute(msgspec.Struct):
     number: int
-    """Minutes since the clock's zero."""
+    """The minute, counted from the clock's zero."""
     requests: int = 0
     untold: int = 0
     """How many requests were answered without a report, such as streams of vLLM."""
