@@ -354,29 +354,36 @@ class MooncakeStore:
             return [self._refusal()] * len(keys)
         begun, rpc = time.monotonic(), self._lookup_rpc
         end = begun + self._timeouts.exist_ms / 1000 if end is None else end
-        codes: Sequence[int] | None = None
         # asks the master directly only if it has just answered Mooncake's client, so that the breaker judges
         # by the client's own calls alone
-        if rpc is not None and begun < self._breaker.well_until:
-            try:
-                codes = rpc.ask(keys, end)
-            except TimeoutError:
-                if self._breaker.is_fair(end - begun):
-                    self._breaker.well_until = 0.0
-                    rpc.drop_idle()  # they are no younger than the connection that is now silent
-                return [Status.TIMEOUT] * len(keys)
-        if codes is None:
-            call = self._control.submit(self._exist, end, None, list(keys))
-            if call is None:
-                return [self._refusal()] * len(keys)
-            codes = call.outcome([])
-            if not codes:
-                self._breaker.timed_out("batch_is_exist", call.had_s)
-                return [Status.TIMEOUT] * len(keys)
-            if rpc is not None and rpc.wants_connection:
-                self._control.submit(rpc.connect, end_or(None, self._timeouts.exist_ms))
-        if codes.count(1) == len(codes):
-            return [Status.OK] * len(codes)
+        if rpc is None or begun >= self._breaker.well_until:
+            return self._ask_client(keys, end)
+        try:
+            verdicts = rpc.ask(keys, end)
+        except TimeoutError:
+            if self._breaker.is_fair(end - begun):
+                self._breaker.well_until = 0.0
+                rpc.drop_idle()  # they are no younger than the connection that is now silent
+            return [Status.TIMEOUT] * len(keys)
+        if verdicts is None:
+            return self._ask_client(keys, end)
+        if verdicts.count(1) == len(verdicts):
+            return [Status.OK] * len(verdicts)
+        return [_EXISTS[verdict] for verdict in verdicts]
+
+    def _ask_client(self, keys: Sequence[str], end: float) -> list[Status]:
+        """As `batched_contains`, through Mooncake's client. Afterwards, opens a connection for `LookupRpc` if
+        it needs one."""
+        call = self._control.submit(self._exist, end, None, list(keys))
+        if call is None:
+            return [self._refusal()] * len(keys)
+        codes = call.outcome([])
+        if not codes:
+            self._breaker.timed_out("batch_is_exist", call.had_s)
+            return [Status.TIMEOUT] * len(keys)
+        rpc = self._lookup_rpc
+        if rpc is not None and rpc.wants_connection:
+            self._control.submit(rpc.connect, end_or(None, self._timeouts.exist_ms))
         return [_EXISTS.get(code) or status_of(code) for code in codes]
 
     def _exist(self, keys: list[str]) -> list[int]:
