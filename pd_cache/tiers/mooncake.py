@@ -111,16 +111,13 @@ class MooncakeBackend(StorageBackend):
         try:
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < _READ_AHEAD:
-                    until = sooner(end, self._timeouts.get_ms)
                     # only a reader that holds no slot waits for one, so two readers never wait for each other
-                    slots = self._lease(min(self.batch_size, len(keys) - started), 0.0 if ahead else until)
-                    if not slots:
+                    wanted = keys[started : started + self.batch_size]
+                    batch = self._begin_read(wanted, end, waits=not ahead)
+                    if batch is None:
                         break
-                    batch = list(keys[started : started + len(slots)])
-                    started += len(slots)
-                    # the memory and the transfer share one deadline
-                    call = self.store.start_get(batch, slots, until)
-                    ahead.append(_ReadBatch(batch, slots, call, until))
+                    ahead.append(batch)
+                    started += len(batch.keys)
                 if not ahead:
                     down = not self._closed and not self.store.available
                     reason = Status.POOL_DOWN.value if down else self.memory.refusal
@@ -176,15 +173,19 @@ class MooncakeBackend(StorageBackend):
         self.store.close()
         self.staging.close()
 
-    def _lease(self, count: int, deadline: float) -> deque[Slot]:
-        """Returns up to `count` slots. Waits for the first until `deadline`, and takes the others only if
-        they are free."""
+    def _begin_read(self, keys: Keys, end: End, *, waits: bool) -> _ReadBatch | None:
+        """Begins to read the first of these keys, as many as there are free slots. If it `waits`, it waits
+        for the first slot. Returns None if it gets no slot."""
+        until = sooner(end, self._timeouts.get_ms)  # for the memory and the transfer together
         slots: deque[Slot] = deque()
-        first = self.staging.lease(deadline, self._reads)
-        while first is not None and len(slots) < count:
-            slots.append(first)
-            first = self.staging.lease(0.0, self._reads) if len(slots) < count else None
-        return slots
+        slot = self.staging.lease(until if waits else 0.0, self._reads)
+        while slot is not None:
+            slots.append(slot)
+            slot = self.staging.lease(0.0, self._reads) if len(slots) < len(keys) else None
+        if not slots:
+            return None
+        batch = list(keys[: len(slots)])
+        return _ReadBatch(batch, slots, self.store.start_get(batch, slots, until), until)
 
     def _fetched(self, key: str, slot: Slot, found: str | int, size: int, end: float) -> Fetched:
         """Returns a key's outcome. `found` is the result of `_object`. Takes over the slot."""
