@@ -195,24 +195,9 @@ class WorkerSide:
         """Loads the chunks of all groups at the same time, and waits for all groups. Returns the worst result
         of the groups that failed or, if none failed, the result of the first group."""
         parts = [(part, cache) for part in op.parts for cache in self._caches[part.group]]
-
-        def load(part: GroupChunks, cache: BlockCache) -> Loaded:
-            remaining, loaded = deadline - self._clock(), Loaded(0, "deadline")
-            try:
-                if remaining > 0:
-                    blocks = _kept_blocks(part, cache)
-                    loaded = cache.load(
-                        part.names, blocks, session=op.request_id, label=op.label, timeout=remaining
-                    )
-                else:
-                    cache.metrics.trouble("retrieve", "deadline", len(part.names))
-            except Exception as error:  # noqa: BLE001 - vLLM computes the blocks instead
-                self._unexpected("retrieve", len(part.names), error)
-                loaded = Loaded(0, "error")
-            return loaded
-
-        others = [self._loaders.submit(load, *part) for part in parts[1:]]
-        ends = [load(*part) for part in parts[:1]] + [other.result() for other in others]
+        others = [self._loaders.submit(self._load_part, op, deadline, *part) for part in parts[1:]]
+        ends = [self._load_part(op, deadline, *part) for part in parts[:1]]
+        ends += [other.result() for other in others]
         failed = [
             end if end.reason != "none" else Loaded(end.chunks, "error")
             for (part, _), end in zip(parts, ends, strict=True)
@@ -221,6 +206,18 @@ class WorkerSide:
         if failed:
             return min(failed, key=attrgetter("chunks"))
         return ends[0] if ends else Loaded(0, "none" if op.parts else "error")
+
+    def _load_part(self, op: LoadOp, deadline: float, part: GroupChunks, cache: BlockCache) -> Loaded:
+        """Loads the chunks of one group. Raises nothing: vLLM computes blocks that were not loaded."""
+        if (timeout := deadline - self._clock()) <= 0:
+            cache.metrics.trouble("retrieve", "deadline", len(part.names))
+            return Loaded(0, "deadline")
+        try:
+            blocks = _kept_blocks(part, cache)
+            return cache.load(part.names, blocks, session=op.request_id, label=op.label, timeout=timeout)
+        except Exception as error:  # noqa: BLE001 - see above
+            self._unexpected("retrieve", len(part.names), error)
+            return Loaded(0, "error")
 
     def _run_stores(self) -> None:
         own_stream(self._device)
