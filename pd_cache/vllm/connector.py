@@ -392,41 +392,38 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._resources.enter_context(serving_weights(file, self._version, scheduler.costs))
 
     def _open_lookup(self, groups: Sequence[CacheMetadata], worker: Handshake) -> LookupClient:
-        """Returns a lookup client: of the cache server if there is one, else of a worker in this process,
-        else of the pool's master."""
-        settings, metrics = self._settings, self._metrics
+        """Returns the lookup client, which depends on where the workers' caches are:
+
+        - in a cache server: a `ServerLookupClient` asks the server;
+        - in this process, with all layer groups: a `BypassLookupClient` asks the worker's engine;
+        - otherwise: a `MooncakeLookupClient` asks the pool's master.
+        """
+        node, url, metrics = self._settings.node, self._settings.server_url, self._metrics
         metadata, *further = groups
-        milliseconds = settings.connector.lookup_timeout_ms
-        transfer, seconds = settings.node.transfer, milliseconds / 1000
-        timeouts = msgspec.structs.replace(transfer.timeouts, exist_ms=milliseconds)
-        transfer = msgspec.structs.replace(transfer, timeouts=timeouts)
-        own = msgspec.structs.replace(settings.node, transfer=transfer)
-        if settings.server_url is not None:
-            logger.info("pd-cache: lookups ask the cache server at %s", settings.server_url)
+        timeout_ms = self._settings.connector.lookup_timeout_ms
+        timeouts = msgspec.structs.replace(node.transfer.timeouts, exist_ms=timeout_ms)
+        transfer = msgspec.structs.replace(node.transfer, timeouts=timeouts)
+        node, seconds = msgspec.structs.replace(node, transfer=transfer), timeout_ms / 1000
+        if url is not None:
+            logger.info("pd-cache: lookups ask the cache server at %s", url)
             return ServerLookupClient(
-                own,
-                metadata,
-                settings.server_url,
-                seconds,
-                further=further,
-                metrics=metrics,
-                version=self._version,
+                node, metadata, url, seconds, further=further, metrics=metrics, version=self._version
             )
         if worker.pid == os.getpid():
             names = [engine_name(worker.instance, place) for place in range(len(groups))]
             engines = [engine for name in names if (engine := CacheEngineBuilder.get(name)) is not None]
             if [engine.database.namespace for engine in engines] == [
-                group.namespace(own.cache) for group in groups
+                group.namespace(node.cache) for group in groups
             ]:
                 logger.info("pd-cache: lookups ask the worker's engine")
                 first, layers = engines[0], LayerGroups([engine.database for engine in engines])
                 prefix = PrefixLookup(layers, first.backend, self._version, metrics, first.mover.history)
-                return BypassLookupClient(settings.node, metadata, prefix, timeout=seconds, metrics=metrics)
-        logger.info("pd-cache: lookups ask the master at %s", settings.node.master)
+                return BypassLookupClient(node, metadata, prefix, timeout=seconds, metrics=metrics)
+        logger.info("pd-cache: lookups ask the master at %s", node.master)
         return MooncakeLookupClient(
-            own,
+            node,
             metadata,
-            own.master,
+            node.master,
             further=further,
             metrics=metrics,
             history=ChunkHistory(),
