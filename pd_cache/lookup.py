@@ -28,7 +28,7 @@ from pd_cache.config import NodeSettings
 from pd_cache.groups import LayerGroups, longest_prefix
 from pd_cache.metrics import CacheMetrics
 from pd_cache.reasons import ChunkHistory, Found, MissReason, TierChunks
-from pd_cache.versions import WeightsVersion
+from pd_cache.versions import Versioned, WeightsVersion
 from transfer.deadlines import End, Timeout, end_in
 from transfer.errors import Status
 from transfer.store import MooncakeStore
@@ -194,7 +194,7 @@ class HoldsKeys(Protocol):
     def batched_contains(self, keys: Keys, end: End = None) -> list[Status]: ...
 
 
-class PrefixLookup:
+class PrefixLookup(Versioned):
     """Looks up all chunks of a prompt, in all layer groups, with one request. Thread-safe."""
 
     def __init__(
@@ -221,15 +221,6 @@ class PrefixLookup:
         """False while the pool is known to be down. Lookups are then misses, and stores are dropped, at
         once."""
         return self.backend.available
-
-    @property
-    def label(self) -> str | None:
-        """The label of the engine's weights. None from the time when they change until they get a label."""
-        return self.version.label
-
-    def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`."""
-        self.version.reset(version)
 
     def find(
         self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None

@@ -93,3 +93,18 @@ class WeightsVersion:
 
     def _new(self, label: str | None) -> Weights:
         return Weights(id=secrets.token_hex(8), label=label, since=int(self._clock()))
+
+
+class Versioned:
+    """The cache of an engine, whose weights may change."""
+
+    version: WeightsVersion
+
+    @property
+    def label(self) -> str | None:
+        """The label of the engine's weights. None from the time when they change until they get a label."""
+        return self.version.label
+
+    def reset(self, version: str | None = None) -> None:
+        """Notes that the engine has other weights now; see `LookupClient.reset`."""
+        self.version.reset(version)

@@ -42,13 +42,13 @@ from pd_cache.server.protocol import (
     Store,
     Stored,
 )
-from pd_cache.versions import FIRST, PRESENT, WeightsVersion
+from pd_cache.versions import FIRST, PRESENT, Versioned, WeightsVersion
 from transfer.deadlines import Timeout
 
 R = TypeVar("R")
 
 
-class RemoteCache:
+class RemoteCache(Versioned):
     """A `BlockCache` (see there) over the connection of an engine rank. Thread-safe.
 
     Each operation has a twin that only begins it, for callers that must not wait.
@@ -94,15 +94,6 @@ class RemoteCache:
     def available(self) -> bool:
         """Whether the server is connected, and has the KV tensors if any were registered."""
         return self.connection.ready
-
-    @property
-    def label(self) -> str | None:
-        """The label of the engine's weights. None from the time when they change until they get a label."""
-        return self.version.label
-
-    def reset(self, version: str | None = None) -> None:
-        """Notes that the engine has other weights now; see `LookupClient.reset`."""
-        self.version.reset(version)
 
     def register_kv_caches(self, kv_caches: KVCaches, kind: PageKind | None = None) -> None:
         """Lends the paged KV cache to the server: one tensor per layer, in layer order.
