@@ -1,6 +1,6 @@
 """`pd-cache demo`: the whole of pd-cache on one machine, checked against an engine that has no cache.
 
-Starts the nodes of a file as `up` does, sends prompts that share a long prefix through the proxy, then
+Starts the nodes of a file as `up` does, and sends prompts that share a long prefix through the proxy. Then
 computes the same prompts on a lone engine, and compares tokens and times.
 """
 

@@ -156,8 +156,9 @@ class ServerLog(logging.LoggerAdapter[logging.Logger]):
     """The log of an aiohttp server and its event loop. It reports clients' mistakes, and failures outside of
     requests, with at most one line of each kind in ten seconds. No line quotes what a client sent.
 
-    Otherwise, for each request that it cannot read, aiohttp would log a traceback that quotes keys and
-    prompts, as fast as clients send. asyncio would log a traceback for each connection that it cannot accept.
+    Without this log, aiohttp would log a traceback for each request that it cannot read, as fast as clients
+    send them. Such a traceback quotes keys and prompts. asyncio would log a traceback for each connection
+    that it cannot accept.
     """
 
     def __init__(self) -> None:

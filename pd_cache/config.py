@@ -93,8 +93,9 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     vLLM, otherwise tokens."""
     hash_seed: LineOrEmpty = ""
     shards: Annotated[int, Meta(ge=0, le=MAX_SHARDS)] = 0
-    """Into how many parts a chunk's KV heads are cut: a common multiple of the tensor-parallel sizes of all
-    nodes that share chunks. 0 means the least common multiple for the nodes in this file."""
+    """The number of parts into which a chunk's KV heads are cut. It must be a common multiple of the
+    tensor-parallel sizes of all nodes that share chunks. 0 means the least common multiple for the nodes in
+    this file."""
     tiers: Annotated[tuple[StorageTier, ...], Meta(min_length=1, max_length=8)] = (MooncakeTier(),)
     """Where chunks are kept, fastest first."""
 

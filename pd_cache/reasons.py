@@ -215,8 +215,8 @@ class Found(Struct, frozen=True, array_like=True, tag_field="type", tag="found")
     chunks: Count
     """How many chunks a load can restore."""
     leading: Count
-    """How many chunks the groups without a tail have. 5 with 3 `chunks` means that only layers with a window
-    or a state lack chunks, at the ends of the prefixes of 4 and 5 chunks."""
+    """How many leading chunks the groups without a tail have. For example, 5 with 3 `chunks` means that the
+    prefixes of 4 and 5 chunks lack only what layers with a window or a state need at their ends."""
     reason: MissReason = "none"
     """Why the prefix is not longer; `none` if it has all chunks that it can have."""
     near: TierChunks = TierChunks()

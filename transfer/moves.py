@@ -5,8 +5,8 @@ runs* (`wait_for_completion` in mooncake-store/src/transfer_task.cpp). A peer th
 continues to write into the memory of the transfer, even if that memory has another use by then. Therefore:
 
 1. A step has few objects. If a peer is silent, each of Mooncake's connections to it fails one object after
-   the other when the TCP time-out has passed, and the step ends with a code for each key, within about the
-   caller's deadline. A put uses one connection to a peer, and takes longer (docs/mooncake.md).
+   the other, each after the TCP time-out. So the step ends within about the caller's deadline, with a code
+   for each key. A put uses one connection to a peer, and takes longer (docs/mooncake.md).
 2. If Mooncake may still have given up a step (this process or the whole machine was stopped, or the clock was
    set), the step *forfeits* its slots: their memory is never used again.
 3. The codes show which peers are silent (`transfer.health`). Reads of their objects fail at once until the
@@ -85,8 +85,8 @@ def keys_per_step(settings: TransferSettings) -> int:
 
 
 def _variable(name: str, usual: int) -> int:
-    """Returns a number from one of Mooncake's variables, or `usual` if it is not a number above 0, which
-    Mooncake ignores, too."""
+    """Returns the number in a variable of Mooncake's. Returns `usual` if it is not a number above 0; Mooncake
+    ignores such a value, too."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and int(text) else usual
 

@@ -482,7 +482,7 @@ class MooncakeStore:
             self._control.submit(self._moves.suspect_slow_peers, end)
 
     def _call(self, threads: CallThreads, end: End, function: Callable[..., R], *args: Any) -> R | None:
-        """Returns what a call returns; None if the pool is not available or did not answer in time.
+        """Returns the result of a call; None if the pool is not available or did not answer in time.
 
         Control objects are transferred on other threads than control calls, and their time-outs say nothing
         about the master. So a silent store node holds up no control calls, and does not open the breaker.

@@ -8,8 +8,8 @@ is not free. Its cost differs between processes, depending on the memory that ea
 The prompt has Llama-3.1-8B's KV shape (32 layers, 8 KV heads, 128, bf16: 128 KiB per token), over TCP from a
 store node in another process. Rounds are interleaved, raw and ours in turn, and medians are compared.
 
-`gather` and `scatter` are the copier alone, with the checksum, between the paged cache and staging memory;
-`to_host` and `to_device` are one copy of as many contiguous bytes; `checksum` is the hash alone.
+`gather` and `scatter` are the copier alone, between the paged cache and staging memory; they include the
+checksum. `to_host` and `to_device` are one copy of as many contiguous bytes. `checksum` is the hash alone.
 
     pd-cache bench engine [--device cuda] --json
 """

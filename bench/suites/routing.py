@@ -189,9 +189,9 @@ def compare(
     pooled: bool = False,
     rate: float = _RATE,
 ) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Returns a row for each router, and targets. With `pooled`, a row also has what a pool finds that is as
-    large as the caches of all nodes together: `hits` and `prefill_time` are its hits, and the tokens that it
-    leaves to compute, divided by those of the nodes."""
+    """Returns a row for each router, and targets. With `pooled`, a row also has the figures of a pool
+    that is as large as the caches of all nodes together. `hits` is the pool's hits divided by the nodes'
+    hits, and `prefill_time` is the same ratio for the tokens that are left to compute."""
     rows: dict[Router, dict[str, Any]] = {}
     at = f"{workload}, {nodes} nodes, {cache_tokens} tokens"
     ideal = measure(requests, SimulatedLru()).hit_rate

@@ -158,8 +158,8 @@ class _Follower:
         self._asked_for: set[str] = set()
         """Keys whose moves we have asked for."""
         self._listed: list[str] = []
-        """The rest of the last list of remaining keys. It is kept because listing a million keys takes longer
-        than moving some."""
+        """The keys of the last listing that were not moved yet. They are kept because listing a million keys
+        takes longer than moving some."""
         self._ask_again = 0.0
         self._begin = time.monotonic()
 

@@ -35,8 +35,8 @@ class Reset(NamedTuple):
 
 
 def reset_engines(config: ClusterConfig, version: str | None, *, everywhere: bool) -> Reset:
-    """Gives the label `version`, or a new one, to the weights of all engines that are out; with `everywhere`,
-    to those of all engines.
+    """Gives the label `version`, or a new label, to all engines that are out; with `everywhere`, to all
+    engines.
 
     Raises PdCacheError if there is none.
     """

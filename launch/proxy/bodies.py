@@ -162,7 +162,7 @@ SAMPLING = {
     "stop_token_ids", "stream_interval", "stream_options", "structured_outputs", "temperature",
     "thinking_token_budget", "top_k", "top_logprobs", "top_p", "use_beam_search", "watermarking",
 }  # fmt: skip
-"""Fields that do not change a prompt's KV, only what comes after it. Prefill nodes do not get them: with
+"""Fields that change only the answer, not the prompt's KV. Prefill nodes do not get them: with
 `n: 64`, a node would compute 64 sequences."""
 
 

@@ -354,8 +354,9 @@ class ServerTls:
         """Raises ConfigError, which names the file and the reason, if a file cannot be used."""
         self._config = config
         self._current = self.context = _fresh()
-        # asyncio's buffer for each connection of the process, also for one that sends nothing; 256 KiB by
-        # default, where a TLS record has 16
+        # asyncio's buffer for each connection of the process, even if the connection sends nothing: 256 KiB
+        # by default,
+        # although a TLS record has at most 16 KiB
         sslproto.SSLProtocol.max_size = 16 << 10
         # OpenSSL calls this at the beginning of each handshake, also if the client names no server
         self.context.sni_callback = lambda handshake, name, context: setattr(
@@ -368,7 +369,7 @@ class ServerTls:
         config, context = self._config, _fresh()
         try:
             for file in (config.cert_file, config.key_file):
-                Path(file).read_bytes()  # its errors name the file, and those of OpenSSL do not
+                Path(file).read_bytes()  # its errors name the file; OpenSSL's errors do not
             context.load_cert_chain(config.cert_file, config.key_file, password=_no_pass_phrase)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise ConfigError(

@@ -94,7 +94,7 @@ class ProxyMetrics:
         )
 
     def page(self, pools: NodePools) -> bytes:
-        """Returns all metrics as text for Prometheus, with those of the present nodes."""
+        """Returns all metrics as text for Prometheus, including the metrics of the present nodes."""
         now, registry = time.monotonic(), CollectorRegistry()
         gauge = partial(Gauge, registry=registry)
         up = gauge("pd_cache_proxy_node_up", "0 while a node is skipped", ["hop", "node"])

@@ -103,8 +103,8 @@ def leading(blocks: Iterable[Hashable], known: Container[Hashable]) -> int:
 
 
 class PrefixIndex:
-    """Remembers the blocks that a node's own cache probably holds: those of the last prompts that were sent
-    to the node, as many as the cache has room for."""
+    """Remembers the blocks that a node's own cache probably holds: the blocks of the last prompts that were
+    sent to the node, as many as the cache has room for."""
 
     def __init__(self, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens

@@ -215,8 +215,8 @@ def spawn_child(
     `popen` goes to `subprocess.Popen`; stdin is /dev/null unless given. Raises FileNotFoundError if there is
     no such program.
 
-    Call this on a thread that lives as long as the process (the main thread): the kernel takes the end of the
-    *thread* that started a child for the end of its parent.
+    Call this on a thread that lives as long as the process (the main thread), because the kernel sends the
+    signal when the *thread* that started the child ends.
     """
     file = shutil.which(argv[0], path=(popen.get("env") or os.environ).get("PATH"))
     if file is None:

@@ -86,8 +86,8 @@ def running(
     Every process runs `pd-cache launch ROLE` on a copy of the file in which each port is chosen. If a node
     cannot be started, stops the others and raises ConfigError or SupervisorError. Raises ConfigError, too, if
     the nodes run already, and RuntimeFolderError if this user has no runtime folder of their own. If `stop`
-    is set before all are ready, the rest are not started. `sink` gets the nodes' output, and a line `ready
-    NAME URL` for each that is ready.
+    is set before all nodes are ready, no further node is started. `sink` gets the nodes' output, and a line
+    `ready NAME URL` for each that is ready.
     """
     mine = local_nodes(config)
     if not mine:
@@ -157,8 +157,9 @@ def program_of(node: Node, file: Path) -> Program:
 
 
 def choose_ports(config: ClusterConfig, nodes: Iterable[Node]) -> ClusterConfig:
-    """Returns the same cluster with a free port wherever one of `nodes` has port 0, and with the address of
-    each cache server written out: a process with another environment would choose another folder for it."""
+    """Returns the same cluster with a free port wherever one of `nodes` has port 0. It also has the address
+    of each cache server, because a process with another environment would choose another folder for the
+    socket."""
     mine = {node.name for node in nodes}
     with ExitStack() as stack:
         chosen: list[Node] = []

@@ -193,7 +193,7 @@ class _Feed:
             self.dealer.send_multipart([b"", self.order.ask_from.to_bytes(8, "big")], zmq.NOBLOCK)
 
     def end_replay(self, due: float, *, whole: bool) -> None:
-        if not whole:  # late answers would be taken for those of the next replay
+        if not whole:  # late answers would be taken for answers to the next replay
             self.dealer.close(0)
             self.dealer = self._connected(zmq.DEALER, self.endpoints.replay)
         self.asked = None

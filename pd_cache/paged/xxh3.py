@@ -49,9 +49,11 @@ def _add_up(
     last: tl.int64,
     ROWS: tl.constexpr,
 ) -> None:
-    """Adds up each block. words: the bytes, as int64. secret: int64 [32], the words for all stripes, then
-    those for the last stripe. sums: int64 [blocks + 2, 8]: the sums of `blocks` whole blocks, of a block of
-    `stripes` stripes, and of the stripe at word `last`, which may overlap with it."""
+    """Adds up each block.
+
+    words: the bytes, as int64. secret: int64 [32]; first the words for all stripes, then the words for the
+    last stripe. sums: int64 [blocks + 2, 8]; the sums of `blocks` whole blocks, the sums of a block of
+    `stripes` stripes, and the sums of the stripe at word `last`, which may overlap with that block."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     lane = tl.arange(0, 8)[None, :]
     is_last = row == blocks + 1

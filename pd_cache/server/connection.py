@@ -1,8 +1,8 @@
 """A connection of an engine process to its cache server, which outlives the server.
 
-The calling thread sends requests (`link.py`). A thread of the connection, the keeper, keeps it up: it says
-hello, registers the KV tensors, notices when the server is gone, and does all this again when a server is
-back. Meanwhile every request fails at once, with an error that adapters turn into a miss.
+The calling thread sends requests (`link.py`). The connection has a thread of its own, the keeper. The keeper
+says hello, registers the KV tensors, and notices when the server is gone. When a server is back, it does this
+again. Meanwhile every request fails at once, with an error that adapters turn into a miss.
 """
 
 from __future__ import annotations

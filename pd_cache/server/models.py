@@ -143,8 +143,9 @@ class ServedModels:
 
         `object_sizes` are the payload sizes of all layer groups of the worker; see `memory_size`.
 
-        Raises RefusalError if the worker does not fit the others or there is no room for it, and LayoutError
-        if its pages cannot be cut into as many shards as the group says.
+        Raises RefusalError if the worker's KV tensors differ from those of the model's other workers, or if
+        there is no room for its chunks. Raises LayoutError if its pages cannot be cut into as many shards as
+        the group says.
         """
         if layout.block_size != group.block_size:
             raise RefusalError(

@@ -4,10 +4,11 @@
     <path>/<file bytes>/<n>/tmp/<serial>                being written
     <path>/<file bytes>/<n>/<xx>/<digest>-<serial>      an object; xx are the digest's first two digits
 
-A file is an object (payload and trailer), followed by the next bytes in memory up to the size of the largest
-object in whole pages, so that direct I/O can move it in one piece. It is written under a temporary name and
-renamed when it is whole. The serial keeps two writers of a key apart. The digest is the key's, so that any
-key makes a safe name. Names are not trusted: objects are checked when they are read.
+A file is an object (payload and trailer) and padding. All files are as large as the largest object in whole
+pages, so that direct I/O can move a file in one piece; the padding is the bytes that follow the object in
+memory. A file is written under a temporary name and renamed when it is whole. The serial keeps two writers of
+a key apart. The digest is the key's, so that any key makes a safe name. Names are not trusted: objects are
+checked when they are read.
 
 Each process that shares a path takes a folder of its own, the first free one. However a process ends, its
 folder becomes free, and the next process finds it with its contents.

@@ -1,10 +1,10 @@
 """The memory that the tiers of a node share, and the objects in it.
 
 The memory is equal slots, each with room for one object. An object lies in the same slot from the moment when
-the engine gathers it until the last tier releases it. A put hands the slot to every tier, and each tier holds
-a reference for as long as it needs the bytes: a transfer while it runs, the local tier until it evicts the
-entry. A read leaves the bytes in a slot, and the local tier keeps them with another reference. So neither
-write-through nor promotion copies anything.
+the engine gathers it until the last tier releases it. A put hands the slot to every tier. Each tier holds a
+reference for as long as it needs the bytes: the pool until its transfer has ended, the local tier until it
+evicts the entry. A read leaves the bytes in a slot, and the local tier keeps them with another reference. So
+neither write-through nor promotion copies anything.
 
 An object is its payload, then a 32-byte trailer:
 
@@ -43,7 +43,7 @@ BATCH_BYTES = 64 << 20
 """The most bytes of payloads that a tier moves together. They are enough for full speed, and take well under
 a second. A lease of the pool must last for three such transfers."""
 SELF_SIZED = -1
-"""What a reader gives as a payload's size if the payload's first 8 bytes hold the size."""
+"""Stands for the size of a payload whose first 8 bytes hold its size."""
 
 
 class Damage(enum.Enum):

@@ -31,8 +31,8 @@ does not alternate between equals. A hand-off may take twice as long, because a 
 prompts delays its answers."""
 _KEPT = 0.8
 _FAR, _SLACK_S = 1.5, 0.05
-"""A measurement is odd if it is more than `_FAR` times the expected time plus `_SLACK_S`, because a smaller
-delay does no harm, or less than 1 / `_FAR` of the expected time."""
+"""A measurement is odd if it is more than `_FAR` times the expected time plus `_SLACK_S`, or less than 1 /
+`_FAR` of the expected time. `_SLACK_S` is allowed because a delay of this length does no harm."""
 _RIDGE = 0.01
 _ENOUGH = 3
 _LENGTHS = [1 << bits for bits in range(8, 18)]

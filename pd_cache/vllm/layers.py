@@ -66,8 +66,8 @@ class KeptLayers(NamedTuple):
 
     def kept_blocks(self, chunk_size: int) -> int:
         """Returns how many blocks of a chunk a worker stores, counted from the chunk's end. For windows of
-        latents that are shorter than a chunk, these are about the blocks that a load needs: DeepSeek V4 has
-        windows of 8 tokens, and each of these tokens takes as much memory as 56 others."""
+        latents that are shorter than a chunk, the worker stores only about as many blocks as a load needs.
+        DeepSeek V4 has windows of 8 tokens, and each of these tokens takes as much memory as 56 others."""
         per_chunk = chunk_size // self.block_size
         needed = min(self._reach, per_chunk) if self.latent and self.kind == "window" else per_chunk
         return next(count for count in range(needed, per_chunk + 1) if per_chunk % count == 0)
@@ -140,7 +140,7 @@ def cache_tokens(kv_cache_config: KVCacheConfig) -> int:
 
 
 def specs_of(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
-    """Returns the spec of each layer of one of vLLM's groups. In vLLM's scheduler, the first layer's spec
+    """Returns the spec of each layer of a group of vLLM's. In vLLM's scheduler, the first layer's spec
     stands for all."""
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(
         group.layer_names, group.kv_cache_spec

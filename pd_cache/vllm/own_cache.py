@@ -19,11 +19,11 @@ class OutdatedRequests:
     def __init__(self, weights: Weights, manager: KVCacheManager) -> None:
         """From now on, keeps blocks of outdated requests out of vLLM's own cache.
 
-        vLLM puts a block there when it plans the step that fills the block, when a load ends, or (with
-        asynchronous scheduling; since 0.33 with drafts, too) when it takes in a step's tokens. The next
-        planned request can find the block at once, so removing it afterwards would be too late. vLLM has no
-        call to prevent this. Every block gets there through the coordinator's `cache_blocks`, so this class
-        replaces that method.
+        vLLM puts a block into its cache when it plans the step that fills the block, and when a load ends.
+        With asynchronous scheduling (and since 0.33 with drafts), it also does so when it takes in a step's
+        tokens. The next planned request can find the block at once, so removing it afterwards would be too
+        late. vLLM has no call to prevent this. It puts every block there by the coordinator's `cache_blocks`,
+        so this class replaces that method.
         """
         self.weights = weights
         """The last known state of the engine's weights."""

@@ -1,7 +1,7 @@
 """The messages between the scheduler and the workers in every step of the engine.
 
-vLLM pickles them between processes that it started, so no message comes from outside. vLLM's base classes for
-them are empty, and are not used here, so that scheduler and worker need no vLLM.
+vLLM pickles these messages between processes that it started, so no message comes from outside. vLLM has base
+classes for them. They are empty, and are not used here, so that scheduler and worker need no vLLM.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class EndedLoads(NamedTuple):
 
     finished: set[str]
     failed: set[str]
-    """Those of `finished` that failed as a whole; see `LoadOp.blocks`."""
+    """The requests of `finished` whose loads failed as a whole; see `LoadOp.blocks`."""
     bad_blocks: set[int]
     """The blocks that were not loaded, for the other failed loads."""
 

@@ -227,8 +227,8 @@ class SimulatedCluster:
 
     def run(self, requests: Sequence[SimulatedRequest]) -> tuple[list[RequestOutcome], dict[str, float]]:
         """Sends every request when it is due. Returns the outcome of each request, and the use of each kind
-        of resource: the work of all requests, as a share of what it can do until the last request comes. A
-        share above 1 means that the resource cannot keep up."""
+        of resource: the work of all requests, as a share of the work that the resource can do until the last
+        request comes. A share above 1 means that the resource cannot keep up."""
         outcomes = []
         for index, request in enumerate(requests):
             outcome = RequestOutcome(due=request.due, prompt_tokens=request.tokens, error="never ended")

@@ -118,8 +118,8 @@ class ReferenceEngine:
     ) -> None:
         """Starts serving `model`, which is `PagedModel(config)`.
 
-        `cache` is called only on this engine's own threads, and may fail or hang: a request waits for it at
-        most `load_timeout_s` (and `handoff.wait_ms` if a prefix was announced), then computes its prompt.
+        `cache` is called only on this engine's own threads, and may fail or hang. A request waits for it at
+        most `load_timeout_s` (and `handoff.wait_ms` if a prefix was announced). Then it computes its prompt.
         `request_timeout_s` bounds a request from submission to its last token.
         """
         self.config = config
