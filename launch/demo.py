@@ -117,11 +117,14 @@ def _compute_alone(engine: ReferenceEngineConfig, todo: list[list[int]]) -> Iter
 def _show(compared: list[dict[str, Any]], all_equal: bool, config: ClusterConfig) -> None:
     console = Console()
     table = Table(title=f"pd-cache demo: chunks of {config.cache.chunk_tokens} tokens", title_justify="left")
-    table.add_column("prompt\ntokens", justify="right")
-    table.add_column("prefill node:\npool + computed", justify="right")
-    table.add_column("decode node:\npool + computed", justify="right")
-    table.add_column("decode\nTTFT ms", justify="right")
-    table.add_column("alone\nTTFT ms", justify="right")
+    for figure in (
+        "prompt\ntokens",
+        "prefill node:\npool + computed",
+        "decode node:\npool + computed",
+        "decode\nTTFT ms",
+        "alone\nTTFT ms",
+    ):
+        table.add_column(figure, justify="right")
     table.add_column("tokens", no_wrap=True)
     for request in compared:
         table.add_row(
