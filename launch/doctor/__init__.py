@@ -18,10 +18,10 @@ import msgspec
 import pd_cache
 from launch.doctor import checks, probe
 from launch.doctor.report import DoctorReport, Finding, Verdict, skipped
-from launch.watch.asker import cluster_status, leading_master
+from launch.watch.asker import cluster_status, leading_master, leading_metrics
 from launch.watch.state import ClusterStatus
 from pd_cache.cluster import ClusterConfig
-from pd_cache.cluster.machine import local_nodes, source_address
+from pd_cache.cluster.machine import local_nodes
 from transfer.settings import rdma_devices
 
 
@@ -82,16 +82,5 @@ def _transfers(config: ClusterConfig, status: ClusterStatus) -> Iterator[Finding
             "transfer.segment", "not tried: without an RDMA device Mooncake would silently run over TCP"
         )
         return
-    master, metrics = leading_master(config, status), status.leading[0].record.metrics
-    yield from probe.probe_findings(config, status.segments, master, metrics or "", _own_host(config))
-
-
-def _own_host(config: ClusterConfig) -> str:
-    """Returns this machine's address in the file, or else the source address of its packets to the master."""
-    mine = local_nodes(config)
-    if mine:
-        return mine[0].host
-    try:
-        return source_address(next((node.host for node in config.nodes), "127.0.0.1"), 9)
-    except OSError:
-        return "127.0.0.1"
+    master, metrics = leading_master(config, status), leading_metrics(status)
+    yield from probe.probe_findings(config, status.segments, master, metrics)

@@ -20,9 +20,9 @@ import msgspec
 import pd_cache
 from launch.doctor.report import Finding, broken, ok, skipped, warning
 from launch.masters import Segment, copies_at
-from launch.watch.state import SKEW_FAILS, SKEW_UNTRIED, ClusterStatus
+from launch.watch.state import SKEW, ClusterStatus
 from pd_cache.cluster import ClusterConfig, MasterNode
-from pd_cache.cluster.machine import host_of, port_of, shown_bytes
+from pd_cache.cluster.machine import host_of, own_host, port_of, shown_bytes
 from transfer import MooncakeStore, PoolUnavailableError, Slot, StagingPool, Status
 from transfer.deadlines import end_in
 from transfer.errors import TransferError
@@ -88,8 +88,8 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
     )
     versions = sorted({node.record.mooncake for node in nodes} - {""})
     if (skew := status.skew) is not None:
-        make, why = (broken, SKEW_FAILS) if skew.fails else (warning, SKEW_UNTRIED)
-        yield make(check, skew.found, why=why, repair=repair)
+        make = broken if skew.fails else warning
+        yield make(check, skew.found, why=SKEW[skew.fails], repair=repair)
     else:
         yield (
             ok(check, ", ".join(versions))
@@ -167,12 +167,11 @@ _WHY_SEGMENT = "its chunks cannot be read, and new chunks in it are lost"
 
 
 def probe_findings(
-    config: ClusterConfig, segments: Sequence[Segment], master: str, master_metrics: str, host: str
+    config: ClusterConfig, segments: Sequence[Segment], master: str, master_metrics: str
 ) -> Iterator[Finding]:
     """Probe one segment after the other, so that each has the network for itself.
 
-    `master`: its address for Mooncake's clients. `host`: the address at which this machine is reached.
-    Objects are removed also if the caller is interrupted.
+    `master`: its address for Mooncake's clients. Objects are removed also if the caller is interrupted.
     """
     hung = 0
     store: MooncakeStore | None = None
@@ -191,7 +190,7 @@ def probe_findings(
                 continue
             try:
                 if store is None:
-                    store, pool = _open_store(config, master, host)
+                    store, pool = _open_store(config, master)
             except (TransferError, PoolUnavailableError) as error:
                 yield broken(
                     "transfer.pool", f"a client of the pool cannot be opened: {error}", why="engines cannot open a client either",
@@ -209,7 +208,7 @@ def probe_findings(
             store.close()
 
 
-def _open_store(config: ClusterConfig, master: str, host: str) -> tuple[MooncakeStore, StagingPool]:
+def _open_store(config: ClusterConfig, master: str) -> tuple[MooncakeStore, StagingPool]:
     """Returns a client and its staging memory."""
     deadline = int(_DEADLINE_S * 1000)
     settings = msgspec.structs.replace(
@@ -220,7 +219,7 @@ def _open_store(config: ClusterConfig, master: str, host: str) -> tuple[Mooncake
         timeouts=Timeouts(exist_ms=2000, get_ms=deadline, put_ms=deadline, close_ms=1000),
         breaker=BreakerSettings(failures=1_000_000),  # the failure of a segment does not concern the next
     )
-    store = MooncakeStore(settings, master=master, host=host, segment_size=0)
+    store = MooncakeStore(settings, master=master, host=own_host(config), segment_size=0)
     try:
         store.wait_open(_OPEN_S)
         return store, store.staging(_OBJECT)

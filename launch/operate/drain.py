@@ -20,7 +20,7 @@ import msgspec
 from launch.masters import Segment, begin_drain, cancel_drain, drain_job, keys_in, segments_at
 from launch.operate.pool import open_store
 from launch.run.supervise import StopFlag
-from launch.watch.asker import cluster_status
+from launch.watch.asker import cluster_status, leading_metrics
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes
 from pd_cache.errors import ConfigError, PdCacheError
@@ -105,14 +105,13 @@ def drain(
     state = Drain(node=name, segment=own.segment_name, bytes=own.allocator_used_bytes)
     if own.status == "DRAINED":
         return msgspec.structs.replace(state, outcome="drained")
-    leader = status.leading[0].record
-    assert leader.metrics is not None, "a master without metrics has not said that it leads"
+    metrics = leading_metrics(status)
     if own.status == "OK":
         _check_room(name, own, status.segments)
     with open_store(config, status) as store:
         try:
-            job = begin_drain(leader.metrics, [own.segment_name], _AT_A_TIME)
-            return _Follower(store, leader.metrics, own, job, state).follow(timeout_s, report, stop)
+            job = begin_drain(metrics, [own.segment_name], _AT_A_TIME)
+            return _Follower(store, metrics, own, job, state).follow(timeout_s, report, stop)
         except (OSError, ValueError) as error:
             raise PdCacheError(f"the master did not answer: {error}; {_again(name)}") from error
 

@@ -27,6 +27,7 @@ from launch.watch.asker import cluster_status
 from launch.watch.state import NodeStatus
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ENGINES, ClusterConfig, NodeRecord
+from pd_cache.cluster.machine import own_host
 from pd_cache.decoding import UndecodableError, decode_json, one_line
 from pd_cache.errors import ConfigError, PdCacheError
 from pd_cache.lookup import MooncakeLookupClient
@@ -259,7 +260,7 @@ class _PoolLookups:
 
     def _client(self, spaces: tuple[Namespace, ...], master: str) -> MooncakeLookupClient:
         if spaces not in self._clients:
-            client = open_lookup(self._config, self._config.nodes[0].host, Pool(spaces, master))
+            client = open_lookup(self._config, own_host(self._config), Pool(spaces, master))
             self._clients[spaces] = self._stack.enter_context(contextlib.closing(client))
             client.store.wait_open(_POOL_S)
         return self._clients[spaces]

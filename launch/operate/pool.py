@@ -24,11 +24,11 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.masters import KEYS_IN_A_URL, LONGEST_IN_A_URL, Segment, copies_at, keys_at
-from launch.watch.asker import cluster_status, leading_master
+from launch.watch.asker import cluster_status, leading_master, leading_metrics
 from launch.watch.state import ClusterStatus
 from pd_cache.chunks import KEY_FORMAT, Namespace
 from pd_cache.cluster import ClusterConfig
-from pd_cache.cluster.machine import shown_bytes
+from pd_cache.cluster.machine import own_host, shown_bytes
 from pd_cache.decoding import one_line
 from pd_cache.errors import PdCacheError
 from pd_cache.objects.values import KEY_FORMAT as VALUE_FORMAT
@@ -188,14 +188,6 @@ def survey(config: ClusterConfig) -> PoolReport:
     return PoolReport(namespaces=spaces, segments=list(status.segments or ()))
 
 
-def leading_metrics(status: ClusterStatus) -> str:
-    """Returns the URL at which the leading master answers. Raises PdCacheError if none does."""
-    for row in status.leading:
-        if row.record.metrics is not None:
-            return row.record.metrics
-    raise PdCacheError("no master leads, or none can be asked: see `pd-cache status`")
-
-
 def _keys(metrics: str) -> Iterator[bytes]:
     try:
         yield from keys_at(metrics, _LISTING_S)
@@ -216,7 +208,7 @@ def open_store(config: ClusterConfig, status: ClusterStatus) -> MooncakeStore:
     return MooncakeStore(
         config.transfer,
         master=leading_master(config, status),
-        host="127.0.0.1",
+        host=own_host(config),
         segment_size=0,
         placement=config.cache.pool,
     )

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import msgspec
 
 from launch.masters import KEYS_IN_A_URL, copies_at
-from launch.operate.pool import Space, keys_of, leading_metrics, manifest_key, opened
+from launch.operate.pool import Space, keys_of, manifest_key, opened
 from launch.run.supervise import StopFlag
-from launch.watch.asker import cluster_status
+from launch.watch.asker import cluster_status, leading_metrics
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes

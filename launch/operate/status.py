@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.watch.figures import shown_age
-from launch.watch.state import SKEW_UNTRIED, ClusterStatus
+from launch.watch.state import SKEW, ClusterStatus
 from pd_cache.cluster import different_lengths
 from pd_cache.cluster.machine import shown_bytes
 from pd_cache.decoding import one_line
@@ -50,7 +50,7 @@ def status_table(status: ClusterStatus) -> Group:
         if node.difference:
             differing.append(Text(f"{node.name}: {node.difference}", "yellow"))
     if (skew := status.skew) is not None and not skew.fails:
-        differing.append(Text(f"{skew.found}: {SKEW_UNTRIED}", "yellow"))
+        differing.append(Text(f"{skew.found}: {SKEW[False]}", "yellow"))
     if lengths := different_lengths(node.record for node in status.nodes):
         differing.append(
             Text(f"{lengths}: a node refuses prompts that are longer than its own limit", "yellow")

@@ -24,6 +24,7 @@ from launch.watch.figures import read_node, read_samples
 from launch.watch.state import ClusterStatus, NodeStatus, RoleShown, WatchedNodes, page_of, shown_version
 from pd_cache.cluster import ClusterConfig, NodeRecord, read_about
 from pd_cache.decoding import decode_json, one_line
+from pd_cache.errors import PdCacheError
 from pd_cache.versions import FIRST
 
 TIMEOUT_S = 2.0
@@ -158,6 +159,14 @@ def leading_master(config: ClusterConfig, status: ClusterStatus) -> str:
     return known_master(config) or status.leading[0].record.address
 
 
+def leading_metrics(status: ClusterStatus) -> str:
+    """Returns the URL at which the leading master answers. Raises PdCacheError if none does."""
+    for row in status.leading:
+        if row.record.metrics is not None:
+            return row.record.metrics
+    raise PdCacheError("no master leads, or none can be asked: see `pd-cache status`")
+
+
 # --- again and again ----------------------------------------------------------------------------------------
 
 
@@ -189,10 +198,8 @@ class Asker:
             if schedule.question is not None and schedule.question.done():
                 answers.append(schedule.question.result())
                 schedule.question = None
-                # counted from the time when it was due, unless it was late, so that intervals do not drift
-                schedule.due = max(schedule.due + self._interval_s, now)
             if schedule.question is None and schedule.due <= now:
-                schedule.due = now
+                schedule.due = now + self._interval_s
                 schedule.question = self._threads.submit(ask_node, record, self._access)
         return answers
 

@@ -208,7 +208,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     @property
     def problems(self) -> list[str]:
         """Problems that no single node shows, and what to do about them."""
-        skew = [f"{self.skew.found}: {SKEW_FAILS}"] if self.skew is not None and self.skew.fails else []
+        skew = [f"{self.skew.found}: {SKEW[True]}"] if self.skew is not None and self.skew.fails else []
         return [f"{trouble.found}; {trouble.repair}" for trouble in self.troubles] + skew
 
     @property
@@ -217,8 +217,11 @@ class ClusterStatus(msgspec.Struct, frozen=True):
         return self.fresh and all(node.well for node in self.nodes) and not self.problems
 
 
-SKEW_FAILS = "every put between these nodes fails, and no log says why; install one version on all nodes"
-SKEW_UNTRIED = "these versions have not been tried together, and Mooncake promises nothing; install one version on all nodes"
+SKEW = {
+    False: "these versions have not been tried together, and Mooncake promises nothing; install one version on all nodes",
+    True: "every put between these nodes fails, and no log says why; install one version on all nodes",
+}
+"""What different versions of Mooncake mean, by whether they are known to fail together."""
 _NO_LEADER = {
     False: "start it, or see its row",
     True: "they elect one within 15 s after etcd answers (`etcdctl endpoint health`), and within a minute where it lost its data",

@@ -244,6 +244,17 @@ def local_nodes(config: ClusterConfig) -> list[Node]:
     return [node for node in config.nodes if local[node.host]]
 
 
+def own_host(config: ClusterConfig) -> str:
+    """Returns this machine's address in the file, or else the one from which it reaches the file's first
+    node: the address for a client of the pool."""
+    if mine := local_nodes(config):
+        return mine[0].host
+    try:
+        return source_address(config.nodes[0].host, 9)
+    except OSError:
+        return "127.0.0.1"
+
+
 def is_bindable(host: str, port: int) -> bool:
     """Returns whether an address belongs to this machine and nothing listens at it."""
     try:

@@ -123,7 +123,7 @@ def test_a_full_segment_is_a_warning_and_nobodys_chunks_are_evicted_for_it(make_
 
 def _probe(pool, segments=None):
     segments = segments or segments_at(pool.metrics)
-    return list(probe_findings(load_config(pool.file), segments, pool.address, pool.metrics, "127.0.0.1"))
+    return list(probe_findings(load_config(pool.file), segments, pool.address, pool.metrics))
 
 
 def test_what_a_probe_put_is_removed_when_it_is_interrupted(pool, monkeypatch):
