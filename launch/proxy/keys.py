@@ -355,8 +355,7 @@ class ServerTls:
         self._config = config
         self._current = self.context = _fresh()
         # asyncio's buffer for each connection of the process, even if the connection sends nothing: 256 KiB
-        # by default,
-        # although a TLS record has at most 16 KiB
+        # by default, although a TLS record has at most 16 KiB
         sslproto.SSLProtocol.max_size = 16 << 10
         # OpenSSL calls this at the beginning of each handshake, also if the client names no server
         self.context.sni_callback = lambda handshake, name, context: setattr(

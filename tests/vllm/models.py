@@ -353,21 +353,22 @@ def in_words(results):
 _PAGE = """# Models
 
 `make models` wrote this page, with vLLM {} on a CPU. It makes a small model, of four layers with random weights, of each architecture for text in
-vLLM's registry. *Keeps*: the layers of each kind, and the bytes that vLLM keeps of a token in all of them together, or as their states.
+vLLM's registry. *Keeps* lists the kinds of layers: how many layers of a kind the model has, and how many bytes they all keep for a token or, if they keep
+states, for the states.
 """
 _RAN = """
 ## Models that ran
 
-A plain vLLM answers three prompts of 100, 200 and 330 tokens. A second engine, with the connector, computes and stores them, empties its own
-prefix cache and answers again. A third one, without a prefix cache of its own (with one, if the model has states), answers from the pool alone.
-Blocks, chunks and steps have 64 tokens, and loads end with a block.
+A plain vLLM answers three prompts of 100, 200 and 330 tokens. A second engine has the connector: it computes and stores the prompts, empties its own
+prefix cache and answers again. A third engine answers from the pool alone. It has a prefix cache of its own only if the model has states. Blocks,
+chunks and steps have 64 tokens, and loads end with a block.
 
-- right: all three rounds had the plain vLLM's tokens and log probabilities. Where latents are wrong, the connector is not to blame: without AMX,
-  vLLM's kernel ignores the KV of earlier steps, so pd-cache refuses such models there.
-- found: tokens that the third engine did not compute. The prompts have 576 in whole blocks.
-- stored, loaded: bytes for each of the 576 tokens, and for each token found. Of windows and states, only a prompt's end is needed.
+- right: all three rounds had the plain vLLM's tokens and log probabilities. If a model with latents is wrong, this is not the connector's fault: on a
+  CPU without AMX, vLLM's kernel ignores the KV of earlier steps. So pd-cache refuses such models there.
+- found: tokens that the third engine did not compute. The prompts have 576 tokens in whole blocks.
+- stored, loaded: stored bytes divided by 576, and loaded bytes divided by the found tokens. Layers with windows or states need only a prompt's end.
 
-`fp8`: the KV is in fp8. `lora`: with an adapter. `ngram`: with speculation from the prompt.
+After a model's name, `fp8` means KV in fp8, `lora` an adapter, and `ngram` speculation from the prompt.
 
 | model | keeps | pd-cache | found | stored | loaded | MooncakeStoreConnector | found | stored | loaded |
 |---|---|---|---|---|---|---|---|---|---|
