@@ -9,8 +9,8 @@ a completion that would miss its limits. Pure: the time comes from the caller.
    node loads the prompt.
 3. The time between a decode node's tokens is a constant, plus a time for each answer that the node generates.
    The node's reports correct both figures.
-4. The proxy knows only the number of other proxies' prompts, from the nodes' reports. Each counts as much as
-   the mean of its own prompts at all nodes.
+4. The proxy knows only the number of other proxies' prompts, from the nodes' reports. Each of these prompts
+   counts as much as the mean of this proxy's own prompts.
 5. The predicted time of the first token is multiplied by a margin, so that about one request in 50 is late.
 6. With `over: best_effort`, a request that would miss a limit waits. It goes on once the work in front of it
    takes at most half of the limit. Until then, others overtake it. The waiting requests of a tenant, or of a

@@ -63,7 +63,7 @@ class NodeReport(NamedTuple):
 
 
 def read_metrics(page: bytes, max_running: int) -> NodeReport | None:
-    """Returns the report in the metrics of vLLM or the reference engine; None if they are another program's.
+    """Returns the report in the metrics of vLLM or the reference engine; None for another program's metrics.
 
     `max_running`: how many requests the node computes at a time; 0 if that is not known.
     """
@@ -78,7 +78,7 @@ def read_metrics(page: bytes, max_running: int) -> NodeReport | None:
     running = total.get(b"num_requests_running", total.get(b"running"))
     if queued is None or running is None or not all(0 <= value < _ABSURD for value in total.values()):
         return None
-    # vLLM says that they wait, but they have room
+    # vLLM counts these requests as waiting, but they have room
     loading = total.get(b"num_requests_waiting_by_reason", 0.0)
     queued, running = max(0.0, queued - loading), running + loading
     blocks = max(1.0, total.get(b"blocks", 1.0))
@@ -124,8 +124,8 @@ class Roles:
     ) -> None:
         """Decides again what each node does.
 
-        `roles`: those of all known nodes, by the nodes' addresses; `ill`: the nodes that cannot be used;
-        `reports`: those of the nodes that report now.
+        `roles`: the roles of all known nodes, by the nodes' addresses; `ill`: the nodes that cannot be used;
+        `reports`: the reports of the nodes that have just reported.
         """
         passed = now - self._past[-1][0] if self._past else 0.0
         self._past.append((now, reports))

@@ -167,8 +167,8 @@ class LookupJob(NamedTuple):
     request: Lookup
 
     def found(self, keys: Sequence[Sequence[str]], end: int) -> list[FoundChunks]:
-        """Returns, for each layer group, the chunks that a load up to `end` needs. `keys`: for each layer
-        group, those of the chunks that are not at hand."""
+        """Returns, for each layer group, the chunks that a load up to `end` needs. `keys` has, for each layer
+        group, the keys of the chunks that are not at hand."""
         found, first = [], self.request.chunks_at_hand
         for model, own, needed in zip(self.models, keys, self.prefix.groups.needed(first, end), strict=True):
             shards, names = model.database.namespace.shards, self.request.names[needed.start : needed.stop]

@@ -107,8 +107,8 @@ class HybridBackend(StorageBackend):
         return TierChunks(counts["memory"], counts["disk"])
 
     def batched_wants(self, keys: Keys, end: End = None) -> list[Status]:
-        """Returns MISSING for a key that the last tier lacks. If the last tier cannot find out, returns
-        MISSING if no other tier has the key."""
+        """Returns MISSING for a key that the last tier lacks. If the last tier cannot find out, but another
+        tier is available, returns MISSING if no available tier has the key."""
         *before, last = self.tiers
         statuses = last.backend.batched_wants(keys, end)
         unsure = [index for index, status in enumerate(statuses) if status not in (Status.OK, Status.MISSING)]
@@ -330,7 +330,8 @@ class _WriteBehind:
         self._thread.start()
 
     def put(self, tier: Tier, keys: Keys, items: Sequence[Staged], end: End) -> None:
-        """Begins to write the chunks that fit, and counts the others as dropped."""
+        """Begins to write the chunks that fit, and counts the others as dropped. A write into memory ends at
+        once, so it always fits."""
         if tier.backend.kind == "memory":
             _begin(tier, keys, items, end).results()
             return

@@ -198,7 +198,7 @@ class MooncakeBackend(StorageBackend):
         if isinstance(found, str):
             slot.release()
             return Fetched(None, found)
-        slot.settle()  # its peer has delivered, so it leaves the quota
+        slot.settle()  # the peer has delivered, so the slot leaves the quota
         staged = Staged(self.memory, slot, payload_size(slot.view, size), key)
         return Fetched(staged, expected=found, source=(key, slot, size, end))
 
@@ -229,7 +229,7 @@ class MooncakeBackend(StorageBackend):
         found = self._object(key, slot, result, size)
         if isinstance(found, int) and checksum(slot.view[: payload_size(slot.view, size)]) != found:
             found = Damage.CORRUPT.value
-        # Mooncake refuses to read an object that is too short in the same way as for other reasons
+        # Mooncake's code for a wrong size has other causes, too, so the second read may find another damage
         if found == reason or (reason == "other_size" and found in _DAMAGED):
             # by force: lookups of its prompt renew its lease, which would keep the damaged object
             until = sooner(end, self._timeouts.exist_ms)

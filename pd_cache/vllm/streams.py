@@ -159,7 +159,7 @@ class Streams:
 
     def give_way(self, now: float, *, needed: bool) -> None:
         """Ends streams whose time is over, and outdated streams. If there are none and another request
-        `needed` blocks, ends the newest stream.
+        `needed` blocks, ends the newest stream. Leaves out streams for which a rank loads.
 
         Loaded chunks stay in vLLM's own cache.
         """
@@ -187,15 +187,15 @@ class Streams:
         return loads
 
     def stop(self) -> None:
-        """Ends all loads of the streams under way, because the weights have changed."""
+        """Stops further loads of the streams under way, because the weights have changed."""
         for stream in self._streams.values():
             stream.over = stream.outdated = True
 
     # --- the request that is to be answered -----------------------------------------------------------------
 
     def take_over(self, tracked: TrackedRequest) -> int:
-        """Ends the streams of a prompt that a prefill node has announced. Returns how many tokens of it are
-        still being loaded."""
+        """Stops further loads of a prompt's streams once a prefill node has announced the prompt. Returns how
+        many of its tokens are still being loaded."""
         if not self._streams or tracked.handoff.announced is None or not tracked.names.possible:
             return 0
         names = tracked.names.first(self._plan.most(tracked.request))
@@ -220,8 +220,8 @@ class Streams:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _end(self, stream: Stream, why: str) -> None:
-        """Ends a stream for which no rank loads. Its load then fails, so that vLLM gives all of its blocks
-        back."""
+        """Ends a stream for which no rank loads. Its load then fails, so that vLLM frees all of its
+        blocks."""
         tracked = stream.tracked
         del self._streams[tracked.id]
         tracked.may_load = False
