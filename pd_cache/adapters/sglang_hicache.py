@@ -31,8 +31,7 @@ from pd_cache.adapters.sglang_pages import (
 )
 from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.errors import ConfigError, LayoutError
-from pd_cache.objects.object_cache import MOST_BYTES, PART_BYTES, ObjectCache
-from pd_cache.objects.values import MOST_PARTS
+from pd_cache.objects.object_cache import PART_BYTES, ObjectCache
 from pd_cache.sparse_log import SparseLog
 from transfer.deadlines import left
 from transfer.errors import PoolUnavailableError
@@ -195,10 +194,7 @@ class PdCacheStorage(HiCacheStorage):
             if self._names is None:
                 sizes = {name: pool.bytes for name, pool in self._pools.items()}
                 part = sizes.get("kv") or max(sizes.values(), default=PART_BYTES)
-                most = min(MOST_BYTES, part * MOST_PARTS)
-                self.cache = ObjectCache.open(
-                    self._settings, self._namespace, part_bytes=part, most_bytes=most
-                )
+                self.cache = ObjectCache.open(self._settings, self._namespace, part_bytes=part)
                 self._names = VersionedNames(self.cache)
             return self._names
 

@@ -19,6 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd_cache.config import NodeSettings
@@ -69,9 +70,9 @@ OTHER_FORM = "other_form"
 NOT_A_TENSOR = "not_a_tensor"
 """A miss, because the value was put as bytes, or its form is not that of a tensor."""
 
-Target = Callable[[PartHeader], Memory | str]
-"""Returns memory for a whole value, or the reason why the caller does not want the value. Runs before the
-header's checksum is verified."""
+Target = Callable[[int, PartHeader], Memory | str]
+"""Takes a value's place among those that are read, and the header of its head. Returns memory for the whole
+value, or the reason why the caller does not want the value. Runs before the header's checksum is verified."""
 
 
 class Deadline:
@@ -118,7 +119,7 @@ class _Piece(NamedTuple):
 class _Reading:
     """A value that is being read."""
 
-    def __init__(self, head: str, target: Target) -> None:
+    def __init__(self, head: str, target: Callable[[PartHeader], Memory | str]) -> None:
         self.head = head
         self.target = target
         self.header: PartHeader | None = None
@@ -201,8 +202,6 @@ class ObjectCache:
         Raises ValueError if `transfer.staging_size` is too small for a part, MissingLibraryError if Mooncake
         cannot be loaded.
         """
-        if part_bytes < 1:
-            raise ValueError(f"part_bytes must be at least 1, got {part_bytes}")
         metrics = metrics or CacheMetrics()
         backend = open_backend(settings, part_bytes + OVERHEAD, batch_bytes=_BATCH_BYTES, metrics=metrics)
         try:
@@ -239,7 +238,9 @@ class ObjectCache:
 
         memory: list[torch.Tensor] = []
 
-        def target(header: PartHeader) -> memoryview | str:
+        def target(_: int, header: PartHeader) -> memoryview | str:
+            if header.value_bytes > self.most_bytes:
+                return OTHER_SIZE
             dtype = None if header.form is None else getattr(torch, header.form.dtype, None)
             if header.form is None or not isinstance(dtype, torch.dtype):
                 return NOT_A_TENSOR
@@ -252,7 +253,7 @@ class ObjectCache:
                 return NOT_A_TENSOR
             return memoryview(raw.numpy().data)
 
-        (reason,) = self._read([name], [self._bounded(target)], timeout)
+        (reason,) = self._read([name], target, timeout)
         return None if reason else memory[0]
 
     def exists(self, name: Name, *, timeout: Until = None) -> bool:
@@ -310,14 +311,13 @@ class ObjectCache:
         """Returns the bytes of each value, or the reason why there is none. `timeout` as in `put_many`."""
         memory: dict[int, bytearray] = {}
 
-        def target_of(index: int) -> Target:
-            def target(header: PartHeader) -> memoryview:
-                memory[index] = bytearray(header.value_bytes)
-                return memoryview(memory[index])
+        def target(index: int, header: PartHeader) -> memoryview | str:
+            if header.value_bytes > self.most_bytes:
+                return OTHER_SIZE
+            memory[index] = bytearray(header.value_bytes)
+            return memoryview(memory[index])
 
-            return self._bounded(target)
-
-        reasons = self._read(names, [target_of(index) for index in range(len(names))], timeout)
+        reasons = self._read(names, target, timeout)
         return [
             ObjectOutcome(None, reason) if reason else ObjectOutcome(bytes(memory.pop(index)))
             for index, reason in enumerate(reasons)
@@ -346,18 +346,14 @@ class ObjectCache:
             raise ValueError(
                 f"got {len(names)} names and {len(views)} buffers; expected one buffer for each name"
             )
-
         wanted = None if forms is None else _as_many(forms, names)
 
-        def target_of(index: int) -> Target:
-            def target(header: PartHeader) -> Memory | str:
-                if header.value_bytes != len(views[index]):
-                    return OTHER_SIZE
-                return OTHER_FORM if wanted is not None and header.form != wanted[index] else views[index]
+        def target(index: int, header: PartHeader) -> Memory | str:
+            if header.value_bytes != len(views[index]):
+                return OTHER_SIZE
+            return OTHER_FORM if wanted is not None and header.form != wanted[index] else views[index]
 
-            return target
-
-        return self._read(names, [target_of(index) for index in range(len(views))], timeout)
+        return self._read(names, target, timeout)
 
     def exists_many(self, names: Sequence[Name], *, timeout: Until = None) -> list[Status]:
         """Returns a status for each name, with one request: OK, MISSING, or the reason why the answer is
@@ -414,9 +410,6 @@ class ObjectCache:
         if isinstance(names, str | bytes):
             raise ValueError(f"expected a sequence of names, got one name: {names!r:.80}")
         return self._keys.heads(names)
-
-    def _bounded(self, target: Target) -> Target:
-        return lambda header: OTHER_SIZE if header.value_bytes > self.most_bytes else target(header)
 
     def _put_lacking(
         self,
@@ -500,13 +493,13 @@ class ObjectCache:
             return []
         return staged
 
-    def _read(self, names: Sequence[Name], targets: Sequence[Target], timeout: Until) -> list[str]:
+    def _read(self, names: Sequence[Name], target: Target, timeout: Until) -> list[str]:
         """Reads values. Returns a text for each name: empty for a hit, otherwise the reason of the miss."""
         heads = self._heads(names)
         if self._unusable:
             return [Status.CLOSED.value] * len(heads)
         deadline = Deadline.of(timeout)
-        readings = [_Reading(head, target) for head, target in zip(heads, targets, strict=True)]
+        readings = [_Reading(head, partial(target, index)) for index, head in enumerate(heads)]
         waiting = readings
         while waiting:  # a key may occur only once in a round, so a repeated name is read in a further round
             once = {reading.head: reading for reading in reversed(waiting)}
