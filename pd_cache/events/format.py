@@ -5,8 +5,6 @@ A batch is a msgpack array of a time, events and a rank; an event is a map with 
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
 from msgspec import Struct
 
@@ -19,7 +17,6 @@ FULL_ATTENTION = frozenset((None, "full_attention", "mla_attention"))
 
 BlockHash = int | bytes
 _MASK = (1 << 64) - 1
-_Words = Annotated[str, msgspec.Meta(max_length=256)] | None
 
 
 class StoredEvent(Struct, tag="BlockStored", omit_defaults=True, gc=False):
@@ -28,9 +25,9 @@ class StoredEvent(Struct, tag="BlockStored", omit_defaults=True, gc=False):
     block_hashes: list[BlockHash]
     block_size: int = 0
     """Tokens of each block."""
-    medium: _Words = None
+    medium: str | None = None
     group_idx: int | None = None
-    kv_cache_spec_kind: _Words = None
+    kv_cache_spec_kind: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
     """The tokens after each block that the block's hash covers, too (EAGLE and MTP in vLLM 0.33 without a
     connector); otherwise None."""
@@ -40,7 +37,7 @@ class RemovedEvent(Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
     """Blocks that are gone."""
 
     block_hashes: list[BlockHash]
-    medium: _Words = None
+    medium: str | None = None
     group_idx: int | None = None
 
 

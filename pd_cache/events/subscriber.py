@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """The number after the last batch of a replay."""
-_LARGEST = 64 << 20
-"""The most bytes of a message; ZMQ ends a connection that brings a larger message."""
 _HIGH_WATER = 16_384
 """How many batches of the stream may wait in a socket. For a replay it is ZMQ's 1000; the rest of a longer
 replay is requested again."""
@@ -169,7 +167,7 @@ class _Feed:
 
     def _connected(self, kind: int, address: str) -> zmq.Socket[bytes]:
         made: zmq.Socket[bytes] = self._context.socket(kind)
-        options = {zmq.LINGER: 0, zmq.MAXMSGSIZE: _LARGEST, zmq.RECONNECT_IVL_MAX: 2000}
+        options = {zmq.LINGER: 0, zmq.RECONNECT_IVL_MAX: 2000}
         options |= {zmq.HEARTBEAT_IVL: _HEARTBEAT_MS, zmq.HEARTBEAT_TIMEOUT: _DEAD_MS}
         if kind == zmq.SUB:
             options[zmq.RCVHWM] = _HIGH_WATER

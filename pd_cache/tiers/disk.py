@@ -65,7 +65,6 @@ PAGE = 4096
 _FOLDERS = 64
 """The most processes that may share one path."""
 _NAME = re.compile(r"(?P<digest>[0-9a-f]{32})-(?P<serial>[0-9a-f]{1,16})")
-_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _STRIKES = 3
 """After this many errors in a row, the folder counts as failed, not single files."""
 _FAIR_S = 2.0
@@ -108,7 +107,7 @@ class ObjectFolder:
         self.root = path / str(file_bytes)
         """This process's own folder, once `open` has taken one; until then the parent folder."""
         self._base = self.root
-        self._direct = direct and bool(_DIRECT)
+        self._direct = direct
         self._lock = -1
         self._serials = itertools.count(1)
         self._litter: deque[Path] = deque()
@@ -272,7 +271,7 @@ class ObjectFolder:
         flags |= os.O_CLOEXEC
         if self._direct:
             try:
-                return os.open(path, flags | _DIRECT, 0o600)
+                return os.open(path, flags | os.O_DIRECT, 0o600)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
