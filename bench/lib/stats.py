@@ -11,6 +11,9 @@ import numpy as np
 
 from bench.lib.report import progress
 
+Steps = dict[str, Callable[[], object]]
+"""What is timed, by name. A step whose name begins with `_` is not: it prepares others."""
+
 
 def quantile(values: Sequence[float], part: float) -> float:
     """Returns the smallest value that at least `part` (0 to 1) of the values do not exceed; nan without
@@ -26,9 +29,9 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def in_turn(rounds: int, steps: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+def in_turn(rounds: int, steps: Steps) -> dict[str, list[float]]:
     """Runs the steps in turn, `rounds` times, after a round that does not count. Returns the seconds of each
-    step, except for steps whose name begins with `_`: these prepare others."""
+    timed step."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     with progress() as bar:
         for _ in bar.track(range(rounds + 1), description="rounds"):

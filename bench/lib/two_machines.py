@@ -33,8 +33,8 @@ import pd_cache
 from bench.lib.pool import config_option
 from bench.lib.report import Check, finish
 from launch.run.supervise import end, spawn_child
-from pd_cache.cluster import ClusterConfig, MasterNode, dump_config, load_config, read_config
-from pd_cache.cluster.machine import source_address
+from pd_cache.cluster import ClusterConfig, MasterNode, dump_config, load_config
+from pd_cache.cluster.machine import host_of, port_of, source_address
 from pd_cache.decoding import msgpack_decoder
 from pd_cache.errors import ConfigError, PdCacheError
 from pd_cache.runtime import temporary_folder
@@ -112,7 +112,7 @@ def conduct(
     Without `serve` and `connect`, `local` sites run on this machine. `site` is a class that can be imported.
     `output` is for `finish`.
     """
-    config = Location.here().config if file is None else read_config(file)[0]
+    config = Location.here().config if file is None else load_config(file)
     if serve is not None:
         host, _ = _address(serve)
         with suppress(KeyboardInterrupt):
@@ -257,10 +257,10 @@ def _do(site: Site | None, asked: list[bytes]) -> bytes:
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    host, port = host_of(text), port_of(text)
+    if not host or not port:
         raise ConfigError(f"{text}: expected HOST:PORT")
-    return host, int(port)
+    return host, port
 
 
 def towards(address: str) -> str:

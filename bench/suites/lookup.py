@@ -14,7 +14,7 @@ import statistics
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.lib.pool import bench_transfer, local_pool, raw_client
 from bench.lib.report import Check, at_least, at_most, option, output_options, progress
-from bench.lib.stats import in_turn
+from bench.lib.stats import Steps, in_turn
 from bench.lib.two_machines import MOST, Crew, Location, Site, conduct, machine_options
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens, stride_hashes
 from pd_cache.config import CacheConfig, NodeSettings
@@ -64,7 +64,7 @@ def measure(
     def names(prompt: Tokens = tokens) -> list[bytes]:
         return ChunkNamer(CHUNK).name_chunks(prompt)  # one that has not seen the prompt
 
-    functions: dict[str, Callable[[], object]] = {
+    functions: Steps = {
         "hash_ms": lambda: database.keys(names()),
         "raw_exist_ms": lambda: raw.batch_is_exist(keys),
         "first_ms": lambda: client.find(names()),
@@ -284,7 +284,7 @@ def measure_groups(here: Location, master: str) -> list[dict[str, float]]:
             put(raw, their_keys)
             if (found := (ours().chunks * CHUNK, theirs().hit_length)) != (tokens, tokens):
                 raise TransferError(f"of {tokens} tokens in the pool, {found} are found")
-            steps: dict[str, Callable[[], object]] = {
+            steps: Steps = {
                 "raw_exist_ms": partial(raw.batch_is_exist, keys),
                 "lookup_ms": ours,
                 "their_raw_exist_ms": partial(raw.batch_is_exist, their_keys),

@@ -14,7 +14,7 @@ import contextlib
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ import zmq
 from bench.lib.kv import BLOCK, CHUNK, Device, FlatCopy, PagedPrompt, Shape, device_option
 from bench.lib.pool import cluster_here
 from bench.lib.report import all_at_least, all_at_most, at_most, finish, output_options
-from bench.lib.stats import gbps, in_turn, quantile, timed
+from bench.lib.stats import Steps, gbps, in_turn, quantile, timed
 from bench.lib.two_machines import Crew, Location, Site
 from launch.run.supervise import end, spawn_child
 from pd_cache.cache import BlockCache, CacheEngineBuilder, PromptCache
@@ -117,7 +117,7 @@ def from_the_pool(prompt: PagedPrompt, settings: NodeSettings, url: str) -> dict
             assert prompt.arrived(), f"other bytes came back from the {name}"
 
         forget()
-        steps: dict[str, Callable[[], object]] = {}
+        steps: Steps = {}
         sides: list[tuple[str, BlockCache]] = [("server", server), ("engine", engine)]
         for name, cache in sides:
             steps |= {
@@ -148,7 +148,7 @@ def from_memory(prompt: PagedPrompt, url: str) -> dict[str, float]:
         assert slot is not None
         storage = prompt.tensors["0"].untyped_storage()
         target = torch.empty(0, dtype=torch.uint8, device=prompt.device).set_(storage)[: prompt.nbytes]
-        steps: dict[str, Callable[[], object]] = {
+        steps: Steps = {
             "memcpy": FlatCopy([slot.view], target.unsqueeze(0)).to_device,
             "_scramble": prompt.scramble,
             "memory_retrieve": partial(prompt.retrieve, server),

@@ -23,7 +23,7 @@ import click
 import numpy as np
 
 from bench.lib.report import Check, all_at_least, all_at_most, at_most, finish, option, output_options
-from bench.lib.stats import gbps, in_turn
+from bench.lib.stats import Steps, gbps, in_turn
 from pd_cache.config import CacheConfig, DiskTier, EvictionName, LocalTier, NodeSettings, StorageTier
 from pd_cache.tiers import open_backend
 from pd_cache.tiers.base import StorageBackend
@@ -140,7 +140,7 @@ def measure_local(payload: int) -> dict[str, float]:
             places = iter(target)
             get(tier, keys, lambda payload: np.copyto(next(places), np.frombuffer(payload, dtype=np.uint8)))
 
-        ways: dict[str, Callable[[], object]] = {
+        ways: Steps = {
             "memcpy": memcpy,
             "local_get": lambda: get(tier, keys),
             "local_get_copied": copied,
@@ -211,7 +211,7 @@ def measure_disk(payload: int, folder: Path) -> dict[str, float]:
         def remove() -> None:
             assert set(disk.batched_remove(keys)) == {Status.OK}
 
-        ways: dict[str, Callable[[], object]] = {
+        ways: Steps = {
             "_fresh": fresh,
             "raw_write": partial(loop, os.O_WRONLY | os.O_CREAT, os.pwritev),
             "raw_read": partial(loop, os.O_RDONLY, os.preadv),
