@@ -32,11 +32,13 @@ from pd_cache.objects.values import (
     Name,
     PartHeader,
     TensorForm,
-    ValueKeys,
     bytes_of,
     checksum_of,
     copy_in,
     copy_out,
+    head_key,
+    key_prefix,
+    part_key,
     writable_bytes_of,
 )
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend, open_backend
@@ -182,7 +184,7 @@ class ObjectCache:
         self.part_bytes = part_bytes
         self.most_bytes = most_bytes
         self.metrics = metrics or CacheMetrics()
-        self._keys = ValueKeys(namespace, part_bytes)
+        self._prefix = key_prefix(namespace, part_bytes)
         self._closed = False
         self._process = os.getpid()
 
@@ -409,7 +411,7 @@ class ObjectCache:
     def _heads(self, names: Sequence[Name]) -> list[str]:
         if isinstance(names, str | bytes):
             raise ValueError(f"expected a sequence of names, got one name: {names!r:.80}")
-        return self._keys.heads(names)
+        return [head_key(self._prefix, name) for name in names]
 
     def _put_lacking(
         self,
@@ -433,7 +435,7 @@ class ObjectCache:
             for number in range(1, head.parts):
                 header = PartHeader.of(len(raw), head.checksum, number, self.part_bytes, None)
                 owners.append(index)
-                pieces.append(_Piece(self._keys.part(heads[index], head, number), header, raw))
+                pieces.append(_Piece(part_key(heads[index], head.checksum, number), header, raw))
         for index, status in zip(owners, self._put(pieces, deadline), strict=True):
             if status is not Status.OK:
                 statuses[index] = status
@@ -522,7 +524,7 @@ class ObjectCache:
         for reading in readings:
             if not reading.reason and reading.header is not None:
                 for number in range(1, reading.header.parts):
-                    wanted[self._keys.part(reading.head, reading.header, number)] = (reading, number)
+                    wanted[part_key(reading.head, reading.header.checksum, number)] = (reading, number)
         broken: set[str] = set()
         for reading, reason in self._fetch(wanted, deadline):
             if reason == Status.MISSING.value or reason in _DAMAGED:

@@ -207,36 +207,34 @@ def parts_of(value_bytes: int, part_bytes: int) -> int:
     return max(1, -(-value_bytes // part_bytes))
 
 
-class ValueKeys:
-    """The keys of a namespace's values."""
+# --- keys ---------------------------------------------------------------------------------------------------
 
-    def __init__(self, namespace: str, part_bytes: int) -> None:
-        """Caches with different `part_bytes` have different keys, because they cannot read each other's
-        objects.
 
-        Raises ValueError if the namespace is not a str.
-        """
-        if not isinstance(namespace, str):
-            raise ValueError(f"a namespace must be a str, got {type(namespace).__name__}")
-        identity = f"{KEY_FORMAT}\n{part_bytes}\n{namespace}".encode("utf-8", "surrogatepass")
-        self.prefix = f"{KEY_FORMAT}/{hashlib.sha256(identity).hexdigest()[:16]}/"
+def key_prefix(namespace: str, part_bytes: int) -> str:
+    """Returns the beginning of the keys of a namespace's values. Caches with different `part_bytes` have
+    different keys, because they cannot read each other's objects.
 
-    def heads(self, names: Sequence[Name]) -> list[str]:
-        """Returns the keys of the heads. Raises ValueError for a name that is neither str nor bytes."""
-        keys = []
-        for name in names:
-            if not isinstance(name, str | bytes):
-                raise ValueError(f"a name must be str or bytes, got {type(name).__name__}")
-            raw = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else name
-            person = b"str" if isinstance(name, str) else b"bytes"
-            keys.append(self.prefix + hashlib.blake2b(raw, digest_size=16, person=person).hexdigest())
-        return keys
+    Raises ValueError if the namespace is not a str.
+    """
+    if not isinstance(namespace, str):
+        raise ValueError(f"a namespace must be a str, got {type(namespace).__name__}")
+    identity = f"{KEY_FORMAT}\n{part_bytes}\n{namespace}".encode("utf-8", "surrogatepass")
+    return f"{KEY_FORMAT}/{hashlib.sha256(identity).hexdigest()[:16]}/"
 
-    @staticmethod
-    def part(head: str, header: PartHeader, number: int) -> str:
-        """Returns the key of part `number` of a value. `head` is the key of the value's head, and `header`
-        the head's header."""
-        return f"{head}/{header.checksum:016x}/{number}"
+
+def head_key(prefix: str, name: Name) -> str:
+    """Returns the key of a value's head. Raises ValueError for a name that is neither str nor bytes."""
+    if not isinstance(name, str | bytes):
+        raise ValueError(f"a name must be str or bytes, got {type(name).__name__}")
+    raw = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else name
+    person = b"str" if isinstance(name, str) else b"bytes"
+    return prefix + hashlib.blake2b(raw, digest_size=16, person=person).hexdigest()
+
+
+def part_key(head: str, checksum: int, number: int) -> str:
+    """Returns the key of part `number` of a value with this checksum. `head` is the key of the value's
+    head."""
+    return f"{head}/{checksum:016x}/{number}"
 
 
 # --- the bytes of values ------------------------------------------------------------------------------------

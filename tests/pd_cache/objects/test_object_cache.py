@@ -14,7 +14,7 @@ import torch
 
 from pd_cache import AsyncObjectCache, CacheConfig, DiskTier, MooncakeTier, ObjectCache
 from pd_cache.objects.object_cache import Deadline, ObjectOutcome
-from pd_cache.objects.values import PartHeader, Scattered, TensorForm, ValueKeys
+from pd_cache.objects.values import PartHeader, Scattered, TensorForm, head_key, key_prefix, part_key
 from pd_cache.tiers.memory import TRAILER_BYTES, seal
 from tests.support.made import made
 from tests.support.waiting import together, wait_for
@@ -201,7 +201,7 @@ def test_a_damaged_value_is_a_miss_with_its_reason_once_and_then_missing(pool, s
 
 @pytest.mark.parametrize("form", ["float32:0,9999999999999999999", "float32:4294967296,4294967296", "nn:0"])
 def test_a_planted_form_that_is_no_tensor_is_a_miss_and_never_raises(pool, shared, name, form):
-    planted, (key,) = TensorForm.parsed(form.encode()), ValueKeys("shared", PART).heads([name(1)])
+    planted, key = TensorForm.parsed(form.encode()), head_key(key_prefix("shared", PART), name(1))
     payload = PartHeader.of(0, 0, 0, PART, planted).packed()
     sealed = bytearray(len(payload) + TRAILER_BYTES)
     sealed[: len(payload)] = payload
@@ -418,11 +418,11 @@ def test_bytes_of_others_are_no_header_and_never_raise():
 
 
 def test_keys_and_headers_stay_byte_for_byte():
-    head, of_bytes = ValueKeys("a", 1).heads(["a", b"a"])
+    head, of_bytes = (head_key(key_prefix("a", 1), name) for name in ("a", b"a"))
     assert head == "pdo1/22dae4edae526bb1/c61e40a773d056b4f795e355d775b95a"
     assert of_bytes == "pdo1/22dae4edae526bb1/ed9cf226fc429ef5bc094450f87ed18b"
     header = PartHeader.of(5000, 7, 0, PART, TensorForm("float32", (1250,)))
-    assert ValueKeys.part(head, header, 1) == f"{head}/0000000000000007/1"
+    assert part_key(head, header.checksum, 1) == f"{head}/0000000000000007/1"
     fields = "8010000000000000 8813000000000000 0700000000000000 00000000 00100000 50445631 0100 0c00"
     assert header.packed() == bytes.fromhex(fields).ljust(64, b"\0") + b"float32:1250".ljust(64, b"\0")
 
