@@ -219,23 +219,17 @@ class ObjectFolder:
 
     def _scan(self) -> list[tuple[str, str]]:
         (self.root / "tmp").mkdir(exist_ok=True)
-        torn = [
-            Path(entry.path)
-            for entry in os.scandir(self.root / "tmp")
-            if entry.is_file(follow_symlinks=False)
-        ]
+        torn = [Path(entry.path) for entry in os.scandir(self.root / "tmp") if entry.is_file()]
         seen: list[tuple[int, str, str]] = []
         highest = 0
         for folder in os.scandir(self.root):
-            if folder.name in ("lock", "tmp") or folder.name.startswith("note-"):
-                continue
-            if not folder.is_dir(follow_symlinks=False):
+            if not folder.is_dir():
                 continue
             for file in os.scandir(folder):
                 match = _NAME.fullmatch(file.name)
-                if match is None or file.name[:2] != folder.name or not file.is_file(follow_symlinks=False):
+                if match is None or file.name[:2] != folder.name or not file.is_file():
                     continue
-                status = file.stat(follow_symlinks=False)
+                status = file.stat()
                 if status.st_size != self.file_bytes:
                     torn.append(Path(file.path))
                     continue
