@@ -118,8 +118,13 @@ def conduct(
         with suppress(KeyboardInterrupt):
             serve_site(site, f"tcp://{serve}", Location("node-1", host, config))
         return
-    reached = connect or (config.master_address if file is not None else "")
-    own = Location("node", towards(reached) if reached else "127.0.0.1", config)
+    reached, host = connect or (config.master_address if file is not None else ""), "127.0.0.1"
+    if reached:  # this machine's address as the host of that address sees it
+        try:
+            host = source_address(*_address(reached))
+        except OSError as error:
+            raise ConfigError(f"{reached}: {error}") from None
+    own = Location("node", host, config)
     with closing(Crew(site, own, 1 if connect else local, connect)) as crew:
         figures = lead(crew)
     finish(figures, checks_of(figures), **output)
@@ -261,14 +266,6 @@ def _address(text: str) -> tuple[str, int]:
     if not host or not port:
         raise ConfigError(f"{text}: expected HOST:PORT")
     return host, port
-
-
-def towards(address: str) -> str:
-    """Returns this machine's address as the host of `address` (HOST:PORT) sees it."""
-    try:
-        return source_address(*_address(address))
-    except OSError as error:
-        raise ConfigError(f"{address}: {error}") from None
 
 
 def main(site: str, address: str, host: str) -> None:

@@ -72,13 +72,6 @@ class Transfer(msgspec.Struct, frozen=True):
     to: NodeMemory
 
 
-class Timed(msgspec.Struct, frozen=True):
-    """The seconds of a batch, and for a get whether it returned the bytes that were put."""
-
-    seconds: float
-    equal: bool = True
-
-
 class BandwidthSite(Site):
     """A store client, a segment and a raw engine, with the same batch of bytes for both."""
 
@@ -117,8 +110,9 @@ class BandwidthSite(Site):
             self.location.node, host, store.hostname, engine, self._memory.address, self._timeout_s
         )
 
-    def transfer(self, job: Transfer) -> Timed:
-        """Moves one batch and returns its timing. Raises TransferError if part of it did not arrive."""
+    def transfer(self, job: Transfer) -> tuple[float, bool]:
+        """Moves one batch. Returns the seconds, and for a get whether it returned the bytes that were put.
+        Raises TransferError if part of it did not arrive."""
         keys = [f"pdc1/bench/{job.run}/{self.location.node}/{index}" for index in range(len(self._source))]
         if job.part == "get":
             for slot in self._target:
@@ -132,7 +126,7 @@ class BandwidthSite(Site):
         equal = job.part != "get" or all(
             a.view == b.view for a, b in zip(self._source, self._target, strict=True)
         )
-        return Timed(seconds, equal)
+        return seconds, equal
 
     def _do(self, job: Transfer, keys: list[str]) -> Sequence[Status]:
         store, timeout = self._store, self._timeout_s
@@ -186,10 +180,11 @@ def measure(
             if part.startswith("raw") and pairs[0][0] == pairs[0][1]:
                 continue  # within a node, the store copies, but the engine would use the network
             jobs = {begin: Transfer(part, run, opened[end]) for begin, end in pairs}
-            for begin, done in machines.run(BandwidthSite.transfer, jobs, timeout_s=timeout).items():
-                equal[begin] &= done.equal
+            done = machines.run(BandwidthSite.transfer, jobs, timeout_s=timeout)
+            for begin, (seconds, same) in done.items():
+                equal[begin] &= same
                 if turn and part in PARTS:
-                    rates[begin][part].append(batch / done.seconds / 1e9)
+                    rates[begin][part].append(batch / seconds / 1e9)
     rows = []
     for begin, end in pairs:
         median = {part: statistics.median(some) if some else None for part, some in rates[begin].items()}

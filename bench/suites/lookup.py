@@ -13,7 +13,6 @@ import random
 import statistics
 import time
 import uuid
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -97,7 +96,7 @@ def metadata_of(model: str) -> CacheMetadata:
     )
 
 
-def prompt(tokens: int, seed: int) -> list[int]:
+def prompt(tokens: int, seed: int | str) -> list[int]:
     """Returns random token ids."""
     rng = random.Random(seed)
     return [rng.randrange(128_000) for _ in range(tokens)]
@@ -203,7 +202,7 @@ class TimedLookups(Site):
         )
         self._prompts: dict[int, tuple[list[int], list[str]]] = {}
         for length in _RATES:
-            tokens = prompt(length, zlib.crc32(f"{job.seed} {self.location.node} {length}".encode()))
+            tokens = prompt(length, f"{job.seed} {self.location.node} {length}")
             keys = groups.keys(groups.first.name_chunks(tokens))
             store(self._client, self._raw, keys, tokens)
             self._prompts[length] = tokens, keys

@@ -157,15 +157,6 @@ def from_memory(prompt: PagedPrompt, url: str) -> dict[str, float]:
     return {**rates, "memory_ratio": rates["memory_retrieve_gbps"] / rates["memcpy_gbps"]}
 
 
-@contextlib.contextmanager
-def small_prompt(url: str) -> Iterator[str]:
-    """Stores 4096 tokens of a tiny model through the server, for lookups to find. Yields the model's name."""
-    caches = {"0": torch.zeros(LOOKUP_TOKENS // BLOCK, 1, BLOCK, 8)}
-    metadata = CacheMetadata.of(f"small-{uuid.uuid4().hex}", KVLayout.from_tensors(caches))
-    with served(url, metadata, caches, list(range(LOOKUP_TOKENS)), torch.arange(LOOKUP_TOKENS)):
-        yield metadata.model
-
-
 # --- lookups ------------------------------------------------------------------------------------------------
 
 
@@ -235,11 +226,16 @@ class AskingScheduler(Site):
         return latencies
 
 
-def lookups_at_a_rate(url: str, model: str) -> list[float]:
-    """Makes `RATE` lookups a second, from four processes; each finds 4096 tokens. Returns the seconds of each
-    lookup, from the time when it was due."""
-    job = AskServer(url, model, _SECONDS)
-    with contextlib.closing(Crew(AskingScheduler, Location.here(), CLIENTS)) as crew:
+def lookups_at_a_rate(url: str) -> list[float]:
+    """Makes `RATE` lookups a second, from four processes; each finds 4096 tokens of a tiny model. Returns the
+    seconds of each lookup, from the time when it was due."""
+    caches = {"0": torch.zeros(LOOKUP_TOKENS // BLOCK, 1, BLOCK, 8)}
+    metadata = CacheMetadata.of(f"small-{uuid.uuid4().hex}", KVLayout.from_tensors(caches))
+    job = AskServer(url, metadata.model, _SECONDS)
+    with (
+        served(url, metadata, caches, list(range(LOOKUP_TOKENS)), torch.arange(LOOKUP_TOKENS)),
+        contextlib.closing(Crew(AskingScheduler, Location.here(), CLIENTS)) as crew,
+    ):
         crew.everywhere(AskingScheduler.connect, job, timeout_s=_PATIENCE_S)
         found = crew.everywhere(AskingScheduler.ask, job, timeout_s=_SECONDS + _PATIENCE_S)
         return [latency for latencies in found.values() for latency in latencies]
@@ -263,8 +259,7 @@ def main(device: Device, **output: Any) -> None:
             results[f"{name}_p50_us"] = quantile(trips, 0.5) * 1e6
             results[f"{name}_p99_us"] = quantile(trips, 0.99) * 1e6
         results |= from_the_pool(prompt, settings, url)
-        with small_prompt(url) as model:
-            latencies = lookups_at_a_rate(url, model)
+        latencies = lookups_at_a_rate(url)
         results["lookup_p50_ms"] = quantile(latencies, 0.5) * 1e3
         results["lookup_p99_ms"] = quantile(latencies, 0.99) * 1e3
     with cache_server(shape, local) as (_, url):

@@ -264,15 +264,12 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     return checks
 
 
-_FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
-
-
 @click.command()
 @option(
     "--path",
     default=tempfile.gettempdir,
     show_default="temporary files",
-    type=_FOLDER,
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="The folder of the disk tier.",
 )
 @output_options

@@ -15,8 +15,8 @@ import msgspec
 from pd_cache.cluster.reader import parse_document
 from pd_cache.errors import ConfigError
 
-Cost = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Cost = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _CostSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,8 +26,8 @@ class _CostSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MachineCosts(_CostSection, frozen=True):
     """A node's machine."""
 
-    cores: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 16
-    link_bytes_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e15)] = 12.5e9
+    cores: Count = 16
+    link_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)] = 12.5e9
     """The link's rate in each direction; 100 Gbit/s by default."""
 
 
