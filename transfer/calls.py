@@ -137,8 +137,8 @@ class CallThreads:
         on_end: Callable[[], None] | None = None,
         *args: Any,
     ) -> Call[T] | None:
-        """Queues the call `function(*args)`. If all threads, including the spare ones, are late, or `limit`
-        calls are ahead, runs `on_end` and returns None."""
+        """Queues the call `function(*args)`. Runs `on_end` and returns None if all threads, including the
+        spare threads, are late, if `limit` calls are ahead, or after `close`."""
         call = Call(self, function, args, deadline, on_end)
         with self._lock:
             self._relieve()

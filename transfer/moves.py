@@ -196,7 +196,7 @@ class Moves:
         first begins after `deadline`."""
         now, leased = time.monotonic(), Watch(self._lease_s)
         buffers = self._buffers(batch.keys) if self.direct is not None else {}  # once, not with each step
-        # the client would wait for as long again
+        # the client would wait as long again for the master
         unanswered = not buffers and time.monotonic() - now > _UNANSWERED_S
         codes = [_NO_ANSWER] * len(batch.keys) if unanswered else []
         for part in () if unanswered else batch.parts(self._step):
@@ -254,7 +254,7 @@ class Moves:
                 ],
                 time.monotonic() + _GIVES_UP_AFTER_S,
             )
-        # this process may have stood still; Mooncake's client looks, too
+        # this process may have stood still until the lease was over; Mooncake's client checks this, too
         if found is not None and leased.passed():
             found = [min(code, _LEASE_EXPIRED) for code in found]
         if found is None:
@@ -337,7 +337,7 @@ class Moves:
             if broken := [part.keys[i] for i in ours if codes[i] != 0]:
                 self._revoke(broken)
         self._forfeit_if_given_up(part, codes, watch)
-        # 3. other keys are there already, or were begun by another writer, perhaps on another thread of ours
+        # 3. the other keys exist already, or another writer has begun them, perhaps on another thread of ours
         others = [
             index for index, code in enumerate(codes) if status_of(code) in (Status.BUSY, Status.INVALID)
         ]
@@ -364,7 +364,7 @@ class Moves:
 
     def _forfeit_if_given_up(self, part: Batch, codes: list[int], watch: Watch) -> bool:
         """Forfeits the slots of a step whose transfers may go on although the step has ended. Returns whether
-        any of them failed."""
+        any transfer failed."""
         failed = any(status_of(code) is Status.TRANSFER_FAILED for code in codes)
         if failed and watch.passed():
             log.warning(
@@ -378,8 +378,8 @@ class Moves:
     # --- peers ----------------------------------------------------------------------------------------------
 
     def _from_others_than_silent_peers(self, keys: list[str], where: dict[str, str], now: float) -> list[int]:
-        """Returns the indices of the keys to read: those without a silent peer. `where`: the known peers of
-        the keys."""
+        """Returns the indices of the keys to read. Leaves out the keys of silent peers, unless this read is
+        the peer's trial. `where`: the known peers of the keys."""
         busy = frozenset[str]().union(*list(self._stalled.values()))
         # ask once for each peer, so that a silent peer gets a single trial, not a trial for each key
         asked = {peer: self.peers.may_ask(peer, now, busy) for peer in frozenset(where.values())}

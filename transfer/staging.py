@@ -183,7 +183,8 @@ class StagingPool:
             return len(self._places) - len(self._free)
 
     def lease(self, deadline: float, quota: Quota | None = None) -> Slot | None:
-        """Returns a slot with one reference, or None if none came free by `deadline` (`time.monotonic()`).
+        """Returns a slot with one reference. Returns None if none came free by `deadline`
+        (`time.monotonic()`), or if the pool is closed.
 
         A lease whose deadline has already passed does not wait. It leaves the last `headroom` slots, of the
         pool and of the quota, to leases that wait, so that reading ahead never takes all slots.

@@ -284,7 +284,8 @@ class RemoteCache(Versioned):
     # --- what answers mean ----------------------------------------------------------------------------------
 
     def _found(self, chunks: int, first: int, answer: Answer | str) -> Found:
-        """Returns the result of a lookup of `chunks` chunks. Those before `first` are at hand. Counts it."""
+        """Returns the result of a lookup of `chunks` chunks; the chunks before `first` are at hand. Counts
+        its tokens."""
         if not isinstance(answer, Found):
             return Found(first, first, self._failed("lookup", 1, answer))
         size = self.chunk_size
@@ -313,8 +314,8 @@ class RemoteCache(Versioned):
         return [StoreOutcome(outcome) for outcome in answer.outcomes]
 
     def _failed(self, op: str, chunks: int, answer: Answer | str) -> MissReason:
-        """Returns why there was no proper answer. `answer` is a word that says why there was none, or an
-        answer to something else. Counts it."""
+        """Returns why there is no result. `answer` is a word that says why there is no answer, or an answer
+        of the wrong type. Counts the failure."""
         word = answer if isinstance(answer, str) else "nonsense"
         self.metrics.trouble(op, word, chunks)
         reason = miss_reason(word)

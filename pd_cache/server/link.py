@@ -328,7 +328,7 @@ class ClientLink:
     def _read(self) -> None:
         """Settles the futures whose answers have arrived. Call with the lock held."""
         answer: Answer | CacheServerError
-        with suppress(zmq.ZMQError):  # there is none, or the socket is closed
+        with suppress(zmq.ZMQError):  # no message has come, or the socket is closed
             while self._futures:
                 frames = self._wire.socket.recv_multipart(_NOW)
                 try:
@@ -473,7 +473,7 @@ class ServerLink:
         while not self._stopping:
             with self._wire.lock:
                 frames: list[bytes] = []
-                with suppress(zmq.ZMQError):  # there is none, or the socket is closed
+                with suppress(zmq.ZMQError):  # no message has come, or the socket is closed
                     frames = self._wire.socket.recv_multipart(_NOW)
                 self._waiting = not frames
             if frames:

@@ -67,9 +67,9 @@ class SchedulerSide:
         version: WeightsVersion | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_report` is called with the id and the report of each request that ends. `version`: the version
-        of the engine's weights, which the lookup client uses, too. The caller closes `adapters` and
-        `tracing`."""
+        """`on_report` is called with the id and the report of each request that has a report when it ends.
+        `version`: the version of the engine's weights, which the lookup client uses, too. The caller closes
+        `adapters` and `tracing`."""
         self._plan = plan
         self._adapters = adapters
         self.metrics = metrics
@@ -128,7 +128,7 @@ class SchedulerSide:
         weights_changed, now = self._follow(), self._clock()
         tokens: int | None = 0
         if weights_changed and computed:
-            # vLLM's own cache has just been emptied, so vLLM does not notice that a state that it found there
+            # vLLM's own cache has just been emptied. So vLLM does not notice if it found a state there that
             # is computed only in this step
             tokens = None
         elif tracked.streams:
@@ -239,8 +239,8 @@ class SchedulerSide:
         # with several groups, a window or a state, the load fails as a whole: otherwise vLLM would use
         # everything before the first failed block, with a window or a state that was never loaded
         failing = parts[0].blocks if self._plan.plain else []
-        # if vLLM takes another number of tokens, we cannot know which; so nothing is loaded, and vLLM
-        # computes all
+        # if vLLM takes another number of tokens, we cannot know which tokens; so nothing is loaded, and vLLM
+        # computes all tokens
         wanted = [part for part in parts if part.names] if whole else []
         self._next.loads.append(LoadOp(tracked.id, wanted, failing, self._outdated.weights.label))
         self.costs.load_began(tracked.id, tracked.by_tier(external), self._clock())

@@ -250,8 +250,8 @@ class TrackedRequest:
     def part(
         self, place: int, first: int, last: int, ids: Sequence[Sequence[int]], null: int | None = None
     ) -> GroupChunks:
-        """Returns which of the chunks from `first` to before `last` a layer group has to load, without blocks
-        that are at hand or not allocated."""
+        """Returns which of the chunks from `first` to before `last` a layer group has to load. Leaves out
+        blocks that are at hand or not allocated."""
         group, tail = self._plan.layers[place], self._plan.tails[place]
         per_chunk = self._chunk // group.block_size
         if tail:
