@@ -258,8 +258,6 @@ def _problems_in_section(
             yield from _problems(fields[key].type, part, (*path, key))
         elif key != tag:
             hint = _near(key, allowed, "; did you mean {}?")
-            if (*path[:2], key) == ("cache", "tiers", "master"):
-                hint = "; `pd-cache pool copy` brings chunks from another pool"
             yield Problem((*path, key), f"unknown key{hint} (allowed here: {', '.join(allowed)})")
     for name, field in fields.items():
         if field.required and name not in value:

@@ -12,7 +12,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from pd_cache.chunks import Namespace
-from pd_cache.cluster.schema import HOST, PORT, Name
+from pd_cache.cluster.schema import ENGINES, HOST, PORT, Name
 from pd_cache.decoding import UndecodableError, decode_json, one_line, prepared
 from pd_cache.errors import PdCacheError
 from pd_cache.versions import FIRST, Weights
@@ -41,10 +41,7 @@ _FORMS = {
     "master": ("host:port",),
     "store": ("host:port",),
     "cache-server": ("ipc://path",),
-    "prefill": ("http://host:port", "https://host:port"),
-    "decode": ("http://host:port", "https://host:port"),
-    "both": ("http://host:port", "https://host:port"),
-    "proxy": ("http://host:port", "https://host:port"),
+    **dict.fromkeys((*ENGINES, "proxy"), ("http://host:port", "https://host:port")),
 }
 """The forms of an address, by role. An unknown role may have an address of any form."""
 

@@ -257,7 +257,6 @@ LOCAL, DISK = "{kind: local, capacity: 1GiB}", "{kind: disk, path: /a, capacity:
         ("{kind: mooncake, replicas: 4}", "tiers[0].replicas: 4: each replica needs its own segment, and only 2 nodes"),
         ("{kind: mooncake, preferred_segment: 'h:5'}", "must be own, any or the host:port of a store node; there are: none"),
         ("{kind: mooncake, preferred_segment: here}", "'here': must be own, any or the host:port of a store node"),
-        ("{kind: mooncake, master: 'h:5'}", "tiers[0].master: 'h:5': unknown key; `pd-cache pool copy` brings chunks from another pool"),
         ("{kind: mooncake}, {kind: mooncake}", "cache.tiers[1]: stands after {kind: mooncake}, which must be the last tier"),
     ],
 )  # fmt: skip
