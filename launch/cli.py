@@ -11,7 +11,6 @@ import errno
 import importlib
 import io
 import logging
-import math
 import os
 import re
 import signal
@@ -71,20 +70,21 @@ def _output() -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_UNCUT)
 
 
-def _answer(as_json: bool, value: object, *shown: object) -> None:
+def _answer(as_json: bool, value: object, *shown: object, well: bool = True) -> None:
     """Prints `value` as one JSON object, or otherwise `shown`: text as it is, and tables as wide as the
-    output."""
+    output. Then exits with 1 unless all is `well`."""
     if as_json:
         click.echo(msgspec.json.encode(value).decode())
-        return
     console = _output()
-    for text in shown:
+    for text in () if as_json else shown:
         if isinstance(text, str):
             click.echo(text)
         else:
             with console.capture() as captured:
                 console.print(text)
             print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    if not well:
+        raise SystemExit(1)
 
 
 def _running(file: Path) -> ClusterConfig:
@@ -291,9 +291,7 @@ def status(file: Path, as_json: bool) -> None:
     from launch.watch.asker import cluster_status
 
     found = cluster_status(_running(file))
-    _answer(as_json, as_dict(found), status_table(found))
-    if not found.well:
-        raise SystemExit(1)
+    _answer(as_json, as_dict(found), status_table(found), well=found.well)
 
 
 @main.command()
@@ -359,9 +357,8 @@ def reset(file: Path, version: str | None, everywhere: bool, as_json: bool) -> N
             "expected up to 64 letters, digits, dots, dashes and underscores", param_hint="--version"
         )
     done = reset_engines(_running(file), version, everywhere=everywhere)
-    _answer(as_json, done._asdict(), *(f"{name}: {what}" for name, what in done.nodes.items()))
-    if not done.well:
-        raise SystemExit(1)
+    shown = (f"{name}: {what}" for name, what in done.nodes.items())
+    _answer(as_json, done._asdict(), *shown, well=done.well)
 
 
 @main.group()
@@ -522,9 +519,7 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
             show(line, state.moved_bytes, state.bytes)
 
         found = drained.drain(config, node, timeout_s=timeout_s, report=report, stop=stop)
-    _answer(as_json, found, drained.text_of(found, str(file)))
-    if found.outcome != "drained":
-        raise SystemExit(1)
+    _answer(as_json, found, drained.text_of(found, str(file)), well=found.outcome == "drained")
 
 
 @main.command()
@@ -544,9 +539,7 @@ def doctor(file: Path | None, as_json: bool) -> None:
     config = None if file is None else _running(file)
     with Console(stderr=True).status("examining …"):
         report = examine(config, file)
-    _answer(as_json, report, report_table(report))
-    if report.broken:
-        raise SystemExit(1)
+    _answer(as_json, report, report_table(report), well=not report.broken)
 
 
 @main.command()
@@ -577,15 +570,12 @@ def explain(
     config = _running(file)
     if request_id is not None:
         found = explained.explain_request(config, request_id)
-        _answer(as_json, found, explained.request_text(found))
-        known = found.known
+        _answer(as_json, found, explained.request_text(found), well=found.known)
     else:
         assert prompt_file is not None
         nodes = explained.explain_prompt(config, explained.read_prompt_file(prompt_file), cache_salt)
-        _answer(as_json, {"nodes": nodes}, explained.prompt_text(nodes))
         known = any(node.found is not None for node in nodes)
-    if not known:
-        raise SystemExit(1)
+        _answer(as_json, {"nodes": nodes}, explained.prompt_text(nodes), well=known)
 
 
 def _hint_options(command: F) -> F:
@@ -645,8 +635,6 @@ def _send_hint(
     from launch.operate import pin as pins
     from pd_cache.decoding import decode_json
 
-    if not math.isfinite(ttl_s := payload.get("ttl_s", 0.0)):
-        raise click.BadParameter(f"expected a number of seconds, got {ttl_s}", param_hint="--ttl")
     if kind == "kv.release" and action_id is not None:
         payload["action_id"] = action_id
     elif [tokens, payload["prompt"], payload["request_id"]].count(None) != 2:
@@ -662,9 +650,7 @@ def _send_hint(
             ) from None
     given = {name: value for name, value in payload.items() if value is not None}
     answer = pins.send_action(_running(file), kind, given, action_id)
-    _answer(as_json, answer, pins.answer_text(kind, answer))
-    if answer.status == "refused":
-        raise SystemExit(1)
+    _answer(as_json, answer, pins.answer_text(kind, answer), well=answer.status != "refused")
 
 
 @main.group()

@@ -137,8 +137,6 @@ def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path):
         ),
         (["--ttl", "9", "--tokens", "-"], 2, "expected a JSON list of token ids"),
         (["--ttl", "0", "--text", "x"], 2, "Invalid value for '--ttl'"),
-        (["--ttl", "nan", "--text", "x"], 2, "expected a number of seconds, got nan"),
-        (["--ttl", "inf", "--text", "x"], 2, "expected a number of seconds, got inf"),
         (["--text", "x"], 2, "Missing option '--ttl'"),
         (["--ttl", "9", "--text", "x"], 1, "no proxy has answered"),
     ],
