@@ -153,7 +153,7 @@ class _Follower:
         self._targets: list[str] = []
         """The segments that take objects; the segment with the most room is first."""
         self._moving = False
-        """Whether the job has moves under way, so that it will begin more without help."""
+        """Whether the job goes on without help: it has moves under way, or leaves no object alone."""
         self._asked_for: set[str] = set()
         """Keys whose moves we have asked for."""
         self._listed: list[str] = []

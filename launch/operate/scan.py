@@ -58,7 +58,7 @@ class Scan(msgspec.Struct, kw_only=True):
     """Objects that were not read or not written, by reason."""
     copied: int = 0
     there: int = 0
-    """In the other pool before, or written there by others meanwhile."""
+    """Objects that the other pool had before, or that others have written there meanwhile."""
     bytes: int = 0
     """The bytes that were read."""
     seconds: float = 0.0

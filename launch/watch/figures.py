@@ -112,7 +112,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the node's own reports of what does not work."""
         found = []
         if self.pool_up is False:
-            found.append("calls do not go to the pool: its breaker is open, or its client is not")
+            found.append("calls do not go to the pool: its breaker is open, or its client is not open yet")
         if self.tiers_off:
             found.append(f"switched off: {', '.join(self.tiers_off)}")
         if self.nodes_down:
@@ -280,7 +280,8 @@ class NodeHistory:
         return [step for step in self._steps if now - step.at <= LONGEST_WINDOW_S]
 
     def rates(self, now: float) -> Rates | None:
-        """Returns the node's recent work; None before its second reading."""
+        """Returns the node's recent work; None before its second reading (with `since_start`, before its
+        first)."""
         if not self._steps:
             return None
         recent, latest, quantiles = self.recent(now), self._steps[-1], dict[str, tuple[float, float]]()

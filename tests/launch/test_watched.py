@@ -75,7 +75,10 @@ def test_a_node_that_has_not_answered_for_long_is_down_too(watched):
 @pytest.mark.parametrize(
     "metrics, why",
     [
-        ("pd_cache_pool_up 0", "calls do not go to the pool: its breaker is open, or its client is not"),
+        (
+            "pd_cache_pool_up 0",
+            "calls do not go to the pool: its breaker is open, or its client is not open yet",
+        ),
         ('pd_cache_tier_off{tier="disk"} 1', "switched off: disk"),
         (
             'pd_cache_proxy_node_up{node="a"} 0\npd_cache_proxy_node_up{node="b"} 0',
