@@ -479,7 +479,7 @@ SEED_VARIABLE = "PYTHONHASHSEED"
 
 
 class UnknownHashesError(PdCacheError):
-    """Raised if only the engine itself can compute its block hashes."""
+    """This process cannot compute an engine's block hashes."""
 
 
 def describe_hashes(algorithm: str, seed: str, own: str, step: int | None = None) -> str:

@@ -229,7 +229,7 @@ def serve_site(site: type[Site], address: str, location: Location) -> None:
         try:
             while True:
                 asked = listener.recv_multipart()
-                # opened anew, in case the last leading machine has disappeared
+                # opened again, in case the last leading machine has disappeared
                 if current is not None and asked[0] in (_OPEN, _LEAVE):
                     current.close()
                     current = None

@@ -96,7 +96,7 @@ _ONLY_RDMA = "needed only with transfer.protocol: rdma"
 def rdma_findings(transfer: TransferSettings | None, root: Path = Path("/")) -> Iterator[Finding]:
     """Looks at the devices of the machine whose `/sys`, `/proc` and `/dev` are below `root`.
 
-    `transfer`: of the cluster's file; None where there is none.
+    `transfer`: the `transfer` section of the cluster's file; None without a file.
     """
     needed = transfer is not None and transfer.protocol == "rdma"
     problem = broken if needed else warning

@@ -209,7 +209,7 @@ class CacheView:
                 nodes[url] = record, None
                 continue
             ends = [(record.events, record.replays), *record.ranks]
-            # a node that was started anew has an empty cache
+            # a node that was restarted has an empty cache
             if cache is None or before.instance != record.instance or len(cache.ranks) != len(ends):
                 cache = KnownCache(self._room, len(ends))
             cache.fingerprint = record.fingerprint

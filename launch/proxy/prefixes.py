@@ -133,7 +133,7 @@ class PromptNamer:
     """Hashes prompts in the same way as the nodes of a namespace."""
 
     def __init__(self, namespace: Namespace, seeds: Collection[str] = ()) -> None:
-        """`seeds`: others, besides this process's own, from which vLLM's block hashes may start.
+        """`seeds`: further seeds, besides this process's own, from which vLLM's block hashes may start.
 
         Raises UnknownHashesError or ValueError, which say why, if the hashes cannot be computed here.
         """

@@ -122,7 +122,7 @@ class NodePool:
         """Nodes that do other work now (`roles.py`). They are taken only if there are no others."""
 
     def update(self, records: Iterable[NodeRecord]) -> None:
-        """Uses these nodes from now on. Keeps what is known about a node, unless the node was started anew.
+        """Uses these nodes from now on. Keeps what is known about a node, unless the node was restarted.
         A node may report its cache's size later."""
         nodes = {}
         for record in records:
@@ -163,7 +163,7 @@ class NodePool:
         *,
         proven_first: bool = False,
     ) -> str | None:
-        """Returns the `cheapest` node, which thereby has its turn."""
+        """Returns the `cheapest` node, and counts this as its turn."""
         url = self.cheapest(now, prompt, tried, proven_first=proven_first)
         if url is not None:
             self.take(url)

@@ -275,7 +275,7 @@ class WatchedNodes:
         return [record for record in self._view.nodes if page_of(record)]
 
     def update(self, view: View, synced: bool = True) -> None:
-        """Uses the nodes of this view from now on. A node that was started anew keeps its history. `synced`
+        """Uses the nodes of this view from now on. A node that was restarted keeps its history. `synced`
         is what `Directory.wait_synced` returned."""
         self._view, self._synced, before = view, synced, self._nodes
         self._nodes = {}

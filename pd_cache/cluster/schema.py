@@ -258,7 +258,7 @@ class StoreNode(_AnyNode, frozen=True, kw_only=True, tag="store"):
     port: Port = 0
     """Its segment is named `host:port`. Nothing listens there."""
     metrics_port: Port | None = None
-    """Where it answers `/health` and `/metrics`. None: it does not."""
+    """The port at which the node answers `/health` and `/metrics`; None if it does not answer."""
 
 
 class EngineNode(_AnyNode, frozen=True, kw_only=True):
@@ -310,8 +310,8 @@ class ProxyNode(_AnyNode, frozen=True, kw_only=True, tag="proxy"):
 
     port: Port = 8000
     picker_port: Port | None = None
-    """Where gateways ask it for decode nodes, over Envoy's external processing; see docs/recipes.md. None:
-    nowhere."""
+    """The port at which gateways ask for decode nodes, over Envoy's external processing (docs/recipes.md);
+    None if no gateway asks."""
 
 
 def tensor_parallel(engine: VllmEngineConfig, node: EngineNode) -> int:

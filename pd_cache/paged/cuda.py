@@ -198,7 +198,7 @@ class _Recorded:
 
     def __init__(self, stream: torch.cuda.Stream, payload: Tensor, found: _Checksum | None) -> None:
         """`payload` is the chunk object on the host."""
-        # blocking: the waiting thread sleeps, where torch's default spins on a core that the engine needs
+        # blocking: the waiting thread sleeps; by default it would spin on a core that the engine needs
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         if found is not None:
             found.mixer.wait_stream(stream)
@@ -259,7 +259,7 @@ class CudaPagedCopier(PagedCopier):
 
     def close(self) -> None:
         """Waits for copies in flight and frees the bounce buffers. May be called again; a later copy
-        allocates them anew."""
+        allocates them again."""
         for track in self._tracks:
             track.close()
 

@@ -30,7 +30,7 @@ _SECRET = bytes.fromhex(
 _STRIPE, _BLOCK = 64, 1024
 """Bytes of a stripe, which is a word for each lane, and of a block."""
 _LAST, _MERGE = 121, 11
-"""Where in the secret the words for the last stripe, and those for the end, begin."""
+"""The places in the secret at which the words for the last stripe, and the words for the end, begin."""
 _ROWS = 16
 """Blocks that one program of the first kernel adds up."""
 _AHEAD = 64

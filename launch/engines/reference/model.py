@@ -92,8 +92,8 @@ class _Segment(NamedTuple):
     blocks: torch.Tensor
     """int64: the blocks that hold the context up to the last row."""
     mask: torch.Tensor
-    """`[query heads for each KV head * padded rows, padded context]`: 0 where a row may look and -inf
-    elsewhere."""
+    """`[query heads for each KV head * padded rows, padded context]`: 0 at the places that a row may attend
+    to, -inf at all others."""
 
 
 class StepPart(NamedTuple):
@@ -132,7 +132,7 @@ class _Step:
         kv, rows = self._kv, stop - position
         table = torch.tensor(blocks[: _round_up(stop, kv.block_size) // kv.block_size], dtype=torch.int64)
         padded, context = _round_up(rows, ROW_QUANTUM), _round_up(stop, CONTEXT_QUANTUM)
-        # padding rows look where the last real one does
+        # padding rows look at the same places as the last real row
         positions = (position + torch.arange(padded)).clamp(max=stop - 1)
         mask = torch.zeros(padded, context, dtype=kv.buffer.dtype)
         mask.masked_fill_(torch.arange(context) > positions.unsqueeze(1), float("-inf"))
