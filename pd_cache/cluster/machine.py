@@ -76,11 +76,8 @@ def further_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
     for path, host in named:
         try:
             socket.getaddrinfo(host, None, socket.AF_INET)
-        except (OSError, UnicodeError) as error:
-            yield Problem(
-                path,
-                f"this machine finds no IPv4 address for it: {getattr(error, 'strerror', None) or error}",
-            )
+        except OSError as error:
+            yield Problem(path, f"this machine finds no IPv4 address for it: {error.strerror}")
     caching = config.caching_nodes()
     for index, tier in enumerate(config.cache.tiers):
         if isinstance(tier, DiskTier) and any(node in caching for node in nodes):
@@ -260,13 +257,12 @@ def is_bindable(host: str, port: int) -> bool:
     try:
         with bound_socket(host, port):
             return True
-    except (OSError, UnicodeError):
+    except OSError:
         return False
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket bound to an IPv4 address, as Mooncake's are. Raises OSError or UnicodeError if that is
-    impossible."""
+    """Returns a socket bound to an IPv4 address, as Mooncake's are. Raises OSError if that is impossible."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, proto)
     try:

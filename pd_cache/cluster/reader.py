@@ -29,12 +29,8 @@ _NUMBERS = {
     f"{_TAG}int": re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)\Z"),
     f"{_TAG}float": re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?\Z"),
 }
-_MOST_VALUES = 1 << 16
-"""The most values of a file: aliases of aliases can make millions."""
 _SHOWN = 120
 """The most characters of a value in a message."""
-_MOST = 20
-"""The most problems in a message."""
 _TIMES = {"ms": "milliseconds", "s": "seconds"}
 """The units of numbers, by the ends of their keys."""
 _KINDS = {
@@ -59,10 +55,7 @@ class Source:
 
     def error(self, *problems: Problem) -> ConfigError:
         """Returns the problems as one message, a line each: `file:line: key.path: value: what is allowed`."""
-        lines = [self._line(problem) for problem in problems[:_MOST]]
-        if len(problems) > _MOST:
-            lines.append(f"{self.file}: {len(problems) - _MOST} more problems")
-        return ConfigError("\n".join(lines))
+        return ConfigError("\n".join(map(self._line, problems)))
 
     def _line(self, problem: Problem) -> str:
         path = problem.path
@@ -165,10 +158,6 @@ def _add_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], file: 
     line."""
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
-    if len(lines) > _MOST_VALUES:
-        raise ConfigError(
-            f"{file}:{line}: has more than {_MOST_VALUES} values, with those that aliases repeat"
-        )
     if isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             _add_lines(value, (*path, index), lines, file)
