@@ -18,24 +18,19 @@ from pd_cache.errors import PdCacheError
 from pd_cache.versions import FIRST, Weights
 from transfer.settings import mooncake_release
 
-MAX_RECORD = 64 << 10
-"""The most bytes of a record. Our own records have about a thousand."""
-
 _AT = rf"{HOST}:{PORT}"
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 """A whole number that programs with only floating-point numbers read exactly."""
 Milliseconds = Annotated[int, Meta(ge=0, le=86_400_000)]
 Address = Annotated[
     str,
-    Meta(pattern=rf"^((https?://)?{_AT}|{HOST}:0|ipc://[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300),
+    Meta(pattern=rf"^((https?://)?{_AT}|{HOST}:0|ipc://[^\x00-\x1f\x7f-\x9f]+)\Z"),
 ]
 Line = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """Matches text that a log and a terminal can show as it is."""
 
-HttpAddress = Annotated[str, Meta(pattern=rf"^http://{_AT}\Z", max_length=300)]
-EventAddress = Annotated[
-    str, Meta(pattern=rf"^(tcp://{_AT}|ipc:///[^\x00-\x1f\x7f-\x9f]+)\Z", max_length=300)
-]
+HttpAddress = Annotated[str, Meta(pattern=rf"^http://{_AT}\Z")]
+EventAddress = Annotated[str, Meta(pattern=rf"^(tcp://{_AT}|ipc:///[^\x00-\x1f\x7f-\x9f]+)\Z")]
 
 _FORMS = {
     "master": ("host:port",),
@@ -69,12 +64,12 @@ class Namespaced(msgspec.Struct, frozen=True, kw_only=True):
     Fields that a newer version adds are ignored.
     """
 
-    fingerprint: Annotated[Line, Meta(max_length=64)] | None = None
+    fingerprint: Line | None = None
     """The fingerprint of the namespace; nodes with equal ones share hits. None if the node has no cache or
     does not know it."""
     namespace: dict[Line, Line | int] | None = None
     """The namespace, field by field."""
-    further: Annotated[tuple[dict[Line, Line | int], ...], Meta(max_length=32)] = ()
+    further: tuple[dict[Line, Line | int], ...] = ()
     """The namespaces of the model's other layer groups, field by field."""
     streams: bool = False
     """Whether it can load a prompt while another node computes it."""
@@ -108,21 +103,21 @@ class NodeRecord(Namespaced, frozen=True, kw_only=True):
     """The address of its metrics, if not `address`."""
     lease_ttl_ms: Milliseconds = 0
     """For a master: how long it protects a key that was looked up."""
-    master: Annotated[Line, Meta(max_length=2048)] | None = None
+    master: Line | None = None
     """For a client of the pool: the address at which it expects the master."""
-    instance: Annotated[Line, Meta(max_length=64)] = ""
+    instance: Line = ""
     """Differs from one start of the node to the next."""
-    model: Annotated[Line, Meta(max_length=1024)] | None = None
+    model: Line | None = None
     """What clients write into `model`."""
     capacity: Capacity = Capacity()
     events: EventAddress | None = None
     """The ZMQ address at which it publishes KV events; None if it publishes none."""
     replays: EventAddress | None = None
     """The address at which the node sends the events again."""
-    ranks: Annotated[tuple[tuple[EventAddress, EventAddress], ...], Meta(max_length=1024)] = ()
+    ranks: tuple[tuple[EventAddress, EventAddress], ...] = ()
     """The same two addresses for its further data-parallel ranks."""
-    version: Annotated[Line, Meta(max_length=64)] = ""
-    mooncake: Annotated[Line, Meta(max_length=64)] = ""
+    version: Line = ""
+    mooncake: Line = ""
     """The version of the node's Mooncake; empty if unknown."""
     weights: tuple[Weights, ...] = ()
     """As in `About`. No published record has them."""
@@ -171,17 +166,15 @@ class About(Namespaced, frozen=True, kw_only=True):
     """How many tokens the engine's paged cache holds; 0 if unknown."""
     max_model_len: Count = 0
     """The most tokens of a request, with its answer; 0 if unknown."""
-    version: Annotated[Line, Meta(max_length=64)] = ""
-    mooncake: Annotated[Line, Meta(max_length=64)] = ""
+    version: Line = ""
+    mooncake: Line = ""
     """The version of Mooncake in the process that has the cache."""
-    weights: Annotated[tuple[Weights, ...], Meta(max_length=4096)] = ()
+    weights: tuple[Weights, ...] = ()
     """The state of each engine's weights; empty if unknown."""
 
 
 def decode_record(raw: bytes) -> NodeRecord:
     """Returns the record in `raw`. Raises RecordError if there is no usable record."""
-    if len(raw) > MAX_RECORD:
-        raise RecordError(f"it has {len(raw)} bytes, but at most {MAX_RECORD} are allowed")
     try:
         record = decode_json(raw, NodeRecord)
     except UndecodableError as error:
