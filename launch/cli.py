@@ -124,7 +124,7 @@ def _under_way(name: str) -> Iterator[tuple[StopFlag, Callable[[str, int, int], 
         def show(line: str, done: int, whole: int) -> None:
             nonlocal next_line
             bar.update(task, completed=done, total=whole or None, description=line)
-            if not next_line or (not screen.is_terminal and time.monotonic() >= next_line):
+            if not screen.is_terminal and time.monotonic() >= next_line:
                 screen.print(line, soft_wrap=True, highlight=False)
                 next_line = time.monotonic() + 5.0
 
@@ -245,8 +245,9 @@ def launch(role: str, file: Path, name: str | None) -> None:
 @main.command()
 @_file_option()
 def up(file: Path) -> None:
-    """Run all nodes of this machine until SIGTERM or Ctrl-C, and restart those that die. Prints
-    `ready NODE ADDRESS` for each node."""
+    """Run all nodes of this machine, and restart those that die.
+
+    Runs until SIGTERM or Ctrl-C. Prints `ready NODE ADDRESS` for each node."""
     from launch.run.supervise import stop_on_signals
     from launch.run.up import running, welcome
 
@@ -270,8 +271,9 @@ def up(file: Path) -> None:
 )
 @_json_option
 def demo(file: Path | None, as_json: bool) -> None:
-    """Run a whole cluster on this machine, send five prompts, and compare the answers with those of an engine
-    without a cache."""
+    """Run a cluster on this machine and check its answers.
+
+    Sends five prompts, and compares the answers with those of an engine without a cache."""
     from launch.demo import run_demo
 
     if not run_demo(file or example_file("local"), as_json=as_json):
@@ -282,8 +284,7 @@ def demo(file: Path | None, as_json: bool) -> None:
 @_file_option()
 @_json_option
 def status(file: Path, as_json: bool) -> None:
-    """Show each node of the cluster: role, state, time since its start, hit rate, bytes by tier, requests,
-    errors by reason.
+    """Show each node: role, state, hit rate, requests and errors.
 
     Exits with 1 if discovery or a node does not answer, or if namespaces differ.
     """
@@ -308,10 +309,9 @@ def status(file: Path, as_json: bool) -> None:
 )
 @_json_option
 def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
-    """Show the nodes live: hit rate by tier, bytes and lookups a second, latencies, queues, staging memory,
-    evictions, misses.
+    """Show the nodes live: hit rates, latencies, queues, misses.
 
-    Ctrl-C ends it.
+    Ctrl-C ends it. docs/monitoring.md explains the columns.
     """
     from launch.operate import top as shown
     from launch.watch.asker import cluster_status
@@ -342,7 +342,7 @@ def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
 )
 @_json_option
 def reset(file: Path, version: str | None, everywhere: bool, as_json: bool) -> None:
-    """Give the new weights of engines a label, so that the engines share KV again.
+    """Give the new weights of engines a label.
 
     An engine whose weights change is out: it loads and stores nothing. Run this command when the last engine
     has the new weights. Engines share KV if they have the same label. Engines that are not out keep their
@@ -363,14 +363,14 @@ def reset(file: Path, version: str | None, everywhere: bool, as_json: bool) -> N
 
 @main.group()
 def pool() -> None:
-    """Show what the pool holds, and remove parts of it."""
+    """List, check, copy and remove what the pool holds."""
 
 
 @pool.command("ls")
 @_file_option()
 @_json_option
 def pool_ls(file: Path, as_json: bool) -> None:
-    """List the namespaces in the pool, with their chunks and bytes, and the segments, with their use.
+    """List the namespaces in the pool and the memory of its segments.
 
     The keys of one model, layout and weights version begin with the same namespace. `used by` is the number
     of running nodes with this namespace, or `old` if all of them have other weights. The pool does not know
@@ -556,8 +556,9 @@ def doctor(file: Path | None, as_json: bool) -> None:
 def explain(
     request_id: str | None, prompt_file: Path | None, cache_salt: str | None, file: Path, as_json: bool
 ) -> None:
-    """Say why a request's prompt was computed, or how much of a prompt each node would find now.
+    """Say why the prompt of a request was computed.
 
+    With --prompt, say how much of a prompt each node would find now.
     REQUEST_ID is the `id` or the `X-Request-Id` of an answer. Proxies and nodes remember their last thousand
     requests. Exits with 1 if no node has a report on the request, or none could be asked about the prompt.
     """
@@ -609,8 +610,9 @@ def _hint_options(command: F) -> F:
     help="Seconds to keep the prompt.",
 )
 def pin(**options: Any) -> None:
-    """Keep a prompt's chunks in the pool for a while, safe from eviction (docs/hints.md). Exits with 1 if the
-    proxy refuses."""
+    """Keep a prompt's chunks in the pool for a while.
+
+    They are safe from eviction (docs/hints.md). Exits with 1 if the proxy refuses."""
     _send_hint("kv.retain", **options)
 
 
@@ -624,8 +626,9 @@ def release(**options: Any) -> None:
 @main.command()
 @_hint_options
 def prefetch(**options: Any) -> None:
-    """Make a decode node load a prompt from the pool before its request comes (docs/hints.md). Exits with 1
-    if the proxy refuses."""
+    """Make a decode node load a prompt before its request comes.
+
+    It loads from the pool (docs/hints.md). Exits with 1 if the proxy refuses."""
     _send_hint("kv.prefetch", **options)
 
 
@@ -733,8 +736,9 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
 @config.command("example")
 @click.argument("name", type=click.Choice(sorted(file.stem for file in _EXAMPLES.glob("*.yaml"))))
 def config_example(name: str) -> None:
-    """Print an example file: `pd-cache config example local > local.yaml`. `local` explains all keys except
-    those for vLLM, which `vllm-local` explains."""
+    """Print an example of a cluster's file.
+
+    `local` explains all keys except those for vLLM, which `vllm-local` explains."""
     click.echo(example_file(name).read_text(), nl=False)
 
 
@@ -754,7 +758,9 @@ def config_example(name: str) -> None:
     show_default=True,
     help="The hit rate that you want: the share of all prompt tokens that are found. From 0.3734 on, the pool has room for all --tokens.",
 )
-@click.option("--prompt", callback=_count, default="8192", show_default=True, help="Tokens of a prompt.")
+@click.option(
+    "--prompt", callback=_count, default="8192", show_default=True, help="The length of a prompt, in tokens."
+)
 @click.option(
     "--ttft",
     "ttft_s",
@@ -773,8 +779,7 @@ def config_example(name: str) -> None:
 )
 @_json_option
 def size(model: Path, as_json: bool, **wanted: Any) -> None:
-    """Compute the KV per token of a model, and the size of the pool and the speed of the network that it
-    needs.
+    """Compute the memory and the network that a model's KV needs.
 
     A repeated prompt is loaded in whole chunks. The hit rate is that of FAST'25's trace of conversations;
     `pd-cache bench replay` measures other traces.

@@ -98,7 +98,8 @@ def size_of(
     heads = config.num_key_value_heads or attention
     if not config.num_hidden_layers or not attention or dtype not in _BYTES:
         raise ConfigError(
-            f"{model}: expected num_hidden_layers, num_attention_heads and one of {', '.join(_BYTES)}"
+            f"{model}: expected num_hidden_layers, num_attention_heads and one of {', '.join(_BYTES)}, "
+            f"got {config.num_hidden_layers}, {attention} and {dtype}"
         )
     if attention % ranks or (not latent and max(heads, ranks) % min(heads, ranks)):
         shared = "" if latent else f", and a divisor or a multiple of its {heads} KV heads"

@@ -8,6 +8,7 @@ import sys
 import psutil
 import pytest
 
+from launch.cli import _under_way as under_way
 from launch.run.up import running_config
 from tests.support.cli import cli, cli_json, program, run_program
 from tests.support.cluster import CHUNK, cluster_file, complete, free_node
@@ -198,6 +199,14 @@ def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures():
     assert refused("bench", "nothing")
     shown = cli("bench", "--help").output
     assert re.search(r"^  ttft +time to first token", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_a_line_elsewhere(terminal, monkeypatch, capsys):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
+    with under_way("scan") as (_, show):
+        show("1 of 2", 1, 2)
+    assert ("1 of 2\n" in capsys.readouterr().err) == (not terminal)
 
 
 def test_a_table_in_a_pipe_is_not_wrapped(tmp_path):

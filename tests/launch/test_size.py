@@ -76,7 +76,7 @@ def test_a_models_folder_will_do_and_counts_may_be_short(tmp_path):
     "config, why",
     [
         ({}, "expected num_hidden_layers, num_attention_heads and one of float32, bfloat16, float16, fp8"),
-        (LLAMA | {"torch_dtype": "int3"}, "one of float32, bfloat16, float16, fp8"),
+        (LLAMA | {"torch_dtype": "int3"}, "one of float32, bfloat16, float16, fp8, got 32, 32 and int3"),
         (LLAMA | {"layer_types": ["full_attention", "linear_attention"]}, "has layers with a state"),
         (LLAMA | {"hybrid_override_pattern": "M-M*"}, "has layers with a state"),
         (LLAMA | {"num_hidden_layers": "many"}, "expected a model's config.json"),
