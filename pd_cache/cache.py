@@ -114,10 +114,11 @@ class BlockCache(Protocol):
         """Loads chunks into `blocks`, in order. Returns how many were loaded, from which tiers, and why the
         next chunk was not loaded.
 
-        The first and the last blocks may be -1: they are skipped. Blocks of chunks that were not loaded may
-        have been overwritten; all other blocks are untouched. `label` is the label that the engine had before
-        the lookup, by default the present one. If the engine has another label when the load ends, nothing
-        counts as loaded. `timeout` is in seconds.
+        `blocks` are the ids of the chunks' blocks, `chunk_size // block_size` for each name, or the `Slots`
+        of their tokens. The first and the last blocks may be -1: they are skipped. Blocks of chunks that were
+        not loaded may have been overwritten; all other blocks are untouched. `label` is the label that the
+        engine had before the lookup, by default the present one. If the engine has another label when the
+        load ends, nothing counts as loaded. `timeout` is in seconds.
         """
 
     def end(self, session: str) -> None:
@@ -226,8 +227,8 @@ class CacheEngine(PrefixLookup):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> list[StoreOutcome]:
-        """Stores the chunks that the pool lacks. `timeout` (s) bounds the whole call; without it, each
-        transfer has the configured time-out."""
+        """Stores the chunks that the pool lacks; see `BlockCache.store`. Without a `timeout`, each transfer
+        has the configured time-out."""
         end, pages = end_in(timeout), self._pages(kv_caches)
         label = self.label if label == PRESENT else label
         shards, lend = self.metadata.shards, pages.lend
@@ -246,15 +247,7 @@ class CacheEngine(PrefixLookup):
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> Loaded:
-        """Loads chunks into `blocks` of `kv_caches`, in order. Returns how many were loaded, and why the next
-        chunk was not loaded.
-
-        `blocks` are the ids of the chunks' blocks, `chunk_size // block_size` for each name, or the `Slots`
-        of their tokens. The first and the last blocks may be -1: they are skipped. Blocks of chunks that were
-        not loaded may have been overwritten. `label` is the label that this engine had before the lookup, by
-        default the present one. `timeout` is in seconds. Raises ValueError, before anything moves, if the KV
-        tensors do not have these blocks, or if the number of blocks does not fit the names.
-        """
+        """Loads chunks into `blocks`, in order, up to the first missing chunk; see `BlockCache.load`."""
         end, pages = end_in(timeout), self._pages(kv_caches)
         label = self.label if label == PRESENT else label
         shards, lend = self.metadata.shards, pages.lend
