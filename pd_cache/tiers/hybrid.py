@@ -30,7 +30,7 @@ from pd_cache.config import PromotionName
 from pd_cache.metrics import TierMetrics
 from pd_cache.reasons import TierChunks
 from pd_cache.tiers.base import PutOutcome, Settled, StorageBackend
-from pd_cache.tiers.memory import Fetched, Staged, TierKind
+from pd_cache.tiers.memory import Fetched, Staged
 from transfer.deadlines import End, left
 from transfer.errors import PoolUnavailableError, Status
 
@@ -98,13 +98,13 @@ class HybridBackend(StorageBackend):
         return statuses
 
     def near(self, keys: Keys) -> TierChunks:
-        counts: Counter[TierKind] = Counter()
+        counts = Counter[str]()
         for tier in self.tiers:
             if (kind := tier.backend.kind) != "pool":
                 there = tier.backend.batched_contains(keys)
                 counts[kind] += there.count(Status.OK)
                 keys = [key for key, status in zip(keys, there, strict=True) if status is not Status.OK]
-        return TierChunks(counts["memory"], counts["disk"])
+        return TierChunks(**counts)
 
     def batched_wants(self, keys: Keys, end: End = None) -> list[Status]:
         """Returns MISSING for a key that the last tier lacks. If the last tier cannot find out, but another
