@@ -232,14 +232,14 @@ class PrefixLookup(Versioned):
         have.
         """
         check_names(names)
-        at_hand = only_at_hand(names, chunks_at_hand, "not_asked" if self.closed else "weights_unnamed")
+        at_hand = only_at_hand(names, chunks_at_hand, "not_asked")
         if (first := at_hand.chunks) == len(names) or self.closed:
             return at_hand
         label = self.version.state.label
         if label is None:
             self.metrics.counts.looked_up((len(names) - first) * self.groups.first.chunk_size, 0)
             self.metrics.trouble("lookup", "weights_unnamed")
-            return at_hand
+            return only_at_hand(names, first, "weights_unnamed")
         keys = self.groups.keys(names[first:], label)
         begun = time.perf_counter()
         statuses = self.backend.batched_contains(keys, end_in(timeout))

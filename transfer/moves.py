@@ -196,12 +196,13 @@ class Moves:
         first begins after `deadline`."""
         now, leased = time.monotonic(), Watch(self._lease_s)
         buffers = self._buffers(batch.keys) if self.direct is not None else {}  # once, not with each step
-        # the client would wait as long again for the master
-        unanswered = not buffers and time.monotonic() - now > _UNANSWERED_S
-        codes = [_NO_ANSWER] * len(batch.keys) if unanswered else []
-        for part in () if unanswered else batch.parts(self._step):
-            late = bool(codes) and time.monotonic() >= deadline
-            codes += [LATE] * len(part.keys) if late else self._get_part(part, buffers, leased)
+        codes: list[int] = []
+        if not buffers and time.monotonic() - now > _UNANSWERED_S:
+            codes = [_NO_ANSWER] * len(batch.keys)  # the client would wait as long again for the master
+        else:
+            for part in batch.parts(self._step):
+                late = bool(codes) and time.monotonic() >= deadline
+                codes += [LATE] * len(part.keys) if late else self._get_part(part, buffers, leased)
         self._breaker.learn("a transfer", codes)
         return codes
 
