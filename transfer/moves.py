@@ -76,8 +76,9 @@ class MovesClient(RegistersMemory, Protocol):
 
 
 def keys_per_step(settings: TransferSettings) -> int:
-    """Returns how many objects a step has: so few that, if the peer is silent, all fail within the longer of
-    `get_ms` and `put_ms`."""
+    """Returns how many objects a step has: so few that, if the peer is silent, a read of all fails within the
+    longer of `get_ms` and `put_ms`. A put uses one connection, so it takes longer, but shorter steps would
+    cost more (docs/mooncake.md)."""
     patience = min(_ENDS_WITHIN_S, max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000)
     stall = _variable("MC_TCP_PROGRESS_TIMEOUT_SEC", stall_seconds(settings))
     rounds = max(1, int(patience / (stall + _ROUND_EXTRA_S)))
