@@ -116,14 +116,10 @@ class WorkerSide:
     def save(self, step: Step) -> None:
         """Queues this step's stores. They run after the forward pass, which has already been launched."""
         after = self._first.mark() if step.stores else None
+        with self._changed:
+            self._under_way += len(step.stores)
         for op in step.stores:
-            with self._changed:
-                if stores := bool(self._storing[op.chunks.group]):
-                    self._under_way += 1
-                else:
-                    self._report.jobs[op.job] = (1, [StoreOutcome.BEFORE] * len(op.chunks.names))
-            if stores:
-                self._store_queue.put((op, after))
+            self._store_queue.put((op, after))
 
     def take_ended_loads(self, step: Step, finished: set[str]) -> EndedLoads:
         """Returns the loads that have ended. Gives up loads of `finished` requests that have not begun."""
@@ -222,23 +218,26 @@ class WorkerSide:
     def _run_stores(self) -> None:
         own_stream(self._device)
         while (item := self._store_queue.get()) is not None:
-            (op, after), chunks = item, item[0].chunks
-            parts: list[list[StoreOutcome]] = []
-            for cache in self._storing[chunks.group]:
-                part = [StoreOutcome.NOT] * len(chunks.names)
-                try:
-                    if not self._closing:
-                        part = cache.store(
-                            chunks.names, _kept_blocks(chunks, cache), after=after, label=op.label
-                        )
-                except Exception as error:  # noqa: BLE001 - the chunk is computed again when it is needed
-                    self._unexpected("store", len(chunks.names), error)
-                parts.append(part)
+            op, after = item
+            parts = [self._store_part(op, after, cache) for cache in self._storing[op.chunks.group]]
+            # without parts, another rank has the same KV, and stores it
+            parts = parts or [[StoreOutcome.BEFORE] * len(op.chunks.names)]
             outcomes = [StoreOutcome.together(of_chunk) for of_chunk in zip(*parts, strict=True)]
             with self._changed:
                 self._under_way -= 1
                 self._report.jobs[op.job] = (1, outcomes)
                 self._changed.notify_all()
+
+    def _store_part(self, op: StoreOp, after: Any, cache: BlockCache) -> list[StoreOutcome]:
+        """Stores the chunks of one part of the layers. Raises nothing: a chunk that was not stored is
+        computed again."""
+        names = op.chunks.names
+        try:
+            if not self._closing:
+                return cache.store(names, _kept_blocks(op.chunks, cache), after=after, label=op.label)
+        except Exception as error:  # noqa: BLE001 - see above
+            self._unexpected("store", len(names), error)
+        return [StoreOutcome.NOT] * len(names)
 
     def _unexpected(self, op: str, chunks: int, error: Exception) -> None:
         self._first.metrics.trouble(op, f"error_{type(error).__name__}", chunks, detail=str(error))
