@@ -153,8 +153,8 @@ class Costs:
         self._reported = 0.0
         """When the last step ended."""
         self.declines = 0
-        """The most tokens of a hand-off that is not worth loading, at the last `look`. Other threads read
-        it."""
+        """The most tokens of a hand-off that is not worth loading, by the last `set_declines`. Other threads
+        read it."""
 
     def not_worth(
         self,
@@ -183,7 +183,7 @@ class Costs:
         probe = load.line.due(now) and not self._loading
         return NotWorth(load_s, compute_s, probe) if load_s > margin * compute_s + delays_s else None
 
-    def look(self, ahead: Sequence[tuple[int, float]], now: float) -> None:
+    def set_declines(self, ahead: Sequence[tuple[int, float]], now: float) -> None:
         """Decides which hand-offs are not worth loading even alone. `ahead` is as for `not_worth`."""
         loads, steps, declined = self._of_loads[2], self._of_steps, [0]
         if loads.known and steps.known and not loads.due(now):

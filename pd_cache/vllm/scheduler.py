@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -270,17 +270,12 @@ class SchedulerSide:
             for request_id, scheduled in output.num_scheduled_tokens.items()
             if (tracked := self._requests.get(request_id)) is not None
         }
-        prompts = tokens = squares = 0
         self.stores.note_undrafted(computed)
         for tracked, end in computed.items():
-            begin = tracked.request.num_computed_tokens
-            prompts += max(0, min(end, tracked.request.num_prompt_tokens) - begin)
-            tokens += end - begin
-            squares += end**2 - begin**2
             self._holding.pop(tracked.id, None)
             if self._storable(tracked):
                 step.stores += self.stores.plan(tracked, end)
-        step.work = StepWork(self._clock(), prompts, tokens, squares / 2) if computed else None
+        step.work = self._work(computed)
         state = output.kv_connector_block_state
         for request_id, offers in (state.boundary_state_offloads if state is not None else {}).items():
             if (tracked := self._requests.get(request_id)) is not None and self._storable(tracked):
@@ -385,6 +380,17 @@ class SchedulerSide:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
+    def _work(self, computed: Mapping[TrackedRequest, int]) -> StepWork | None:
+        """Returns what a step computes; None if it computes nothing. `computed`: for each request of the
+        step, its tokens after the step."""
+        prompts = tokens = squares = 0
+        for tracked, end in computed.items():
+            begin = tracked.request.num_computed_tokens
+            prompts += max(0, min(end, tracked.request.num_prompt_tokens) - begin)
+            tokens += end - begin
+            squares += end**2 - begin**2
+        return StepWork(self._clock(), prompts, tokens, squares / 2) if computed else None
+
     def _fits(self, tracked: TrackedRequest) -> bool:
         """Returns whether there are enough blocks for all tokens of this request, and of all requests that
         hold blocks for a load.
@@ -403,7 +409,7 @@ class SchedulerSide:
         if measured is not None:
             self.metrics.counts.add("measured_tokens", op, by=measured[0])
             self.metrics.counts.add("measured_seconds", op, by=measured[1])
-            self.costs.look(self._ahead(), self._clock())
+            self.costs.set_declines(self._ahead(), self._clock())
 
     def _storable(self, tracked: TrackedRequest) -> bool:
         known = self._outdated.weights.label is not None and tracked.id not in self._outdated

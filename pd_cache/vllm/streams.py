@@ -134,7 +134,7 @@ class Streams:
         stream.asked, self._next_poll = now, now + _APART_S
         found = lookup.find(stream.names, stream.tracked.id, chunks_at_hand=stream.done).chunks
         if found > stream.done:
-            part = stream.tracked.part(0, stream.done, found, [stream.blocks])
+            part = stream.tracked.to_load(0, stream.done, found, [stream.blocks])
             stream.ranks, stream.loaded = self._plan.ranks, Loaded(found - stream.done)
             self._loads.append(LoadOp(stream.tracked.id, [part], [], label, streams=True))
 

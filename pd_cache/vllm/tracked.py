@@ -243,11 +243,11 @@ class TrackedRequest:
         """
         self.outcome.began_load(external)
         first, last = self.at_hand // self._chunk, -(-(self.at_hand + self.proposed) // self._chunk)
-        parts = [self.part(place, first, last, ids, null) for place in range(len(self._plan.layers))]
+        parts = [self.to_load(place, first, last, ids, null) for place in range(len(self._plan.layers))]
         self._planned = [max(planned, last) if first <= planned else planned for planned in self._planned]
         return parts
 
-    def part(
+    def to_load(
         self, place: int, first: int, last: int, ids: Sequence[Sequence[int]], null: int | None = None
     ) -> GroupChunks:
         """Returns which of the chunks from `first` to before `last` a layer group has to load. Leaves out

@@ -286,7 +286,7 @@ def test_an_engine_says_up_to_which_length_it_declines_hand_offs_unless_one_shou
     engine = Engine(load=2e-4, fixed=0.1, compute=5e-5, context=2e-8)
 
     def declines(*ahead):
-        engine.costs.look(ahead, engine.now)
+        engine.costs.set_declines(ahead, engine.now)
         return engine.costs.declines
 
     engine.loads(1000, 2000, 4000)
