@@ -15,13 +15,12 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import aiohttp
 import msgspec
 import torch
 
-from bench.lib.report import Check, at_least, progress
+from bench.lib.report import Report, at_least, tracked
 from launch.cli import main
 from launch.engines.reference.model import PagedModel, StepPart
 from launch.run.supervise import Program, Supervisor
@@ -54,7 +53,7 @@ _PROMPTS, _ANSWER = (200, 1800), 16
 _AT_ONCE, _WARM_S, _COUNTED_S = 40, 10.0, 120.0
 
 
-def limits_on_nodes() -> tuple[dict[str, Any], list[Check]]:
+def limits_on_nodes() -> Report:
     """Returns the capacity in requests a second, a row for each load, and the target."""
     config = parse_config(_CLUSTER, "bench.yaml")[0]
     config = choose_ports(config, config.nodes)
@@ -70,16 +69,15 @@ def limits_on_nodes() -> tuple[dict[str, Any], list[Check]]:
         return asyncio.run(_compared(supervisor.ready_urls))
 
 
-async def _compared(urls: dict[str, str]) -> tuple[dict[str, Any], list[Check]]:
+async def _compared(urls: dict[str, str]) -> Report:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         rng, begun = random.Random(0), time.monotonic()
         await asyncio.gather(*(_in_time(session, urls["without"], rng) for _ in range(_AT_ONCE)))
         capacity, rows = _AT_ONCE / (time.monotonic() - begun), list[dict[str, float]]()
-        with progress() as bar:
-            for load in bar.track(_LOADS, description="loads"):
-                rows.append({"load": load, "rate": load * capacity})
-                for name in ("without", "limits"):
-                    rows[-1][name] = await _kept(session, urls[name], load * capacity, rng)
+        for load in tracked(_LOADS, "loads"):
+            rows.append({"load": load, "rate": load * capacity})
+            for name in ("without", "limits"):
+                rows[-1][name] = await _kept(session, urls[name], load * capacity, rng)
     share = rows[-1]["limits"] / max(row["limits"] for row in rows)
     checks = [at_least("of the peak, at three times the load", share, 0.95)]
     return {"capacity": capacity, "results": rows}, checks

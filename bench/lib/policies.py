@@ -14,8 +14,8 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import Any
 
+from bench.lib.report import Rows
 from bench.lib.trace import Cache, Request, SimulatedLru, measure
 from pd_cache.tiers.index import S3FIFO
 
@@ -58,7 +58,7 @@ class S3Fifo(set[int]):
             self._policy.added(str(block))
 
 
-def compare(requests: Sequence[Request], room: int) -> list[dict[str, Any]]:
+def compare(requests: Sequence[Request], room: int) -> Rows:
     """Returns a row for each policy, for a pool with room for `room` blocks."""
     pools: dict[str, Cache] = {
         "oracle": Oracle(room, requests),

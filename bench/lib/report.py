@@ -12,10 +12,10 @@ import platform
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import click
 from rich.box import SIMPLE
@@ -29,6 +29,7 @@ from transfer.settings import mooncake_version
 
 _WIDTH = 160
 """Columns, if the output is not a terminal."""
+T = TypeVar("T")
 option = functools.partial(click.option, show_default=True)
 file_type = click.Path(path_type=Path, exists=True, dir_okay=False)
 """The type of an option that names a file."""
@@ -67,6 +68,12 @@ def all_at_most(figures: Mapping[str, float], **limits: float) -> list[Check]:
     return [at_most(name, figures[name], limit) for name, limit in limits.items()]
 
 
+Rows = list[dict[str, Any]]
+"""A table: each row maps columns to values."""
+Report = tuple[dict[str, Any], list[Check]]
+"""A bench's figures and targets."""
+
+
 # --- how it was measured ------------------------------------------------------------------------------------
 
 _LOAD = " ".join(f"{value:.1f}" for value in os.getloadavg())
@@ -100,6 +107,12 @@ def progress() -> Progress:
     """Returns a progress bar on stderr if that is a terminal; otherwise nothing."""
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def tracked(items: Sequence[T], what: str) -> Iterator[T]:
+    """Yields the items while a `progress` counts them."""
+    with progress() as bar:
+        yield from bar.track(items, description=what)
 
 
 def finish(results: Mapping[str, Any], checks: Iterable[Check], *, as_json: bool, strict: bool) -> None:

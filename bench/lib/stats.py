@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from bench.lib.report import progress
+from bench.lib.report import tracked
 
 Steps = dict[str, Callable[[], object]]
 """What is timed, by name. A step whose name begins with `_` is not: it prepares others."""
@@ -33,10 +33,9 @@ def in_turn(rounds: int, steps: Steps) -> dict[str, list[float]]:
     """Runs the steps in turn, `rounds` times, after a round that does not count. Returns the seconds of each
     timed step."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    with progress() as bar:
-        for _ in bar.track(range(rounds + 1), description="rounds"):
-            for name, step in steps.items():
-                seconds[name].append(timed(step))
+    for _ in tracked(range(rounds + 1), "rounds"):
+        for name, step in steps.items():
+            seconds[name].append(timed(step))
     return {name: values[1:] for name, values in seconds.items() if not name.startswith("_")}
 
 

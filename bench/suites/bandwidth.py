@@ -23,7 +23,7 @@ import click
 import msgspec
 
 from bench.lib.pool import bench_transfer, local_pool
-from bench.lib.report import Check, at_least, option, output_options, progress
+from bench.lib.report import Check, Rows, at_least, option, output_options, tracked
 from bench.lib.two_machines import Crew, Site, conduct, machine_options
 from transfer.deadlines import end_in
 from transfer.errors import Status, TransferError
@@ -168,7 +168,7 @@ def _raw_engine(settings: TransferSettings, host: str) -> Any:
 
 def measure(
     machines: Crew, opened: dict[str, NodeMemory], pairs: Sequence[tuple[str, str]], batch: int, rounds: int
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Returns a row for each pair. All pairs move bytes at the same time, from the first node's memory to the
     second's. The first round does not count."""
     timeout = _MARGIN_S + max(memory.timeout_s for memory in opened.values())
@@ -216,13 +216,12 @@ def lead(
     opened = machines.everywhere(BandwidthSite.open, job, timeout_s=_OPEN_S + _MARGIN_S)
     node, other = machines.nodes
     turns = [[(begin, end)] for begin in machines.nodes for end in machines.nodes]
-    with progress() as bar:
-        turns += [[(node, other), (other, node)]] if at_once else []
-        rows = [
-            row
-            for pairs in bar.track(turns, description="pairs")
-            for row in measure(machines, opened, pairs, object_bytes * _OBJECTS, rounds)
-        ]
+    turns += [[(node, other), (other, node)]] if at_once else []
+    rows = [
+        row
+        for pairs in tracked(turns, "pairs")
+        for row in measure(machines, opened, pairs, object_bytes * _OBJECTS, rounds)
+    ]
     if link_gbit is not None:
         for row in rows:
             row["get_of_link"] = None if row["from"] == row["to"] else 8 * row["get_gbps"] / link_gbit

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from bench.lib.pool import bench_transfer, local_pool, raw_client
-from bench.lib.report import Check, at_least, at_most, option, output_options, progress
+from bench.lib.report import Check, Rows, at_least, at_most, option, output_options, tracked
 from bench.lib.stats import Steps, in_turn
 from bench.lib.two_machines import MOST, Crew, Location, Site, conduct, machine_options
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens, stride_hashes
@@ -294,24 +294,21 @@ def measure_groups(here: Location, master: str) -> list[dict[str, float]]:
     return rows
 
 
-def measure_clients(machines: Crew, master: str, levels: Sequence[int]) -> list[dict[str, Any]]:
+def measure_clients(machines: Crew, master: str, levels: Sequence[int]) -> Rows:
     """Returns a row for each length and number of clients a node, raw and lookups in turn."""
     seed = random.randrange(1 << 31)
     rows = []
-    with progress() as bar:
-        task = bar.add_task("clients", total=len(levels) * len(_RATES))
-        for count in levels:
-            # the more clients, the longer their start on one machine takes
-            timeout = 2 * _MARGIN_S + _OPEN_S + 5 * count
-            machines.everywhere(LookupSite.open, Clients(count, master, seed), timeout_s=timeout)
-            for tokens in _RATES:
-                row: dict[str, Any] = {"tokens": tokens, "clients": count * len(machines.nodes)}
-                for kind in _KINDS:
-                    job = Asking(kind, tokens, _SECONDS)
-                    rates = machines.everywhere(LookupSite.ask, job, timeout_s=_SECONDS + 2 * _MARGIN_S)
-                    row[f"{kind}_per_s"] = sum(rates.values())
-                rows.append({**row, "ratio": row["lookup_per_s"] / row["raw_per_s"]})
-                bar.advance(task)
+    for count in tracked(levels, "clients"):
+        # the more clients, the longer their start on one machine takes
+        timeout = 2 * _MARGIN_S + _OPEN_S + 5 * count
+        machines.everywhere(LookupSite.open, Clients(count, master, seed), timeout_s=timeout)
+        for tokens in _RATES:
+            row: dict[str, Any] = {"tokens": tokens, "clients": count * len(machines.nodes)}
+            for kind in _KINDS:
+                job = Asking(kind, tokens, _SECONDS)
+                rates = machines.everywhere(LookupSite.ask, job, timeout_s=_SECONDS + 2 * _MARGIN_S)
+                row[f"{kind}_per_s"] = sum(rates.values())
+            rows.append({**row, "ratio": row["lookup_per_s"] / row["raw_per_s"]})
     return rows
 
 

@@ -32,7 +32,7 @@ import aiohttp
 import click
 
 from bench.lib.overload import limits_on_nodes
-from bench.lib.report import all_at_most, at_most, finish, option, output_options, progress
+from bench.lib.report import Rows, all_at_most, at_most, finish, option, output_options, tracked
 from bench.lib.stats import timed
 from launch.proxy.bodies import Completion
 from launch.proxy.routing import NodePool
@@ -208,21 +208,20 @@ def overhead(urls: Mapping[str, str]) -> dict[str, Any]:
         "proxy_two_hops": (("decode", urls["prefill"]), ("two-hops", None)),
     }
     added: defaultdict[str, list[float]] = defaultdict(list)
-    with progress() as bar:
-        for _ in bar.track(range(_ROUNDS), description="rounds"):
-            for name, ways in pairs.items():
-                straight, through = (
-                    zip(*asyncio.run(_streams(urls[node], PACED, prefill_url)), strict=True)
-                    for node, prefill_url in ways
-                )
-                for what, direct, proxied in zip(Timing._fields, straight, through, strict=True):
-                    difference = statistics.median(proxied) - statistics.median(direct)
-                    added[f"{name}_adds_{what}_ms"].append(difference)
+    for _ in tracked(range(_ROUNDS), "rounds"):
+        for name, ways in pairs.items():
+            straight, through = (
+                zip(*asyncio.run(_streams(urls[node], PACED, prefill_url)), strict=True)
+                for node, prefill_url in ways
+            )
+            for what, direct, proxied in zip(Timing._fields, straight, through, strict=True):
+                difference = statistics.median(proxied) - statistics.median(direct)
+                added[f"{name}_adds_{what}_ms"].append(difference)
     rounds = {f"{name}_rounds": f"{min(ms):.2f} to {max(ms):.2f}" for name, ms in added.items()}
     return {name: statistics.median(ms) for name, ms in added.items()} | rounds
 
 
-def processor_times(supervisor: Supervisor) -> list[dict[str, Any]]:
+def processor_times(supervisor: Supervisor) -> Rows:
     """Returns a row for each program. It has the processor time of an event with its share of the requests,
     of an event alone, of a request without events and tokens, and of a token of the prompt. It also says how
     many streams of one event were answered a second."""

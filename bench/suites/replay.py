@@ -30,7 +30,7 @@ import torch
 
 from bench.lib.policies import compare
 from bench.lib.pool import local_pool
-from bench.lib.report import Check, at_most, file_type, finish, option, output_options, progress
+from bench.lib.report import Check, at_most, file_type, finish, option, output_options, tracked
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, measure, read_trace
 from bench.suites.routing import agent_trace
 from pd_cache.cache import CacheEngineBuilder
@@ -114,12 +114,9 @@ def replay(what: str, requests: Sequence[Request], settings: NodeSettings) -> Co
     cache = ShrunkenCache(max(1, *(len(request.whole_blocks) for request in requests)), CHUNK_BYTES)
     model = f"replay-{uuid.uuid4().hex}"
     metadata, tally = CacheMetadata.of(model, cache.layout), Counter[str]()
-    with (
-        closing(CacheEngineBuilder.get_or_create(model, settings, metadata, cache.layout)) as engine,
-        progress() as bar,
-    ):
+    with closing(CacheEngineBuilder.get_or_create(model, settings, metadata, cache.layout)) as engine:
         engine.wait_available(_OPEN_S)
-        for blocks in bar.track([request.whole_blocks for request in requests], description=what):
+        for blocks in tracked([request.whole_blocks for request in requests], what):
             names = [block.to_bytes(16, "big") for block in blocks]
             loaded = 0
             if found := engine.find(names).chunks:

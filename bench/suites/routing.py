@@ -35,7 +35,17 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import click
 
-from bench.lib.report import Check, at_least, at_most, file_type, finish, option, output_options, progress
+from bench.lib.report import (
+    Check,
+    Rows,
+    at_least,
+    at_most,
+    file_type,
+    finish,
+    option,
+    output_options,
+    tracked,
+)
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, measure, read_trace
@@ -188,7 +198,7 @@ def compare(
     *,
     pooled: bool = False,
     rate: float = _RATE,
-) -> tuple[list[dict[str, Any]], list[Check]]:
+) -> tuple[Rows, list[Check]]:
     """Returns a row for each router, and targets. With `pooled`, a row also has the figures of a pool
     that is as large as the caches of all nodes together. `hits` is the pool's hits divided by the nodes'
     hits, and `prefill_time` is the same ratio for the tokens that are left to compute."""
@@ -326,15 +336,14 @@ def main(
     recorded = {} if trace is None else {trace.name.split(".")[0].split("_")[0]: read_trace(trace)}
     if customers:
         recorded["customers"] = customer_trace(customers)
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     checks: list[Check] = []
-    with progress() as bar:
-        for nodes, cache in bar.track([*product(fleets, caches)], description="caches"):
-            workloads = dict(recorded)
-            if agents and not customers:
-                workloads["agents"] = agent_trace(agents * nodes if pooled else agents)
-            for name, requests in workloads.items():
-                more_rows, more_checks = compare(name, requests, routers, nodes, cache, pooled=pooled)
-                rows += more_rows
-                checks += more_checks
+    for nodes, cache in tracked([*product(fleets, caches)], "caches"):
+        workloads = dict(recorded)
+        if agents and not customers:
+            workloads["agents"] = agent_trace(agents * nodes if pooled else agents)
+        for name, requests in workloads.items():
+            more_rows, more_checks = compare(name, requests, routers, nodes, cache, pooled=pooled)
+            rows += more_rows
+            checks += more_checks
     finish({"results": rows}, checks, **output)

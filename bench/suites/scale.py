@@ -22,11 +22,11 @@ from typing import Any, Literal
 import click
 import msgspec
 
-from bench.lib.report import file_type, finish, option, output_options, progress
+from bench.lib.report import Rows, file_type, finish, option, output_options, tracked
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import UnitCosts, read_costs
 from bench.lib.simulation.roles import LARGE, compare_limits, compare_roles
-from bench.lib.simulation.workload import CopiedTrace, of_arrival, of_some_users
+from bench.lib.simulation.workload import CopiedTrace, of_some_users
 from bench.lib.stats import quantile
 from bench.lib.trace import Request, read_trace
 from bench.suites.routing import agent_trace
@@ -68,13 +68,12 @@ def grow(
     # the trace
     share = min(1.0, _REQUESTS_PER_NODE * nodes / _DEPTH)
     users = of_some_users(trace, share) or trace
-    copied, size = CopiedTrace(users, round(_WARM * share), min(_DEPTH, count)), costs.engine.chunk_tokens
-    arrivals = copied.arrivals(count, rate)
+    copied = CopiedTrace(users, round(_WARM * share), min(_DEPTH, count))
     room = max(1, nodes * _MEMORY // costs.chunk_bytes)
     plan = plan._replace(prefill=prefill, decode=nodes - prefill, pool_chunks=room)
     cluster = SimulatedCluster(plan, costs)
     cluster.remember(copied, count)
-    outcomes, asked = cluster.run([of_arrival(arrival, size) for arrival in arrivals])
+    outcomes, asked = cluster.run(copied.arrivals(count, rate))
     answered = [outcome for outcome in outcomes if not outcome.error]
     firsts = [outcome.first or 0.0 for outcome in answered]
     row = {
@@ -102,7 +101,7 @@ def usual_rate(trace: Sequence[Request], costs: UnitCosts, plan: ClusterPlan) ->
     return guess
 
 
-def full_from(asked: Mapping[int, dict[str, float]]) -> list[dict[str, Any]]:
+def full_from(asked: Mapping[int, dict[str, float]]) -> Rows:
     """Returns, for each resource, the number of nodes at which it is full, interpolated between the simulated
     numbers; None if it never is. The resource that is full first comes first. `asked`: the use of each
     resource at each number of nodes."""
@@ -160,9 +159,8 @@ def main(
     costs = UnitCosts() if file is None else read_costs(file)
     plan = ClusterPlan(0, 0, proxies, proxy=ProxyConfig(gateway=gateway))
     per_node = usual_rate(requests, costs, plan)
-    with progress() as bar:
-        sizes = bar.track(sorted(set(counts or _NODES)), description="nodes")
-        steps = [grow(requests, costs, plan, nodes, per_node) for nodes in sizes]
+    sizes = tracked(sorted(set(counts or _NODES)), "nodes")
+    steps = [grow(requests, costs, plan, nodes, per_node) for nodes in sizes]
     found = full_from({row["nodes"]: asked for row, asked in steps})
     results = {
         "rate_per_node": per_node,

@@ -37,7 +37,7 @@ from rich.progress import Progress
 from bench.lib.kv import RawPool
 from bench.lib.links import Place, check_rates, limit, linked
 from bench.lib.pool import local_pool, raw_client
-from bench.lib.report import Check, at_least, at_most, finish, option, output_options, progress
+from bench.lib.report import Check, Report, at_least, at_most, finish, option, output_options, progress
 from bench.lib.small_models import ModelKind, random_prompts, write_model
 from bench.lib.stats import timed
 from bench.lib.vllm_server import BLOCK, CHUNK, ENV, OpenAIServer, Peer, connector_flag, vllm_server
@@ -248,9 +248,7 @@ def measure_connector(
     return troubles
 
 
-def measure(
-    servers: Servers, kind: ModelKind, lengths: Sequence[int], rounds: int, bar: Progress
-) -> tuple[dict[str, Any], list[Check]]:
+def measure(servers: Servers, kind: ModelKind, lengths: Sequence[int], rounds: int, bar: Progress) -> Report:
     """Returns the figures, medians of all prompts but the first, which touches memory that was never touched;
     and the targets."""
     rng = random.Random(0)
@@ -295,7 +293,7 @@ def measure(
 
 def measure_links(
     servers: Servers, rates: Sequence[str], lengths: Sequence[int], rounds: int, at_once: int, bar: Progress
-) -> tuple[dict[str, Any], list[Check]]:
+) -> Report:
     """Returns the figures, medians over the rounds and means over `at_once` prompts that come together; and
     the targets."""
     steps, new = bar.add_task("rates", total=2 * len(rates)), partial(random_prompts, random.Random(0))

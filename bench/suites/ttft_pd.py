@@ -25,7 +25,7 @@ from typing import Any, Literal
 import msgspec
 
 from bench.lib.links import Place, linked
-from bench.lib.report import Check, at_most
+from bench.lib.report import Check, Report, Rows, at_most
 from bench.lib.small_models import random_prompts
 from bench.lib.vllm_server import BLOCK, CHUNK, READY_S, OpenAIServer, Peer, connector_flag, vllm_server
 from launch.run.supervise import Program, Supervisor
@@ -157,7 +157,7 @@ def measure_handoffs(
     token_bytes: int,
     *,
     gpu: bool,
-) -> tuple[dict[str, Any], list[Check]]:
+) -> Report:
     """Returns the figures, medians over the rounds, and the targets."""
     rng = random.Random(0)
     found: dict[tuple[int, str], list[tuple[float, ...]]] = defaultdict(list)
@@ -183,7 +183,7 @@ def measure_handoffs(
         for peer in peers:
             with theirs(peer, model, flags, places) as (asked, decode):
                 measure({peer: asked}, decode)
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     checks: list[Check] = []
     for tokens in lengths:
         medians = {}

@@ -15,7 +15,7 @@ import msgspec
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime, Station, first_of, wait_for_all
 from bench.lib.simulation.costs import PoolCosts, UnitCosts
 from bench.lib.simulation.engine import GRAIN, Generating, SimulatedEngine
-from bench.lib.simulation.workload import CopiedTrace, SimulatedRequest, names_of
+from bench.lib.simulation.workload import Arrival, CopiedTrace, SimulatedRequest, names_of, of_arrival
 from launch.openai import ApiError
 from launch.proxy.direct import DirectRule
 from launch.proxy.keys import Admission, Client
@@ -225,17 +225,18 @@ class SimulatedCluster:
                 ):
                     self.pool.put(name, self._rng.randrange(len(self._every)))
 
-    def run(self, requests: Sequence[SimulatedRequest]) -> tuple[list[RequestOutcome], dict[str, float]]:
+    def run(self, arrivals: Sequence[Arrival]) -> tuple[list[RequestOutcome], dict[str, float]]:
         """Sends every request when it is due. Returns the outcome of each request, and the use of each kind
         of resource: the work of all requests, as a share of the work that the resource can do until the last
         request comes. A share above 1 means that the resource cannot keep up."""
         outcomes = []
-        for index, request in enumerate(requests):
+        for index, arrival in enumerate(arrivals):
+            request = of_arrival(arrival, self.costs.engine.chunk_tokens)
             outcome = RequestOutcome(due=request.due, prompt_tokens=request.tokens, error="never ended")
             outcomes.append(outcome)
             way = self._serve(self.proxies[index % len(self.proxies)], request, outcome)
             self.time.call_at(request.due, functools.partial(self.time.start, way))
-        last_due = requests[-1].due
+        last_due = arrivals[-1].due
         for number, proxy in enumerate(self.proxies if self.plan.both or self.limited else ()):
             # each at moments of its own
             offset = number / len(self.proxies) * HEALTH_INTERVAL_S

@@ -14,12 +14,12 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from bench.lib.report import Check, at_least, at_most
+from bench.lib.report import Check, Rows, at_least, at_most
 from bench.lib.simulation.cluster import ClusterPlan, SimulatedCluster
 from bench.lib.simulation.costs import DecodeCosts, EngineShape, PrefillCosts, ServiceCosts, UnitCosts
-from bench.lib.simulation.workload import Arrival, CopiedTrace, Part, of_arrival
+from bench.lib.simulation.workload import Arrival, CopiedTrace, Part
 from bench.lib.stats import quantile
 from bench.lib.trace import Request
 from pd_cache.cluster import LimitsConfig, ProxyConfig
@@ -77,10 +77,10 @@ def run(
     prefill, both = (0, _NODES) if split is None else (split, 0)
     plan = ClusterPlan(prefill, _NODES - prefill - both, proxies, proxy=ProxyConfig(limits=limits), both=both)
     cluster = SimulatedCluster(plan, costs)
-    arrivals, size = load.arrivals(rate), costs.engine.chunk_tokens
+    arrivals = load.arrivals(rate)
     if load.copied is not None:
         cluster.remember(load.copied, len(arrivals))
-    outcomes, _ = cluster.run([of_arrival(arrival, size) for arrival in arrivals])
+    outcomes, _ = cluster.run(arrivals)
     kept, counted = dict.fromkeys(load.hours, 0), 0
     for outcome in outcomes:
         if (hour := int((outcome.due - _NIGHT_S) // _HOUR_S)) in kept:
@@ -112,7 +112,7 @@ def best_split(load: Load, costs: UnitCosts) -> tuple[float, int, Kept]:
 
 def compare_roles(
     trace: Sequence[Request], agents: Sequence[Request], costs: UnitCosts
-) -> tuple[list[dict[str, Any]], list[Check]]:
+) -> tuple[Rows, list[Check]]:
     """Returns a row for each load and hour, and the targets. A row has the number of prefill nodes in the
     best split, and the requests a second within the limits with that split and with `auto`."""
     noon = 2
@@ -136,7 +136,7 @@ def compare_roles(
     auto = {name: run(loads[name], best[name][0], None, costs).per_s for name in ("conversation", "agents")}
     auto["day"] = run(loads["day"], 1.0, None, costs).per_s
     auto |= {"morning": auto["day"][:noon], "evening": auto["day"][noon:]}
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     checks: list[Check] = []
     for name, (rate, split, kept) in best.items():
         hours = list(zip(loads[name].hours, kept.per_s, auto[name], strict=True))
@@ -151,7 +151,7 @@ def compare_roles(
     return rows, checks
 
 
-def compare_limits(trace: Sequence[Request], costs: UnitCosts) -> tuple[list[dict[str, Any]], list[Check]]:
+def compare_limits(trace: Sequence[Request], costs: UnitCosts) -> tuple[Rows, list[Check]]:
     """What are limits worth? Returns rows and targets. Each load, relative to what the best split can do, and
     each number of proxies has a row: requests a second within the limits, with `proxy.limits` and without,
     and the median error of predictions. The targets are for one proxy, because each of four proxies knows the
@@ -159,7 +159,7 @@ def compare_limits(trace: Sequence[Request], costs: UnitCosts) -> tuple[list[dic
     load = of_trace(trace, 1.5)
     rate, split, _ = best_split(load, costs)
     limits = LimitsConfig(ttft_s=FIRST_S, token_s=TOKEN_S)
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     for proxies, times in itertools.product((1, _PROXIES), _LOADS):
         without, kept = (run(load, rate * times, split, costs, each, proxies) for each in (NO_LIMITS, limits))
         row = {"proxies": proxies, "load": times, "rate": rate * times, "prefill": split}

@@ -35,10 +35,6 @@ class Arrival(NamedTuple):
     output: int
     """Tokens to generate."""
 
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(part.tokens for part in self.prompt)
-
 
 class SimulatedRequest(NamedTuple):
     """A request to come."""
@@ -57,7 +53,8 @@ class SimulatedRequest(NamedTuple):
 
 def of_arrival(arrival: Arrival, chunk_tokens: int) -> SimulatedRequest:
     """Returns an arrival with the names that its chunks have in this run."""
-    tokens, block_tokens = arrival.prompt_tokens, max(1, round(_TEXT_BLOCK_BYTES / _JSON_BYTES_A_TOKEN))
+    tokens = sum(part.tokens for part in arrival.prompt)
+    block_tokens = round(_TEXT_BLOCK_BYTES / _JSON_BYTES_A_TOKEN)
     routed = RoutedPrompt(tokens, names_of(arrival.prompt, block_tokens), block_tokens)
     return SimulatedRequest(
         arrival.due, tokens, max(1, arrival.output), names_of(arrival.prompt, chunk_tokens), routed

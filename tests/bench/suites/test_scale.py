@@ -19,7 +19,7 @@ from bench.lib.simulation.costs import (  # fmt: skip
     UnitCosts,
     read_costs,
 )
-from bench.lib.simulation.workload import Arrival, Part, of_arrival
+from bench.lib.simulation.workload import Arrival, Part
 from bench.suites.scale import full_at
 from pd_cache.cluster import LimitsConfig, ProxyConfig
 from pd_cache.errors import ConfigError
@@ -38,7 +38,7 @@ time."""
 
 
 def _request(due, seed, output=1):
-    return of_arrival(Arrival(due, (Part(seed, 1000),), output), _COSTS.engine.chunk_tokens)
+    return Arrival(due, (Part(seed, 1000),), output)
 
 
 def test_a_station_takes_work_in_order_as_many_at_a_time_as_it_has_servers():
