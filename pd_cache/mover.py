@@ -16,7 +16,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple
@@ -188,7 +187,8 @@ class ChunkMover:
         shards, loaded = run.shards, len(kinds) // run.shards
         self.metrics.moved("retrieve", len(kinds) * self._payload_bytes, self._database.namespace.group)
         self.metrics.tokens("retrieve", "loaded", loaded * self._database.chunk_size)
-        tiers = TierChunks(**Counter[str](kinds[: loaded * shards : shards]))
+        of_chunks = kinds[: loaded * shards : shards]
+        tiers = TierChunks(of_chunks.count("memory"), of_chunks.count("disk"), of_chunks.count("pool"))
         missed = miss_reason(reason)
         return Loaded(
             loaded, missed if missed == "none" else self.history.explain(missed, run.names[loaded]), tiers
