@@ -160,7 +160,10 @@ def read_node(samples: Samples, at: float) -> NodeReading:
         staging_used=_gauge(samples, "pd_cache_staging_used_bytes"),
         pool_up=all(value > 0 for _, value in up) if up else None,
         tiers_off=tuple(tier for tier, off in _by(samples, "pd_cache_tier_off", "tier").items() if off),
-        nodes_down=sum(value == 0 for _, value in samples.get("pd_cache_proxy_node_up", ())),
+        # a node of the role both has two samples, one for each hop
+        nodes_down=len(
+            {labels.get("node") for labels, up in samples.get("pd_cache_proxy_node_up", ()) if up == 0}
+        ),
         tier_bytes=tiers,
         errors=errors,
         segments=tuple(_by(samples, "pd_cache_segment_bytes", "segment")),

@@ -127,6 +127,15 @@ def test_reasons_are_the_latest_first_and_a_whole_hit_is_none():
     assert found.missed == (("never_stored", 5.0, 0.0), ("evicted", 7.0, 4.0))
 
 
+def test_a_skipped_node_of_the_role_both_counts_once():
+    metrics = "".join(
+        f'pd_cache_proxy_node_up{{hop="{hop}",node="http://{node}"}} {up}\n'
+        for hop in ("prefill", "decode")
+        for node, up in (("dead", 0), ("alive", 1))
+    )
+    assert read_node(read_samples(metrics), 0.0).nodes_down == 1
+
+
 def test_labels_are_printable():
     reading = read_node(read_samples('pd_cache_missed_tokens_total{reason="\\n<script>"} 1\n'), 0.0)
     assert all(label.isprintable() for _, label in reading.counts)
