@@ -106,24 +106,19 @@ def _count(context: click.Context, parameter: click.Parameter, value: str) -> in
 
 
 @contextlib.contextmanager
-def _under_way(name: str) -> Iterator[tuple[StopFlag, Callable[[str, int, int], None]]]:
-    """Yields a flag that Ctrl-C sets, and a function that shows progress on stderr: a text, the finished part
-    and the whole. A terminal shows a bar; other outputs get a line every 5 s."""
+def _under_way(name: str) -> Iterator[tuple[StopFlag, Callable[[str], None]]]:
+    """Yields a flag that Ctrl-C sets, and a function that shows a line of progress on stderr. A terminal
+    always shows the latest line; other outputs get one every 5 s."""
     from rich.console import Console
-    from rich.progress import Progress
 
     from launch.run.supervise import stop_on_signals
 
-    screen = Console(stderr=True)
-    with (
-        Progress(console=screen, transient=True, disable=not screen.is_terminal) as bar,
-        stop_on_signals() as stop,
-    ):
-        task, next_line = bar.add_task(name, total=None), 0.0
+    screen, next_line = Console(stderr=True), 0.0
+    with screen.status(name) as latest, stop_on_signals() as stop:
 
-        def show(line: str, done: int, whole: int) -> None:
+        def show(line: str) -> None:
             nonlocal next_line
-            bar.update(task, completed=done, total=whole or None, description=line)
+            latest.update(line)
             if not screen.is_terminal and time.monotonic() >= next_line:
                 screen.print(line, soft_wrap=True, highlight=False)
                 next_line = time.monotonic() + 5.0
@@ -469,7 +464,7 @@ def _follow(
     try:
         with _under_way(begin.__name__) as (stop, show):
             for found in begin(config, chosen=chosen, stop=stop, **how):
-                show(found.text, found.done, found.objects)
+                show(found.text)
     finally:
         if found is not None:
             _answer(as_json, found, found.text)
@@ -516,7 +511,7 @@ def drain(node: str, file: Path, timeout_s: float, as_json: bool) -> None:
             whole = f" of {shown_bytes(state.bytes)}" if state.bytes else ""
             sizes = f"{shown_bytes(state.moved_bytes)}{whole}"
             line = f"{node}: {state.moved} objects moved ({sizes}), {state.in_use} in use"
-            show(line, state.moved_bytes, state.bytes)
+            show(line)
 
         found = drained.drain(config, node, timeout_s=timeout_s, report=report, stop=stop)
     _answer(as_json, found, drained.text_of(found, str(file)), well=found.outcome == "drained")
