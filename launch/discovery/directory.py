@@ -93,16 +93,14 @@ class Member:
 def describe_node(config: ClusterConfig, node: Node, address: str) -> NodeRecord:
     """Returns the record of a node of the file that answers at `address`."""
     capacity, model = Capacity(), None
-    if isinstance(node, EngineNode) and config.engine is not None:
-        if isinstance(config.engine, ReferenceEngineConfig):
-            model = config.engine.model.name
-            tokens = config.engine.num_blocks * config.engine.block_size
-            engine = config.engine
-            capacity = Capacity(
-                kv_tokens=tokens, max_model_len=engine.max_model_len, max_running=engine.max_running
-            )
-        else:
-            model = config.engine.name or config.engine.model
+    engine = config.engine if isinstance(node, EngineNode) else None
+    if isinstance(engine, ReferenceEngineConfig):
+        model, tokens = engine.model.name, engine.num_blocks * engine.block_size
+        capacity = Capacity(
+            kv_tokens=tokens, max_model_len=engine.max_model_len, max_running=engine.max_running
+        )
+    elif engine is not None:
+        model = engine.name or engine.model
     capacity = msgspec.structs.replace(capacity, segment_bytes=config.segment_size(node))
     ranks: list[tuple[str, str]] = []
     if isinstance(node, EngineNode) and node.events_port:
