@@ -424,12 +424,16 @@ class PromptCache:
     ) -> int:
         """Stores the whole chunks of a prompt that the pool lacks. Returns how many tokens were newly stored.
 
-        The prompt is `tokens`, n ids, or `hashes`, one per block, with n = blocks * block_size. mask: bool
-        [n], False and then True (`FFFTTT`); its False prefix is a whole number of chunks, which are not
-        stored. slot_mapping: int [n], `block * block_size + offset` of each token. kv_caches: the engine's
-        tensors, one per layer; by default the registered ones. label: the label of the weights that computed
-        them, if weights change while the engine runs (`BlockCache.store`). timeout (s) bounds the whole call;
-        without it, each transfer has the configured timeout.
+        The prompt of n tokens is given as `tokens`, their n ids, or as `hashes`, one for each block.
+
+        - mask: bool [n], False and then True (`FFFTTT`). The False tokens are not stored. They must be a
+          whole number of chunks.
+        - slot_mapping: int [n], `block * block_size + offset` of each token.
+        - kv_caches: the engine's tensors, one per layer; by default the registered ones.
+        - label: the label of the weights that computed the KV, if weights change while the engine runs
+          (`BlockCache.store`).
+        - timeout: the time for the whole call, in seconds. Without it, each transfer has the configured
+          time-out.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
         outcomes = self.cache.store(

@@ -7,10 +7,10 @@ time comes from the caller.
 2. Work is counted in nodes, that is, in seconds of work a second. A prefill node that always computes has the
    work of one node, and so has a decode node that is full. Waiting requests add work: prompts add the seconds
    that they take, spread over 10 s; answers add the room that they need.
-3. The cost of a cut is the work of each node of the busier kind. If this is less than 0.7, nothing changes.
-   Otherwise, each look adds up what the cheapest cut would save, less half a node. Once the sum reaches 10 s
-   of a node's work, that cut is taken, but at the earliest 10 s after the last change. After a change, only
-   later reports count.
+3. The cost of a cut is the work of each node of the busier kind. While the present cut costs less than 0.7,
+   nothing changes. Otherwise, each look adds what the cheapest cut would have saved since the last look,
+   less half a node's work. Once the sum reaches 10 s of a node's work, that cut is taken, but at the
+   earliest 10 s after the last change. After a change, only later reports count.
 4. If too few nodes of a kind are alive, a cut with enough nodes of this kind is taken at once.
 5. A node that changes gets nothing new until it has finished what it has, but for 20 s at most.
 """

@@ -121,10 +121,10 @@ class PageMover:
 class _Track:
     """A stream with the device memory that only its work touches, and a second stream on which checksums end.
 
-    The order of the stream makes reuse safe: a later call's first write to the bounce buffer is queued after
-    the last read of an earlier call, and memory freed here returns to this stream's part of torch's
-    allocator. So the device memory is one bounce buffer, as large as the largest chunk so far, and a
-    sixteenth of a chunk for each call in flight.
+    All calls of a track share a bounce buffer, as large as the largest chunk so far. This is safe because a
+    stream runs its work in order: a call's first write to the buffer comes after the last read of the call
+    before. Each call in flight has a sixteenth of a chunk of its own. When it is freed, torch keeps it for
+    this stream.
     """
 
     def __init__(self, planes: Sequence[Tensor], layout: KVLayout) -> None:

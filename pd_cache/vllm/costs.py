@@ -7,8 +7,8 @@
 2. A measurement of more than 1.5 times the expected time, or of less than 1 / 1.5 of it, is left out: it may
    be a stall. If the next is as odd, both replace everything before them.
 3. Loads share the link. A load's measurement is the time that it would have taken alone (`LinkTime`). A new
-   load is expected to end after the loads under way. If the prompt is computed instead, requests
-   whose loads end meanwhile must wait until the prompt is computed; their wait counts against computing.
+   load is expected to end after the loads under way. If the prompt is computed instead, the loads of other
+   requests may end meanwhile. These requests must wait for the computation; their wait is part of its cost.
 4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
 5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is
    loaded, so that a wrong figure is corrected. If other loads are under way, they correct the figure instead.
@@ -111,17 +111,16 @@ class _Line:
 
 
 class LinkTime:
-    """The time of a link that loads share: each second is divided equally among the loads that run. So a load
-    gets as much of it as it would take alone, and all loads together get the time for which the link was
-    busy."""
+    """The time of a link that loads share. The loads that run get equal parts of each second. So a load gets
+    as much time as it would take alone, and all loads together get the time for which the link was busy."""
 
     def __init__(self) -> None:
         self._running = 0
         self._now = self._total = 0.0
 
     def passed(self, now: float, more: int) -> float:
-        """Returns the link's time so far, in seconds. A load's own time is the difference between this time
-        at its end and at its begin. From now on, `more` further loads run: 1, or -1 when a load ends."""
+        """Returns the link's time so far, in seconds. A load's own time is the link's time at its end minus
+        the link's time at its start. `more` is 1 if a load starts now, and -1 if a load ends."""
         self._total += (now - self._now) / max(1, self._running)
         self._now, self._running = now, self._running + more
         return self._total
