@@ -459,9 +459,9 @@ class PromptCache:
         contiguous run from the mask's first True. Slots of wanted tokens that were not loaded may have been
         overwritten; all other slots are untouched.
 
-        The arguments are those of `store`, with two differences. The mask's False prefix is not loaded. The
-        slots after it may begin with whole blocks of -1, for blocks that the engine has; they are skipped.
-        timeout (s) bounds the whole call.
+        The arguments are those of `store`, with two differences. The mask's False tokens are not loaded. The
+        slots after them may begin with whole blocks of -1, for blocks that the engine has; they are skipped.
+        `session` is that of the lookup.
         """
         wanted = self._wanted(tokens, mask, slot_mapping, hashes, extra_keys)
         loaded = self.cache.load(
