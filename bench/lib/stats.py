@@ -12,7 +12,7 @@ import numpy as np
 from bench.lib.report import tracked
 
 Steps = dict[str, Callable[[], object]]
-"""What is timed, by name. A step whose name begins with `_` is not: it prepares others."""
+"""The steps, by name. All are timed but those whose names begin with `_`, which only prepare others."""
 
 
 def quantile(values: Sequence[float], part: float) -> float:

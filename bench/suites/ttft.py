@@ -254,7 +254,7 @@ def measure(servers: Servers, kind: ModelKind, lengths: Sequence[int], rounds: i
     rng = random.Random(0)
     prompts = {tokens: random_prompts(rng, tokens + 1, rounds + 1) for tokens in lengths}
     found: Figures = defaultdict(list)
-    # all prompts of one connector, which may store what windows have passed, too, and as much again
+    # twice the prompts of one connector; some connectors also store KV that windows have passed
     pool = local_pool(2 * (rounds + 1) * sum(lengths) * _KV_BYTES)
     with pool as master, raw_client(master) as client:
         raws = {}

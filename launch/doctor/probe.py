@@ -105,7 +105,7 @@ def cluster_findings(status: ClusterStatus) -> Iterator[Finding]:
             make = broken if node.record.model in usual else warning
             yield make(
                 check, node.difference, node.name, why="each node computes again what the other has stored",
-                repair="make cache and engine of the file, and the model's folder, the same on both",
+                repair="give both nodes the same cache and engine in the file, and the same model folder",
             )  # fmt: skip
 
 
@@ -169,9 +169,9 @@ _WHY_SEGMENT = "its chunks cannot be read, and new chunks in it are lost"
 def probe_findings(
     config: ClusterConfig, segments: Sequence[Segment], master: str, master_metrics: str
 ) -> Iterator[Finding]:
-    """Probe one segment after the other, so that each has the network for itself.
+    """Writes and reads objects in one segment after the other, so that each has the network for itself.
 
-    `master`: its address for Mooncake's clients. Objects are removed also if the caller is interrupted.
+    `master` is the address for Mooncake's clients. The objects are removed even if the caller is interrupted.
     """
     hung = 0
     store: MooncakeStore | None = None
@@ -262,7 +262,7 @@ def _transfer(
     )
     try:
         put = putting.results()
-    finally:  # after a Ctrl-C, too: what comes after the removal stays
+    finally:  # even after a Ctrl-C: an object that arrives after the removal would stay
         putting.results()
     put_s = time.perf_counter() - started
     if failed := {status for status in put if status is not Status.OK}:

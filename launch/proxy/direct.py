@@ -13,8 +13,8 @@ class DirectRule(NamedTuple):
     direct_tokens: int = 0
     """A prompt needs no prefill node if fewer tokens than this have to be computed; with 0, all need one."""
     stream_tokens: int | None = None
-    """How many tokens a prefill node must have to compute for the decode node to load them meanwhile; None
-    for never."""
+    """If a prefill node has to compute at least this many tokens, the decode node loads them meanwhile. With
+    None, it never does."""
 
     def why(self, tokens: int, found: int = 0) -> Literal["short", "in_pool"] | None:
         """Returns why a prompt of `tokens` tokens needs no prefill node if the pool holds the first `found`;

@@ -101,10 +101,10 @@ class PoolLookups:
         self._threads = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="proxy-lookup")
 
     def use(self, pool: Pool | str, label: str | None = FIRST) -> None:
-        """From now on, looks prompts up in this pool. If `pool` is a reason why that is impossible, looks up
-        no prompts.
+        """From now on, looks prompts up in this pool; or looks up none, if `pool` is the reason why that is
+        impossible.
 
-        `label`: that of the weights of the nodes that will load, None if they have none.
+        `label`: the label of the weights of the nodes that will load; None if they have none.
         """
         if self._closed:
             return
@@ -120,7 +120,7 @@ class PoolLookups:
             self._client.reset(label)
 
     def _enter(self, pool: Pool) -> str:
-        """Returns why its prompts cannot be looked up; empty if they can."""
+        """Returns why prompts cannot be looked up in this pool; empty if they can."""
         try:
             self._namer = PromptNamer(pool.namespaces[0], self._seeds)
             self._keys_per_chunk = sum(group.shards for group in pool.namespaces)
@@ -192,9 +192,9 @@ class PoolLookups:
         return _MAX_KEYS // self._keys_per_chunk
 
     async def renew(self, names: Sequence[bytes]) -> tuple[tuple[str, str], int] | None:
-        """Protects those of the chunks that the pool has from eviction for another lease.
+        """Renews the leases of the chunks that the pool has, so that they are not evicted.
 
-        Returns their space and how many of their objects the pool has. The space is the namespace's
+        Returns the chunks' space, and how many of their objects the pool has. The space is the namespace's
         fingerprint and the weights version; in another space, these names belong to other chunks. Returns
         None if the pool does not answer, or is not known.
         """

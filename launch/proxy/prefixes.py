@@ -64,7 +64,7 @@ class RoutedPrompt(NamedTuple):
 
     @property
     def found(self) -> int:
-        """How many of its tokens the pool holds, as far as that is known."""
+        """How many of the prompt's tokens the pool holds, as far as that is known."""
         return (self.named and self.named.pool_tokens) or 0
 
     def counted(self, tokens: int) -> RoutedPrompt:

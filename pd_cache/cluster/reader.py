@@ -193,8 +193,8 @@ def _shortened(text: str) -> str:
 def _problems(kind: Any, value: Any, path: KeyPath) -> Iterator[Problem]:
     """Yields what is wrong with a value of the file that should be a `kind`.
 
-    Each part of a value is converted by itself, so the path of a problem is known, and msgspec's messages
-    need no parsing. Messages about a single value are passed on, with other names of kinds.
+    Converts each part of a value by itself. So the path of each problem is known without parsing msgspec's
+    messages. Its messages about a single value are passed on, with this module's names of kinds.
     """
     try:
         msgspec.convert(value, kind, dec_hook=decode_custom)

@@ -73,8 +73,8 @@ NOT_A_TENSOR = "not_a_tensor"
 """A miss, because the value was put as bytes, or its form is not that of a tensor."""
 
 Target = Callable[[int, PartHeader], Memory | str]
-"""Takes a value's place among those that are read, and the header of its head. Returns memory for the whole
-value, or the reason why the caller does not want the value. Runs before the header's checksum is verified."""
+"""Takes the index of a name, and the header of its value. Returns memory for the whole value, or the reason
+why the caller does not want the value. Runs before the checksum is verified."""
 
 
 class Deadline:

@@ -276,9 +276,8 @@ def serve(
 ) -> None:
     """Opens a server and serves on `host:port` (0 takes a free port) until `stop` is set, then returns.
 
-    The other arguments are those of `ReferenceServer.run`. The caller closes the engine's cache. By then, the
-    engine's only calls in it are those that outlived every deadline. Raises OSError if the address cannot be
-    bound.
+    The other arguments are those of `ReferenceServer.run`. The caller closes the engine's cache; only calls
+    that outlived every deadline may still run in it then. Raises OSError if the address cannot be bound.
     """
     server = open_server()
     try:
