@@ -130,7 +130,8 @@ def _settings_of_a_master(config: ClusterConfig, node: MasterNode) -> Iterator[t
     if config.masters.ha and node.client_ttl_s < ELECTION_S:
         yield (
             "client_ttl_s",
-            f"segments, and the keys in them, must outlive an election, which takes up to 18 s; make this at least {ELECTION_S}",
+            f"is {node.client_ttl_s} s, but segments, and the keys in them, must outlive an election, "
+            f"which takes up to 18 s; make this at least {ELECTION_S}",
         )
     slowest = max(config.transfer.timeouts.get_ms, config.transfer.timeouts.put_ms)
     if node.lease_ttl_ms < slowest:

@@ -64,7 +64,9 @@ def test_with_etcd_a_file_may_hold_only_a_part_of_the_cluster():
     assert elected.master_address == "etcd://10.0.0.1:2379;10.0.0.2:2379/pd-cache"
     assert load(dump_config(elected)) == elected
     alone = "master: {ha: true}\n" + etcd + "nodes: [{name: m, role: master}]"
-    refused(alone, "nodes[0].client_ttl_s: segments, and the keys in them, must outlive an election")
+    refused(
+        alone, "nodes[0].client_ttl_s: is 5 s, but segments, and the keys in them, must outlive an election"
+    )
 
 
 def test_an_engine_that_names_a_cache_server_gives_no_memory_and_has_no_client_of_the_pool():
