@@ -259,7 +259,7 @@ class SchedulerSide:
         self._unallocated = False
         if self._lookup.available:
             self.streams.look_up(self._lookup, step.label, now)
-        step.loads += self.streams.take_loads()
+        step.loads += self.streams.take_ops()
         step.expecting |= self.streams.under_way
         return step
 

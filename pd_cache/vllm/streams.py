@@ -53,7 +53,7 @@ class Stream:
     """Whether the request has ended, so that vLLM waits for its blocks."""
     ranks: int = 0
     """How many ranks still load a part of it. The next part begins when all have ended."""
-    loaded: Loaded = Loaded(0)  # noqa: RUF009 - immutable
+    worst: Loaded = Loaded(0)  # noqa: RUF009 - immutable
     """The worst result of the ranks that have ended."""
     asked: float = 0.0
     """When the prompt was last looked up."""
@@ -69,7 +69,7 @@ class Streams:
         self._manager = manager
         self._tracing = tracing
         self._streams: dict[str, Stream] = {}
-        self._loads: list[LoadOp] = []
+        self._ops: list[LoadOp] = []
         self._reserved: dict[str, int] = {}
         """The number of blocks of each stream that has given way. vLLM reserves as many blocks for the
         stream's load until its request ends. Other loads cannot get these blocks, but requests that compute
@@ -135,18 +135,18 @@ class Streams:
         found = lookup.find(stream.names, stream.tracked.id, chunks_at_hand=stream.done).chunks
         if found > stream.done:
             part = stream.tracked.to_load(0, stream.done, found, [stream.blocks])
-            stream.ranks, stream.loaded = self._plan.ranks, Loaded(found - stream.done)
-            self._loads.append(LoadOp(stream.tracked.id, [part], [], label, streams=True))
+            stream.ranks, stream.worst = self._plan.ranks, Loaded(found - stream.done)
+            self._ops.append(LoadOp(stream.tracked.id, [part], [], label, streams=True))
 
     def advance(self, request_id: str, ranks: int, loaded: Loaded) -> None:
         """Notes that `ranks` more ranks have loaded a part. When all have, puts the part into vLLM's own
         cache."""
         stream = self._streams[request_id]
         stream.ranks -= ranks
-        stream.loaded = min(stream.loaded, loaded, key=attrgetter("chunks"))
+        stream.worst = min(stream.worst, loaded, key=attrgetter("chunks"))
         if stream.ranks > 0:
             return
-        came = stream.names[stream.done : stream.done + stream.loaded.chunks]
+        came = stream.names[stream.done : stream.done + stream.worst.chunks]
         stream.over |= loaded.reason != "none"
         stream.done += len(came)
         if came and not stream.outdated:
@@ -181,10 +181,10 @@ class Streams:
             if not stream.ranks:
                 self._end(stream, "")
 
-    def take_loads(self) -> list[LoadOp]:
+    def take_ops(self) -> list[LoadOp]:
         """Returns the loads for the next step."""
-        loads, self._loads = self._loads, []
-        return loads
+        ops, self._ops = self._ops, []
+        return ops
 
     def stop(self) -> None:
         """Stops further loads of the streams under way, because the weights have changed."""
@@ -205,7 +205,7 @@ class Streams:
             if count and names[count - 1 : count] == stream.names[-1:]:
                 stream.over = True
                 if stream.ranks:
-                    loading += stream.loaded.chunks * self._plan.chunk
+                    loading += stream.worst.chunks * self._plan.chunk
         return loading
 
     def came(self, names: Sequence[bytes]) -> int:
@@ -227,4 +227,4 @@ class Streams:
         tracked.may_load = False
         tracked.span.note(loaded=max(0, stream.done * self._plan.chunk - tracked.at_hand))
         tracked.end_span(why)
-        self._loads.append(LoadOp(tracked.id, [], []))
+        self._ops.append(LoadOp(tracked.id, [], []))

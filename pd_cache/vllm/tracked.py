@@ -117,7 +117,7 @@ class TrackedRequest:
                 detail = f"adapter {adapter.name!r}: {adapter.detail or 'its files are still being read'}"
                 self._metrics.trouble("lookup", adapter.why, detail=detail)
         if not self.names.identified:
-            self.outcome.looked_up(0, "media_unidentified")
+            self.outcome.note_reason("media_unidentified")
         return self.may_load and self.names.possible
 
     @property
@@ -148,7 +148,7 @@ class TrackedRequest:
         """Takes in the answer to a lookup. `streamed`: how many of the chunks at hand came by a stream."""
         self._found = found
         self.outcome.streamed += streamed * self._chunk
-        self.outcome.looked_up(found.chunks * self._chunk, self._reason(found))
+        self.outcome.note_found(found.chunks * self._chunk, self._reason(found))
         if found.chunks < self.awaited:
             self._poll_s = next_pause(self._poll_s)
             self._next_poll = now + self._poll_s
@@ -205,14 +205,13 @@ class TrackedRequest:
             self.proposed = max(0, end - self.at_hand)
             if not self.handoff.allows(self.by_tier(self.proposed)):
                 self.proposed = 0
-                self.outcome.looked_up(found.chunks * self._chunk, "limited")
+                self.outcome.note_reason("limited")
         return self.proposed
 
     def decline(self, detail: str, most: int) -> None:
         """Notes that the proposed tokens are not worth loading, except for `most` tokens."""
-        assert self._found is not None
         self.declined, self._limit, self.outcome.detail = True, min(most, self._limit or most), detail
-        self.outcome.looked_up(self._found.chunks * self._chunk, "not_worth")
+        self.outcome.note_reason("not_worth")
 
     @property
     def needed_blocks(self) -> int:
@@ -230,7 +229,7 @@ class TrackedRequest:
         if now - self._no_room_since < self._plan.settings.connector.load_timeout_ms / 1000:
             return None
         self._metrics.trouble("retrieve", "no_blocks")
-        self.outcome.looked_up(0 if self._found is None else self._found.chunks * self._chunk, "no_blocks")
+        self.outcome.note_reason("no_blocks")
         self.may_load = False
         return 0
 
@@ -241,7 +240,7 @@ class TrackedRequest:
         `ids` are the request's blocks in each of vLLM's groups. The block `null` stands for each block that
         vLLM has freed.
         """
-        self.outcome.began_load(external)
+        self.outcome.load_began(external)
         first, last = self.at_hand // self._chunk, -(-(self.at_hand + self.proposed) // self._chunk)
         parts = [self.to_load(place, first, last, ids, null) for place in range(len(self._plan.layers))]
         self._planned = [max(planned, last) if first <= planned else planned for planned in self._planned]
@@ -269,7 +268,7 @@ class TrackedRequest:
     def load_ended(self, loaded: Loaded) -> None:
         """Takes in the end of the load, on all ranks together."""
         failed = loaded.reason != "none"
-        self.outcome.loaded(loaded)
+        self.outcome.load_ended(loaded)
         self.span.note(loaded=loaded.chunks * self._chunk, reason=loaded.reason)
         self.end_span("failed" if failed else "")
         if failed:  # chunks that the pool had are gone: vLLM computes them, and they are stored again
@@ -366,17 +365,21 @@ class PromptOutcome:
         self._begun = 0
         self._restored: Loaded | None = None
 
-    def looked_up(self, end: int, reason: MissReason) -> None:
+    def note_found(self, end: int, reason: MissReason) -> None:
         """Notes the end of the found prefix, and why the prefix is not longer."""
         if not self._begun and not self.over:
             self._found, self._reason = end, reason
 
-    def began_load(self, tokens: int) -> None:
+    def note_reason(self, reason: MissReason) -> None:
+        """Notes why the found prefix is not loaded."""
+        self.note_found(self._found, reason)
+
+    def load_began(self, tokens: int) -> None:
         """Notes that a load has begun."""
         if not self._begun and not self.over:
             self._begun = tokens
 
-    def loaded(self, restored: Loaded) -> None:
+    def load_ended(self, restored: Loaded) -> None:
         """Notes how the load has ended."""
         if self._restored is None and self._begun:
             self._restored = restored
