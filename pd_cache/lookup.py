@@ -161,7 +161,7 @@ class LookupClient:
         cache, found = self._cache, 0
         if not isinstance(cache, PrefixLookup) or (label := cache.label) is None:
             return None
-        # tiers that have a key would otherwise not ask the pool
+        # `batched_contains` does not ask the pool for keys that a local tier has
         ask = getattr(cache.backend, "batched_wants", cache.backend.batched_contains)
         step = max(1, _RENEWED // cache.groups.keys_per_chunk)
         for start in range(0, len(names), step):
@@ -270,7 +270,7 @@ def count_found(
             reason = history.explain(reason, asked[found.chunks])
         # if all groups have a tail, only the end of a prefix is known to be there
         history.note(asked[0 if groups.need_all else max(0, found.leading - 1) : found.leading])
-    if near := getattr(lookup.backend, "near", None):  # the pool alone has none
+    if near := getattr(lookup.backend, "near", None):  # only a backend with local tiers has it
         tiers = near(groups.first.keys(asked[: found.chunks], (0,), label))
     return Found(first + found.chunks, first + found.leading, reason, tiers)
 

@@ -323,14 +323,14 @@ class ChunkMover:
                             break
                         payloads.append(fetched.payload)
                     copied: list[int] = []
-                    if payloads:  # without one, the caller has its own reason, not the fence's
+                    if payloads:  # otherwise `lend` might raise, and hide the reason
                         with run.lend() as copiers:
                             copied = _checksums(
                                 copiers[index % run.shards].scatter(*run.place(index, payload))
                                 for index, payload in enumerate(payloads, first + len(kinds))
                             )
                     for fetched, checksum in zip(together, copied, strict=False):
-                        # removed; later damaged objects are removed, too
+                        # `check` removes a damaged object; later ones are removed, too
                         if damage := self.backend.check(fetched, checksum):
                             reason, damaged = damage, True
                         elif not damaged:

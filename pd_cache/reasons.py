@@ -143,7 +143,7 @@ class ChunkHistory:
         self._table = array("Q")
         self._before = array("Q")
         """The table of chunks of earlier weights."""
-        self._label = ""  # of the weights that the namespace identifies
+        self._label = ""  # the label of the weights that the namespace identifies
 
     def note(self, names: Sequence[bytes]) -> None:
         """Remembers that chunks of these names were there. All names have one width, of at least 8 bytes.

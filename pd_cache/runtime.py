@@ -116,7 +116,7 @@ def note(name: str, text: str) -> Iterator[str | None]:
             file = stack.enter_context(open(_made(draft), "w", encoding="utf-8"))
             file.write(text)
             file.flush()
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before it has its name, as above
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for the reason in `temporary_folder`
             os.rename(draft, name, dst_dir_fd=folder)
         try:
             yield None

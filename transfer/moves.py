@@ -196,7 +196,7 @@ class Moves:
         """Reads each key into its slot. Returns the bytes read, or a code, for each key. No step but the
         first begins after `deadline`."""
         now, leased = time.monotonic(), Watch(self._lease_s)
-        buffers = self._buffers(batch.keys) if self.direct is not None else {}  # once, not with each step
+        buffers = self._buffers(batch.keys) if self.direct is not None else {}  # asks once for all steps
         codes: list[int] = []
         if not buffers and time.monotonic() - now > _UNANSWERED_S:
             codes = [_NO_ANSWER] * len(batch.keys)  # the client would wait as long again for the master

@@ -319,7 +319,7 @@ class MooncakeStore:
         # the keeper may be inside setup() or a probe; closing the client meanwhile would be a use after free
         self._keeper.join(left(end))
         drained &= not self._keeper.is_alive()
-        for pool in self._regions:  # another store may go on to use it
+        for pool in self._regions:  # another store may still use the pool
             pool.forget(self._client)
         if drained and self._moves.direct is not None:
             self._moves.direct.close()
@@ -363,7 +363,7 @@ class MooncakeStore:
         except TimeoutError:
             if self._breaker.is_fair(end - begun):
                 self._breaker.well_until = 0.0
-                rpc.drop_idle()  # they are no younger than the connection that is now silent
+                rpc.drop_idle()  # idle connections are no younger than the one that is silent now
             return [Status.TIMEOUT] * len(keys)
         if verdicts is None:
             return self._ask_client(keys, end)
@@ -432,7 +432,7 @@ class MooncakeStore:
             config = self._put_config if placement is None else self._config(placement)
             batch.retain()
             call = self._puts.submit(self._moves.put, end, batch.settle_and_release, batch, config, end)
-        else:  # they wait for no peer, and a local tier may keep them for as long as the pool is away
+        else:  # the slots wait for no peer, and a local tier may keep them for as long as the pool is away
             for slot in slots:
                 slot.settle()
         return PendingPut(Pending(self, call, len(keys)))

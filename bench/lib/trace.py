@@ -130,7 +130,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(stream, 1):
                 if line.strip():
                     yield number, line
-    except (OSError, EOFError, zlib.error) as error:  # gzip raises all three
+    except (OSError, EOFError, zlib.error) as error:  # gzip raises any of these
         raise TraceError(f"{file}, after line {number}: cannot be read on: {error}") from None
 
 

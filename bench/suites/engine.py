@@ -100,7 +100,7 @@ def measure_copier(prompt: PagedPrompt, memory: StagingPool, rounds: int) -> dic
                 rounds,
                 {
                     "to_host": flat.to_host,
-                    # what `scatter` puts back: the prompt stays as it is
+                    # `scatter` puts back what this has read, so the prompt stays as it is
                     "gather": partial(copy, copier.gather),
                     "checksum": lambda: [checksum(view) for view in views],
                     "scatter": partial(copy, copier.scatter),

@@ -61,7 +61,7 @@ def measure(
     put(raw, database.keys(stride_hashes(hashes, CHUNK // _BLOCK)))
 
     def names(prompt: Tokens = tokens) -> list[bytes]:
-        return ChunkNamer(CHUNK).name_chunks(prompt)  # one that has not seen the prompt
+        return ChunkNamer(CHUNK).name_chunks(prompt)  # a new namer, which has not seen the prompt
 
     functions: Steps = {
         "hash_ms": lambda: database.keys(names()),

@@ -146,7 +146,7 @@ def measure_local(payload: int) -> dict[str, float]:
             "local_get_copied": copied,
             "hybrid_get": lambda: get(backend, keys),
         }
-        seconds = in_turn(3 * ROUNDS, ways)  # short ones
+        seconds = in_turn(3 * ROUNDS, ways)  # more rounds, because they are short
     limits = {"local_get": "memcpy", "local_get_copied": "memcpy", "hybrid_get": "local_get"}
     return compared(_OBJECTS * payload, seconds, limits)
 

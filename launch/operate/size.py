@@ -68,12 +68,12 @@ class Size(msgspec.Struct):
     groups: list[Group]
     chunk_bytes: int
     load_bytes: int  # what a node loads for a prompt that is wholly in the pool
-    stored_bytes: int  # what the pool keeps of a prompt: of windows, a chunk more than a load needs
+    stored_bytes: int  # what the pool keeps of a prompt; of windows, a chunk more than a load needs
     most_share: float  # the hit rate of an unbounded pool
-    pool_share: float  # of the different tokens, those for which the pool has room
+    pool_share: float  # the share of the different tokens for which the pool has room
     pool_bytes: int
     link_gbit: float
-    staging_bytes: int  # the least of each rank: eight chunks
+    staging_bytes: int  # the least that each rank needs: eight chunks
 
 
 def size_of(

@@ -132,7 +132,7 @@ class Asked:
         """Takes the prompt out of the queue."""
         if self in self._queue.asked:
             if self is self._queue.asked[0]:
-                self._queue.since = math.inf  # the next one has just begun, at a time that is not known
+                self._queue.since = math.inf  # nobody knows when the node begins the next prompt
             self._queue.asked.remove(self)
 
 

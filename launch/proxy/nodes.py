@@ -169,7 +169,7 @@ def _hop_error(error: Exception) -> HopError:
         error, (aiohttp.InvalidURL, UnicodeError, aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
     ):
         reason = "unreachable"  # UnicodeError: a host name that cannot be looked up
-    elif isinstance(error, TimeoutError):  # an OSError, too, from Python 3.11 on
+    elif isinstance(error, TimeoutError):  # comes before OSError, of which it is a kind
         reason = "timeout"
     elif isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, OSError)):
         reason = "disconnected"

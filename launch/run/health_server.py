@@ -116,7 +116,7 @@ def _handler(respond: Callable[[str], Response]) -> type[BaseHTTPRequestHandler]
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
-        wbufsize = -1  # one segment an answer
+        wbufsize = -1  # buffered, so that an answer is one TCP segment
         timeout = _PATIENCE_S
 
         def do_GET(self) -> None:

@@ -204,7 +204,7 @@ def unresolved_port(config: ClusterConfig, node: Node) -> Problem | None:
     """Returns a problem if the node has to know a port that the file leaves open: other processes learn it
     only from the file."""
     if isinstance(config.discovery, EtcdDiscovery):
-        return None  # there they learn it
+        return None  # other processes learn the port from etcd
     known = ("master", *ENGINES) if node.role == "proxy" else ("master",)
     for index, other in enumerate(config.nodes):
         if other.role in known and getattr(other, "port", None) == 0 and other.name != node.name:

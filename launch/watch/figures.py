@@ -58,7 +58,7 @@ def read_samples(text: str) -> Samples:
     """
     lines: list[str] = []
     for line in text.split("\n"):
-        # also reads a line of another family: pages of other kinds have none
+        # keeps the first line whatever it is, so that a page without metrics raises
         if line.startswith(_OURS) or (not lines and line.strip() and line[0] != "#"):
             lines.append(line.rstrip("\r"))
     found: Samples = {}

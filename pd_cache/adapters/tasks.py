@@ -189,7 +189,7 @@ class RowJobs:
         with self._lock:
             for job in ended:
                 if not job.is_load:
-                    self._waiting.pop(job.job, None)  # of a job that was never begun
+                    self._waiting.pop(job.job, None)  # in case the job has never begun
             ended += self._refused
             self._refused.clear()
         return ended

@@ -59,7 +59,7 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
             )
         for key, port in _ports(config, node):
             if not port:
-                continue  # chosen later
+                continue  # the port is chosen later
             holder = ports.setdefault((node.host, port), (node.name, key))
             if holder != (node.name, key):
                 which = "this port" if port == getattr(node, key, 0) else f"port {port}"

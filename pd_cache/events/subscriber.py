@@ -187,7 +187,7 @@ class _Feed:
 
     def ask(self, now: float) -> None:
         self.asked = now
-        with suppress(zmq.Again):  # it is lost if the publisher has been away for a while
+        with suppress(zmq.Again):  # the request is lost if the publisher has been away for a while
             self.dealer.send_multipart([b"", self.order.ask_from.to_bytes(8, "big")], zmq.NOBLOCK)
 
     def end_replay(self, due: float, *, whole: bool) -> None:
@@ -210,7 +210,7 @@ class _Feed:
 
 
 def _received(made: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
-    for _ in range(256):  # then the others' turn
+    for _ in range(256):  # then it is the turn of the other publishers
         try:
             yield made.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -364,7 +364,7 @@ class EventSubscriber:
             feed.skipped += skipped
             return number, batch
         except UndecodableError as error:
-            # it may have been about any block
+            # the batch may be about any block, so the node's cache counts as empty
             if (count := self._sparse.admit()) is not None:
                 log.warning(
                     "%s: %d batches of KV events cannot be read: %s", feed.endpoints.stream, count, error

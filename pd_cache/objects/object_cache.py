@@ -553,7 +553,7 @@ class ObjectCache:
             fetching = self.backend.batched_get(left, payload_bytes=SELF_SIZED, end=deadline.end)
             with contextlib.closing(fetching) as fetches:
                 for place, key in enumerate(left):
-                    if deadline.passed:  # the rest may be thousands
+                    if deadline.passed:  # thousands of keys may be left
                         for late in left[place:]:
                             yield wanted[late][0], known.get(late, Status.TIMEOUT.value)
                         break

@@ -136,7 +136,7 @@ class ServerConnection:
             self._closing = True
             self._changed.notify_all()
         self.link.nudge()
-        self.link.fail_all("the connection is being closed")  # also the keeper's own requests
+        self.link.fail_all("the connection is being closed")  # including the keeper's own requests
         self._keeper.join()
         if self.ready and self._lent is not None:
             with contextlib.suppress(CacheServerError):

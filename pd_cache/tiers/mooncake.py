@@ -85,7 +85,7 @@ class MooncakeBackend(StorageBackend):
         except BaseException:
             self.store.close()
             raise
-        # without the slots in which a local tier keeps objects
+        # the quota leaves out the slots in which a local tier keeps objects
         slots = slots_of(transfer.staging_size, payload_bytes)
         self._reads = Quota(min(slots - 1, -(-_READS * slots // _SHARE)), headroom=slots // _SHARE)
         self._puts = Quota(_PUTS * slots // _SHARE, headroom=slots // _SHARE)

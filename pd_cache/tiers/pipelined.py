@@ -78,7 +78,7 @@ class PipelinedBackend(StorageBackend):
                 if not future.cancel():
                     future.add_done_callback(_release)
             if ahead:
-                pump.submit(fetches.close)  # behind what is under way
+                pump.submit(fetches.close)  # after the fetch under way
             else:
                 fetches.close()
             pump.shutdown(wait=False)

@@ -108,7 +108,7 @@ class Streams:
         room = held + needed <= pool.num_gpu_blocks // _SHARE and needed <= free // _OF_FREE
         if not (self.possible and room) or self.block_loads or end <= tracked.at_hand:
             return 0
-        # if that raises, it does so before vLLM has allocated blocks
+        # naming may raise, so it comes before vLLM allocates blocks
         tracked.names.first(plan.most(tracked.request))
         return end - tracked.at_hand
 

@@ -238,7 +238,7 @@ class SimulatedCluster:
             self.time.call_at(request.due, functools.partial(self.time.start, way))
         last_due = arrivals[-1].due
         for number, proxy in enumerate(self.proxies if self.plan.both or self.limited else ()):
-            # each at moments of its own
+            # each proxy looks at moments of its own
             offset = number / len(self.proxies) * HEALTH_INTERVAL_S
             self.time.start(self._look(proxy, offset, last_due))
         self.time.run()

@@ -37,7 +37,7 @@ def run_role(config: ClusterConfig, node: Node, ready: Callable[[str], None]) ->
     with Member(config, node) as member:
 
         def announce(url: str) -> None:
-            if isinstance(node, StoreNode):  # nothing listens at its segment's name
+            if isinstance(node, StoreNode):  # nothing listens at the name of its segment
                 ready("" if node.metrics_port is None else f"http://{node.host}:{node.metrics_port}")
             else:
                 ready(url)
