@@ -106,7 +106,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             # with states alone (Mamba-2), vLLM does so if --enable-prefix-caching says so
             and not (model.is_attention_free and model.pooler_config is None)
         ),
-        "without AMX, vLLM's MLA on CPUs ignores the KV of earlier steps, so that what was loaded would not be used": (
+        "without AMX, vLLM's MLA on CPUs ignores the KV of earlier steps, and would ignore loaded KV": (
             current_platform.is_cpu()
             and model.use_mla
             and not vllm_config.scheduler_config.enable_chunked_prefill
