@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import click
 import msgspec
@@ -45,14 +45,14 @@ PARTS: tuple[Part, ...] = ("put", "get", "raw_write", "raw_read")
 # --- at every node ------------------------------------------------------------------------------------------
 
 
-class JoinPool(msgspec.Struct, frozen=True):
+class JoinPool(NamedTuple):
     """The job to join the pool of this master, with a segment of four batches."""
 
     master: str
     object_bytes: int
 
 
-class NodeMemory(msgspec.Struct, frozen=True):
+class NodeMemory(NamedTuple):
     """A node's memory, as other nodes reach it."""
 
     node: str
@@ -64,7 +64,7 @@ class NodeMemory(msgspec.Struct, frozen=True):
     """The time-out of its transfers."""
 
 
-class Transfer(msgspec.Struct, frozen=True):
+class Transfer(NamedTuple):
     """The job to move one batch to, or from, a node's memory. `run` names the objects."""
 
     part: Part
@@ -176,7 +176,7 @@ def measure(
     equal = dict.fromkeys(rates, True)
     for turn in range(rounds + 1):
         run = uuid.uuid4().hex[:12]
-        for part in ("put", "get", "remove", "raw_write", "raw_read"):
+        for part in get_args(Part):
             if part.startswith("raw") and pairs[0][0] == pairs[0][1]:
                 continue  # within a node, the store copies, but the engine would use the network
             jobs = {begin: Transfer(part, run, opened[end]) for begin, end in pairs}

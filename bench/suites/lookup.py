@@ -16,10 +16,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import click
-import msgspec
 import numpy as np
 
 from bench.lib.pool import bench_transfer, local_pool, raw_client
@@ -43,7 +42,7 @@ _RATES = {4096: 0.6, 32768: 0.4}
 _SEGMENT = 64 << 20
 _ROUNDS, _SECONDS, _WARM_UP = 200, 2.0, 20
 _OPEN_S, _MARGIN_S = 30.0, 20.0
-_KINDS: tuple[Literal["raw", "lookup"], ...] = ("raw", "lookup")
+Kind = Literal["raw", "lookup"]
 
 
 def measure(
@@ -175,19 +174,19 @@ def lmcache_client(raw: Any) -> Any:
 # --- many clients -------------------------------------------------------------------------------------------
 
 
-class Clients(msgspec.Struct, frozen=True):
-    """The job to start `count` clients of this master on each node. Each client has a prompt of every length
+class Clients(NamedTuple):
+    """The job to start `number` clients of this master on each node. Each client has a prompt of every length
     in the pool."""
 
-    count: int
+    number: int
     master: str
     seed: int
 
 
-class Asking(msgspec.Struct, frozen=True):
+class Asking(NamedTuple):
     """The job to look the client's prompt of this length up, again and again."""
 
-    kind: Literal["lookup", "raw"]
+    kind: Kind
     tokens: int
     seconds: float
 
@@ -235,7 +234,7 @@ class LookupSite(Site):
     def open(self, job: Clients) -> None:
         """Starts the clients. Replaces the earlier clients."""
         self.held.close()
-        self._crew = self.held.enter_context(closing(Crew(TimedLookups, self.location, job.count)))
+        self._crew = self.held.enter_context(closing(Crew(TimedLookups, self.location, job.number)))
         self._crew.everywhere(TimedLookups.open, job, timeout_s=_OPEN_S + _MARGIN_S)
 
     def ask(self, job: Asking) -> float:
@@ -304,7 +303,7 @@ def measure_clients(machines: Crew, master: str, levels: Sequence[int]) -> Rows:
         machines.everywhere(LookupSite.open, Clients(count, master, seed), timeout_s=timeout)
         for tokens in _RATES:
             row: dict[str, Any] = {"tokens": tokens, "clients": count * len(machines.nodes)}
-            for kind in _KINDS:
+            for kind in get_args(Kind):
                 job = Asking(kind, tokens, _SECONDS)
                 rates = machines.everywhere(LookupSite.ask, job, timeout_s=_SECONDS + 2 * _MARGIN_S)
                 row[f"{kind}_per_s"] = sum(rates.values())

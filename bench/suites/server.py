@@ -16,10 +16,9 @@ import time
 import uuid
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
-import msgspec
 import torch
 import zmq
 
@@ -189,7 +188,7 @@ def raw_round_trips() -> list[float]:
             end([echo], 0, ask=False)
 
 
-class AskServer(msgspec.Struct, frozen=True):
+class AskServer(NamedTuple):
     """The job to ask this server for a prompt of `model` that it holds. All clients together ask `RATE` times
     a second."""
 

@@ -54,7 +54,7 @@ class ClusterPlan(NamedTuple):
     """Nodes of the role `both`: the proxies decide from the nodes' reports which of them prefill."""
 
 
-class RequestOutcome(msgspec.Struct, kw_only=True):
+class RequestOutcome(msgspec.Struct):
     """The outcome of a request. Times are in seconds after it was due."""
 
     due: float
