@@ -77,11 +77,7 @@ class Site:
     def __init__(self, location: Location) -> None:
         self.location = location
         self.held = ExitStack()
-        """Everything that the site has opened."""
-
-    def close(self) -> None:
-        """Releases everything, in a bounded time."""
-        self.held.close()
+        """Everything that the site has opened. It is released in a bounded time."""
 
 
 def machine_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,7 +227,7 @@ def serve_site(site: type[Site], address: str, location: Location) -> None:
                 asked = listener.recv_multipart()
                 # opened again, in case the last leading machine has disappeared
                 if current is not None and asked[0] in (_OPEN, _LEAVE):
-                    current.close()
+                    current.held.close()
                     current = None
                 answer = [b"ok", b""]
                 try:
@@ -248,7 +244,7 @@ def serve_site(site: type[Site], address: str, location: Location) -> None:
                 listener.send_multipart(answer)
         finally:
             if current is not None:
-                current.close()
+                current.held.close()
 
 
 def _hello(site: type[Site]) -> list[bytes]:

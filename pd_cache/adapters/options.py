@@ -51,7 +51,7 @@ def read_options(given: Mapping[str, Any], kind: type[Options], where: str) -> O
     message."""
     try:
         options = msgspec.convert(dict(given), kind, dec_hook=decode_custom)
-    except (msgspec.ValidationError, ValueError, TypeError) as error:
+    except msgspec.ValidationError as error:
         names = ", ".join(kind.__struct_fields__)
         raise ConfigError(f"{where}: {error} (allowed: {names})") from None
     for path, message in tier_problems(options.tiers):
