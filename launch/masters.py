@@ -65,7 +65,7 @@ class _Segments(msgspec.Struct, frozen=True):
 def segments_at(metrics: str) -> list[Segment]:
     """Returns the segments of a master, from its metrics address. Raises OSError or ValueError if the master
     does not answer."""
-    return read_segments(fetch(f"{metrics}/get_segments_detail"))
+    return decode_json(fetch(f"{metrics}/get_segments_detail"), _Segments).segments
 
 
 def pool_bytes(config: ClusterConfig, view: View) -> int:
@@ -84,11 +84,6 @@ def pool_bytes(config: ClusterConfig, view: View) -> int:
     return max(sizes) // config.cache.pool.replicas  # of elected masters, only the leader knows the segments
 
 
-def read_segments(body: bytes) -> list[Segment]:
-    """Returns the segments of a master's `/get_segments_detail`. Raises ValueError for any other answer."""
-    return decode_json(body, _Segments).segments
-
-
 class Copy(msgspec.Struct, frozen=True):
     """A copy of an object in a segment."""
 
@@ -105,12 +100,6 @@ class _Keys(msgspec.Struct, frozen=True):
     data: dict[str, _Copies]
 
 
-def read_copies(body: bytes) -> dict[str, list[Copy]]:
-    """Returns the copies of each key, from a master's `/batch_query_keys`. Raises ValueError for any other
-    answer."""
-    return {key: replicas.values or [] for key, replicas in decode_json(body, _Keys).data.items()}
-
-
 def copies_at(metrics: str, keys: Iterable[str], timeout: float = ANSWER_S) -> dict[str, list[Copy]]:
     """Returns each key's copies in memory, as the master reports them. A key that is gone has none. Takes no
     lease.
@@ -119,7 +108,8 @@ def copies_at(metrics: str, keys: Iterable[str], timeout: float = ANSWER_S) -> d
     OSError or ValueError if the master does not answer.
     """
     listed = ",".join(urllib.parse.quote(key) for key in keys)
-    return read_copies(fetch(f"{metrics}/batch_query_keys?keys={listed}", timeout))
+    found = decode_json(fetch(f"{metrics}/batch_query_keys?keys={listed}", timeout), _Keys).data
+    return {key: copies.values or [] for key, copies in found.items()}
 
 
 def keys_at(metrics: str, timeout: float) -> Iterator[bytes]:

@@ -18,10 +18,9 @@ from launch.discovery.directory import (
     master_of,
     open_directory,
 )
-from launch.discovery.membership import Directory, View
+from launch.discovery.membership import View
 
 __all__ = [
-    "Directory",
     "Member",
     "View",
     "file_records",

@@ -172,9 +172,10 @@ class _Follower:
             if not self._moving and time.monotonic() > self._ask_again:
                 self._move_leased()
             stop.wait(_POLL_S)
-        outcomes: dict[str, Literal["drained", "failed", "canceled", "goes on"]]
-        outcomes = {"DRAINED": "drained", "DRAINING": "goes on"}
-        state.outcome = outcomes.get(status, "canceled" if canceled else "failed")
+        if status == "DRAINED":
+            state.outcome = "drained"
+        elif status != "DRAINING":
+            state.outcome = "canceled" if canceled else "failed"
         left, limit_s = set[str](), _CANCEL_S if canceled else _LISTING_S
         if state.outcome != "drained":
             left.update(keys_in(self._metrics, self._own.te_endpoint, limit_s)[0])

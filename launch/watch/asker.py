@@ -19,7 +19,7 @@ import msgspec
 
 from launch.discovery import known_master, open_directory
 from launch.http import NOBODY, Access, BadStatus, fetch, proxy_access
-from launch.masters import LEADER, MasterHealth, read_segments
+from launch.masters import LEADER, MasterHealth, segments_at
 from launch.watch.figures import read_node, read_samples
 from launch.watch.state import ClusterStatus, NodeStatus, RoleShown, WatchedNodes, page_of, shown_version
 from pd_cache.cluster import ClusterConfig, NodeRecord, read_about
@@ -96,7 +96,7 @@ def ask_node(record: NodeRecord, access: Access) -> NodeStatus:
             found.at = time.monotonic()
             if record.role == "master":
                 with contextlib.suppress(OSError, ValueError):
-                    found.segments = tuple(read_segments(_text(f"{url}/get_segments_detail").encode()))
+                    found.segments = tuple(segments_at(url))
             with _reading:
                 found.reading = read_node(read_samples(text), found.at)
             troubles += found.reading.troubles

@@ -6,11 +6,12 @@ import contextlib
 import subprocess
 import urllib.parse
 from collections.abc import Callable
+from functools import partial
 
 from launch.discovery import Member
 from launch.http import fetch
 from launch.masters import LEADER, MasterHealth
-from launch.run.supervise import ForeignProgram, Process, RoleError, spawn_child, stop_on_signals
+from launch.run.supervise import ForeignProgram, RoleError, spawn_child, stop_on_signals
 from pd_cache.cluster import ClusterConfig, EtcdDiscovery, MasterNode
 from pd_cache.cluster.machine import find_program
 from pd_cache.decoding import decode_json
@@ -71,11 +72,8 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
     """
     command, settings = master_command(config, node), config.supervisor
 
-    def hint() -> str:
-        return f"are the ports {node.port} and {node.metrics_port} of {node.host} free, and does `pd-cache doctor` find its libraries?"
-
-    def spawn() -> Process:
-        return spawn_child(command, stdout=subprocess.DEVNULL)
+    hint = f"are the ports {node.port} and {node.metrics_port} of {node.host} free, and does `pd-cache doctor` find its libraries?"
+    spawn = partial(spawn_child, command, stdout=subprocess.DEVNULL)
 
     def serving() -> bool:
         health = _health(node)
@@ -92,7 +90,9 @@ def run_master(config: ClusterConfig, node: MasterNode, ready: Callable[[str], N
                 return role == LEADER if role else None
 
             lost = ElectionWatch(config.discovery, config.name, f"{node.host}:{node.port}", leads).lost
-        master = stack.enter_context(ForeignProgram("mooncake_master", spawn, settings.stop_grace_s, hint))
+        master = stack.enter_context(
+            ForeignProgram("mooncake_master", spawn, settings.stop_grace_s, lambda: hint)
+        )
         try:
             if master.wait_serving(stop, serving, settings.ready_timeout_s):
                 ready(f"{node.host}:{node.port}")
