@@ -103,15 +103,10 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")(command)
 
 
-def progress() -> Progress:
-    """Returns a progress bar on stderr if that is a terminal; otherwise nothing."""
-    console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
-
-
 def tracked(items: Sequence[T], what: str) -> Iterator[T]:
-    """Yields the items while a `progress` counts them."""
-    with progress() as bar:
+    """Yields the items. Meanwhile a progress bar is on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         yield from bar.track(items, description=what)
 
 

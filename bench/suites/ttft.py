@@ -32,12 +32,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import click
-from rich.progress import Progress
 
 from bench.lib.kv import RawPool
 from bench.lib.links import Place, check_rates, limit, linked
 from bench.lib.pool import local_pool, raw_client
-from bench.lib.report import Check, Report, at_least, at_most, finish, option, output_options, progress
+from bench.lib.report import Check, Report, at_least, at_most, finish, option, output_options, tracked
 from bench.lib.small_models import ModelKind, random_prompts, write_model
 from bench.lib.stats import timed
 from bench.lib.vllm_server import BLOCK, CHUNK, ENV, OpenAIServer, Peer, connector_flag, vllm_server
@@ -248,7 +247,7 @@ def measure_connector(
     return troubles
 
 
-def measure(servers: Servers, kind: ModelKind, lengths: Sequence[int], rounds: int, bar: Progress) -> Report:
+def measure(servers: Servers, kind: ModelKind, lengths: Sequence[int], rounds: int) -> Report:
     """Returns the figures, medians of all prompts but the first, which touches memory that was never touched;
     and the targets."""
     rng = random.Random(0)
@@ -262,15 +261,13 @@ def measure(servers: Servers, kind: ModelKind, lengths: Sequence[int], rounds: i
             count, size = tokens // CHUNK, CHUNK * TOKEN_BYTES[kind]
             memory = StagingPool(count * size, size)
             raws[tokens] = RawPool(client, memory, [f"raw/{uuid.uuid4().hex}" for _ in range(count)], size)
-        steps = bar.add_task("a vLLM without a connector", total=3)
         with servers.plain()("a") as url:
             measure_plain(OpenAIServer(url), kind, prompts, raws, client, found)
-        bar.update(steps, advance=1, description="pd-cache's connector")
-        troubles = measure_connector("ours", servers.ours(master), prompts, found, servers.plain())
-        client.remove_all(True)
-        bar.update(steps, advance=1, description="MooncakeStoreConnector")
-        measure_connector("theirs", servers.theirs(master), prompts, found)
-        bar.update(steps, advance=1)
+        troubles: dict[str, float] = {}
+        ways = (("ours", servers.ours(master), servers.plain()), ("theirs", servers.theirs(master), None))
+        for name, start, beside in tracked(ways, "connectors"):
+            troubles |= measure_connector(name, start, prompts, found, beside)
+            client.remove_all(True)
     rows: dict[int, dict[str, Any]] = {tokens: {"tokens": tokens} for tokens in lengths}
     for (tokens, name), values in found.items():
         rows[tokens][name] = statistics.median(values[1:] or values)
@@ -292,11 +289,11 @@ def measure(servers: Servers, kind: ModelKind, lengths: Sequence[int], rounds: i
 
 
 def measure_links(
-    servers: Servers, rates: Sequence[str], lengths: Sequence[int], rounds: int, at_once: int, bar: Progress
+    servers: Servers, rates: Sequence[str], lengths: Sequence[int], rounds: int, at_once: int
 ) -> Report:
     """Returns the figures, medians over the rounds and means over `at_once` prompts that come together; and
     the targets."""
-    steps, new = bar.add_task("rates", total=2 * len(rates)), partial(random_prompts, random.Random(0))
+    new = partial(random_prompts, random.Random(0))
     prompts = {tokens: new(tokens, rounds) for tokens in lengths}
     warming, together = new(max(lengths), 3), new(lengths[0], at_once)
     stored = [*warming, *together, *itertools.chain(*prompts.values())]
@@ -313,8 +310,7 @@ def measure_links(
                 OpenAIServer(url).forget()
             with ExitStack() as running, ThreadPoolExecutor(at_once) as threads:
                 nodes = {way: OpenAIServer(running.enter_context(start("b"))) for way, start in ways.items()}
-                for rate in rates:
-                    bar.update(steps, advance=1, description=rate)
+                for rate in tracked(rates, ", ".join(ways)):
                     limit((here, there), rate)
                     for way, server in nodes.items():
                         # vLLM's workers spin for a while after a request, so no two servers take turns.
@@ -400,7 +396,7 @@ def main(
         raise click.UsageError(f"--tokens must be whole chunks of {CHUNK}")
     if pd and len(links) > 1:
         raise click.UsageError("--pd takes one --link")
-    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name, progress() as bar:
+    with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name:
         folder, gpu = Path(name), has_gpu()
         shape = _LINK_SHAPE if links and not pd else SHAPE
         model = write_model(folder / "model", kind=kind, **shape)
@@ -411,7 +407,7 @@ def main(
                 model, servers.flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind], gpu=gpu
             )
         elif links:
-            found = measure_links(servers, links, lengths, rounds, at_once, bar)
+            found = measure_links(servers, links, lengths, rounds, at_once)
         else:
-            found = measure(servers, kind, lengths, rounds, bar)
+            found = measure(servers, kind, lengths, rounds)
     finish(*found, **output)
