@@ -714,7 +714,8 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
                 problems.append(Problem(("engine",), f"vLLM cannot run {name}: {why}"))
         except RoleError as error:
             warnings.append(f"vLLM's flags are not checked: {error}")
-        if (hub := machine.missing_model(engine)) is not None:
+        refused = any(problem.path == ("engine", "model") for problem in problems)
+        if not refused and (hub := machine.missing_model(engine)) is not None:
             warnings.append(
                 f"engine.model: {engine.model} is neither a folder nor at {hub}: vLLM will download it"
             )

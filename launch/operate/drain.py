@@ -20,7 +20,7 @@ import msgspec
 from launch.masters import Segment, begin_drain, cancel_drain, drain_job, keys_in, segments_at
 from launch.operate.pool import open_store
 from launch.run.supervise import StopFlag
-from launch.watch.asker import cluster_status, leading_metrics
+from launch.watch.asker import cluster_status, leading_metrics, no_leader
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes
 from pd_cache.errors import ConfigError, PdCacheError
@@ -90,13 +90,7 @@ def drain(
         there = ", ".join(giving) or "there is none"
         raise ConfigError(f"expected a node that gives memory to the pool ({there}), got {name}: {what}")
     if not status.leading or status.segments is None:
-        said = (
-            "; ".join(f"{node.name}: {node.state} {node.why}".rstrip() for node in status.masters)
-            or "none is known"
-        )
-        raise PdCacheError(
-            f"no master that leads has answered ({said}): nothing was begun; see `pd-cache status`"
-        )
+        raise no_leader(status)
     own = next(iter(row.segments or ()), None)
     if own is None:
         unknown = row.state == "not asked" and row.record.address.endswith(":0")

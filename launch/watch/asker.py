@@ -164,7 +164,15 @@ def leading_metrics(status: ClusterStatus) -> str:
     for row in status.leading:
         if row.record.metrics is not None:
             return row.record.metrics
-    raise PdCacheError("no master leads, or none can be asked: see `pd-cache status`")
+    raise no_leader(status)
+
+
+def no_leader(status: ClusterStatus) -> PdCacheError:
+    """Returns the error of commands that need the leading master, with what each master said."""
+    said = "; ".join(f"{node.name}: {node.state} {node.why}".rstrip() for node in status.masters)
+    return PdCacheError(
+        f"no master that leads has answered ({said or 'none is known'}): see `pd-cache status`"
+    )
 
 
 # --- again and again ----------------------------------------------------------------------------------------

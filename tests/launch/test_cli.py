@@ -201,6 +201,20 @@ def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures():
     assert re.search(r"^  ttft +time to first token", shown, re.MULTILINE)
 
 
+def test_config_check_does_not_promise_a_download_that_it_refuses(tmp_path):
+    for offline, code, said in (("1", 2, "HF_HUB_OFFLINE forbids to"), ("0", None, "vLLM will")):
+        engine = {
+            "kind": "vllm",
+            "model": "no/model",
+            "executable": "true",
+            "env": {"HF_HUB_OFFLINE": offline},
+        }
+        file = cluster_file(tmp_path, engine=engine)
+        shown = cli("config", "check", "-c", file, code=code).stderr
+        assert shown.count("download it") == 1
+        assert said in shown
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_renewed_on_a_terminal_and_a_line_elsewhere(terminal, monkeypatch, capsys):
     monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")

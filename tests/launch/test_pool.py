@@ -259,7 +259,10 @@ def test_rm_of_nothing_and_a_pool_without_a_master_are_errors(filled, monkeypatc
     assert "pd-cache: the master does not answer: " in run(filled, "verify", code=1).stderr
     for command in (("ls",), ("ls", "--json"), ("rm", "*", "--yes"), ("verify",)):
         result = run(filled, *command, code=1)
-        assert result.output == "pd-cache: no master leads, or none can be asked: see `pd-cache status`\n"
+        assert re.fullmatch(
+            r"pd-cache: no master that leads has answered \(master: down .*\): see `pd-cache status`\n",
+            result.output,
+        )
 
 
 # --- what is read -------------------------------------------------------------------------------------------
