@@ -108,16 +108,16 @@ class TrackedRequest:
         self.at_hand, self.awaited, self.proposed = computed, 0, 0
 
     def wants_lookup(self) -> bool:
-        """Returns whether the prompt may be looked up and loaded. The report counts what was at hand at the
-        first call."""
+        """Returns whether the prompt may be looked up and loaded. At the first call, notes for the report
+        what is at hand, and why the prompt cannot be named."""
         adapter = self.names.adapter
         if self.outcome.at_hand is None:
             self.outcome.at_hand = self.at_hand
+            if not self.names.identified:
+                self.outcome.note_reason("media_unidentified")
             if adapter is not None and not adapter.digest:
                 detail = f"adapter {adapter.name!r}: {adapter.detail or 'its files are still being read'}"
                 self._metrics.trouble("lookup", adapter.why, detail=detail)
-        if not self.names.identified:
-            self.outcome.note_reason("media_unidentified")
         return self.may_load and self.names.possible
 
     @property
