@@ -178,8 +178,6 @@ class _Commands(click.Group):
                 raise
             said = f"{error.format_message()} The file goes after -c: {error.ctx.command_path} -c FILE."
             raise click.UsageError(said, error.ctx) from None
-        except UnicodeEncodeError as error:
-            raise click.UsageError(f"{error.object!a} is not UTF-8", ctx) from None
         except KeyboardInterrupt:
             ctx.exit(_INTERRUPTED)
         except PdCacheError as error:

@@ -7,7 +7,6 @@ into the pool.
 
 from __future__ import annotations
 
-import os
 import shlex
 import socket
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from transfer.settings import rdma_devices
 def examine(config: ClusterConfig | None, file: Path | None) -> DoctorReport:
     """Checks everything that can be checked. Takes seconds; if segments hang, up to about a minute."""
     findings = list(_findings(config))
-    name = None if file is None else os.fsencode(file).decode(errors="backslashreplace")
+    name = None if file is None else str(file)
     if name is not None:
         given = f"-c {shlex.quote(name)}"
         findings = [
