@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import aiohttp
 
-from launch.openai import ID_HEADER
+from launch.openai import ID_HEADER, ApiError, overloaded
 from launch.proxy.bodies import (
     BodyMemory,
     BodyShare,
@@ -293,6 +293,14 @@ class Hops:
                 return "" if answer.status == 200 else f"status {answer.status}"
             except HopError as error:
                 return f"{error.reason}: {error}"
+
+
+def no_answer(attempts: Attempts) -> ApiError:
+    """Returns the error for a request that no decode node has answered."""
+    if attempts.blamed:
+        what = "This request failed on two nodes and is not tried on others"
+        return ApiError(502, what, code="node_failed")
+    return overloaded("No decode node could answer")
 
 
 def _read_prefilled(answer: bytes) -> tuple[HandedOver, RequestReport | None]:

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from launch.openai import ID_HEADER, ApiError, check_encoding, given_id, overloaded
+from launch.openai import ID_HEADER, ApiError, check_encoding, given_id
 from launch.proxy.bodies import ClientGone, read_body
 from launch.proxy.exchange import Exchange
 from launch.proxy.ext_proc import (
@@ -29,10 +29,10 @@ from launch.proxy.ext_proc import (
     ProcessingRequest,
     ProcessingResponse,
 )
-from launch.proxy.hops import free_frames
+from launch.proxy.hops import free_frames, no_answer
 from launch.proxy.nodes import HopError
 from launch.proxy.requests import CHAT, COMPLETIONS, Requests
-from launch.proxy.routing import Attempts, Reason
+from launch.proxy.routing import Attempts, NodePool, Reason
 from pd_cache.cluster import LARGEST_BODY, ServerTlsConfig
 
 ENDPOINT = "x-gateway-destination-endpoint"
@@ -105,7 +105,10 @@ class _Picker:
                 "headers": _set(refused.headers),
                 "body": refused.body,
             }
-            await stream.write(ProcessingResponse(immediate_response=answer))
+            try:
+                await stream.write(ProcessingResponse(immediate_response=answer))
+            except grpc.aio.InternalError:  # the write of a decision that was cut off is still under way
+                await stream.abort(grpc.StatusCode.UNAVAILABLE, error.message)
         except ClientGone:
             pass
 
@@ -127,18 +130,15 @@ class _Picker:
                 return await read_body(aiter(pieces), exchange.share, LARGEST_BODY, limit_s)
 
         async with requests.accepted(exchange, read):
-            if (subset := _subset(first)) is not None:
-                addresses = await asyncio.gather(*map(_address, urls := list(pool.nodes)))
-                exchange.excluded = {
-                    url for url, its in zip(urls, addresses, strict=True) if its not in subset
-                }
+            exchange.excluded = await _excluded(first, pool)
             await requests.prepare(exchange)
+            exchange.excluded = await _excluded(first, pool)  # nodes may have come meanwhile
             attempts = Attempts(pool, exchange.trial, first=exchange.decodes, tried=exchange.excluded)
             while (node := attempts.next(time.monotonic())) and not (address := await _address(node)):
                 failure = HopError("unreachable", "its name is not known")
                 requests.hops.failed(exchange, "decode", node, attempts, failure)
             if node is None:
-                raise overloaded("No decode node could answer")
+                raise no_answer(attempts)
             with requests.hops.asking(exchange, "decode", node) as (headers, asked):
                 left_s = max(0.001, limit_s - (time.monotonic() - exchange.started))
                 sent = {ENDPOINT: address, _DEADLINE: str(int(left_s * 1000)), **headers}
@@ -180,6 +180,14 @@ class _Pieces:
             self.trailers = message.HasField("request_trailers")
             self._ended = self.trailers or message.request_body.end_of_stream
             yield message.request_body.body
+
+
+async def _excluded(first: Any, pool: NodePool) -> Collection[str]:
+    """Returns the nodes that the gateway does not allow."""
+    if (subset := _subset(first)) is None:
+        return ()
+    addresses = await asyncio.gather(*map(_address, urls := list(pool.nodes)))
+    return {url for url, its in zip(urls, addresses, strict=True) if its not in subset}
 
 
 def _subset(first: Any) -> Collection[str] | None:

@@ -17,6 +17,7 @@ from launch.openai import ApiError, overloaded
 from launch.proxy.bodies import ClientGone, read_body, read_models
 from launch.proxy.exchange import Exchange
 from launch.proxy.hints import HINTS_S, LARGEST_HINTS
+from launch.proxy.hops import no_answer
 from launch.proxy.metrics import REPORT_BYTES, read_report
 from launch.proxy.nodes import (
     HopError,
@@ -97,10 +98,7 @@ class Serving:
         if refusal is not None:
             exchange.status = refusal.status
             return refusal
-        if attempts.blamed:
-            what = "This request failed on two nodes and is not tried on others"
-            raise ApiError(502, what, code="node_failed")
-        raise overloaded("No decode node could answer")
+        raise no_answer(attempts)
 
     async def _ask(
         self, exchange: Exchange, relay: Relay, node: str, attempts: Attempts

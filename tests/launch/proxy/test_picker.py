@@ -5,7 +5,8 @@ import json
 import socket
 import ssl
 import tempfile
-from contextlib import asynccontextmanager
+import time
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -30,11 +31,16 @@ from tests.support.proxy import (
     cluster,
     decode_at,
     decodes,
+    disconnects,
+    error_of,
     jump,
+    prefills,
     proxy_process,
     says,
     scenario,
     until,
+    view,
+    waits_for,
 )
 
 BODY = b'{"model": "tiny", "prompt": "Hi"}'
@@ -355,6 +361,60 @@ async def test_a_stream_that_stops_is_refused_at_its_deadline_and_one_that_ends_
         for call in (stopped, empty):
             assert refusal(await call.read()) == (408, "timeout")
             call.cancel()
+
+
+@scenario
+async def test_a_stream_ends_at_its_deadline_also_if_its_gateway_does_not_read_the_decision(
+    tmp_path, caplog, monkeypatch
+):
+    large, written = b'{"prompt": "' + b"x" * (15 << 20) + b'"}', []
+    streamed = picker._streamed
+    monkeypatch.setattr(picker, "_streamed", lambda *of: written.append(time.monotonic()) or streamed(*of))
+    async with picking(tmp_path, 0, 1, request_timeout_s=20) as (c, process):
+        call = process()
+        await call.write(head())
+        for start in range(0, len(large), 1 << 20):
+            part = large[start : start + (1 << 20)]
+            await call.write(piece(part, last=start + len(part) == len(large)))
+        await until(
+            lambda: written and time.monotonic() - written[-1] > 0.5, "the decision waits for its reader"
+        )
+        jump(20)
+        await until(lambda: c.metric("requests_total", status="504") == 1, "its time is over")
+        with suppress(grpc.aio.AioRpcError):  # UNAVAILABLE, unless the decision was just written
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@scenario
+async def test_a_request_that_two_prefill_nodes_lost_gets_the_error_of_both_faces(tmp_path):
+    async with picking(tmp_path, 2, 1) as (c, process):
+        for node in c.prefill:
+            node.default = disconnects
+        async with c.post() as response:
+            assert (response.status, (await error_of(response))["code"]) == (502, "node_failed")
+        assert refusal(await asked(process, head(), piece(BODY))) == (502, "node_failed")
+
+
+@scenario
+async def test_a_node_that_comes_while_a_prompt_is_computed_is_picked_only_if_its_gateway_allows_it(tmp_path):
+    computed = asyncio.Event()
+    async with Node(decodes) as late, picking(tmp_path, 1, 1) as (c, process):
+        prefill, gone = c.prefill[0], c.decode[0].url
+        for allowed, expected in ((gone, (503, "overloaded")), (late.url, None)):
+            c.proxy.update(view([prefill.url], [gone]))
+            computed.clear()
+            prefill.script, before = [waits_for(computed, prefills)], len(prefill.bodies)
+            call = process()
+            await call.write(head(subset=[gone.removeprefix("http://"), allowed.removeprefix("http://")]))
+            await call.write(piece(BODY))
+            await until(lambda: len(prefill.bodies) > before, "its prompt is computed")  # noqa: B023
+            c.proxy.update(view([prefill.url], [late.url]))
+            computed.set()
+            answer = await call.read()
+            call.cancel()
+            assert (refusal(answer) if answer.HasField("immediate_response") else None) == expected
 
 
 @scenario
