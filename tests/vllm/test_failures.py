@@ -2,6 +2,7 @@
 back."""
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +13,7 @@ from tests.vllm.servers import (
     LENGTH,
     SHARDS,
     WHOLE,
+    before,
     cluster_file,
     running,
 )
@@ -191,17 +193,25 @@ def report_of(answer):
     return answer.kv_transfer_params["pd_cache"]["report"]
 
 
-def test_over_a_slow_link_a_prefix_is_computed_and_so_is_a_hand_off(
-    cramped, plain, pair, new_prompt, vllm_pool
-):
-    """It loads 64 tokens a second, where any machine computes hundreds."""
-    server, length, reason = cramped, 10 * CHUNK, ""
-    server.store(new_prompt(768), 1)  # in steps that are measured
-    while reason != "not_worth":
+def declines(server):
+    (weights,) = server.ask("/health")["weights"]
+    return weights["declines"]
+
+
+@pytest.fixture
+def behind_a_slow_link(cramped, plain, pair, new_prompt, vllm_pool):
+    """It loads 64 tokens a second, where any machine computes hundreds. It says so of hand-offs."""
+    while declines(cramped) <= 10 * CHUNK:
+        cramped.store(new_prompt(768), 1)  # in steps that are measured
         store(vllm_pool, pair.a, prompt := new_prompt(CHUNK + 1))
-        answer = slowly(vllm_pool, server, prompt)
-        assert answer.tokens == plain.tokens(prompt)
-        reason = report_of(answer)["reason"]
+        assert slowly(vllm_pool, cramped, prompt).tokens == plain.tokens(prompt)
+    return cramped
+
+
+def test_over_a_slow_link_a_prefix_is_computed_and_so_is_a_hand_off(
+    behind_a_slow_link, plain, pair, new_prompt, vllm_pool
+):
+    server, length = behind_a_slow_link, 10 * CHUNK
 
     def metric():
         return server.metric("vllm:pd_cache_loads_declined_tokens_total")
@@ -218,3 +228,28 @@ def test_over_a_slow_link_a_prefix_is_computed_and_so_is_a_hand_off(
         assert report["loaded"] <= CHUNK, "no more than may correct the figure"
         declined += length - report["loaded"]
     wait_for(lambda: metric() == declined, "what was declined is counted")
+
+
+def test_a_decode_node_behind_a_slow_link_gets_prompts_alone_and_another_one_does_not(
+    behind_a_slow_link, model, plain, pair, new_prompt, vllm_pool, tmp_path
+):
+    prefill, slow, near, length = pair.a, behind_a_slow_link, pair.b, 10 * CHUNK
+    urls = {"prefill-0": prefill.url, "decode-0": slow.url, "decode-1": near.url}
+    file = cluster_file(tmp_path, vllm_pool, model, {name: {} for name in urls})
+    computed, asked = prefill.metric("vllm:prompt_tokens_total"), Counter()
+    with before(file, urls, direct_tokens=CHUNK) as proxy:
+        while len(asked) < 2:  # they take turns
+            prompt, name = new_prompt(length + 1), f"slow-{asked.total()}"
+            assert proxy.complete(prompt, headers={"X-Request-Id": name}).tokens == plain.tokens(prompt)
+            *others, hop = proxy.ask(f"/requests/{name}")["hops"]
+            asked[hop["node"]] += 1
+            alone = hop["node"] == slow.url
+            assert [other["node"] for other in others] == ([] if alone else [prefill.url])
+            assert hop.get("direct") == ("not_worth" if alone else None)
+            assert hop["report"]["loaded"] == (0 if alone else length)
+        went = {
+            result: proxy.metric("pd_cache_proxy_handoffs_total", result=result)
+            for result in ("not_worth", "handed_over")
+        }
+    assert went == {"not_worth": asked[slow.url], "handed_over": asked[near.url]}
+    assert prefill.metric("vllm:prompt_tokens_total") == computed + asked[near.url] * (length + 1)
