@@ -6,8 +6,9 @@ It guarantees:
 1. A request is answered within `request_timeout_s`, whatever the nodes do.
 2. The prefill hop is an optimisation: if prefill nodes fail or refuse, the decode node computes the prompt
    itself, and only its refusal goes to the client. The hop is skipped if it would gain nothing (`direct`).
-3. Until the first byte of the answer, a node that fails is replaced by another; after it, the client gets an
-   error.
+3. Until the first byte of the answer, a decode node that fails is replaced by another, unless the request has
+   failed two nodes. A node that keeps its connection and says nothing is not replaced: it may have a long
+   queue. After the first byte, the client gets an error.
 4. What the prefill node hands over (`kv_transfer_params`) is forwarded unread, and never accepted from a
    client.
 5. A client that goes away takes its upstream connections with it.
@@ -20,9 +21,9 @@ A completion's way, by file and function:
     requests.py     Requests.accepted          checks the key, reads the body, holds a place; at the end, logs
     requests.py     Requests.prepare           is all that comes before the decode node, a step a line:
     requests.py       Requests._read           reads the prompt out of the body
-    requests.py       Requests._look_up        looks it up (Hops.look_up): is a prefill node needed?
-    requests.py       Requests._prefill_node   with limits, refuses it, or lets it wait; takes a node
-    hints.py          Hints.begin
+    requests.py       Requests._decide         looks it up (Hops.look_up): is a prefill node needed?
+    requests.py       Requests._admit          with limits, refuses it, or lets it wait; takes a node
+    hints.py          Hints.begin              takes in its hints; may know the node that prefetched it
     requests.py       Requests._prefilled      may have a decode node load meanwhile
     hops.py             Hops.prefill           asks a prefill node; Hops.asking counts what it is asked
     serving.py      Serving._decode, _ask      asks a decode node, also in Hops.asking
@@ -30,7 +31,7 @@ A completion's way, by file and function:
 
 Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`. It takes the same
 steps up to `Requests.prepare`, but also holds a place while it reads the body. Then it names the decode
-node, and the gateway asks that node. There, rule 3 is the gateway's affair.
+node, and the gateway asks that node. From there on, rule 3 does not hold.
 
 `exchange` is the state of a request. `bodies` reads what clients and nodes send. `direct` (pure) says which
 prompts need no prefill node, and `lookups` looks them up in the pool. `routing` (pure) decides which node is

@@ -16,12 +16,12 @@ class DirectRule(NamedTuple):
     """If a prefill node has to compute at least this many tokens, the decode node loads them meanwhile. With
     None, it never does."""
 
-    def why(self, tokens: int, found: int = 0) -> Literal["short", "in_pool"] | None:
+    def why(self, tokens: int, found: int = 0) -> Literal["short", "in_pool", ""]:
         """Returns why a prompt of `tokens` tokens needs no prefill node if the pool holds the first `found`;
-        None if it needs one."""
+        empty if it needs one."""
         if tokens < self.direct_tokens:
             return "short"
-        return "in_pool" if tokens - found < self.direct_tokens else None
+        return "in_pool" if tokens - found < self.direct_tokens else ""
 
     def streams(self, tokens: int, found: int) -> bool:
         """Returns whether the decode node should load a prompt while a prefill node computes it."""

@@ -53,8 +53,10 @@ class Exchange:
         """A completion's prompt, once the body is read. The lookup adds its names, or why it has none."""
         self.predicted = Predicted()
         """What was predicted when it was admitted."""
-        self.status: int | None = None
-        """The status that its client gets (499 if the client has gone); None before the answer begins."""
+        self.status = 499
+        """The status that its client gets; 499 until there is one."""
+        self.answer_status: int | None = None
+        """The status of its answer, once the head has been passed on."""
         self.cut_status: int | None = None
         """The status of the error with which its answer ended after the first byte; None if it did not."""
         self.streamed = False
@@ -72,7 +74,7 @@ class Exchange:
         self.excluded: Collection[str] = ()
         """The decode nodes that its gateway does not allow."""
         self.direct = ""
-        """Why no prefill node is asked; empty if one is."""
+        """Why no prefill node has to compute the prompt; empty if one has to."""
         self.decodes: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
         self.until_answered = ExitStack()

@@ -250,16 +250,12 @@ class Hops:
 
     # --- loads at the decode node ---------------------------------------------------------------------------
 
-    def declined(self, exchange: Exchange) -> bool:
-        """Returns whether the next decode node would compute the prompt itself, even after a prefill node.
-        Then the request will go to this node."""
+    def declines(self, exchange: Exchange) -> bool:
+        """Returns whether the cheapest decode node would compute the prompt itself, even after a prefill
+        node."""
         pool = self.pools["decode"]
         node = pool.cheapest(time.monotonic(), tried=exchange.excluded)
-        if node is None or exchange.prompt.tokens > pool.node(node).record.declines:
-            return False
-        pool.take(node)
-        exchange.decodes = node
-        return True
+        return node is not None and exchange.prompt.tokens <= pool.node(node).record.declines
 
     def streaming_node(self, exchange: Exchange) -> str | None:
         """Returns the decode node that should load the prompt's chunks while a prefill node computes them;

@@ -149,7 +149,7 @@ class _Picker:
                 if head is grpc.aio.EOF or not head.HasField("response_headers"):
                     raise ClientGone
                 answer = dict(_pairs(head.response_headers))
-                exchange.status = status = int(answer.get(":status", "0"))
+                exchange.status = exchange.answer_status = status = int(answer.get(":status", "0"))
                 exchange.streamed = answer.get("content-type", "").startswith("text/event-stream")
                 if status >= 500:
                     # only the gateway knows whether there was a connection

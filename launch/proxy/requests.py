@@ -96,9 +96,6 @@ class Requests:
         except ApiError as error:
             self._note_error(exchange, error)
             raise
-        except (ClientGone, asyncio.CancelledError):
-            exchange.status = 499
-            raise
         finally:
             self._ended(exchange)
 
@@ -108,8 +105,8 @@ class Requests:
         """Does all that comes before the decode node. Then `exchange.body` is the body for that node. Raises
         ApiError if the request is refused, or if no node can answer it."""
         completion = await self._read(exchange)
-        await self._look_up(exchange, completion)
-        first = await self._prefill_node(exchange, completion.priority())
+        await self._decide(exchange, completion)
+        first = await self._admit(exchange, completion.priority())
         self.hints.begin(exchange, completion.hints)
         handoff: HandedOver | None = None
         result = exchange.direct
@@ -131,7 +128,7 @@ class Requests:
         exchange.trial.budget.asked(time.monotonic())
         return completion
 
-    async def _look_up(self, exchange: Exchange, completion: Completion) -> None:
+    async def _decide(self, exchange: Exchange, completion: Completion) -> None:
         """Looks the prompt up in the pool, and decides whether a prefill node has to compute it."""
         name = bool(completion.hints) or self.hints.prefetched_by(exchange.client)
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
@@ -146,7 +143,7 @@ class Requests:
                 self.metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
 
     def _why_direct(self, exchange: Exchange, completion: Completion) -> str:
-        """Returns why no prefill node is asked; empty if one is."""
+        """Returns why no prefill node has to compute the prompt; empty if one has to."""
         prompt, hops = exchange.prompt, self.hops
         if why := hops.rule.why(prompt.tokens, prompt.found):
             return why
@@ -154,25 +151,25 @@ class Requests:
             return "scored"
         if not hops.pools["prefill"].nodes:
             return "no_prefill_nodes"
-        return "not_worth" if hops.declined(exchange) else ""
+        return "not_worth" if hops.declines(exchange) else ""
 
-    async def _prefill_node(self, exchange: Exchange, priority: int) -> str | None:
-        """Returns the prefill node to try first; None if there is none, or if none is asked. With limits, a
-        request that would miss them waits, or ends with ApiError 429."""
+    async def _admit(self, exchange: Exchange, priority: int) -> str | None:
+        """Returns the prefill node to try first, if one has to compute the prompt. With limits, a request
+        that would miss them waits, or ends with ApiError 429."""
         limits = self.keys.times(exchange.client) or self.config.limits
         try:
-            return self._within(limits, exchange, exchange.started)
+            return self._admit_now(limits, exchange, exchange.started)
         except ApiError as error:
             if limits.over == "refuse":
                 raise
             over = error
-        return await self._waited(limits, exchange, priority, over)
+        return await self._wait(limits, exchange, priority, over)
 
-    def _within(
+    def _admit_now(
         self, limits: LimitsConfig, exchange: Exchange, arrived: float, *, waiting: bool = False
     ) -> str | None:
-        """Returns and takes the prefill node to try first, unless the request would miss its limits: then
-        raises ApiError 429."""
+        """Returns the prefill node to try first, which thereby has its turn. Raises ApiError 429 if the
+        request would miss its limits."""
         now, known, pool = time.monotonic(), self.hops.limits, self.hops.pools["prefill"]
         first = None if exchange.direct else pool.cheapest(now, exchange.prompt)
         if limits != _UNLIMITED:
@@ -182,7 +179,7 @@ class Requests:
             pool.take(first)
         return first
 
-    async def _waited(
+    async def _wait(
         self, limits: LimitsConfig, exchange: Exchange, priority: int, over: ApiError
     ) -> str | None:
         """Waits until a request that would miss its limits may go on. Then returns the prefill node to try
@@ -194,15 +191,15 @@ class Requests:
                 await asyncio.sleep(_LOOK_S)
                 if place == next(first for first in known.waiting if first.holder == holder):
                     with suppress(ApiError):
-                        return self._within(limits, exchange, exchange.started, waiting=True)
-        return self._within(limits, exchange, time.monotonic())  # as if it came now, for `Retry-After`
+                        return self._admit_now(limits, exchange, exchange.started, waiting=True)
+        return self._admit_now(limits, exchange, time.monotonic())  # as if it came now, for `Retry-After`
 
     async def _prefilled(
         self, exchange: Exchange, completion: Completion, first: str | None
     ) -> tuple[str, HandedOver | None]:
         """Has a prefill node compute the prompt, `first` if that works, while a decode node may load it.
         Returns the outcome, and what the prefill node handed over."""
-        hops = self.hops
+        hops, stream = self.hops, None
         if (node := hops.streaming_node(exchange)) is not None:
             body = await self._computed(exchange, completion.for_stream)
             stream = asyncio.create_task(hops.load(exchange, node, completion.path, body))
@@ -211,8 +208,8 @@ class Requests:
         result, handoff = await hops.prefill(exchange, body, first)
         exchange.prefill_s = time.monotonic() - exchange.started
         self.metrics.prefill_seconds.observe(exchange.prefill_s)
-        if not handoff:
-            exchange.until_answered.close()  # nothing will come
+        if not handoff and stream is not None:
+            stream.cancel()  # nothing will come
         return result, handoff
 
     async def _computed(self, exchange: Exchange, function: Callable[[], T]) -> T:
@@ -267,8 +264,8 @@ class Requests:
 
     def _note_error(self, exchange: Exchange, error: ApiError) -> None:
         free_frames(error)
-        if exchange.status is not None:
-            exchange.cut_status = error.status
+        if exchange.answer_status is not None:
+            exchange.status, exchange.cut_status = exchange.answer_status, error.status
             self.metrics.cut.labels(error.code or "").inc()
             return
         exchange.status = error.status
@@ -281,7 +278,7 @@ class Requests:
             exchange.hinted.cancel()
         exchange.share.close()
         exchange.body = b""
-        status = exchange.status or 500
+        status = exchange.status
         self.metrics.requests.labels(str(status)).inc()
         exchange.span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})
         exchange.span.end(f"status {status}" if status >= 500 else "")

@@ -94,8 +94,9 @@ class Serving:
                     raise ApiError(502, what, code="node_failed") from error
                 if error.refusal is not None:
                     refusals[error.reason] = error.refusal
-        refusal = (None if attempts.blamed else refusals.get("busy")) or refusals.get("error")
-        if refusal is not None:
+        # a 503 invites the client to try again, which a blamed request should not be
+        reasons: tuple[Reason, ...] = ("error",) if attempts.blamed else ("busy", "error")
+        for refusal in (refusals[reason] for reason in reasons if reason in refusals):
             exchange.status = refusal.status
             return refusal
         raise no_answer(attempts)
@@ -177,7 +178,7 @@ class Relay:
 
         try:
             await response.prepare(self.request)
-            self.response, exchange.status = response, response.status
+            self.response, exchange.answer_status = response, response.status
             data = first
             while data:
                 self.note_sent(data)
@@ -189,6 +190,7 @@ class Relay:
             await response.write_eof()
         except ConnectionError as error:
             raise ClientGone from error
+        exchange.status = response.status
         if exchange.streamed and response.status == 200 and exchange.first_byte_s is not None:
             requests.hops.limits.ended(time.monotonic() - exchange.started - exchange.first_byte_s)
         return response

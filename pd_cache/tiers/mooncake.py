@@ -112,8 +112,8 @@ class MooncakeBackend(StorageBackend):
             while started < len(keys) or ahead:
                 while started < len(keys) and len(ahead) < _READ_AHEAD:
                     # only a reader that holds no slot waits for one, so two readers never wait for each other
-                    wanted = keys[started : started + self.batch_size]
-                    batch = self._begin_read(wanted, end, waits=not ahead)
+                    waits = not ahead and self.store.available
+                    batch = self._begin_read(keys[started : started + self.batch_size], end, waits=waits)
                     if batch is None:
                         break
                     ahead.append(batch)

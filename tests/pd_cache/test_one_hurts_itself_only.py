@@ -74,6 +74,19 @@ def two_stores(make_pool):
     return make_pool(segment="64MiB", client_ttl_s=600).start("master", "store-0", "store-1")
 
 
+def test_while_the_pool_is_away_a_load_does_not_wait_for_memory_that_other_reads_hold(make_pool):
+    pool, hour_ms = make_pool(segment="64MiB").start(), 3_600_000
+    with backend(pool, get_ms=hour_ms) as reader:
+        held = []
+        while (slot := reader.staging.lease(0.0, reader._reads)) is not None:
+            held.append(slot)
+        pool.stop("master")
+        wait_for(lambda: reader.batched_contains(fresh(1), end_in(1.0)) == [Status.POOL_DOWN], "the breaker")
+        assert get(reader, fresh(3)) == ["pool_down"] * 3, "at once, not after an hour"
+        for slot in held:
+            slot.release()
+
+
 def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_calls_to_others(two_stores):
     pool = two_stores
     lost, kept = fresh(24), fresh(24)

@@ -269,7 +269,7 @@ class SimulatedCluster:
                 trial, announced = Trial(proxy.budget), 0
                 proxy.budget.asked(self.time.now)
                 why, found = yield from self._needs_no_prefill(proxy, request)
-                prefills = why is None and bool(self.nodes["prefill"])
+                prefills = not why and bool(self.nodes["prefill"])
                 prompt, first, predicted = request.routed, None, Predicted()
                 if self.limited:
                     prompt = prompt._replace(named=NamedPrompt("", request.tokens, pool_tokens=found))
@@ -290,7 +290,7 @@ class SimulatedCluster:
         size, tokens = self.costs.engine.chunk_tokens, self.plan.proxy.direct_tokens
         direct = DirectRule(size if tokens is None else tokens)
         why = direct.why(request.tokens)
-        if why is not None or tokens == 0 or proxy.looking >= MAX_WAITING:
+        if why or tokens == 0 or proxy.looking >= MAX_WAITING:
             return why, 0
         proxy.looking += 1
         looking = self.time.start(self.look_up(proxy.cores, request.names))
