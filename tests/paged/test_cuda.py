@@ -444,11 +444,11 @@ def test_a_servers_store_is_behind_its_engines_event_on_any_thread_and_no_other_
             slot, ticket = fence.admit(loads=kind is Retrieve) or (0, 0)
             request = kind("", (bytes(16),), tuple(range(CHUNK_BLOCKS)), slot, ticket, 1, event)
             payload = memoryview(bytearray(random_payload(cache.layout).numpy().tobytes()))
-            run, pages = Worker(model, 0, tensors).begin(request, math.inf)
+            run = Worker(model, 0, tensors).begin(request, math.inf)
             verb = "scatter" if kind is Retrieve else "gather"
 
-            def move(run=run, pages=pages, verb=verb, payload=payload):
-                with pages() as (copier,):
+            def move(run=run, verb=verb, payload=payload):
+                with run.lend() as (copier,):
                     getattr(copier, verb)(*run.place(0, payload)).wait()
 
             runs.append(move)
