@@ -363,7 +363,7 @@ class MooncakeStore:
         except TimeoutError:
             if self._breaker.is_fair(end - begun):
                 self._breaker.well_until = 0.0
-                rpc.drop_idle()  # idle connections are no younger than the one that is silent now
+                rpc.drop_idle()  # no idle connection is newer than the silent one
             return [Status.TIMEOUT] * len(keys)
         if verdicts is None:
             return self._ask_client(keys, end)

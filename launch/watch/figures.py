@@ -7,6 +7,7 @@ a counter has become smaller, it was reset to zero, so its whole present value i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -192,7 +193,10 @@ def _buckets(samples: Samples, timing: str) -> dict[str, float]:
     for name in _HISTOGRAMS.get(timing, ("pd_cache_op_seconds_bucket",)):
         for labels, value in samples.get(name, ()):
             if labels.get("op", timing) == timing:
-                found[labels["le"]] = found.get(labels["le"], 0.0) + value
+                with contextlib.suppress(ValueError):  # a node's mistake must not end `status`
+                    bound = float(labels.get("le", ""))
+                    if not math.isnan(bound):
+                        found[str(bound)] = found.get(str(bound), 0.0) + value
     return found
 
 

@@ -316,7 +316,7 @@ def pin_host_memory(address: int, nbytes: int, device: int | None = None) -> Cal
     def undo() -> None:
         with torch.cuda.device(here):
             status = int(runtime.cudaHostUnregister(address))
-            if status != 0:  # raises nothing: an error would hide the one that may be under way
+            if status != 0:  # only logged: an exception would replace one that is being handled
                 log.warning(
                     "CUDA did not release %d page-locked bytes at %#x: %s", nbytes, address, _refusal(status)
                 )

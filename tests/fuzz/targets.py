@@ -3,6 +3,7 @@
 import enum
 import io
 import json
+import math
 import uuid
 import zlib
 from collections.abc import Callable
@@ -12,16 +13,19 @@ from types import SimpleNamespace
 import msgspec
 from rich.console import Console
 
+from launch.discovery import View
 from launch.discovery.directory import _master
 from launch.discovery.etcd import _read
 from launch.engines.reference.protocol import parse_completion
 from launch.openai import ApiError
 from launch.operate.status import as_dict, status_table
+from launch.operate.top import plain
 from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_models, read_tokens
 from launch.proxy.events import KnownRank, read_query
 from launch.proxy.metrics import read_report
 from launch.proxy.prefixes import PromptNamer
-from launch.watch.state import ClusterStatus, NodeStatus
+from launch.watch.figures import NodeHistory, read_node, read_samples
+from launch.watch.state import ClusterStatus, NodeStatus, WatchedNodes
 from pd_cache import events as kv_events
 from pd_cache.chunks import MAX_SHARDS, BlockHasher, Namespace, describe_hashes, token_bytes
 from pd_cache.cluster import (
@@ -244,6 +248,63 @@ def _show(row):
         _CONSOLE.print(table)
 
 
+_METRICS = b"""# HELP pd_cache_tokens_total Tokens.
+# TYPE pd_cache_tokens_total counter
+pd_cache_tokens_total{op="lookup",outcome="requested"} 10.0
+pd_cache_tokens_total{op="lookup",outcome="hit"} 5.0
+pd_cache_tier_bytes{tier="disk"} 1e9
+pd_cache_troubles_total{op="store",reason="no_space"} 3.0
+vllm:num_requests_running{engine="0"} 2.0
+process_start_time_seconds 1.7e9
+"""
+_ODD_METRICS = b"""pd_cache_tokens_total{op="lookup",outcome="requested"} NaN
+pd_cache_tier_bytes{tier="disk"} -Inf
+vllm:num_requests_running{engine="0"} +Inf
+vllm:num_requests_waiting 1e308
+process_start_time_seconds 1e300
+"""
+
+
+_RATED = b"""pd_cache_prompt_tokens_total{source="loaded"} 10.0
+pd_cache_prompt_tokens_total{source="computed"} 1e18
+pd_cache_tier_hits_total{tier="local"} 3.0
+pd_cache_tier_evictions_total{tier="disk-1"} 7
+pd_cache_op_seconds_bucket{le="0.1",op="lookup"} 5
+pd_cache_op_seconds_bucket{le="+Inf",op="lookup"} 3
+pd_cache_missed_tokens_total{reason="evicted\\n\\"x"} 5
+pd_cache_staging_bytes 0
+pd_cache_pool_up 0
+"""
+
+
+_WATCHED = tuple(msgspec.structs.replace(record, name=record.role) for record in _RECORDS)
+_OLDER = read_node(read_samples(_METRICS.decode()), 0.0)
+
+
+def _metrics(data):
+    """What `status`, and after those of a moment before `top` and `/ui`, make of a node's metrics."""
+    reading = read_node(read_samples(data.decode(errors="replace")), 2.0)
+    row = NodeStatus(record=_RECORDS[0], reading=reading)
+    assert row.in_flight is None or row.in_flight >= 0
+    _show(row)
+    history = NodeHistory()
+    history.add(_OLDER)
+    history.add(reading)
+    rates = history.rates(2.0)
+    assert all(0 <= value < math.inf for value in (rates.load, rates.store, rates.lookups, rates.requests))
+    assert rates.sources is None or math.isclose(sum(rates.sources.values()), 1.0)
+    assert all(0 <= low <= high for low, high in rates.quantiles.values())
+    watched = WatchedNodes()
+    watched.update(View(_WATCHED))
+    for at, known in ((0.0, _OLDER), (2.0, reading)):
+        watched.take([NodeStatus(record=record, at=at, reading=known) for record in _WATCHED])
+    for width in (80, 200):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(plain(watched.status(2.0), "name", width))
+        lines = console.file.getvalue().split("\n")
+        assert all(line.isprintable() and len(line) <= width for line in lines)
+
+
 # --- HTTP: the proxy, and the reference engine --------------------------------------------------------------
 
 _BODIES = (
@@ -383,6 +444,7 @@ TARGETS = {
         Target("etcd-record", _etcd_record, (RecordError,), tuple(record.encode() for record in _RECORDS), _JSON),
         Target("etcd-pair", _etcd_pair, (), (b"a       " + _RECORDS[0].encode(), b"\xff\n" + _RECORDS[1].encode()), _BYTES),
         Target("health", _health, (), (_json({"version": "0.1", **NAMESPACE.described()}),), _JSON),
+        Target("metrics", _metrics, (ValueError,), (_METRICS, _ODD_METRICS, _RATED), _BYTES),
         Target("completion", _completion("prompt"), (ApiError,), _BODIES[:3], _JSON),
         Target("chat", _completion("messages"), (ApiError,), _BODIES[3:], _JSON),
         Target(
