@@ -97,7 +97,7 @@ def test_the_wheel_has_all_that_runs_and_nothing_else(wheel):
     data = {f"launch/configs/{file.name}" for file in (ROOT / "configs").iterdir()}
     typed = {f"{package}/py.typed" for package in PACKAGES if (ROOT / package / "py.typed").exists()}
     page = {f"launch/proxy/ui/page.{kind}" for kind in ("html", "css", "js")}
-    assert names == modules | data | typed | page | {"launch/proxy/envoy.yaml"}
+    assert names == modules | data | typed | page | {"launch/proxy/gateway/envoy.yaml"}
 
 
 def test_the_wheel_says_what_it_is(metadata, unpacked):

@@ -28,7 +28,7 @@ from typing import Annotated, NamedTuple, Protocol
 import click
 import msgspec
 
-from launch.proxy.prefixes import leading
+from launch.proxy.routing.prefixes import leading
 
 BLOCK_TOKENS = 512
 

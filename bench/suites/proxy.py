@@ -35,7 +35,7 @@ from bench.lib.overload import limits_on_nodes
 from bench.lib.report import Rows, all_at_most, at_most, finish, option, output_options, tracked
 from bench.lib.stats import timed
 from launch.proxy.bodies import Completion
-from launch.proxy.routing import NodePool
+from launch.proxy.routing.node_pool import NodePool
 from launch.run.supervise import Program, Supervisor
 from launch.run.up import program_of, quiet
 from pd_cache.cluster import (

@@ -1,7 +1,7 @@
 """Which policy finds most in the nodes' own caches? Reports `hit_rate` and queueing times, in comparison with
 round robin and an oracle, in simulation.
 
-The router is the proxy's own (`launch/proxy/routing.py`), with simulated time. A simulated prefill node
+The router is the proxy's own (`launch/proxy/routing/`), with simulated time. A simulated prefill node
 computes one prompt after the other, at a steady rate of tokens that its cache lacks; its cache is an LRU.
 `bench/lib/trace.py` describes the format of traces, `agent_trace` the synthetic one.
 
@@ -50,8 +50,8 @@ from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
 from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, measure, read_trace
 from launch.proxy.events import KnownCache
-from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
-from launch.proxy.routing import NodePool, Policy
+from launch.proxy.routing.node_pool import NodePool, Policy
+from launch.proxy.routing.prefixes import NamedPrompt, RoutedPrompt
 from pd_cache.cluster import Capacity, NodeRecord
 from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
 

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from launch.discovery import View, master_of
 from launch.http import NOBODY, BadStatus, fetch, proxy_access
 from launch.proxy.lookups import Pool, hash_seeds, open_lookup
-from launch.proxy.prefixes import PromptNamer
+from launch.proxy.routing.prefixes import PromptNamer
 from launch.proxy.trips import HopReport, Trip
 from launch.watch.asker import cluster_status
 from launch.watch.state import NodeStatus

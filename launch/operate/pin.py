@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from launch.http import client_key, fetch, proxy_access
-from launch.proxy.pins import ActionAnswer, HintsAnswer
+from launch.proxy.hints.messages import ActionAnswer, HintsAnswer
 from launch.watch.asker import cluster_status
 from pd_cache.cluster import ClusterConfig
 from pd_cache.decoding import decode_json

@@ -5,7 +5,7 @@ It guarantees:
 
 1. A request is answered within `request_timeout_s`, whatever the nodes do.
 2. The prefill hop is an optimisation: if prefill nodes fail or refuse, the decode node computes the prompt
-   itself, and only its refusal goes to the client. The hop is skipped if it would gain nothing (`direct`).
+   itself, and only its refusal goes to the client. The hop is skipped if it would gain nothing.
 3. Until the first byte of the answer, a decode node that fails is replaced by another, unless the request has
    failed two nodes. A node that keeps its connection and says nothing is not replaced: it may have a long
    queue. After the first byte, the client gets an error.
@@ -23,20 +23,18 @@ A completion's way, by file and function:
     requests.py       Requests._read           reads the prompt out of the body
     requests.py       Requests._decide         looks it up (Hops.look_up): is a prefill node needed?
     requests.py       Requests._admit          with limits, refuses it, or lets it wait; takes a node
-    hints.py          Hints.begin              takes in its hints; may know the node that prefetched it
+    hints/actions.py  Hints.begin              takes in its hints; may know the node that prefetched it
     requests.py       Requests._prefilled      may have a decode node load meanwhile
     hops.py             Hops.prefill           asks a prefill node; Hops.asking counts what it is asked
     serving.py      Serving._decode, _ask      asks a decode node, also in Hops.asking
     serving.py      Relay.pass_on              passes its answer on, most bytes in a _Shortcut
 
-Behind a gateway, such as Envoy (`gateway`), `picker` takes the place of `serving`. It takes the same
-steps up to `Requests.prepare`, but also holds a place while it reads the body. Then it names the decode
-node, and the gateway asks that node. From there on, rule 3 does not hold.
+Behind a gateway, such as Envoy, `gateway/picker` takes the place of `serving`. It takes the same steps up to
+`Requests.prepare`, but also holds a place while it reads the body. Then it names the decode node, and the
+gateway asks that node. From there on, rule 3 does not hold.
 
-`exchange` is the state of a request. `bodies` reads what clients and nodes send. `direct` (pure) says which
-prompts need no prefill node, and `lookups` looks them up in the pool. `routing` (pure) decides which node is
-next, when to stop, and what is to blame for a failure. `prefixes` (pure) and `events` know which nodes have
-the beginning of a prompt. `roles` and `limits` (pure) follow the nodes' load. `nodes` sends requests to
-nodes, and checks their health. `keys` admits clients. `hints` and `pins` keep prompts in the pool. `metrics`
-counts, and `ui` shows the cluster to browsers.
+`exchange` is the state of a request. `bodies` reads what clients and nodes send. `lookups` looks prompts up
+in the pool. `nodes` sends requests to nodes, and checks their health. `events` knows what the nodes' own
+caches hold. `keys` admits clients. `metrics` counts. In folders: `routing` (pure) decides which node gets a
+request, `hints` keeps prompts in the pool, `gateway` serves gateways, and `ui` shows the cluster to browsers.
 """

@@ -25,16 +25,16 @@ import pd_cache
 from launch.discovery import View
 from launch.openai import ID_HEADER, errors, given_id, runner_of
 from launch.proxy import nodes
-from launch.proxy.direct import DirectRule
 from launch.proxy.events import CacheQuery
 from launch.proxy.exchange import HINTS_HEADER
-from launch.proxy.hints import Hints, PoolBytes
+from launch.proxy.hints.actions import Hints, PoolBytes
 from launch.proxy.hops import Hops
 from launch.proxy.keys import Keys, WatchedFiles
 from launch.proxy.lookups import PoolLookups
 from launch.proxy.metrics import ProxyMetrics
 from launch.proxy.nodes import NodePools, check_nodes, new_session
 from launch.proxy.requests import CHAT, COMPLETIONS, MODELS, Requests
+from launch.proxy.routing.direct import DirectRule
 from launch.proxy.serving import REQUEST_ID, Serving
 from launch.proxy.trips import Trip
 from launch.proxy.ui import RecentRequests, UiPages, pages
@@ -125,7 +125,7 @@ class Proxy:
     async def pick_for_gateways(self, address: str, tls: ServerTlsConfig | None = None) -> None:
         """Begins to pick decode nodes for gateways, at `host:port` or `unix:path`. Raises OSError if the
         address cannot be bound."""
-        from launch.proxy.picker import serve  # the import takes a tenth of a second
+        from launch.proxy.gateway.picker import serve  # the import takes a tenth of a second
 
         self._pools.gateways = True
         self._picker = await serve(self.requests, address, tls)

@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import http_exceptions, web
 
 from launch.openai import ApiError, overloaded
-from launch.proxy.prefixes import PromptTokens, RoutedPrompt, read_prompt
+from launch.proxy.routing.prefixes import PromptTokens, RoutedPrompt, read_prompt
 from pd_cache.chunks import MediaItem
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.handoff import Announcement, write_params
@@ -249,7 +249,7 @@ class Completion:
         self._fields.pop(_TRANSFER, None)  # it says which memory to read, so it is only for nodes
         hints = bytes(self._fields.pop(_HINTS, _NULL))
         self.hints = None if hints == b"null" else hints
-        """The client's hints about future prompts (`launch/proxy/hints.py`), as JSON. No node gets them."""
+        """The client's hints about future prompts (`launch/proxy/hints/`), as JSON. No node gets them."""
         self._chat = chat
         self._field = prompt = "messages" if chat else "prompt"
         """The field that holds the prompt."""

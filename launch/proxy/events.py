@@ -30,7 +30,7 @@ from launch.openai import ApiError, overloaded
 from launch.proxy.bodies import BodyMemory, BodyShare, read_body, tenant_salt
 from launch.proxy.keys import Keys
 from launch.proxy.lookups import PoolLookups
-from launch.proxy.prefixes import NamedPrompt, leading
+from launch.proxy.routing.prefixes import NamedPrompt, leading
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import NodeRecord
 from pd_cache.decoding import UndecodableError, decode_json

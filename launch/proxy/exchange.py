@@ -12,8 +12,8 @@ from multidict import CIMultiDictProxy
 from launch.openai import ID_HEADER
 from launch.proxy.bodies import BodyShare
 from launch.proxy.keys import Client, Keys
-from launch.proxy.limits import Predicted
-from launch.proxy.routing import NO_PROMPT, Hop, RetryBudget, Trial
+from launch.proxy.routing.limits import Predicted
+from launch.proxy.routing.node_pool import NO_PROMPT, Hop, RetryBudget, Trial
 from launch.proxy.trips import HopReport, Trip
 from pd_cache.reasons import RequestReport
 from pd_cache.tracing import TraceSpan, Tracing, trace_headers

@@ -23,10 +23,8 @@ from launch.proxy.bodies import (
     read_rendered,
     read_tokens,
 )
-from launch.proxy.direct import DirectRule
 from launch.proxy.exchange import Exchange
 from launch.proxy.keys import Keys
-from launch.proxy.limits import Asked
 from launch.proxy.lookups import MAX_WAITING, PoolLookups
 from launch.proxy.metrics import ProxyMetrics, read_report
 from launch.proxy.nodes import (
@@ -37,8 +35,10 @@ from launch.proxy.nodes import (
     refusal_of,
     send,
 )
-from launch.proxy.prefixes import PromptTokens, RoutedPrompt
-from launch.proxy.routing import Attempts, Hop
+from launch.proxy.routing.direct import DirectRule
+from launch.proxy.routing.limits import Asked
+from launch.proxy.routing.node_pool import Attempts, Hop
+from launch.proxy.routing.prefixes import PromptTokens, RoutedPrompt
 from pd_cache.cluster import LARGEST_BODY, ProxyConfig
 from pd_cache.decoding import one_line
 from pd_cache.reasons import RequestReport

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from launch.proxy.prefixes import NamedPrompt, PromptNamer
+from launch.proxy.routing.prefixes import NamedPrompt, PromptNamer
 from pd_cache.chunks import SEED_VARIABLE, MediaItem, Namespace
 from pd_cache.cluster import ClusterConfig, EngineNode, VllmEngineConfig
 from pd_cache.config import NodeSettings

@@ -20,10 +20,10 @@ from aiohttp import web
 
 from launch.discovery import View
 from launch.proxy.events import CacheView
-from launch.proxy.limits import Limits
 from launch.proxy.lookups import Pool, PoolLookups
-from launch.proxy.roles import NodeReport, Roles, read_metrics
-from launch.proxy.routing import Hop, NodePool, Reason
+from launch.proxy.routing.limits import Limits
+from launch.proxy.routing.node_pool import Hop, NodePool, Reason
+from launch.proxy.routing.roles import NodeReport, Roles, read_metrics
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ENGINES, About, LimitsConfig, ProxyConfig, differences, read_about
 from pd_cache.errors import PdCacheError

@@ -21,12 +21,12 @@ from multidict import CIMultiDictProxy
 from launch.openai import ApiError, overloaded
 from launch.proxy.bodies import BodyShare, ClientGone, Completion, HandedOver
 from launch.proxy.exchange import Exchange
-from launch.proxy.hints import Hints
+from launch.proxy.hints.actions import Hints
 from launch.proxy.hops import Hops, free_frames
 from launch.proxy.keys import Admission, Keys
-from launch.proxy.limits import WAIT_S, Asked
 from launch.proxy.metrics import ProxyMetrics, RecentTrips
-from launch.proxy.routing import RetryBudget
+from launch.proxy.routing.limits import WAIT_S, Asked
+from launch.proxy.routing.node_pool import RetryBudget
 from launch.proxy.ui import EndedRequest, RecentRequests
 from pd_cache.cluster import LimitsConfig, ProxyConfig
 from pd_cache.tracing import Tracing

@@ -16,7 +16,7 @@ from aiohttp import web
 from launch.openai import ApiError, overloaded
 from launch.proxy.bodies import ClientGone, read_body, read_models
 from launch.proxy.exchange import Exchange
-from launch.proxy.hints import HINTS_S, LARGEST_HINTS
+from launch.proxy.hints.actions import HINTS_S, LARGEST_HINTS
 from launch.proxy.hops import no_answer
 from launch.proxy.metrics import REPORT_BYTES, read_report
 from launch.proxy.nodes import (
@@ -27,7 +27,7 @@ from launch.proxy.nodes import (
     send,
 )
 from launch.proxy.requests import MODELS, Requests
-from launch.proxy.routing import Attempts, Reason
+from launch.proxy.routing.node_pool import Attempts, Reason
 from pd_cache.cluster import LARGEST_BODY
 
 log = logging.getLogger(__name__)

@@ -437,7 +437,7 @@ class RolesConfig(Section, frozen=True, kw_only=True):
 
     auto: bool = False
     """Whether the proxy lets each of these nodes either prefill or decode, depending on the load
-    (`launch/proxy/roles.py`). Otherwise they do both at all times."""
+    (`launch/proxy/routing/roles.py`). Otherwise they do both at all times."""
     min_prefill: Positive = 1
     """The fewest nodes that prefill while enough are alive, those of the role `prefill` included."""
     min_decode: Positive = 1
@@ -489,7 +489,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     decode node's answer begins. A quarter of the memory is reserved for bodies of at most 256KiB. At least
     48MiB are needed, so that the largest body fits."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
-    """Decides which prefill node computes a prompt; see `launch/proxy/routing.py`."""
+    """Decides which prefill node computes a prompt; see `launch/proxy/routing/node_pool.py`."""
     direct_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """A prompt with fewer tokens than this left to compute goes directly to the decode node. None means
     `cache.chunk_size`."""

@@ -23,7 +23,7 @@ from launch.operate.top import plain
 from launch.proxy.bodies import Completion, HandedOver, read_handoff, read_models, read_tokens
 from launch.proxy.events import KnownRank, read_query
 from launch.proxy.metrics import read_report
-from launch.proxy.prefixes import PromptNamer
+from launch.proxy.routing.prefixes import PromptNamer
 from launch.watch.figures import NodeHistory, read_node, read_samples
 from launch.watch.state import ClusterStatus, NodeStatus, WatchedNodes
 from pd_cache import events as kv_events

@@ -10,8 +10,8 @@ import pytest
 from launch.discovery import View
 from launch.discovery.directory import file_records
 from launch.masters import pool_bytes
-from launch.proxy.direct import DirectRule
 from launch.proxy.lookups import PoolLookups, open_lookup
+from launch.proxy.routing.direct import DirectRule
 from pd_cache.chunks import ChunkedTokenDatabase
 from pd_cache.cluster import ClusterConfig, MasterNode, NodeRecord, load_config
 from tests.support.cli import cli, cli_json

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.proxy.gateway import configuration
+from launch.proxy.gateway.envoy import configuration
 from pd_cache.cluster import ProxyConfig, ProxyNode
 from tests.support.pool import free_port
 from tests.support.waiting import PATIENCE_S

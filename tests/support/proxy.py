@@ -13,8 +13,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from launch.discovery import View
-from launch.proxy import nodes, routing
+from launch.proxy import nodes
 from launch.proxy.app import Proxy
+from launch.proxy.routing import node_pool
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import Capacity, NodeRecord, ProxyConfig
 from tests.support.cluster import cluster_file
@@ -354,9 +355,9 @@ async def cluster(
     the way of scripts; their own tests ask for them. With `long_skips`, a node that is left alone stays so
     until the end, however slow the machine is."""
     async with AsyncExitStack() as stack:
-        stack.enter_context(patch.multiple(routing, BREAKER_FAILURES=failures, Random=InOrder))
+        stack.enter_context(patch.multiple(node_pool, BREAKER_FAILURES=failures, Random=InOrder))
         if long_skips:
-            stack.enter_context(patch.multiple(routing, _FIRST_SKIP_S=3600.0, _LAST_SKIP_S=3600.0))
+            stack.enter_context(patch.multiple(node_pool, _FIRST_SKIP_S=3600.0, _LAST_SKIP_S=3600.0))
         stack.enter_context(patch.object(nodes, "HEALTH_INTERVAL_S", health_interval_s))
         started = {"prefill": [], "decode": []}
         urls = {"prefill": [], "decode": []}

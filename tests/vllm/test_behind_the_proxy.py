@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from launch.proxy.bodies import tenant_salt
-from launch.proxy.picker import ENDPOINT
-from launch.proxy.roles import read_metrics
+from launch.proxy.gateway.picker import ENDPOINT
+from launch.proxy.routing.roles import read_metrics
 from launch.run.up import quiet
 from launch.run.up import running as running_cluster
 from pd_cache.cluster import dump_config, read_config

@@ -10,7 +10,7 @@ import pytest
 
 from launch.discovery import file_records
 from launch.proxy.events import KnownCache, KnownRank
-from launch.proxy.prefixes import PromptNamer
+from launch.proxy.routing.prefixes import PromptNamer
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig, load_config, read_about
 from pd_cache.events import EventEndpoints, EventSubscriber

@@ -17,14 +17,14 @@ from bench.lib.simulation.costs import PoolCosts, UnitCosts
 from bench.lib.simulation.engine import GRAIN, Generating, SimulatedEngine
 from bench.lib.simulation.workload import Arrival, CopiedTrace, SimulatedRequest, names_of, of_arrival
 from launch.openai import ApiError
-from launch.proxy.direct import DirectRule
 from launch.proxy.keys import Admission, Client
-from launch.proxy.limits import Limits, Predicted
 from launch.proxy.lookups import LOOKUP_TIMEOUT_S, MAX_WAITING
 from launch.proxy.nodes import HEALTH_INTERVAL_S
-from launch.proxy.prefixes import NamedPrompt, RoutedPrompt, leading
-from launch.proxy.roles import Roles
-from launch.proxy.routing import Attempts, Hop, NodePool, RetryBudget, Trial
+from launch.proxy.routing.direct import DirectRule
+from launch.proxy.routing.limits import Limits, Predicted
+from launch.proxy.routing.node_pool import Attempts, Hop, NodePool, RetryBudget, Trial
+from launch.proxy.routing.prefixes import NamedPrompt, RoutedPrompt, leading
+from launch.proxy.routing.roles import Roles
 from pd_cache.cluster import (
     Capacity,
     HandoffConfig,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime, first_of
 from bench.lib.simulation.costs import UnitCosts
 from bench.lib.simulation.workload import SimulatedRequest
-from launch.proxy.roles import NodeReport
+from launch.proxy.routing.roles import NodeReport
 from pd_cache.vllm.costs import Costs, LinkTime, StepWork
 
 GRAIN = 32

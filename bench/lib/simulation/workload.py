@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bench.lib.trace import BLOCK_TOKENS, Request
-from launch.proxy.prefixes import RoutedPrompt
+from launch.proxy.routing.prefixes import RoutedPrompt
 
 _COMMON = 0.1
 _ODD = 2654435761

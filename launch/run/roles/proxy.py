@@ -13,10 +13,10 @@ from launch.discovery import View, master_of, open_directory
 from launch.masters import pool_bytes
 from launch.proxy.app import Proxy
 from launch.proxy.bodies import unmap_freed_bodies
-from launch.proxy.direct import DirectRule
-from launch.proxy.gateway import serve_through_envoy
+from launch.proxy.gateway.envoy import serve_through_envoy
 from launch.proxy.keys import ServerTls, WatchedFiles
 from launch.proxy.lookups import PoolLookups, hash_seeds, open_lookup
+from launch.proxy.routing.direct import DirectRule
 from launch.run.supervise import stop_signals
 from pd_cache.cluster import ClusterConfig, ProxyNode
 from pd_cache.tracing import open_tracing

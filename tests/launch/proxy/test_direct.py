@@ -8,9 +8,9 @@ import pytest
 from aiohttp import web
 
 from launch.discovery import View
-from launch.proxy.direct import DirectRule
 from launch.proxy.lookups import Pool, PoolLookups
 from launch.proxy.nodes import NodePools
+from launch.proxy.routing.direct import DirectRule
 from pd_cache.chunks import (
     BlockHasher,
     ChunkedTokenDatabase,

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.discovery import View
-from launch.proxy.direct import DirectRule
 from launch.proxy.events import KnownCache, read_query
 from launch.proxy.lookups import PoolLookups
-from launch.proxy.prefixes import NamedPrompt, PromptNamer, RoutedPrompt
-from launch.proxy.routing import NodePool
+from launch.proxy.routing.direct import DirectRule
+from launch.proxy.routing.node_pool import NodePool
+from launch.proxy.routing.prefixes import NamedPrompt, PromptNamer, RoutedPrompt
 from pd_cache.chunks import BlockHasher, describe_hashes
 from pd_cache.cluster import NodeRecord
 from pd_cache.events import (

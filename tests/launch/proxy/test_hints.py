@@ -16,16 +16,17 @@ import pytest
 from aiohttp import web
 
 from launch.discovery import View
-from launch.proxy import hints as hints_module
-from launch.proxy.direct import DirectRule
 from launch.proxy.exchange import HINTS_HEADER
-from launch.proxy.hints import LARGEST_HINTS, Hints
+from launch.proxy.hints import actions as hints_module
+from launch.proxy.hints.actions import LARGEST_HINTS, Hints
+from launch.proxy.hints.messages import HintRefusedError
+from launch.proxy.hints.pins import Pin, Pins
 from launch.proxy.keys import Client, Keys, WatchedFiles
 from launch.proxy.lookups import Pool
 from launch.proxy.metrics import ProxyMetrics
-from launch.proxy.pins import HintRefusedError, Pin, Pins
-from launch.proxy.prefixes import NamedPrompt, RoutedPrompt
-from launch.proxy.routing import NO_PROMPT
+from launch.proxy.routing.direct import DirectRule
+from launch.proxy.routing.node_pool import NO_PROMPT
+from launch.proxy.routing.prefixes import NamedPrompt, RoutedPrompt
 from pd_cache.chunks import BlockHasher, describe_hashes
 from pd_cache.cluster import HintsConfig, NodeRecord, ProxyConfig
 from tests.launch.proxy.test_direct import CHAT, IDS, PICTURE, POOL, TEXT, Lookups, looks_up, tokenizes

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.openai import ApiError
-from launch.proxy import limits as limits_module
 from launch.proxy import nodes, requests
-from launch.proxy.limits import Limits
-from launch.proxy.prefixes import RoutedPrompt
-from launch.proxy.roles import NodeReport
-from launch.proxy.routing import NodePool
+from launch.proxy.routing import limits as limits_module
+from launch.proxy.routing.limits import Limits
+from launch.proxy.routing.node_pool import NodePool
+from launch.proxy.routing.prefixes import RoutedPrompt
+from launch.proxy.routing.roles import NodeReport
 from pd_cache.cluster import LimitsConfig
 from tests.support.proxy import (
     answers,

@@ -15,10 +15,10 @@ import grpc
 import psutil
 import pytest
 
-from launch.proxy import gateway as gateway_module
-from launch.proxy import picker
-from launch.proxy.ext_proc import FULL_DUPLEX_STREAMED, ProcessingRequest, ProcessingResponse
-from launch.proxy.picker import ENDPOINT
+from launch.proxy.gateway import envoy as gateway_module
+from launch.proxy.gateway import picker
+from launch.proxy.gateway.ext_proc import FULL_DUPLEX_STREAMED, ProcessingRequest, ProcessingResponse
+from launch.proxy.gateway.picker import ENDPOINT
 from tests.support import proxy as support
 from tests.support.gateway import envoy, picker_at
 from tests.support.pool import free_port

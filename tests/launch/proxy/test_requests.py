@@ -256,7 +256,7 @@ async def test_an_error_whose_body_never_ends_does_not_hold_up_the_next_node():
 
 @scenario
 async def test_a_burst_of_failures_is_retried_as_far_as_the_budget_goes(monkeypatch):
-    monkeypatch.setattr("launch.proxy.routing._A_SECOND", 0.0)
+    monkeypatch.setattr("launch.proxy.routing.node_pool._A_SECOND", 0.0)
     async with cluster(0, 2) as c:
         c.decode[0].default = c.decode[1].default = says(b"", 500)
         c.proxy.requests.retries._left = 1.0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from launch.discovery import View
 from launch.proxy.app import Proxy
-from launch.proxy.roles import NodeReport, Roles, read_metrics
+from launch.proxy.routing.roles import NodeReport, Roles, read_metrics
 from pd_cache.cluster import NodeRecord, ProxyConfig, RolesConfig
 from tests.support.proxy import Node, says, scenario
 from tests.support.waiting import Clock

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from launch.discovery import View
-from launch.proxy import routing
 from launch.proxy.lookups import PoolLookups
 from launch.proxy.nodes import NodePools
-from launch.proxy.prefixes import PrefixIndex, RoutedPrompt, read_prompt
-from launch.proxy.routing import Attempts, NodeBreaker, NodePool, RetryBudget, Trial
+from launch.proxy.routing import node_pool
+from launch.proxy.routing.node_pool import Attempts, NodeBreaker, NodePool, RetryBudget, Trial
+from launch.proxy.routing.prefixes import PrefixIndex, RoutedPrompt, read_prompt
 from pd_cache.cluster import About, NodeRecord, ProxyConfig
 from tests.support.proxy import InOrder, record
 
@@ -24,7 +24,7 @@ TIMES = st.integers(0, 24).map(lambda eighths: eighths / 8)
 
 
 def opens_after(failures):
-    return patch.object(routing, "BREAKER_FAILURES", failures)
+    return patch.object(node_pool, "BREAKER_FAILURES", failures)
 
 
 def pool_of(*urls, hop="prefill", policy="round_robin", rng=None):
@@ -175,7 +175,7 @@ def test_a_broken_node_is_found_out_whatever_poison_there_is(poisons, nodes, bro
     assert not pool.health(0.0)[bad] or good < 2 * nodes or good < len(poisons) // 2
 
 
-@patch.multiple(routing, _A_REQUEST=0.25, _A_SECOND=1.0)
+@patch.multiple(node_pool, _A_REQUEST=0.25, _A_SECOND=1.0)
 def test_retries_are_a_fraction_of_requests_and_a_few_a_second():
     budget, made = RetryBudget(10), 0
     for _ in range(100):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from launch.proxy.direct import DirectRule
+from launch.proxy.routing.direct import DirectRule
 from tests.support.proxy import (
     PARAMS,
     answers,

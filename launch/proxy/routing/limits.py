@@ -30,9 +30,9 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from launch.openai import ApiError
-from launch.proxy.prefixes import RoutedPrompt
-from launch.proxy.roles import NodeReport
-from launch.proxy.routing import Hop, NodePool, RoutedNode
+from launch.proxy.routing.node_pool import Hop, NodePool, RoutedNode
+from launch.proxy.routing.prefixes import RoutedPrompt
+from launch.proxy.routing.roles import NodeReport
 from pd_cache.cluster import LimitsConfig
 
 _ENOUGH = 3

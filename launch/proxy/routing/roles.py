@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from launch.proxy.routing import Hop
+from launch.proxy.routing.node_pool import Hop
 from pd_cache.cluster import RolesConfig
 
 _SETTLE_S = 10.0

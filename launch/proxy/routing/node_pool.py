@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Literal
 
-from launch.proxy.prefixes import PrefixIndex, RoutedPrompt
+from launch.proxy.routing.prefixes import PrefixIndex, RoutedPrompt
 from pd_cache.cluster import NodeRecord
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from launch.openai import ID_HEADER, ApiError, check_encoding, given_id
 from launch.proxy.bodies import ClientGone, read_body
 from launch.proxy.exchange import Exchange
-from launch.proxy.ext_proc import (
+from launch.proxy.gateway.ext_proc import (
     FULL_DUPLEX_STREAMED,
     OVERWRITE_IF_EXISTS_OR_ADD,
     ProcessingRequest,
@@ -32,7 +32,7 @@ from launch.proxy.ext_proc import (
 from launch.proxy.hops import free_frames, no_answer
 from launch.proxy.nodes import HopError
 from launch.proxy.requests import CHAT, COMPLETIONS, Requests
-from launch.proxy.routing import Attempts, NodePool, Reason
+from launch.proxy.routing.node_pool import Attempts, NodePool, Reason
 from pd_cache.cluster import LARGEST_BODY, ServerTlsConfig
 
 ENDPOINT = "x-gateway-destination-endpoint"
