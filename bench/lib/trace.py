@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated
 
 import click
 import msgspec
@@ -141,10 +141,9 @@ class SimulatedLru:
     """Forgets the least recently used blocks. Of a prompt, it forgets the last block first, because a block
     is useless without the blocks before it."""
 
-    def __init__(self, capacity: int = sys.maxsize, batch: int = 0) -> None:
-        """`capacity` is in blocks. By default the cache never forgets, which gives a trace's ideal. `batch`:
-        how many further blocks it forgets whenever it has to forget some."""
-        self._capacity, self._batch = capacity, batch
+    def __init__(self, capacity: int = sys.maxsize) -> None:
+        """`capacity` is in blocks. By default the cache never forgets, which gives a trace's ideal."""
+        self._capacity = capacity
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self.gone: list[int] = []
         """The blocks that the last use displaced."""
@@ -167,40 +166,14 @@ class SimulatedLru:
             self._blocks[block] = None
             self._blocks.move_to_end(block)
         excess = len(self._blocks) - self._capacity
-        self.gone = [self._blocks.popitem(last=False)[0] for _ in range(excess + self._batch * (excess > 0))]
+        self.gone = [self._blocks.popitem(last=False)[0] for _ in range(excess)]
         return found
 
 
-class Cache(Protocol):
-    def __contains__(self, block: object, /) -> bool: ...
-
-    def use(self, blocks: Sequence[int], /) -> object: ...
-
-
-class Outcome(NamedTuple):
-    """The result of a trace on a cache that was empty at first."""
-
-    hit_rate: float
-    """The found tokens divided by all prompt tokens."""
-    written: int
-    """The blocks that the cache took in, and still held when their request ended."""
-    read: int
-    """How many of the written blocks were found before the cache forgot them."""
-
-
-def measure(requests: Iterable[Request], cache: Cache) -> Outcome:
-    """Runs the requests against a cache, which takes in all their blocks."""
-    hit = total = written = read = 0
-    unread = set[int]()
+def hit_rate_of(requests: Iterable[Request], cache: SimulatedLru) -> float:
+    """Returns the hit rate of the requests on a cache, which takes in all their blocks."""
+    hit = total = 0
     for request in requests:
-        blocks = request.whole_blocks
-        found = leading(blocks, cache)
-        missing = [block for block in blocks if block not in cache]
-        cache.use(blocks)
-        hit, total = hit + found * BLOCK_TOKENS, total + request.input_length
-        read += len(unread.intersection(blocks[:found]))
-        unread.difference_update(blocks[:found])
-        new = [block for block in missing if block in cache]
-        written += len(new)
-        unread.update(new)
-    return Outcome(hit / total, written, read)
+        hit += cache.use(request.whole_blocks) * BLOCK_TOKENS
+        total += request.input_length
+    return hit / total

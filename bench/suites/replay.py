@@ -7,7 +7,6 @@ machine holds as many as that of a large cluster. All else is real: keys, lookup
 eviction. LRU and the pool that never forgets (the trace's ideal) are simulated.
 
     pd-cache bench replay --trace FILE          pools of several capacities on this machine, one by one
-    pd-cache bench replay --trace FILE --policies     other policies than the pool's, in simulation
 
 The **hit rate** is the prompt tokens that were loaded, divided by all prompt tokens; see
 `bench/lib/trace.py`.
@@ -28,11 +27,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.lib.policies import compare
 from bench.lib.pool import local_pool
 from bench.lib.report import Check, at_most, file_type, finish, option, output_options, tracked
-from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, measure, read_trace
-from bench.suites.routing import agent_trace
+from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate_of, read_trace
 from pd_cache.cache import CacheEngineBuilder
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import MasterNode
@@ -159,8 +156,8 @@ def measure_pool(
     return {
         "capacity_chunks": room,
         "hit_rate": tally["loaded"] * BLOCK_TOKENS / prompt_tokens,
-        "lru": measure(requests, SimulatedLru(int(min(capacity, distinct)))).hit_rate,
-        "ideal": measure(requests, SimulatedLru()).hit_rate,
+        "lru": hit_rate_of(requests, SimulatedLru(int(min(capacity, distinct)))),
+        "ideal": hit_rate_of(requests, SimulatedLru()),
         **{what: tally[what] for what in ("stored", "refused", "damaged")},
     }
 
@@ -177,39 +174,23 @@ def checks_of(rows: Iterable[dict[str, Any]]) -> list[Check]:
 
 
 @click.command()
-@option("--trace", type=file_type, help="A trace in the format of bench/lib/trace.py, such as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
+@option("--trace", required=True, type=file_type, help="A trace in the format of bench/lib/trace.py, such as those of https://github.com/kvcache-ai/Mooncake, FAST25-release/traces.")  # fmt: skip
 @option("--capacity", "capacities", multiple=True, type=click.IntRange(1), help="Chunks that the pool has room for; may be given several times. By default 1/32, 1/16, 1/8 and 1/4 of the trace's distinct blocks, and unbounded.")  # fmt: skip
-@option("--agents", default=0, type=click.IntRange(0), help="Use the synthetic trace of this many agents (`bench routing`) instead of a file.")  # fmt: skip
-@option("--policies", is_flag=True, help="Compare policies of eviction in simulation, without a pool: `--evict` changes nothing then.")  # fmt: skip
 @option("--evict", nargs=2, default=(0.9, 0.1), type=click.FloatRange(0, 1, min_open=True), help="The master's eviction_high_watermark and eviction_ratio.")  # fmt: skip
 @output_options
-def main(
-    trace: Path | None,
-    capacities: tuple[int, ...],
-    agents: int,
-    policies: bool,
-    evict: tuple[float, float],
-    **output: Any,
-) -> None:
+def main(trace: Path, capacities: tuple[int, ...], evict: tuple[float, float], **output: Any) -> None:
     """A trace's hit rate on a real pool, against its ideal and LRU."""
-    if (trace is None) == (not agents):
-        raise click.UsageError("give either --trace or --agents")
-    requests = agent_trace(agents) if trace is None else read_trace(trace)
+    requests = read_trace(trace)
     distinct = len({block for request in requests for block in request.whole_blocks})
     least = -(-MIN_SEGMENT // allotted_bytes(CHUNK_BYTES + TRAILER_BYTES))
     shares = (max(least, round(share * distinct)) for share in _SHARES)
     rooms: Sequence[float] = capacities or (*shares, UNBOUNDED)
-    if policies:
-        rows = [row for room in rooms for row in compare(requests, int(min(room, distinct)))]
-        checks = []
-    elif min(rooms) < least:
+    if min(rooms) < least:
         least_segment = (
             f"Mooncake's least segment of 16MiB has room for {least} chunks of {CHUNK_BYTES} bytes"
         )
         raise click.UsageError(f"--capacity {min(rooms):.0f}: {least_segment}")
-    else:
-        rows = [measure_pool(requests, distinct, room, *evict) for room in rooms]
-        checks = checks_of(rows)
+    rows = [measure_pool(requests, distinct, room, *evict) for room in rooms]
     prompt_tokens = sum(request.input_length for request in requests)
     figures = {"prompt_tokens": prompt_tokens, "distinct_chunks": distinct, "results": rows}
-    finish(figures, checks, **output)
+    finish(figures, checks_of(rows), **output)

@@ -48,7 +48,7 @@ from bench.lib.report import (
 )
 from bench.lib.simulation.clock import Happening, Process, SimulatedTime
 from bench.lib.stats import quantile
-from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, measure, read_trace
+from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, hit_rate_of, read_trace
 from launch.proxy.events import KnownCache
 from launch.proxy.routing.node_pool import NodePool, Policy
 from launch.proxy.routing.prefixes import NamedPrompt, RoutedPrompt
@@ -204,7 +204,7 @@ def compare(
     hits, and `prefill_time` is the same ratio for the tokens that are left to compute."""
     rows: dict[Router, dict[str, Any]] = {}
     at = f"{workload}, {nodes} nodes, {cache_tokens} tokens"
-    ideal = measure(requests, SimulatedLru()).hit_rate
+    ideal = hit_rate_of(requests, SimulatedLru())
     for router in routers:
         hit_rate, queueing, computed = simulate(requests, router, nodes, cache_tokens, rate)
         rows[router] = {

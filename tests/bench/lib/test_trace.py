@@ -1,10 +1,10 @@
-"""Traces: how they are read, and what is refused. What caches find of them is in test_policies.py."""
+"""Traces: how they are read, and what is refused."""
 
 import json
 
 import pytest
 
-from bench.lib.trace import SimulatedLru, TraceError, measure, read_trace
+from bench.lib.trace import SimulatedLru, TraceError, hit_rate_of, read_trace
 from tests.support.traces import conversations, write_trace
 
 GOOD = {"timestamp": 27482, "input_length": 1200, "output_length": 52, "hash_ids": [46, 47, 2366]}
@@ -31,7 +31,7 @@ def test_a_session_of_aiperfs_says_again_all_that_was_said(tmp_path):
     assert second.input_length == 1100 + 60 + 700
     assert second.hash_ids[:2] == [0, 1]
     assert len({*first.hash_ids, *second.hash_ids}) == 3 + 2
-    assert measure([first, second, other], SimulatedLru()).hit_rate == 2 * 1024 / (1100 + 1860 + 1030)
+    assert hit_rate_of([first, second, other], SimulatedLru()) == 2 * 1024 / (1100 + 1860 + 1030)
     file.write_text(line.replace(", 7", ""))
     with pytest.raises(TraceError, match="line 1: 2 hash_ids"):
         read_trace(file)

@@ -39,7 +39,6 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside():
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        (("--agents", "1"), "either --trace or --agents"),
         (("--capacity", "0"), "0 is not in the range x>=1"),
         (("--capacity", "100"), "has room for 3641 chunks of 4096 bytes"),
         (("--evict", "0.9", "0"), "0 is not in the range 0<x<=1"),
@@ -48,16 +47,6 @@ def test_a_pool_has_room_for_as_many_objects_as_the_allocator_sets_aside():
 def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path, arguments, told):
     trace = write_trace(tmp_path / "trace.jsonl", conversations(1, 1))
     assert told in " ".join(cli("bench", "replay", "--trace", trace, *arguments, code=2).output.split())
-
-
-def test_policies_are_compared_without_a_pool():
-    asked = ("--agents", 2, "--policies", "--capacity", 50, "--capacity", 10**6)
-    rows = cli_json("bench", "replay", *asked)["results"]
-    small, unbounded = rows[:4], rows[4:]
-    assert {row["capacity_chunks"] for row in small} == {50}
-    assert max(small, key=lambda row: row["hit_rate"])["policy"] == "oracle"
-    hits = {row["policy"]: row["hit_rate"] for row in unbounded}
-    assert hits["oracle"] == hits["lru"] == hits["mooncake"] == hits["s3fifo"]
 
 
 # --- on real pools ------------------------------------------------------------------------------------------

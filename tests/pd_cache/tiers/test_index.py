@@ -1,9 +1,7 @@
-"""Eviction policies and the index: which entry goes, and that pinned ones never do.
-
-tests/bench/lib/test_policies.py compares S3-FIFO with a plain implementation.
-"""
+"""Eviction policies and the index: which entry goes, and that pinned ones never do."""
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -51,6 +49,45 @@ def test_s3fifo_evicts_a_new_key_before_its_turn_if_every_old_one_is_pinned():
     policy = make_policy("s3fifo", 20)  # two new keys are a small queue of the usual length
     fill(policy, "abc")
     assert [policy.evict("a".__eq__) for _ in "bc"] == ["b", "c"]
+
+
+def plain_s3fifo(uses, room):
+    """Yields what is held after each use, in plain lists."""
+    small, main, ghosts, seen = [], [], [], Counter()
+    for key in uses:
+        if key in small + main:
+            seen[key] = min(3, seen[key] + 1)
+            yield {*small, *main}
+            continue
+        while len(small + main) >= room:
+            if small and len(small) >= max(1, room // 10):
+                oldest = small.pop(0)
+                (main if seen[oldest] > 1 else ghosts).append(oldest)
+                seen[oldest] = 0
+                del ghosts[: max(0, len(ghosts) - (room - room // 10))]
+            else:
+                oldest = main.pop(0)
+                if seen[oldest]:
+                    seen[oldest] -= 1
+                    main.append(oldest)
+        (main if key in ghosts else small).append(key)
+        ghosts = [ghost for ghost in ghosts if ghost != key]
+        yield {*small, *main}
+
+
+@pytest.mark.parametrize("room", [40, 150])
+def test_s3fifo_keeps_what_a_plain_implementation_keeps(room):
+    rng, held, policy = random.Random(room), set(), make_policy("s3fifo", room)
+    uses = [str(int(rng.paretovariate(0.5)) % 1000) for _ in range(4000)]
+    for key, kept in zip(uses, plain_s3fifo(uses, room), strict=True):
+        if key in held:
+            policy.used(key)
+        else:
+            if len(held) == room:
+                held.remove(policy.evict(nobody))
+            held.add(key)
+            policy.added(key)
+        assert held == kept
 
 
 class IndexModel(RuleBasedStateMachine):
