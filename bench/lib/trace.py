@@ -5,8 +5,7 @@ The format is that of Mooncake's FAST'25 traces: one JSON object a line, gzipped
 `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`: one number for each block of
 512 prompt tokens; the last block may be partial. Two requests have the same number for a block if their
 prompts are equal up to the end of that block. Public traces are in https://github.com/kvcache-ai/Mooncake
-under FAST25-release/traces. The format of `aiperf synthesize agentic-code` is read, too. There a line has a
-`session_id`, the tokens that the call adds to its session, and the ms since the previous answer.
+under FAST25-release/traces.
 
 A simulated cache takes in a prompt's blocks, and returns how many leading blocks it held before. It keeps as
 many blocks as it has room for. The **hit rate** of a trace is the found tokens divided by all prompt
@@ -21,7 +20,6 @@ import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -32,9 +30,6 @@ from launch.proxy.routing.prefixes import leading
 
 BLOCK_TOKENS = 512
 
-_SESSIONS_MS, _ANSWER_MS = 3_600_000.0, 1000 / 60
-"""All sessions of AIPerf begin within `_SESSIONS_MS`, one after the other. A token of an answer takes
-`_ANSWER_MS`. AIPerf's own report assumes the same."""
 _Block = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -59,18 +54,7 @@ class Request(msgspec.Struct):
         return self.hash_ids[: self.input_length // BLOCK_TOKENS]
 
 
-class _Call(msgspec.Struct):
-    """A line of AIPerf's. Its `hash_ids` count only in the first call of a session: in later calls they are
-    blocks of the added tokens, not of the prompt."""
-
-    session_id: str
-    input_length: Annotated[int, msgspec.Meta(ge=1)]
-    hash_ids: list[_Block]
-    output_length: Annotated[int, msgspec.Meta(ge=0)]
-    delay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-
-
-_decode, _decode_call = msgspec.json.Decoder(Request).decode, msgspec.json.Decoder(_Call).decode
+_decode = msgspec.json.Decoder(Request).decode
 
 
 def _checked(request: Request) -> Request:
@@ -89,37 +73,14 @@ def read_trace(file: Path) -> list[Request]:
     """Returns the requests of a trace, in the order of their times. Raises TraceError, which names the line,
     if a line does not fit."""
     requests: list[Request] = []
-    sessions: dict[str, list[Request]] = {}
-    fresh = count(1 << 61)
     for number, line in _lines(file):
         try:
-            called = b'"session_id"' in line
-            requests.append(
-                _call_of_session(_decode_call(line), sessions, fresh) if called else _checked(_decode(line))
-            )
+            requests.append(_checked(_decode(line)))
         except ValueError as error:
             raise TraceError(f"{file}, line {number}: {error}") from None
     if not requests:
         raise TraceError(f"{file}: holds no requests")
-    for number, session in enumerate(sessions.values()):
-        for request in session:
-            request.timestamp += _SESSIONS_MS * number / len(sessions)
     return sorted(requests, key=lambda request: request.timestamp)
-
-
-def _call_of_session(call: _Call, sessions: dict[str, list[Request]], fresh: Iterator[int]) -> Request:
-    """Adds a call to its session. The call's prompt is everything in the session before it; its time counts
-    from the session's beginning."""
-    session = sessions.setdefault(call.session_id, [])
-    now, tokens, blocks = 0.0, call.input_length, call.hash_ids
-    if session:
-        before = session[-1]
-        now = before.timestamp + before.output_length * _ANSWER_MS + call.delay
-        tokens += before.input_length + before.output_length
-        blocks = before.whole_blocks
-        blocks = [*blocks, *islice(fresh, -(-tokens // BLOCK_TOKENS) - len(blocks))]
-    session.append(_checked(Request(now, tokens, blocks, call.output_length)))
-    return session[-1]
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -150,14 +111,6 @@ class SimulatedLru:
 
     def __contains__(self, block: object) -> bool:
         return block in self._blocks
-
-    def find(self, blocks: Sequence[int]) -> int:
-        """Returns how many leading blocks of a prompt the cache holds. This counts as a use of these
-        blocks."""
-        found = leading(blocks, self._blocks)
-        for block in reversed(blocks[:found]):
-            self._blocks.move_to_end(block)
-        return found
 
     def use(self, blocks: Sequence[int]) -> int:
         """Takes in a prompt. Returns how many leading blocks of it the cache held before."""

@@ -11,14 +11,8 @@ computes one prompt after the other, at a steady rate of tokens that its cache l
 - `guess_of_size`: the same, if nodes report the size.
 - `events`: `prefix_aware` with the nodes' KV events, which arrive 0.1 s after the prompt was computed.
 - `oracle`: the same cost, but the router looks into every cache and queue at the moment of its choice.
-- `longest_prefix`: the node whose cache holds most of the prompt; among equals, the first node.
-- `longest_prefix_idle`: the same; among equals, the least loaded node.
-- `random`: any node.
 
-`--pooled` compares nodes' own caches with one pool that has as much room as all of them together
-(docs/performance.md has published figures). `--customers` is llm-d's prefix workload.
-
-    pd-cache bench routing [--pooled] [--customers N] [--trace FILE] --json
+    pd-cache bench routing [--trace FILE] --json
 """
 
 from __future__ import annotations
@@ -55,10 +49,7 @@ from launch.proxy.routing.prefixes import NamedPrompt, RoutedPrompt
 from pd_cache.cluster import Capacity, NodeRecord
 from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
 
-Router = Literal[
-    "round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle",
-    "longest_prefix", "longest_prefix_idle", "random",
-]  # fmt: skip
+Router = Literal["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
 _SPACE = "0" * 16
 _RATE = 12_000.0
 """Tokens/s of a node."""
@@ -71,19 +62,9 @@ _TURNS_MEDIAN, _TURNS_P90 = 30, 57
 _GROWTH_MEAN, _GROWTH_SIGMA = 2_242, 1.0
 _ANSWER_TOKENS = 522
 _PAUSE_S = (5.2, 81.4)
-_LOAD = 8
-"""Tokens that a node loads from the pool while it computes one: 12 GB/s, at 128 KiB a token."""
 _LONGEST = 200_000
 """The longest context of an agent, in tokens; the 99th percentile of the published contexts is about
 181,000."""
-_CUSTOMER_TOKENS, _USERS, _QUESTION_TOKENS = 6_000, 5, 1_200
-_STAGES = (
-    (15, 50), (3, 20), (10, 20), (15, 20), (20, 38), (22, 34), (25, 30), (30, 25), (35, 21),
-    (40, 38), (43, 36), (46, 33), (49, 30), (52, 29), (55, 27), (57, 26), (60, 25),
-)  # fmt: skip
-"""Requests a second, and for how many seconds. The first stages fill the caches."""
-_DRAIN_S = 600
-"""The pause between two stages, in which everything is answered."""
 _P90 = 1.2816
 """The 90th percentile of the normal distribution."""
 
@@ -97,8 +78,6 @@ class PolicyOutcome(NamedTuple):
     hit_rate: float
     queueing: list[float]
     """The queueing time of each request, in seconds."""
-    computed: list[float]
-    """For each request, the seconds until its prompt was computed."""
 
 
 class _SimulatedNode:
@@ -121,17 +100,11 @@ class _SimulatedNode:
 
 
 def simulate(
-    requests: Iterable[Request],
-    router: Router,
-    nodes: int,
-    cache_tokens: int,
-    rate: float = _RATE,
-    behind: SimulatedLru | None = None,
+    requests: Iterable[Request], router: Router, nodes: int, cache_tokens: int, rate: float = _RATE
 ) -> PolicyOutcome:
-    """Lets `nodes` nodes of `rate` tokens/s each compute the trace, with the pool behind them, if there is
-    one."""
+    """Lets `nodes` nodes of `rate` tokens/s each compute the trace."""
     policy: Policy = router if router in ("round_robin", "least_loaded") else "prefix_aware"
-    pool, rng = NodePool("prefill", policy, rng=Random(0)), Random(0)
+    pool = NodePool("prefill", policy, rng=Random(0))
     size = 0 if router == "guess" else cache_tokens
     capacity = Capacity(kv_tokens=size)
     pool.update(
@@ -139,32 +112,27 @@ def simulate(
     )
     fleet = {url: _SimulatedNode(cache_tokens) for url in pool.nodes}
     known: dict[str, KnownCache] = {}
-    if router in ("events", "oracle", "longest_prefix", "longest_prefix_idle"):
+    if router in ("events", "oracle"):
         for url, node in fleet.items():
             known[url] = cache = KnownCache(lambda: sys.maxsize)
             cache.fingerprint = _SPACE
             cache.ranks[0].apply([EventBatch(0.0, [])])
-            if router != "events":  # the router looks into the cache itself
+            if router == "oracle":  # the router looks into the cache itself
                 cache.ranks[0]._sets["GPU"] = node.cache  # type: ignore[assignment]
         pool.know(known)
-    time, queueing, computed = SimulatedTime(), list[float](), list[float]()
+    time, queueing = SimulatedTime(), list[float]()
     hit = total = 0
 
     def compute(url: str, request: Request, prompt: RoutedPrompt) -> Process:
         nonlocal hit, total
-        arrived, node, blocks = time.now, fleet[url], request.whole_blocks
+        arrived, node = time.now, fleet[url]
         with pool.working(url, prompt):
             yield node.last
             queueing.append(time.now - arrived)
-            there, events = node.take_in(blocks)
-            own = found = there * BLOCK_TOKENS
-            if behind is not None:
-                found = max(own, behind.find(blocks) * BLOCK_TOKENS)
+            there, events = node.take_in(request.whole_blocks)
+            found = there * BLOCK_TOKENS
             hit, total = hit + found, total + request.input_length
-            yield time.after((request.input_length - found + (found - own) / _LOAD) / rate)
-            computed.append(time.now - arrived)
-            if behind is not None:
-                behind.use(blocks)
+            yield time.after((request.input_length - found) / rate)
             if router == "events":
                 apply = partial(known[url].ranks[0].apply, [EventBatch(time.now, events)])
                 time.call_at(time.now + _LAG_S, apply)
@@ -175,18 +143,13 @@ def simulate(
             named = NamedPrompt(_SPACE, request.input_length, request.whole_blocks, BLOCK_TOKENS)
             prompt = RoutedPrompt(request.input_length, request.whole_blocks, BLOCK_TOKENS, named)
             url = pool.pick(time.now, prompt)
-            if router == "random":
-                url = rng.choice(list(fleet))
-            elif router in ("longest_prefix", "longest_prefix_idle"):
-                idle = router == "longest_prefix_idle"
-                url = max(fleet, key=lambda url: (known[url].tokens(named), -pool.nodes[url].load * idle))
             assert url is not None
             fleet[url].last = time.start(compute(url, request, prompt))
 
     time.start(arrive())
     time.run()
     assert not any(node.load for node in pool.nodes.values()), "work was not given back"
-    return PolicyOutcome(hit / total, queueing, computed)
+    return PolicyOutcome(hit / total, queueing)
 
 
 def compare(
@@ -195,18 +158,13 @@ def compare(
     routers: Iterable[Router],
     nodes: int,
     cache_tokens: int,
-    *,
-    pooled: bool = False,
     rate: float = _RATE,
 ) -> tuple[Rows, list[Check]]:
-    """Returns a row for each router, and targets. With `pooled`, a row also has the figures of a pool
-    that is as large as the caches of all nodes together. `hits` is the pool's hits divided by the nodes'
-    hits, and `prefill_time` is the same ratio for the tokens that are left to compute."""
+    """Returns a row for each router, and targets."""
     rows: dict[Router, dict[str, Any]] = {}
-    at = f"{workload}, {nodes} nodes, {cache_tokens} tokens"
     ideal = hit_rate_of(requests, SimulatedLru())
     for router in routers:
-        hit_rate, queueing, computed = simulate(requests, router, nodes, cache_tokens, rate)
+        hit_rate, queueing = simulate(requests, router, nodes, cache_tokens, rate)
         rows[router] = {
             "policy": router,
             "workload": workload,
@@ -217,20 +175,11 @@ def compare(
             "hit_rate": hit_rate,
             "queueing_mean_s": statistics.fmean(queueing),
             "queueing_p99_s": quantile(queueing, 0.99),
-            "computed_mean_s": statistics.fmean(computed),
-            "computed_p90_s": quantile(computed, 0.9),
         }
     checks = []
-    if pooled:
-        whole = SimulatedLru(nodes * cache_tokens // BLOCK_TOKENS)
-        pool = simulate(requests, "least_loaded", nodes, 0, behind=whole).hit_rate
-        for router, row in rows.items():
-            own = row["hit_rate"]
-            row |= {"pool_hit_rate": pool, "hits": pool / max(1e-9, own)}
-            row["prefill_time"] = (1 - pool) / max(1e-9, 1 - own)
-            checks.append(at_least(f"hits, {at}, {router}", row["hits"], 1.0))
-    elif rows.keys() >= {"events", "oracle", "round_robin"}:
+    if rows.keys() >= {"events", "oracle", "round_robin"}:
         events, oracle, robin = (rows[router] for router in ("events", "oracle", "round_robin"))
+        at = f"{workload}, {nodes} nodes, {cache_tokens} tokens"
         share = events["hit_rate"] / max(1e-9, oracle["hit_rate"])
         checks += [
             at_least(f"hits of the oracle's, {at}", share, 0.95),
@@ -241,34 +190,6 @@ def compare(
 
 
 # --- traces -------------------------------------------------------------------------------------------------
-
-
-def customer_trace(customers: int, scale: float = 1.0) -> list[Request]:
-    """Returns the requests of llm-d's prefix workload, of 15 to 60 requests a second, times `scale`.
-
-    Each customer has a system prompt of 6,000 tokens and five users. Each user has one question of 1,200
-    tokens, which comes again and again; the users always come in the same order. A stage of the load begins
-    when the stage before it is answered (inference-perf's profile X-70R-6kSys,
-    https://llm-d.ai/blog/kvcache-wins-you-can-see).
-    """
-    rng, fresh = Random(0), count()
-    prompts = []
-    for _ in range(customers):
-        system = [next(fresh) for _ in range(_CUSTOMER_TOKENS // BLOCK_TOKENS)]
-        for _ in range(_USERS):
-            blocks = -(-(_CUSTOMER_TOKENS + _QUESTION_TOKENS) // BLOCK_TOKENS)
-            prompts.append([*system, *(next(fresh) for _ in range(blocks - len(system)))])
-    rng.shuffle(prompts)
-    requests: list[Request] = []
-    begun = 0.0
-    for rate, seconds in _STAGES:
-        now = begun + rng.expovariate(rate * scale)
-        while now < begun + seconds:
-            prompt = prompts[len(requests) % len(prompts)]
-            requests.append(Request(now * 1000, _CUSTOMER_TOKENS + _QUESTION_TOKENS, prompt, _ANSWER_TOKENS))
-            now += rng.expovariate(rate * scale)
-        begun += seconds + _DRAIN_S
-    return requests
 
 
 def agent_trace(sessions: int) -> list[Request]:
@@ -313,37 +234,30 @@ def agent_trace(sessions: int) -> list[Request]:
 
 @click.command()
 @option("--trace", type=file_type, help="A trace to route besides the synthetic trace.")
-@option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; with --pooled, sessions for each node; 0 for no synthetic trace.")  # fmt: skip
-@option("--customers", default=0, type=click.IntRange(0), help="Route llm-d's prefix workload of this many customers instead of agents.")  # fmt: skip
+@option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; 0 for no synthetic trace.")  # fmt: skip
 @option("--nodes", "fleets", multiple=True, default=(4,), type=click.IntRange(1), help="Prefill nodes; may be given several times.")  # fmt: skip
 @option("--cache", "caches", multiple=True, default=(500_000, 1_000_000, 2_000_000, 8_000_000), type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
-@option("--pooled", is_flag=True, help="Compare nodes' own caches with a pool as large as all of them.")
 @option("--policy", "routers", multiple=True, default=get_args(Router), type=click.Choice(get_args(Router)), help="A policy to compare; may be given several times.")  # fmt: skip
 @output_options
 def main(
     trace: Path | None,
     agents: int,
-    customers: int,
     fleets: tuple[int, ...],
     caches: tuple[int, ...],
-    pooled: bool,
     routers: tuple[Router, ...],
     **output: Any,
 ) -> None:
     """Policies on traces, in simulation."""
-    if not (agents or customers or trace):
+    workloads = {} if trace is None else {trace.name.split(".")[0].split("_")[0]: read_trace(trace)}
+    if agents:
+        workloads["agents"] = agent_trace(agents)
+    if not workloads:
         raise click.UsageError("neither --trace nor --agents: nothing to route")
-    recorded = {} if trace is None else {trace.name.split(".")[0].split("_")[0]: read_trace(trace)}
-    if customers:
-        recorded["customers"] = customer_trace(customers)
     rows: Rows = []
     checks: list[Check] = []
     for nodes, cache in tracked([*product(fleets, caches)], "caches"):
-        workloads = dict(recorded)
-        if agents and not customers:
-            workloads["agents"] = agent_trace(agents * nodes if pooled else agents)
         for name, requests in workloads.items():
-            more_rows, more_checks = compare(name, requests, routers, nodes, cache, pooled=pooled)
+            more_rows, more_checks = compare(name, requests, routers, nodes, cache)
             rows += more_rows
             checks += more_checks
     finish({"results": rows}, checks, **output)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.lib.trace import SimulatedLru, TraceError, hit_rate_of, read_trace
+from bench.lib.trace import BLOCK_TOKENS, Request, SimulatedLru, TraceError, hit_rate_of, read_trace
 from tests.support.traces import conversations, write_trace
 
 GOOD = {"timestamp": 27482, "input_length": 1200, "output_length": 52, "hash_ids": [46, 47, 2366]}
@@ -17,24 +17,11 @@ def test_a_trace_is_read_gzipped_or_not_in_the_order_of_its_times(tmp_path):
     assert read_trace(write_trace(tmp_path / "trace.jsonl", requests[::-1])) == requests
 
 
-def test_a_session_of_aiperfs_says_again_all_that_was_said(tmp_path):
-    file = tmp_path / "dataset.jsonl"
-    line = '{"session_id": "a", "timestamp": 0.0, "input_length": 1100, "output_length": 60, "hash_ids": [0, 1, 7]}'
-    file.write_text(
-        line
-        + """
-{"session_id": "a", "delay": 500.0, "input_length": 700, "output_length": 60, "hash_ids": [8, 9]}
-{"session_id": "b", "timestamp": 0.0, "input_length": 1030, "output_length": 60, "hash_ids": [0, 1, 10]}"""
-    )
-    first, second, other = read_trace(file)
-    assert (first.timestamp, second.timestamp, other.timestamp) == (0, 60 * 1000 / 60 + 500, 3_600_000 / 2)
-    assert second.input_length == 1100 + 60 + 700
-    assert second.hash_ids[:2] == [0, 1]
-    assert len({*first.hash_ids, *second.hash_ids}) == 3 + 2
-    assert hit_rate_of([first, second, other], SimulatedLru()) == 2 * 1024 / (1100 + 1860 + 1030)
-    file.write_text(line.replace(", 7", ""))
-    with pytest.raises(TraceError, match="line 1: 2 hash_ids"):
-        read_trace(file)
+def test_a_cache_that_never_forgets_finds_the_ideal_and_a_small_one_forgets_what_was_used_longest_ago():
+    requests = [Request(at, 2 * BLOCK_TOKENS + 100, [0, block, 9 + at]) for at, block in enumerate((1, 2, 1))]
+    tokens = 3 * (2 * BLOCK_TOKENS + 100)
+    assert hit_rate_of(requests, SimulatedLru()) == 3 * BLOCK_TOKENS / tokens
+    assert hit_rate_of(requests, SimulatedLru(2)) == 2 * BLOCK_TOKENS / tokens
 
 
 @pytest.mark.parametrize(
