@@ -1,7 +1,7 @@
 """How long does a lookup take? Reports milliseconds and lookups a second, in comparison with raw
 `batch_is_exist` and LMCache's lookup client.
 
-    pd-cache bench lookup [--lmcache] [--groups]
+    pd-cache bench lookup [--lmcache]
     pd-cache bench lookup --serve HOST:PORT        on one of two machines; on the other --connect HOST:PORT
 """
 
@@ -27,16 +27,12 @@ from bench.lib.stats import Steps, in_turn
 from bench.lib.two_machines import MOST, Crew, Location, Site, conduct, machine_options
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, ChunkNamer, Tokens, stride_hashes
 from pd_cache.config import CacheConfig, NodeSettings
-from pd_cache.groups import LayerGroups
 from pd_cache.lookup import MooncakeLookupClient
-from pd_cache.reasons import Found
 from transfer.errors import TransferError
 
 CHUNK, _BLOCK = 256, 16
 _PEER_RATIO = 0.8
 """The target: a lookup's time, as a share of LMCache's."""
-_GROUPS_MS = 3.0
-"""The target for a lookup of 32768 tokens in many layer groups."""
 _RATES = {4096: 0.6, 32768: 0.4}
 """The target, by tokens: lookups a second over raw requests a second, with any number of clients."""
 _SEGMENT = 64 << 20
@@ -103,18 +99,17 @@ def prompt(tokens: int, seed: int | str) -> list[int]:
 
 @contextmanager
 def looking_up(
-    location: Location, master: str, metadata: CacheMetadata, further: Sequence[CacheMetadata] = ()
-) -> Iterator[tuple[MooncakeLookupClient, LayerGroups, Any]]:
+    location: Location, master: str, metadata: CacheMetadata
+) -> Iterator[tuple[MooncakeLookupClient, ChunkedTokenDatabase, Any]]:
     """Yields a lookup client, the names of its chunks and keys, and a raw client of the same pool."""
     transfer = bench_transfer(location.config)
     settings = NodeSettings(
         master=master, host=location.host, cache=CacheConfig(chunk_size=CHUNK), transfer=transfer
     )
-    with closing(MooncakeLookupClient(settings, metadata, master, further=further)) as client:
+    with closing(MooncakeLookupClient(settings, metadata, master)) as client:
         client.store.wait_open(_OPEN_S)
         with raw_client(master, location.host, transfer) as raw:
-            groups = [ChunkedTokenDatabase(group.namespace(settings.cache)) for group in (metadata, *further)]
-            yield client, LayerGroups(groups), raw
+            yield client, ChunkedTokenDatabase(metadata.namespace(settings.cache)), raw
 
 
 def store(client: MooncakeLookupClient, raw: Any, keys: list[str], tokens: list[int]) -> None:
@@ -196,13 +191,13 @@ class TimedLookups(Site):
 
     def open(self, job: Clients) -> None:
         """Connects, and puts this client's prompts into the pool: no two clients have the same."""
-        self._client, groups, self._raw = self.held.enter_context(
+        self._client, database, self._raw = self.held.enter_context(
             looking_up(self.location, job.master, metadata_of(f"bench-{job.seed}"))
         )
         self._prompts: dict[int, tuple[list[int], list[str]]] = {}
         for length in _RATES:
             tokens = prompt(length, f"{job.seed} {self.location.node} {length}")
-            keys = groups.keys(groups.first.name_chunks(tokens))
+            keys = database.keys(database.name_chunks(tokens))
             store(self._client, self._raw, keys, tokens)
             self._prompts[length] = tokens, keys
 
@@ -246,53 +241,6 @@ class LookupSite(Site):
 # --- at the machine that leads ------------------------------------------------------------------------------
 
 
-def measure_groups(here: Location, master: str) -> list[dict[str, float]]:
-    """Times lookups in all layer groups of DeepSeek-V4-Flash: those of our connector for vLLM, and those of
-    vLLM's MooncakeStoreConnector.
-
-    Raises click.UsageError if vLLM is not installed.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        raise click.UsageError("vLLM is not installed in this environment: make install-vllm")
-    from bench.lib import store_connector
-
-    config = store_connector.vllm_config()
-    layers = store_connector.layer_groups(config)
-    first, *further = store_connector.metadata_of(f"bench-{uuid.uuid4().hex}", layers)
-    rows = []
-    with (
-        looking_up(here, master, first, further) as (client, groups, raw),
-        store_connector.their_lookup(raw, config, layers) as (their_client, worker),
-    ):
-        unit = worker.hash_block_size
-        for tokens in (4096, 32768):
-            hashes = block_hashes(tokens // unit, tokens)
-
-            def ours(hashes: list[bytes] = hashes) -> Found:
-                return client.find(stride_hashes(hashes, CHUNK // unit))
-
-            # one token more: if the whole prompt is found, their lookup searches a second time, for the place
-            # before the last token
-            theirs = partial(their_client.lookup, "bench", tokens + 1, hashes)
-            keys, their_keys = (
-                groups.keys(stride_hashes(hashes, CHUNK // unit)),
-                store_connector.keys_of(worker, theirs),
-            )
-            put(raw, keys)
-            put(raw, their_keys)
-            if (found := (ours().chunks * CHUNK, theirs().hit_length)) != (tokens, tokens):
-                raise TransferError(f"of {tokens} tokens in the pool, {found} are found")
-            steps: Steps = {
-                "raw_exist_ms": partial(raw.batch_is_exist, keys),
-                "lookup_ms": ours,
-                "their_raw_exist_ms": partial(raw.batch_is_exist, their_keys),
-                "their_lookup_ms": theirs,
-            }
-            row = {name: 1e3 * statistics.median(values) for name, values in in_turn(_ROUNDS, steps).items()}
-            rows.append({"tokens": tokens, "keys": len(keys), "their_keys": len(their_keys), **row})
-    return rows
-
-
 def measure_clients(machines: Crew, master: str, levels: Sequence[int]) -> Rows:
     """Returns a row for each length and number of clients a node, raw and lookups in turn."""
     seed = random.randrange(1 << 31)
@@ -311,19 +259,17 @@ def measure_clients(machines: Crew, master: str, levels: Sequence[int]) -> Rows:
     return rows
 
 
-def lead(machines: Crew, levels: Sequence[int], lmcache: bool, groups: bool) -> dict[str, Any]:
+def lead(machines: Crew, levels: Sequence[int], lmcache: bool) -> dict[str, Any]:
     """Runs all parts on a pool that the bench starts on the leading machine."""
     here = machines.location
     master = machines.later.enter_context(
         local_pool(_SEGMENT, host=here.host, transfer=bench_transfer(here.config))
     )
-    with looking_up(here, master, metadata_of(f"bench-{uuid.uuid4().hex}")) as (client, names, raw):
+    with looking_up(here, master, metadata_of(f"bench-{uuid.uuid4().hex}")) as (client, database, raw):
         peer = lmcache_client(raw) if lmcache else None
         sizes = (4096, 32768, 131072)
-        parts = [measure(client, names.first, raw, peer, prompt(size, size)) for size in sizes]
-    grouped = measure_groups(here, master) if groups else []
-    clients = measure_clients(machines, master, levels)
-    return {"results": parts, "groups": grouped, "clients": clients}
+        parts = [measure(client, database, raw, peer, prompt(size, size)) for size in sizes]
+    return {"results": parts, "clients": measure_clients(machines, master, levels)}
 
 
 def checks_of(figures: dict[str, Any]) -> list[Check]:
@@ -336,11 +282,6 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
         for row in figures["results"]
         if "lmcache_ms" in row
         for time in ("first_ms", "array_ms", "hashes_ms", "again_ms")
-    ]
-    checks += [
-        at_most("lookup_ms, 32768 tokens, many layer groups", row["lookup_ms"], _GROUPS_MS)
-        for row in figures["groups"]
-        if row["tokens"] == 32768
     ]
     checks += [
         at_least(
@@ -360,15 +301,10 @@ def checks_of(figures: dict[str, Any]) -> list[Check]:
     is_flag=True,
     help="Measure LMCache's MooncakeLookupClient beside ours; it must be installed here.",
 )
-@option(
-    "--groups",
-    is_flag=True,
-    help="Look up in DeepSeek-V4's layer groups, beside MooncakeStoreConnector; needs vLLM.",
-)
 @option("--clients", multiple=True, default=(1, 2, 4, 8), type=click.IntRange(1, MOST), help="Clients a node; may be given several times.")  # fmt: skip
 @output_options
-def main(lmcache: bool, groups: bool, clients: tuple[int, ...], **options: Any) -> None:
+def main(lmcache: bool, clients: tuple[int, ...], **options: Any) -> None:
     """Lookups of 4k, 32k and 128k tokens against their parts, then from more and more clients on every
     node."""
-    led = partial(lead, levels=sorted(set(clients)), lmcache=lmcache, groups=groups)
+    led = partial(lead, levels=sorted(set(clients)), lmcache=lmcache)
     conduct(LookupSite, led, checks_of, local=1, **options)

@@ -22,7 +22,6 @@ import torch
 import yaml
 
 from bench.lib.small_models import write_model
-from bench.lib.store_connector import planning, vllm_config
 from pd_cache.chunks import CacheMetadata, ChunkedTokenDatabase, LayerGroup, stride_hashes
 from pd_cache.groups import LayerGroups, longest_prefix
 from pd_cache.metrics import CacheMetrics
@@ -44,6 +43,7 @@ from tests.vllm.hashing_model import (
     kv,
     token,
 )
+from tests.vllm.layer_groups import planning, vllm_config
 from transfer.errors import Status
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn

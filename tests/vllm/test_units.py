@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import torch
 
-from bench.lib.store_connector import layer_groups, layer_specs, planning, vllm_config
 from launch.cli import example_file
 from launch.discovery.directory import describe_node
 from launch.engines.vllm_command import refused_flags, vllm_program
@@ -49,6 +48,7 @@ from pd_cache.vllm.worker import WorkerSide
 from tests.support.names import group
 from tests.support.pool import free_port
 from tests.support.waiting import wait_for
+from tests.vllm.layer_groups import layer_specs, planning, vllm_config
 from transfer.errors import Status
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what vLLM's own imports warn of
@@ -99,7 +99,7 @@ def test_each_data_parallel_rank_of_vllm_publishes_where_the_nodes_record_says(h
 
 
 def test_the_groups_that_vllm_makes_of_deepseek_v4s_layers_are_found_in_either_version():
-    assert len(layer_groups(vllm_config())) == 5
+    assert len(planning().get_kv_cache_groups(vllm_config(), layer_specs(43))) == 5
 
 
 def test_vllm_is_refused_to_sleep_beside_the_connector():
