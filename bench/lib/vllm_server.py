@@ -1,4 +1,4 @@
-"""vLLM's servers in benches: plain `vllm serve`, the servers that pd-cache launches, and requests to both."""
+"""vLLM's servers in benches, and requests to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 from launch.engines.vllm_command import executable, flags
 from launch.http import healthy
@@ -28,7 +27,6 @@ ENV = {
 }
 READY_S = 600.0
 _SETTLE_S = 60.0
-Peer = Literal["mooncake", "nixl"]
 _GRACE_S = 30.0
 _LINES = 60
 
