@@ -23,7 +23,7 @@ RUNS = {
     "proxy": ((), "proxy_adds_first_ms proxy_adds_total_ms processor decision_ms"),
     "tiers": (
         (),
-        "local_get_ratio disk_get_ratio disk_put_ratio hybrid_get_ratio disk_contains_us evict_us_lru_1000",
+        "local_get_ratio disk_get_ratio disk_put_ratio hybrid_get_ratio disk_contains_us",
     ),
     "bandwidth": (("--size", "64KiB", "--rounds", "1", "--at-once"), "about results at_once"),
     "lookup": (("--clients", "2", "--clients", "1"), "about results clients"),
@@ -37,7 +37,6 @@ QUICKLY = {
     "server.CLIENTS": 2,
     "server._QUESTIONS": 200,
     "server._SECONDS": 0.2,
-    "tiers.MOST": 2000,
     "tiers.CHUNK_BYTES": 65536,
     "tiers.ROUNDS": 3,
     "lookup._ROUNDS": 3,
