@@ -20,14 +20,16 @@ A completion's way, by file and function:
     serving.py    Serving.completion           is the way: accepted, prepare, _decode
     requests.py     Requests.accepted          checks the key, reads the body, holds a place; at the end, logs
     requests.py     Requests.prepare           is all that comes before the decode node, a step a line:
-    requests.py       Requests._read           reads the prompt out of the body
-    requests.py       Requests._decide         looks it up (Hops.look_up): is a prefill node needed?
-    requests.py       Requests._admit          with limits, refuses it, or lets it wait; takes a node
-    hints/actions.py  Hints.begin              takes in its hints; may know the node that prefetched it
-    requests.py       Requests._prefilled      may have a decode node load meanwhile
-    hops.py             Hops.prefill           asks a prefill node; Hops.asking counts what it is asked
-    serving.py      Serving._decode, _ask      asks a decode node, also in Hops.asking
+    requests.py       _read                    reads the prompt out of the body
+    requests.py       _decide                  looks it up (Hops.look_up): is a prefill node needed?
+    requests.py       _within_limits           with limits, refuses it, or lets it wait
+    requests.py       _choose_decode_node      if a decode node has prefetched it, or should load it meanwhile
+    requests.py       _prefill                 has a prefill node compute it (Hops.prefill)
+    serving.py      Serving._decode, _ask      asks a decode node
     serving.py      Relay.pass_on              passes its answer on, most bytes in a _Shortcut
+
+Every request to a node is in `Hops.asking`, which counts it. What else is counted, reported or traced changes
+nothing on this way.
 
 Behind a gateway, such as Envoy, `gateway/picker` takes the place of `serving`. It takes the same steps up to
 `Requests.prepare`, but also holds a place while it reads the body. Then it names the decode node, and the

@@ -75,7 +75,7 @@ class Exchange:
         """The decode nodes that its gateway does not allow."""
         self.direct = ""
         """Why no prefill node has to compute the prompt; empty if one has to."""
-        self.decodes: str | None = None
+        self.decode_node: str | None = None
         """The decode node to try first, if it was chosen before the prompt is computed."""
         self.until_answered = ExitStack()
         """Ends the streams that the decode node needs until its first byte."""

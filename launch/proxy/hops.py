@@ -204,11 +204,9 @@ class Hops:
 
     # --- the prefill hop ------------------------------------------------------------------------------------
 
-    async def prefill(
-        self, exchange: Exchange, body: bytes, first: str | None
-    ) -> tuple[str, HandedOver | None]:
-        """Returns the outcome, and what a prefill node handed over; None if none computed the prompt. `first`
-        is the node to try first.
+    async def prefill(self, exchange: Exchange, body: bytes) -> tuple[str, HandedOver | None]:
+        """Asks prefill nodes until one computes the prompt. Returns the outcome, and what the node handed
+        over; None if none computed the prompt.
 
         The decode node gets the request even if prefill nodes refuse it. It may accept longer prompts or
         other adapters, or have a shorter queue. If it refuses, too, its answer is about the client's own
@@ -216,7 +214,7 @@ class Hops:
         """
         limit_s, refused = self._config.prefill_timeout_s, 0
         until, pool = time.monotonic() + limit_s, self.pools["prefill"]
-        attempts = Attempts(pool, exchange.trial, exchange.prompt, first=first)
+        attempts = Attempts(pool, exchange.trial, exchange.prompt)
         while (
             refused < _MOST_REFUSALS
             and (left_s := until - time.monotonic()) > 0
@@ -249,26 +247,6 @@ class Hops:
             log.info("request %s: prefill node %s refused the prompt: %s", exchange.id, node, error)
 
     # --- loads at the decode node ---------------------------------------------------------------------------
-
-    def declines(self, exchange: Exchange) -> bool:
-        """Returns whether the cheapest decode node would compute the prompt itself, even after a prefill
-        node."""
-        pool = self.pools["decode"]
-        node = pool.cheapest(time.monotonic(), tried=exchange.excluded)
-        return node is not None and exchange.prompt.tokens <= pool.node(node).record.declines
-
-    def streaming_node(self, exchange: Exchange) -> str | None:
-        """Returns the decode node that should load the prompt's chunks while a prefill node computes them;
-        None if streaming is not worthwhile.
-
-        The node will probably answer the request.
-        """
-        pool, prompt = self.pools["decode"], exchange.prompt
-        # half of the memory for bodies is for requests that are to be answered
-        if not self.rule.streams(prompt.tokens, prompt.found) or self.bodies.used > self.bodies.limit // 2:
-            return None
-        node = exchange.decodes = exchange.decodes or pool.pick(time.monotonic(), tried=exchange.excluded)
-        return node if node is not None and pool.node(node).record.streams else None
 
     async def load(
         self, exchange: Exchange, node: str, path: str, body: bytes, name: str = _STREAM_ID

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from multidict import CIMultiDictProxy
@@ -106,12 +106,13 @@ class Requests:
         ApiError if the request is refused, or if no node can answer it."""
         completion = await self._read(exchange)
         await self._decide(exchange, completion)
-        first = await self._admit(exchange, completion.priority())
+        self._count_for_tenant(exchange)
+        await self._within_limits(exchange, completion.priority())
         self.hints.begin(exchange, completion.hints)
-        handoff: HandedOver | None = None
-        result = exchange.direct
-        if not result:
-            result, handoff = await self._prefilled(exchange, completion, first)
+        streaming = self._choose_decode_node(exchange)
+        result, handoff = exchange.direct, None
+        if not exchange.direct:
+            result, handoff = await self._prefill(exchange, completion, streaming)
         self.metrics.handoffs.labels(result).inc()
         exchange.body = await self._computed(exchange, lambda: completion.for_decode(handoff))
 
@@ -130,82 +131,52 @@ class Requests:
 
     async def _decide(self, exchange: Exchange, completion: Completion) -> None:
         """Looks the prompt up in the pool, and decides whether a prefill node has to compute it."""
-        name = bool(completion.hints) or self.hints.prefetched_by(exchange.client)
+        name = bool(completion.hints) or self.hints.prefetches.any_of(exchange.client)
         with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
             exchange.prompt = await self.hops.look_up(exchange, completion, exchange.prompt, name=name)
             exchange.direct = self._why_direct(exchange, completion)
             span.note(direct=exchange.direct)
-        tenant, named = exchange.client.tenant, exchange.prompt.named
-        if tenant in (self.keys.tenants or ()):
-            self.metrics.tenant_requests.labels(tenant).inc()
-            if named is not None and named.pool_tokens is not None:
-                self.metrics.tenant_tokens.labels(tenant, "requested").inc(named.tokens)
-                self.metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
 
     def _why_direct(self, exchange: Exchange, completion: Completion) -> str:
         """Returns why no prefill node has to compute the prompt; empty if one has to."""
-        prompt, hops = exchange.prompt, self.hops
-        if why := hops.rule.why(prompt.tokens, prompt.found):
+        prompt, decode = exchange.prompt, self.hops.pools["decode"]
+        if why := self.hops.rule.why(prompt.tokens, prompt.found):
             return why
         if completion.scores_prompt():
             return "scored"
-        if not hops.pools["prefill"].nodes:
+        if not self.hops.pools["prefill"].nodes:
             return "no_prefill_nodes"
-        return "not_worth" if hops.declines(exchange) else ""
+        node = decode.cheapest(time.monotonic(), tried=exchange.excluded)
+        # even after a prefill node, it would compute the prompt itself
+        declines = node is not None and prompt.tokens <= decode.node(node).record.declines
+        return "not_worth" if declines else ""
 
-    async def _admit(self, exchange: Exchange, priority: int) -> str | None:
-        """Returns the prefill node to try first, if one has to compute the prompt. With limits, a request
-        that would miss them waits, or ends with ApiError 429."""
-        limits = self.keys.times(exchange.client) or self.config.limits
-        try:
-            return self._admit_now(limits, exchange, exchange.started)
-        except ApiError as error:
-            if limits.over == "refuse":
-                raise
-            over = error
-        return await self._wait(limits, exchange, priority, over)
+    def _choose_decode_node(self, exchange: Exchange) -> str | None:
+        """Chooses the decode node already now if it has prefetched the prompt, or should load it while a
+        prefill node computes it. Returns the node in the latter case."""
+        hops, prompt, pool = self.hops, exchange.prompt, self.hops.pools["decode"]
+        exchange.decode_node = self.hints.prefetches.take(exchange)
+        if exchange.direct or not hops.rule.streams(prompt.tokens, prompt.found):
+            return None
+        if hops.bodies.used > hops.bodies.limit // 2:
+            return None  # the other half is for requests that are to be answered
+        if exchange.decode_node is None:
+            exchange.decode_node = pool.pick(time.monotonic(), tried=exchange.excluded)
+        node = exchange.decode_node
+        return node if node is not None and pool.node(node).record.streams else None
 
-    def _admit_now(
-        self, limits: LimitsConfig, exchange: Exchange, arrived: float, *, waiting: bool = False
-    ) -> str | None:
-        """Returns the prefill node to try first, which thereby has its turn. Raises ApiError 429 if the
-        request would miss its limits."""
-        now, known, pool = time.monotonic(), self.hops.limits, self.hops.pools["prefill"]
-        first = None if exchange.direct else pool.cheapest(now, exchange.prompt)
-        if limits != _UNLIMITED:
-            exchange.predicted = known.predict(first, exchange.prompt, now, now - arrived)
-            known.check(exchange.predicted, limits, waiting=waiting)
-        if first is not None:
-            pool.take(first)
-        return first
-
-    async def _wait(
-        self, limits: LimitsConfig, exchange: Exchange, priority: int, over: ApiError
-    ) -> str | None:
-        """Waits until a request that would miss its limits may go on. Then returns the prefill node to try
-        first. Raises ApiError 429, or `over`, if it may not even wait."""
-        known, holder = self.hops.limits, exchange.client.holder
-        with known.place(priority, holder, over) as place:
-            until = time.monotonic() + WAIT_S
-            while time.monotonic() < until:
-                await asyncio.sleep(_LOOK_S)
-                if place == next(first for first in known.waiting if first.holder == holder):
-                    with suppress(ApiError):
-                        return self._admit_now(limits, exchange, exchange.started, waiting=True)
-        return self._admit_now(limits, exchange, time.monotonic())  # as if it came now, for `Retry-After`
-
-    async def _prefilled(
-        self, exchange: Exchange, completion: Completion, first: str | None
+    async def _prefill(
+        self, exchange: Exchange, completion: Completion, streaming: str | None
     ) -> tuple[str, HandedOver | None]:
-        """Has a prefill node compute the prompt, `first` if that works, while a decode node may load it.
-        Returns the outcome, and what the prefill node handed over."""
-        hops, stream = self.hops, None
-        if (node := hops.streaming_node(exchange)) is not None:
+        """Has a prefill node compute the prompt, while the decode node `streaming` loads it. Returns the
+        outcome, and what the prefill node handed over."""
+        stream = None
+        if streaming is not None:
             body = await self._computed(exchange, completion.for_stream)
-            stream = asyncio.create_task(hops.load(exchange, node, completion.path, body))
+            stream = asyncio.create_task(self.hops.load(exchange, streaming, completion.path, body))
             exchange.until_answered.callback(stream.cancel)
         body = await self._computed(exchange, completion.for_prefill)
-        result, handoff = await hops.prefill(exchange, body, first)
+        result, handoff = await self.hops.prefill(exchange, body)
         exchange.prefill_s = time.monotonic() - exchange.started
         self.metrics.prefill_seconds.observe(exchange.prefill_s)
         if not handoff and stream is not None:
@@ -213,11 +184,42 @@ class Requests:
         return result, handoff
 
     async def _computed(self, exchange: Exchange, function: Callable[[], T]) -> T:
-        """Calls the function and returns its result. For a large body, calls it on a separate thread, so that
-        other requests go on."""
+        """Returns the function's result. Calls it on a separate thread if the body is large, so that other
+        requests go on."""
         if len(exchange.body) < _LARGE:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._large, function)
+
+    # --- with limits ----------------------------------------------------------------------------------------
+
+    async def _within_limits(self, exchange: Exchange, priority: int) -> None:
+        """Returns once the request may go on without missing its limits. Raises ApiError 429 if it would miss
+        them and may not wait any longer."""
+        limits, known = self.keys.times(exchange.client) or self.config.limits, self.hops.limits
+        if limits == _UNLIMITED or (over := self._missed(exchange, limits, exchange.started)) is None:
+            return
+        if limits.over == "refuse":
+            raise over
+        holder, until = exchange.client.holder, time.monotonic() + WAIT_S
+        with known.place(priority, holder, over) as place:
+            while time.monotonic() < until:
+                await asyncio.sleep(_LOOK_S)
+                first = next(other for other in known.waiting if other.holder == holder)
+                if place == first and not self._missed(exchange, limits, exchange.started, waiting=True):
+                    return
+        # as if it came now, for `Retry-After`
+        if (over := self._missed(exchange, limits, time.monotonic())) is not None:
+            raise over
+
+    def _missed(
+        self, exchange: Exchange, limits: LimitsConfig, arrived: float, *, waiting: bool = False
+    ) -> ApiError | None:
+        """Predicts the request's times, at the prefill node that it would get now. Returns the error 429 if
+        it would miss its limits."""
+        now, known, prompt = time.monotonic(), self.hops.limits, exchange.prompt
+        node = None if exchange.direct else self.hops.pools["prefill"].cheapest(now, prompt)
+        exchange.predicted = known.predict(node, prompt, now, now - arrived)
+        return known.missed(exchange.predicted, limits, waiting=waiting)
 
     # --- its answer and its end -----------------------------------------------------------------------------
 
@@ -262,6 +264,14 @@ class Requests:
         finally:
             self.running.discard(task)
 
+    def _count_for_tenant(self, exchange: Exchange) -> None:
+        tenant, named = exchange.client.tenant, exchange.prompt.named
+        if tenant in (self.keys.tenants or ()):
+            self.metrics.tenant_requests.labels(tenant).inc()
+            if named is not None and named.pool_tokens is not None:
+                self.metrics.tenant_tokens.labels(tenant, "requested").inc(named.tokens)
+                self.metrics.tenant_tokens.labels(tenant, "found").inc(named.pool_tokens)
+
     def _note_error(self, exchange: Exchange, error: ApiError) -> None:
         free_frames(error)
         if exchange.answer_status is not None:
@@ -294,7 +304,7 @@ class Requests:
     async def drain(self) -> None:
         """Refuses new requests, waits up to `drain_s` for those under way to end, then cuts off the rest."""
         self.admission.closing = True
-        self.hints.end_prefetches()
+        self.hints.prefetches.end()
         if self.running:
             await asyncio.wait(self.running, timeout=self.config.drain_s)
         for task in self.running:

@@ -82,7 +82,7 @@ class Serving:
         """Passes a decode node's answer on, or returns the refusal of all. Raises ApiError if no node could
         answer, or if the answer breaks off."""
         hops, refusals = self._requests.hops, dict[Reason, web.Response]()
-        attempts = Attempts(hops.pools["decode"], exchange.trial, first=exchange.decodes)
+        attempts = Attempts(hops.pools["decode"], exchange.trial, first=exchange.decode_node)
         while (node := attempts.next(time.monotonic())) is not None:
             try:
                 return await self._ask(exchange, relay, node, attempts)

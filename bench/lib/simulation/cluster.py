@@ -277,7 +277,8 @@ class SimulatedCluster:
                     if prefills:
                         first = proxy.pools["prefill"].cheapest(now, prompt)
                     predicted = proxy.limits.predict(first, prompt, now, now - request.due)
-                    proxy.limits.check(predicted, self.plan.proxy.limits)
+                    if over := proxy.limits.missed(predicted, self.plan.proxy.limits):
+                        raise over
                     if first is not None:
                         proxy.pools["prefill"].take(first)
                 if prefills:

@@ -133,7 +133,7 @@ class _Picker:
             exchange.excluded = await _excluded(first, pool)
             await requests.prepare(exchange)
             exchange.excluded = await _excluded(first, pool)  # nodes may have come meanwhile
-            attempts = Attempts(pool, exchange.trial, first=exchange.decodes, tried=exchange.excluded)
+            attempts = Attempts(pool, exchange.trial, first=exchange.decode_node, tried=exchange.excluded)
             while (node := attempts.next(time.monotonic())) and not (address := await _address(node)):
                 failure = HopError("unreachable", "its name is not known")
                 requests.hops.failed(exchange, "decode", node, attempts, failure)

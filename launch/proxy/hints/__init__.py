@@ -17,5 +17,5 @@ the pool yet are kept as soon as they come.
    one still finds room. Chunks are divided by the same rule, unless the tenant has a bound of its own.
 
 `actions` does what hints ask for. `messages` (pure) are hints and their answers. `pins` (pure) says which
-chunks are kept until when.
+chunks are kept until when. `prefetches` has decode nodes load prompts.
 """

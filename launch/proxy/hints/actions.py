@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -31,7 +31,8 @@ from launch.proxy.hints.messages import (
     done,
     refused,
 )
-from launch.proxy.hints.pins import Pin, PinKey, Pins, fair
+from launch.proxy.hints.pins import Pin, PinKey, Pins
+from launch.proxy.hints.prefetches import PREFETCH_S, Prefetches
 from launch.proxy.hops import Hops
 from launch.proxy.keys import Client, Keys
 from launch.proxy.lookups import PoolLookups
@@ -56,19 +57,6 @@ _RECENT, _RECENT_CHUNKS = 1000, 1 << 17
 
 PoolBytes = Callable[[View], int]
 """Returns how many bytes the pool holds. Blocks; raises OSError or ValueError if that is not known."""
-PREFETCH_S = 60.0
-"""The longest time for which a node holds a prompt before its request comes, because it has blocks for few
-prompts."""
-_MOST_PREFETCHED = 64
-_PREFETCH_REFUSED_S = 0.1
-"""A node has this long to refuse a prefetch."""
-
-
-class Prefetched(NamedTuple):
-    holder: str
-    node: str
-    stream: asyncio.Task[str]
-    """Holds the prompt at the node. The task's result says why the node no longer holds the prompt."""
 
 
 class Hints:
@@ -103,12 +91,11 @@ class Hints:
         metrics.pinned_bytes.set_function(lambda: len(pins.chunks()) * lookups.chunk_bytes)
         self._recent: OrderedDict[tuple[Client, str], NamedPrompt] = OrderedDict()
         self._recent_chunks = 0
-        self._prefetched: dict[bytes, Prefetched] = {}
-        """The prefetched prompts, by the names of their last chunks."""
+        self.prefetches = Prefetches(hops, lookups)
 
     def begin(self, exchange: Exchange, message: bytes | None) -> None:
-        """Takes in a request and the hints that came with it. Hints may name the request later. If a
-        decode node has loaded its prompt ahead, that node will answer it."""
+        """Takes in a request, which hints may name later, and begins to answer the hints that came with
+        it."""
         if (named := exchange.prompt.named) is not None:
             client, known = exchange.client, self._recent
             if self.pins:
@@ -119,10 +106,6 @@ class Hints:
             self._recent_chunks += len(named.names)
             while len(known) > _RECENT or self._recent_chunks > _RECENT_CHUNKS:
                 self._recent_chunks -= len(known.popitem(last=False)[1].names)
-            last = next((name for name in reversed(named.names) if name in self._prefetched), None)
-            if last is not None:
-                _, exchange.decodes, stream = self._prefetched.pop(last)
-                exchange.until_answered.callback(stream.cancel)
         if message is not None:
             exchange.hinted = asyncio.create_task(self.taken(message, exchange))
 
@@ -196,10 +179,11 @@ class Hints:
                 raise HintRefusedError(f"a node needs the prompt itself: give one of {', '.join(PROMPTS)}")
             named, completion = await self._target(fields, given, exchange)
             assert completion is not None
-            node = await self._prefetch(exchange, completion, named)
+            node = await self.prefetches.start(exchange, completion, named)
+            shown = node if self._keys.may_watch(exchange.headers.get("Authorization")) else None
             tokens = len(named.names) * named.chunk_tokens
             return done(
-                action.action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=node
+                action.action_id, (), ttl_s=PREFETCH_S, tokens=tokens, in_pool=named.pool_tokens, node=shown
             )
         if given.ttl_s is None:
             raise HintRefusedError("ttl_s is missing: the seconds for which to keep the prompt")
@@ -290,79 +274,6 @@ class Hints:
     @property
     def _proxies(self) -> int:
         return max(1, len(self._view.by_role("proxy")))
-
-    # --- prefetches -----------------------------------------------------------------------------------------
-
-    def prefetched_by(self, client: Client) -> bool:
-        """Returns whether a node holds a prompt for this client. Prompts that others prefetch cost it
-        nothing."""
-        return any(prefetched.holder == client.holder for prefetched in self._prefetched.values())
-
-    def end_prefetches(self) -> None:
-        for prefetched in self._prefetched.values():
-            prefetched.stream.cancel()
-
-    async def _prefetch(self, exchange: Exchange, completion: Completion, named: NamedPrompt) -> str | None:
-        """Makes a decode node load the prompt and hold it for `PREFETCH_S`; a request with it will go there.
-
-        Returns the node's URL, or None if this client may not see it. Raises HintRefusedError, with the
-        reason, if no node loads the prompt.
-        """
-        node, streams = self._loading_node(named)
-        last, holder = named.names[-1], exchange.client.holder
-        held = sum(prefetched.holder == holder for prefetched in self._prefetched.values())
-        if not fair(holder, held, _MOST_PREFETCHED - len(self._prefetched)):
-            raise HintRefusedError(
-                f"all {_MOST_PREFETCHED} prefetches are taken, or this client has as many prefetches as are free"
-            )
-        body = completion.for_stream() if streams else completion.for_load()
-
-        async def hold() -> str:
-            """Returns why the node does not load the prompt, or no longer; empty once the time is over."""
-            try:
-                async with asyncio.timeout(PREFETCH_S):
-                    name = f"-prefetch-{last.hex()[:8]}"
-                    why = await self._hops.load(exchange, node, completion.path, body, name)
-                    if streams or why:
-                        return why or "no room"
-                    await asyncio.sleep(PREFETCH_S)  # what it has loaded stays in its own cache
-            except TimeoutError:
-                pass
-            finally:
-                if self._prefetched.get(last) is prefetched:
-                    del self._prefetched[last]
-            return ""
-
-        prefetched = Prefetched(holder, node, asyncio.create_task(hold()))
-        if last in self._prefetched:
-            self._prefetched[last].stream.cancel()
-        self._prefetched[last] = prefetched
-        await asyncio.wait({prefetched.stream}, timeout=_PREFETCH_REFUSED_S)
-        # a cancelled one has given way to its request, or to another of the same prompt
-        if prefetched.stream.done() and not prefetched.stream.cancelled():
-            raise HintRefusedError(f"the decode node does not load it: {prefetched.stream.result()}")
-        return node if self._keys.may_watch(exchange.headers.get("Authorization")) else None
-
-    def _loading_node(self, named: NamedPrompt) -> tuple[str, bool]:
-        """Returns the decode node that a request with this prompt would get, and whether it streams. Raises
-        HintRefusedError if the node would not load the prompt."""
-        if named.pool_tokens is None:
-            raise HintRefusedError("the pool does not answer")
-        if not named.pool_tokens:
-            raise HintRefusedError("the pool has no chunk of the prompt")
-        pool = self._hops.pools["decode"]
-        if (node := pool.pick(time.monotonic())) is None:
-            raise HintRefusedError("no decode node can be asked")
-        if not (streams := pool.node(node).record.streams):
-            if not self._lookups.grouped:
-                raise HintRefusedError(
-                    "decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)"
-                )
-            if not self._hops.rule.why(named.tokens, named.pool_tokens):
-                raise HintRefusedError(
-                    "a decode node would compute it: the pool lacks too much of it (docs/hints.md)"
-                )
-        return node, streams
 
     # --- leases ---------------------------------------------------------------------------------------------
 

@@ -4,9 +4,9 @@ a completion that would miss its limits. Pure: the time comes from the caller.
 1. A node brings prompts to their first byte one after the other. The time until a prompt's first byte is a
    constant, plus a time for each token of the prompt and of the prompts in front of it. A node's answers
    correct both figures.
-2. A decode node has room for a number of answers. Once it is full, a prompt waits until enough answers have
-   ended. A prefill node computes the prompt meanwhile, so the longer of the two times counts. Then the decode
-   node loads the prompt.
+2. A decode node has room for a number of answers. If all decode nodes are full, the prompt waits until an
+   answer ends. It is prefilled during this wait, so only the longer of the two times counts. After it, the
+   decode node loads the prompt.
 3. The time between a decode node's tokens is a constant, plus a time for each answer that the node generates.
    The node's reports correct both figures.
 4. The proxy knows only the number of other proxies' prompts, from the nodes' reports. Each of these prompts
@@ -63,8 +63,9 @@ class Predicted(NamedTuple):
     """The same if no other request were in front of it."""
     token_s: float = 0.0
     """The time between two of its tokens."""
-    shorter: float = 0.0
-    """How long until `token_s` has fallen by a second, because answers end; 0 if none runs."""
+    relief_s: float = 0.0
+    """How many seconds pass until the answers that end have shortened `token_s` by one second; 0 if no answer
+    runs."""
 
 
 class _Time:
@@ -231,8 +232,8 @@ class Limits:
         steps = []
         for url in decode:
             running, step = min(self._places(url)), self._known(url).step
-            shorter = self._answer_s / running / step.each_s if running else 0.0
-            steps.append((step.seconds(running + 1), shorter))
+            relief_s = self._answer_s / running / step.each_s if running else 0.0
+            steps.append((step.seconds(running + 1), relief_s))
         return Predicted(first, alone, *min(steps, default=()))
 
     @contextmanager
@@ -248,17 +249,18 @@ class Limits:
         finally:
             self.waiting.remove(place)
 
-    def check(self, predicted: Predicted, limits: LimitsConfig, *, waiting: bool = False) -> None:
-        """Raises ApiError 429 if a request would miss a limit. With `waiting`, raises it until the request
-        may go on (see 6). `retry_after` is the time until the request would be admitted."""
+    def missed(self, predicted: Predicted, limits: LimitsConfig, *, waiting: bool = False) -> ApiError | None:
+        """Returns the error 429 for a request that would miss a limit. With `waiting`, returns it until the
+        request may go on (see 6). `retry_after` is the time until the request would be admitted."""
         queue, token = predicted.first_s - predicted.alone_s, predicted.token_s
         first = queue / _WAITING_SHARE if waiting else predicted.first_s
         if limits.ttft_s is not None and self._margin * first > limits.ttft_s and queue > 0:
             what = f"The first token would come after {self._margin * first:.3g} s; at most {limits.ttft_s:.3g} s are allowed"
-            raise _over("ttft_s", what, min(first - limits.ttft_s / self._margin, queue))
-        if limits.token_s is not None and token > limits.token_s and predicted.shorter:
+            return _over("ttft_s", what, min(first - limits.ttft_s / self._margin, queue))
+        if limits.token_s is not None and token > limits.token_s and predicted.relief_s:
             what = f"A token would take {token:.3g} s; at most {limits.token_s:.3g} s are allowed"
-            raise _over("token_s", what, (token - limits.token_s) * predicted.shorter)
+            return _over("token_s", what, (token - limits.token_s) * predicted.relief_s)
+        return None
 
     def _queue(self, hop: Hop, url: str) -> _Queue:
         return self._queues.setdefault(self._pools[hop].node(url), _Queue())

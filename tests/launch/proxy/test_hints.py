@@ -17,7 +17,7 @@ from aiohttp import web
 
 from launch.discovery import View
 from launch.proxy.exchange import HINTS_HEADER
-from launch.proxy.hints import actions as hints_module
+from launch.proxy.hints import prefetches
 from launch.proxy.hints.actions import LARGEST_HINTS, Hints
 from launch.proxy.hints.messages import HintRefusedError
 from launch.proxy.hints.pins import Pin, Pins
@@ -424,16 +424,16 @@ async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_go
         await c.ask({"prompt": [*IDS, 9], "cache_salt": "s"})
         assert len(node.bodies) == 2
         await until(lambda: node.hung_up == 1, "it ends with the answer of a request that begins with it")
-        assert not c.proxy._hints._prefetched
+        assert not c.proxy._hints.prefetches._under_way
 
         c.decode[0].script = c.decode[1].script = [answers(503)]
         assert "status 503" in (await c.hint("kv.prefetch", {"tokens": IDS}))["reason"]
         c.decode[0].script = c.decode[1].script = [hangs, hangs, hangs]
-        monkeypatch.setattr(hints_module, "PREFETCH_S", 0.5)
+        monkeypatch.setattr(prefetches, "PREFETCH_S", 0.5)
         for _ in range(2):
             assert (await c.hint("kv.prefetch", {"tokens": IDS}))["status"] == "accepted"
-        assert len(c.proxy._hints._prefetched) == 1, "the second takes the place of the first"
-        await until(lambda: not c.proxy._hints._prefetched, "it ends with its time")
+        assert len(c.proxy._hints.prefetches._under_way) == 1, "the second takes the place of the first"
+        await until(lambda: not c.proxy._hints.prefetches._under_way, "it ends with its time")
         monkeypatch.undo()
         assert (await c.hint("kv.prefetch", {"tokens": IDS}))["status"] == "accepted"
     assert sum(one.hung_up for one in c.decode) == 4, "it ends with the proxy"
@@ -449,9 +449,9 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         c.proxy._lookups._client.found = 768
         c.decode[0].script = c.decode[1].script = [answers(503)]
         with monkeypatch.context() as patient:
-            patient.setattr(hints_module, "_PREFETCH_REFUSED_S", 60.0)
+            patient.setattr(prefetches, "_REFUSED_S", 60.0)
             assert "status 503" in (await prefetch())["reason"]
-        assert not c.proxy._hints._prefetched
+        assert not c.proxy._hints.prefetches._under_way
         c.decode[0].script, c.decode[1].script = [hangs, hangs], [hangs, hangs]
         told, again = await asyncio.gather(prefetch(), prefetch())
         assert told["status"] == again["status"] == "accepted", (
@@ -459,12 +459,12 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         )
 
         async def fails_late(request):
-            await asyncio.sleep(2 * hints_module._PREFETCH_REFUSED_S)
+            await asyncio.sleep(2 * prefetches._REFUSED_S)
             return web.Response(status=500)
 
         c.decode[0].script, c.decode[1].script = [fails_late], [fails_late]
         assert (await prefetch())["status"] == "accepted"
-        await until(lambda: not c.proxy._hints._prefetched, "it has its place no longer")
+        await until(lambda: not c.proxy._hints.prefetches._under_way, "it has its place no longer")
         c.decode[0].script, c.decode[1].script = [], []
         told = await prefetch()
         node = next(one for one in c.decode if one.url == told["node"])
@@ -478,7 +478,7 @@ async def test_a_node_without_streams_loads_a_prompt_ahead_by_answering_it_with_
         }
         await c.ask({"prompt": [*IDS, 9]})
         assert node.bodies[-1]["prompt"] == [*IDS, 9], "its request goes there"
-        assert not c.proxy._hints._prefetched
+        assert not c.proxy._hints.prefetches._under_way
 
 
 @scenario
@@ -521,7 +521,7 @@ async def test_nothing_is_prefetched_that_the_pool_does_not_have():
 
 @scenario
 async def test_no_client_takes_all_prefetches(tmp_path, monkeypatch):
-    monkeypatch.setattr(hints_module, "_MOST_PREFETCHED", 4)
+    monkeypatch.setattr(prefetches, "_MOST_PREFETCHED", 4)
     keys = "".join(f"{name} key-of-{name}-0123456789\n" for name in ("ann", "ben", "eve"))
     async with pinning(streams=True, **files_of(tmp_path, api_keys=keys)) as c:
         c.decode[0].default = hangs

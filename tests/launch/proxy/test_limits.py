@@ -71,11 +71,8 @@ class Scene:
 
     def refused(self, *, waiting=False, **limits):
         """After how many seconds the request should come again; None if it is admitted."""
-        try:
-            self.limits.check(self.predicted(), LimitsConfig(**limits), waiting=waiting)
-        except ApiError as error:
-            return int(error.response().headers["Retry-After"])
-        return None
+        error = self.limits.missed(self.predicted(), LimitsConfig(**limits), waiting=waiting)
+        return None if error is None else int(error.response().headers["Retry-After"])
 
     def decodes(self, running, token_s=0.05, queued=0, used=0.5):
         """The decode node reports that it has generated 100 tokens for each of these."""
