@@ -20,7 +20,6 @@ from tests.support.kv import make_cache
 from tests.support.server import LATE_S, served
 from tests.support.waiting import wait_for
 from transfer.deadlines import end_in
-from transfer.settings import ByteSize
 
 CLIENTS = ("bypass", "mooncake", "server")
 
@@ -160,7 +159,7 @@ def test_after_close_a_lookup_answers_with_what_is_at_hand(clients, node):
 
 def test_a_renewal_counts_the_objects_that_the_pool_has_not_those_of_other_tiers(clients, pool):
     tokens = list(range(500, 524))
-    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
+    tiers = (LocalTier(capacity="1MiB"), MooncakeTier())
     with host(pool, cache=CacheConfig(chunk_size=CHUNK, tiers=tiers)) as node, clients(node) as client:
         node.store(tokens, list(range(24)))
         node.engine.backend.tiers[-1].backend.store.remove(node.keys(tokens)[1:2], end_in(60), force=True)

@@ -5,7 +5,7 @@ import struct
 import threading
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,7 +24,7 @@ from tests.support.backends import (
     plant,
     pool_memory,
 )
-from tests.support.waiting import wait_for
+from tests.support.waiting import beside, together, wait_for
 from transfer.deadlines import end_in
 from transfer.errors import Status
 
@@ -56,28 +56,34 @@ def subject(request, make):
 
 @pytest.fixture
 def key():
-    """Keys that no other test uses."""
-    prefix = uuid.uuid4().hex
-    return lambda name: f"pdc1/{prefix}/{name}"
+    """One that no other test uses."""
+    return f"pdc1/{uuid.uuid4().hex}/0"
 
 
 def value(seed):
     return random.Random(str(seed)).randbytes(PAYLOAD)
 
 
+def put(subject, *keys):
+    """Stores a value under each key. Returns the values."""
+    values = {key: value(key) for key in keys}
+    assert subject.put(values) == [Status.OK] * len(keys)
+    return list(values.values())
+
+
 def test_payloads_have_one_of_a_few_sizes(subject, key):
     largest = subject.backend.payload_bytes
     small = value("small")[: largest // 3]
-    assert subject.put({key("small"): small, key("none"): b""}, sized=True) == [Status.OK] * 2
-    assert subject.put({key("large"): value("large")}) == [Status.OK]
-    assert subject.get([key("large")]) == [value("large")]
-    (nothing,) = subject.backend.batched_get([key("none")], payload_bytes=0)
+    assert subject.put({f"{key}-small": small, f"{key}-none": b""}, sized=True) == [Status.OK] * 2
+    large = put(subject, f"{key}-large")
+    assert subject.get([f"{key}-large"]) == large
+    (nothing,) = subject.backend.batched_get([f"{key}-none"], payload_bytes=0)
     assert (subject.backend.check(nothing), nothing.payload) == ("", b"")
     nothing.release()
-    (fetched,) = subject.backend.batched_get([key("small")], payload_bytes=len(small))
+    (fetched,) = subject.backend.batched_get([f"{key}-small"], payload_bytes=len(small))
     assert bytes(fetched.payload or b"") == small
     fetched.release()
-    (other,) = subject.backend.batched_get([key("small")], payload_bytes=len(small) + 8)
+    (other,) = subject.backend.batched_get([f"{key}-small"], payload_bytes=len(small) + 8)
     assert other.payload is None, other.reason
     other.release()
     for wrong in (largest + 1, -1):
@@ -87,11 +93,11 @@ def test_payloads_have_one_of_a_few_sizes(subject, key):
 
 def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it(subject, key):
     payloads = {
-        key(size): struct.pack("<Q", size) + value(size)[: size - 8] for size in (8, 100, 4096, PAYLOAD)
+        f"{key}-{size}": struct.pack("<Q", size) + value(size)[: size - 8] for size in (8, 100, 4096, PAYLOAD)
     }
     assert subject.put(payloads, sized=True) == [Status.OK] * 4
     for _ in range(2):  # the second time, tiers before the last may have it
-        fetches = subject.backend.batched_get([*payloads, key("none")], payload_bytes=SELF_SIZED)
+        fetches = subject.backend.batched_get([*payloads, f"{key}-none"], payload_bytes=SELF_SIZED)
         for fetched, payload in zip(fetches, [*payloads.values(), None], strict=True):
             assert fetched.payload == payload
             assert subject.backend.check(fetched) == ("missing" if payload is None else "")
@@ -99,8 +105,10 @@ def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it
     with pytest.raises(ValueError):
         subject.backend.stage(payload_bytes=SELF_SIZED)
     for wrong in (0, 7, 99, 101, PAYLOAD + 1, 2**63, 2**64 - 1):
-        assert subject.put({key(wrong): struct.pack("<Q", wrong) + bytes(92)}, sized=True) == [Status.OK]
-        (fetched,) = subject.backend.batched_get([key(wrong)], payload_bytes=SELF_SIZED)
+        assert subject.put({f"{key}-{wrong}": struct.pack("<Q", wrong) + bytes(92)}, sized=True) == [
+            Status.OK
+        ]
+        (fetched,) = subject.backend.batched_get([f"{key}-{wrong}"], payload_bytes=SELF_SIZED)
         assert fetched.payload is None
         assert subject.backend.check(fetched) in ("truncated", "foreign")
         fetched.release()
@@ -111,16 +119,17 @@ def test_memory_from_elsewhere_or_of_another_number_than_keys_is_refused(subject
     own = subject.backend.stage(end=end_in(60))
     for staged in ([foreign], [own, own], []):
         with pytest.raises(ValueError, match="lent by `stage`"):
-            subject.backend.batched_put([key(0)], staged)
+            subject.backend.batched_put([key], staged)
     foreign.release()
     own.release()
 
 
 def test_a_reader_that_stops_early_leaves_nothing_held(subject, key):
-    subject.put({key(n): value(n) for n in range(10)})
+    keys = [f"{key}-{n}" for n in range(10)]
+    put(subject, *keys)
     held = subject.backend.memory.pool.in_use
     for taken in (0, 1, 4):
-        fetches = subject.backend.batched_get([key(n) for n in range(10)])
+        fetches = subject.backend.batched_get(keys)
         for _ in range(taken):
             next(fetches).release()
         fetches.close()
@@ -145,8 +154,7 @@ def test_odd_keys_are_keys_like_any_other(subject):
     prefix = uuid.uuid4().hex
     keys = [prefix + odd for odd in ODD_KEYS]
     for start in range(0, len(keys), 6):
-        batch = keys[start : start + 6]
-        assert subject.put({name: value(name) for name in batch}) == [Status.OK] * len(batch)
+        put(subject, *keys[start : start + 6])
     assert subject.get(keys) == [value(name) for name in keys]
 
 
@@ -182,8 +190,8 @@ def test_planted_bad_data_reads_as_a_miss_with_its_reason(make, kind, key, raw_c
     for number, (damage, reason) in enumerate(DAMAGES.items()):
         if reason == "other_size" and kind != "mooncake":
             continue
-        good, bad, last = keys = [key(f"{number}/{n}") for n in range(3)]
-        subject.put({name: value(name) for name in keys})
+        good, bad, last = keys = [f"{key}-{number}/{n}" for n in range(3)]
+        put(subject, *keys)
         subject.plant(bad, damage, raw_client_of_module)
         missed = subject.count("pd_cache_tier_misses_total")
         first, found, third = subject.get(keys)
@@ -194,22 +202,24 @@ def test_planted_bad_data_reads_as_a_miss_with_its_reason(make, kind, key, raw_c
         subject.check_integrity()
 
 
+def hits(subject):
+    """How many objects each tier had, the first tier first."""
+    return [subject.count("pd_cache_tier_hits_total", tier=tier) for tier in subject.bases]
+
+
 def test_a_damaged_object_in_one_tier_is_read_from_the_next_and_mended(make, key):
     subject = make("hybrid(local+disk+mooncake)")
-    keys = [key(n) for n in range(6)]
-    subject.put({name: value(n) for n, name in enumerate(keys)})
+    keys = [f"{key}-{n}" for n in range(6)]
+    values = put(subject, *keys)
     plant(subject.bases["local"], keys[1], flipped_bit, None)
     plant(subject.bases["local"], keys[4], lambda raw: bytes(len(raw)), None)
     plant(subject.bases["disk"], keys[4], lambda raw: raw[:-100], None)
-    assert subject.get(keys) == [value(n) for n in range(6)]
-    assert subject.count("pd_cache_tier_misses_total", tier="local", reason="corrupt") == 1
-    assert subject.count("pd_cache_tier_misses_total", tier="local", reason="foreign") == 1
-    assert subject.count("pd_cache_tier_misses_total", tier="disk", reason="truncated") == 1
-    assert subject.count("pd_cache_tier_hits_total", tier="local") == 4
-    assert subject.count("pd_cache_tier_hits_total", tier="disk") == 1
-    assert subject.count("pd_cache_tier_hits_total", tier="mooncake") == 1
-    assert subject.get(keys) == [value(n) for n in range(6)]
-    assert subject.count("pd_cache_tier_hits_total", tier="local") == 10, "what was read was put back"
+    assert subject.get(keys) == values
+    for tier, reason in (("local", "corrupt"), ("local", "foreign"), ("disk", "truncated")):
+        assert subject.count("pd_cache_tier_misses_total", tier=tier, reason=reason) == 1
+    assert hits(subject) == [4, 1, 1]
+    assert subject.get(keys) == values
+    assert hits(subject) == [10, 1, 1], "what was read was put back"
 
 
 @pytest.mark.parametrize("chain", ["local+mooncake", "disk+mooncake"])
@@ -218,32 +228,29 @@ def test_the_pools_damaged_object_is_replaced_from_a_tier_whose_copy_is_good(
 ):
     subject = make(f"hybrid({chain})")
     pool = Subject(subject.bases["mooncake"], {}, subject.metrics)
-    keys = [key(n) for n in range(4)]
-    values = {name: value(n) for n, name in enumerate(keys)}
-    subject.put(values)
+    keys = [f"{key}-{n}" for n in range(4)]
+    values = put(subject, *keys)
     plant(subject.bases["mooncake"], keys[2], flipped_bit, raw_client_of_module)
-    assert subject.get(keys) == list(values.values()), "the good copy wins"
-    assert pool.get(keys) == [*list(values.values())[:2], "corrupt", value(3)], (
-        "another node finds the damage"
-    )
+    assert subject.get(keys) == values, "the good copy wins"
+    assert pool.get(keys) == [*values[:2], "corrupt", values[3]], "another node finds the damage"
     assert subject.backend.batched_wants(keys) == [Status.OK, Status.OK, Status.MISSING, Status.OK]
-    assert subject.put({keys[2]: values[keys[2]]}) == [Status.OK]
-    assert pool.get(keys) == list(values.values())
+    put(subject, keys[2])
+    assert pool.get(keys) == values
 
 
 def test_a_chunk_that_is_damaged_in_every_tier_is_wanted_again_and_healed(make, key, raw_client_of_module):
     subject = make("hybrid(local+disk+mooncake)")
-    keys = [key(n) for n in range(3)]
-    subject.put({name: value(n) for n, name in enumerate(keys)})
+    keys = [f"{key}-{n}" for n in range(3)]
+    values = put(subject, *keys)
     subject.plant(keys[1], flipped_bit, raw_client_of_module)
-    assert subject.get(keys) == [value(0), "corrupt", value(2)]
+    assert subject.get(keys) == [values[0], "corrupt", values[2]]
     assert subject.backend.batched_contains(keys) == [Status.OK, Status.MISSING, Status.OK]
     assert subject.backend.batched_wants(keys) == [Status.OK, Status.MISSING, Status.OK]
-    assert subject.put({keys[1]: value(1)}) == [Status.OK]
-    assert subject.get(keys) == [value(n) for n in range(3)]
-    assert subject.count("pd_cache_tier_hits_total", tier="mooncake") == 0
+    put(subject, keys[1])
+    assert subject.get(keys) == values
+    assert hits(subject)[-1] == 0
     for base in subject.bases.values():
-        assert Subject(base, {}, subject.metrics).get(keys) == [value(n) for n in range(3)], "in every tier"
+        assert Subject(base, {}, subject.metrics).get(keys) == values, "in every tier"
 
 
 @pytest.fixture(scope="module")
@@ -260,9 +267,9 @@ OWN_BUDGET = tuple(kind for kind in KINDS if "mooncake" not in kind)
 @pytest.mark.parametrize("kind", OWN_BUDGET)
 def test_a_budget_smaller_than_one_value_holds_nothing_and_says_so(make, kind, key):
     subject = make(kind, objects=0)
-    assert subject.put({key(0): value(0)}) == [Status.NO_SPACE]
-    assert subject.get([key(0)]) == ["missing"]
-    assert not subject.has(key(0))
+    assert subject.put({key: value(0)}) == [Status.NO_SPACE]
+    assert subject.get([key]) == ["missing"]
+    assert not subject.has(key)
     if kind == "hybrid(local)":
         assert subject.count("pd_cache_tier_dropped_writes_total", tier="local", reason="no_space") >= 1
 
@@ -270,17 +277,17 @@ def test_a_budget_smaller_than_one_value_holds_nothing_and_says_so(make, kind, k
 @pytest.mark.parametrize("kind", ["local", "hybrid(local)", "pipelined(local)"])
 def test_what_a_reader_holds_is_never_evicted(make, kind, key):
     subject = make(kind, objects=4)
-    subject.put({key("held"): value("held")})
-    (held,) = subject.backend.batched_get([key("held")])
+    (there,) = put(subject, key)
+    (held,) = subject.backend.batched_get([key])
     for n in range(20):
-        subject.put({key(n): value(n)})
-    assert subject.has(key("held"))
-    assert bytes(held.payload) == value("held")
-    assert subject.backend.batched_remove([key("held")]) == [Status.BUSY]
+        put(subject, f"{key}-{n}")
+    assert subject.has(key)
+    assert bytes(held.payload) == there
+    assert subject.backend.batched_remove([key]) == [Status.BUSY]
     held.release()
     for n in range(20, 40):
-        subject.put({key(n): value(n)})
-    assert not subject.has(key("held"))
+        put(subject, f"{key}-{n}")
+    assert not subject.has(key)
 
 
 # --- closing ------------------------------------------------------------------------------------------------
@@ -318,17 +325,17 @@ CLOSABLE = (
 @pytest.mark.parametrize("kind", CLOSABLE)
 def test_after_close_every_call_answers_at_once_and_finds_nothing(make_own, kind, key):
     subject = make_own(kind)
-    subject.put({key(0): value(0)})
-    (held,) = subject.backend.batched_get([key(0)])
+    (there,) = put(subject, key)
+    (held,) = subject.backend.batched_get([key])
     staged = subject.backend.stage(end=end_in(60))
     subject.backend.close()
     assert not subject.backend.available
-    assert bytes(held.payload) == value(0), "what a reader holds stays its own until it lets go"
+    assert bytes(held.payload) == there, "what a reader holds stays its own until it lets go"
     held.release()
-    assert subject.backend.batched_contains([key(0)]) == [Status.CLOSED]
-    assert subject.get([key(0), key(1)]) == ["closed", "closed"]
-    assert subject.backend.batched_put([key(2)], [staged]).results() == [Status.CLOSED]
-    assert subject.backend.batched_remove([key(0)]) == [Status.CLOSED]
+    assert subject.backend.batched_contains([key]) == [Status.CLOSED]
+    assert subject.get([key, f"{key}-1"]) == ["closed", "closed"]
+    assert subject.backend.batched_put([f"{key}-2"], [staged]).results() == [Status.CLOSED]
+    assert subject.backend.batched_remove([key]) == [Status.CLOSED]
     assert subject.backend.stage(end=0.0) is None
     assert subject.backend.annotate("note", b"x") is Status.CLOSED
     subject.backend.close()
@@ -351,21 +358,18 @@ def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key)
                     return
                 continue
             staged.payload[:] = value(n % 8)
-            statuses.extend(subject.backend.batched_put([key(n % 8)], [staged]).results())
+            statuses.extend(subject.backend.batched_put([f"{key}-{n % 8}"], [staged]).results())
 
     def reader():
         working.wait(60)
         while not stop.is_set():
-            read.extend(enumerate(subject.get([key(n) for n in range(8)])))
+            read.extend(enumerate(subject.get([f"{key}-{n}" for n in range(8)])))
 
-    with ThreadPoolExecutor(4) as threads:
-        working_on = [threads.submit(work) for work in (write, write, reader, reader)]
+    with beside(write, write, reader, reader):
         working.wait(60)
         wait_for(lambda: len(statuses) > 20 and len(read) > 20)
         stop.set()
         subject.backend.close()
-        for one in working_on:
-            one.result(60)
     assert set(statuses) <= {Status.OK, Status.CLOSED, Status.NO_SPACE, Status.OVERLOADED}
     for n, outcome in read:
         assert outcome == value(n) or outcome in MISSES | {"closed", "no_staging"}
@@ -376,11 +380,11 @@ def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key)
 
 
 def test_one_key_put_read_and_removed_by_many_at_once_is_whole_or_not_there(subject, key):
-    name, content = key("one"), value("one")
+    content = value("one")
     allowed = {
-        "put": (lambda: subject.put({name: content}), {Status.OK, Status.BUSY}),
-        "get": (lambda: subject.get([name]), MISSES | {content}),
-        "remove": (lambda: subject.backend.batched_remove([name]), {Status.OK, Status.MISSING, Status.BUSY}),
+        "put": (lambda: subject.put({key: content}), {Status.OK, Status.BUSY}),
+        "get": (lambda: subject.get([key]), MISSES | {content}),
+        "remove": (lambda: subject.backend.batched_remove([key]), {Status.OK, Status.MISSING, Status.BUSY}),
     }
 
     def repeat(what):
@@ -388,8 +392,7 @@ def test_one_key_put_read_and_removed_by_many_at_once_is_whole_or_not_there(subj
         for _ in range(60):
             assert set(call()) <= expected
 
-    with ThreadPoolExecutor(5) as threads:
-        list(threads.map(repeat, ("put", "put", "get", "get", "remove")))
+    together(*(partial(repeat, what) for what in ("put", "put", "get", "get", "remove")))
     subject.check_integrity()
 
 

@@ -22,7 +22,7 @@ from tests.support.etcd import Etcd
 from tests.support.needs import needs_etcd
 from tests.support.pool import Node
 from tests.support.waiting import wait_for
-from transfer.settings import ByteSize, Timeouts, TransferSettings, mooncake_version
+from transfer.settings import Timeouts, TransferSettings, mooncake_version
 
 pytestmark = [pytest.mark.slow(seconds=100), needs_etcd]
 TTL_S = 4  # a machine is not so busy that a node does not get to renew its lease
@@ -240,7 +240,7 @@ def test_what_elected_masters_promise_is_found_where_the_file_names_none(make_et
         name="test",
         discovery=etcd.settings(),
         masters=MastersConfig(ha=True),
-        nodes=(StoreNode(name="s", segment_size=ByteSize(64 << 20)),),
+        nodes=(StoreNode(name="s", segment_size="64MiB"),),
     )
     with pytest.raises(
         ConfigError, match=r"no master of the cluster test registered in etcd .* within 0\.1 s"

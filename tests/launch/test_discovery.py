@@ -23,7 +23,6 @@ from pd_cache.cluster import (
     differences,
 )
 from tests.support.proxy import NAMESPACE
-from transfer.settings import ByteSize
 
 
 def node(name, namespace=None):
@@ -80,7 +79,7 @@ def test_a_record_tells_what_clients_write_into_model_and_what_the_reference_eng
 def test_a_cache_servers_record_tells_its_socket_its_metrics_and_its_memory_and_its_engines_give_none():
     nodes = (
         MasterNode(name="m", lease_ttl_ms=6000),
-        CacheServerNode(name="c", metrics_port=9100, segment_size=ByteSize(1 << 30)),
+        CacheServerNode(name="c", metrics_port=9100, segment_size="1GiB"),
         PrefillNode(name="p", cache_server="c"),
     )
     config = ClusterConfig(nodes=nodes)

@@ -13,7 +13,6 @@ from pd_cache.cluster import DecodeNode, ProxyNode, StoreNode
 from pd_cache.cluster.machine import local_nodes
 from pd_cache.errors import ConfigError
 from tests.pd_cache.cluster.test_machine import ELSEWHERE, cluster
-from transfer.settings import ByteSize
 
 
 def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay():
@@ -47,7 +46,7 @@ def test_the_node_to_launch_is_the_named_one_or_the_only_one_here():
     config = cluster(
         DecodeNode(name="a"),
         DecodeNode(name="b", host=ELSEWHERE),
-        StoreNode(name="s", segment_size=ByteSize(1)),
+        StoreNode(name="s", segment_size=1),
     )
     assert up.pick_node(config, "decode", None).name == "a"
     assert up.pick_node(config, "decode", "b").name == "b"

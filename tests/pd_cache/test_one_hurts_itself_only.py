@@ -17,7 +17,6 @@ from tests.support.engines import CHUNK, host
 from tests.support.waiting import beside, wait_for
 from transfer.deadlines import end_in
 from transfer.errors import Status
-from transfer.settings import ByteSize
 
 PAYLOAD = 64 << 10
 SLOTS = 32
@@ -32,7 +31,7 @@ def backend(pool, segment="any", **timeouts):
         CacheConfig(tiers=(MooncakeTier(preferred_segment=segment),)),
         transfer={"timeouts": {**PATIENT, **timeouts}},
     )
-    transfer = msgspec.structs.replace(settings.transfer, staging_size=ByteSize(SLOTS * (PAYLOAD + 4096)))
+    transfer = msgspec.structs.replace(settings.transfer, staging_size=SLOTS * (PAYLOAD + 4096))
     settings = msgspec.structs.replace(settings, transfer=transfer)
     opened = MooncakeBackend(settings, pool_memory(settings, PAYLOAD))
     try:

@@ -6,7 +6,6 @@ from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
 from tests.support.engines import CHUNK, FAST, host
 from tests.support.waiting import wait_for
 from transfer.errors import PoolUnavailableError
-from transfer.settings import ByteSize
 
 TOKENS = list(range(40))
 SLOTS = list(range(40))
@@ -49,7 +48,7 @@ def test_without_a_pool_an_engine_starts_misses_at_once_and_works_when_it_comes(
 
 def test_memory_serves_what_it_holds_while_the_master_is_dead(make_pool):
     pool = make_pool().start()
-    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
+    tiers = (LocalTier(capacity="1MiB"), MooncakeTier())
     with host(pool, cache=CacheConfig(chunk_size=CHUNK, tiers=tiers), **FAST) as node:
         wait_for(storing(node), "a store going through")
         pool.kill("master")

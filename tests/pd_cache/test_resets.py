@@ -13,7 +13,6 @@ from pd_cache.versions import Naming, WeightsVersion
 from tests.support.engines import BLOCK, CHUNK, host
 from tests.support.server import Engine, served
 from tests.support.waiting import beside, together, wait_for
-from transfer.settings import ByteSize
 
 TOKENS = list(range(5 * CHUNK))
 SLOTS, OTHER = TOKENS, list(range(128, 128 + 5 * CHUNK))
@@ -66,8 +65,8 @@ def test_a_change_that_comes_with_a_label_at_the_same_time_wins():
 
 def test_chunks_of_old_weights_are_loaded_from_no_tier(pool, tmp_path, model):
     tiers = (
-        LocalTier(capacity=ByteSize(1 << 20)),
-        DiskTier(path=str(tmp_path / "cache"), capacity=ByteSize(1 << 20)),
+        LocalTier(capacity="1MiB"),
+        DiskTier(path=str(tmp_path / "cache"), capacity="1MiB"),
         MooncakeTier(),
     )
     with (
@@ -185,8 +184,8 @@ def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(
     monkeypatch.setattr("pd_cache.server.clients.TURN_BYTES", 1)
     with served(pool, tmp_path) as server, Engine(server.url, model) as engine:
         wait_for(lambda: all(backend.available for backend in server.models.backends), "the server's pool")
-        engine.store("a", TOKENS)
-        assert engine.lookup("b", TOKENS) == len(TOKENS)
+        engine.store(TOKENS)
+        assert engine.lookup(TOKENS) == len(TOKENS)
         (served_model,) = server.models
         load, turns = served_model.mover.load, []
 
@@ -198,7 +197,7 @@ def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(
             return restored
 
         monkeypatch.setattr(served_model.mover, "load", load_and_reset)
-        bad = engine.retrieve("b", TOKENS, first_block=32)
+        bad = engine.retrieve(TOKENS, first_block=32)
         assert bad == set(range(32, 32 + len(TOKENS) // BLOCK))
 
 
@@ -219,8 +218,8 @@ def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_cam
             return store(run)
 
         monkeypatch.setattr(served_model.mover, "store", store_after_a_change)
-        engine.store("a", TOKENS)
-        assert engine.lookup("b", TOKENS) == 0
+        engine.store(TOKENS)
+        assert engine.lookup(TOKENS) == 0
         assert other.lookup(TOKENS) == len(TOKENS), "it has the weights of its files"
 
 
@@ -237,9 +236,9 @@ def test_an_op_of_a_worker_with_a_label_from_before_a_change_moves_nothing(pool,
             engine.scheduler.reset(label)
             engine.worker.reset(label)
             for before in labels:
-                engine.store("a", TOKENS, label=before)
-                assert engine.retrieve("a", TOKENS, label=before) == set(range(len(TOKENS) // BLOCK))
+                engine.store(TOKENS, label=before)
+                assert engine.retrieve(TOKENS, label=before) == set(range(len(TOKENS) // BLOCK))
         assert labels == ["", None]
-        assert other.lookup(TOKENS) == engine.lookup("b", TOKENS) == 0
-        engine.store("c", TOKENS, label="w1")
-        assert engine.lookup("b", TOKENS) == len(TOKENS)
+        assert other.lookup(TOKENS) == engine.lookup(TOKENS) == 0
+        engine.store(TOKENS, label="w1")
+        assert engine.lookup(TOKENS) == len(TOKENS)

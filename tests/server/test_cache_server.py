@@ -99,11 +99,11 @@ def test_a_lookup_is_submitted_once_and_forgotten_when_cleaned_up(engine, tokens
     scheduler.maybe_submit_lookup_request(name, token_ids=tokens)
     scheduler.maybe_submit_lookup_request(name, token_ids=[1.5])  # not even looked at
     wait_for(lambda: scheduler.check_lookup_result(name) == 0)
-    engine.store(name, tokens)
+    engine.store(tokens)
     assert scheduler.check_lookup_result(name) == 0, "the answer to one lookup does not change"
     scheduler.cleanup_lookup_result(name)
     scheduler.cleanup_lookup_result(name)
-    assert engine.lookup(name, tokens) == 3 * CHUNK
+    assert engine.lookup(tokens) == 3 * CHUNK
     assert scheduler.num_blocks_per_chunk() == engine.worker.num_blocks_per_chunk() == PER_CHUNK
 
 
@@ -137,18 +137,18 @@ def test_a_hole_makes_the_blocks_behind_it_bad_and_ends_the_session(
 ):
     """In one turn, and in many."""
     model = next(model for model in server.models if model.group.model == engine.model)
-    engine.store(name, tokens)
+    engine.store(tokens)
     keys = model.database.keys(model.database.name_chunks(tokens))
     before = pinned_keys(server)
     for turn in (1 << 30, 1):
         monkeypatch.setattr(clients, "TURN_BYTES", turn)
-        engine.store(name, tokens)
-        assert engine.lookup(name, tokens) == 3 * CHUNK
-        assert engine.retrieve(name, tokens, first_block=10) == set()
+        engine.store(tokens)
+        assert engine.lookup(tokens, name) == 3 * CHUNK
+        assert engine.retrieve(tokens, 10, name) == set()
         assert engine.holds(tokens[: 3 * CHUNK], first_block=10)
-        assert engine.lookup(name, tokens) == 3 * CHUNK
+        assert engine.lookup(tokens, name) == 3 * CHUNK
         model.mover.backend.store.remove([keys[1]], end_in(60), force=True)
-        assert engine.retrieve(name, tokens, first_block=20) == set(range(20 + PER_CHUNK, 20 + 3 * PER_CHUNK))
+        assert engine.retrieve(tokens, 20, name) == set(range(20 + PER_CHUNK, 20 + 3 * PER_CHUNK))
         assert engine.holds(tokens[:CHUNK], first_block=20)
         assert engine.worker.get_block_ids_with_load_errors() == set(), "bad blocks are reported once"
         assert pinned_keys(server) == before
@@ -179,9 +179,9 @@ def test_a_request_is_told_once_when_its_last_store_has_ended(engine, tokens, na
         )
     assert engine.worker.get_finished(set())[0] == set(), "the engine has not finished it"
     engine.finish_store(name)
-    assert engine.lookup(name, tokens) == 3 * CHUNK
+    assert engine.lookup(tokens) == 3 * CHUNK
     assert engine.worker.get_finished({name})[0] == set(), "the engine reports it twice"
-    engine.store(name, [*tokens[1:], 5])  # it is reported again if it stores again
+    engine.store([*tokens[1:], 5], request=name)  # it is reported again if it stores again
     assert engine.worker.get_finished({name})[0] == set()
 
 
@@ -323,12 +323,14 @@ def test_engines_choose_how_chunks_are_named_where_the_file_leaves_it_open(serve
     hashes, tokens = [bytes([index]) * 32 for index in range(6)], list(range(24))
     with Engine(server.url, name, hash_mode="blocks") as engine:
         engine.compute(tokens)
-        engine.worker.submit_store_request("a", LoadStoreOp(list(range(6)), block_hashes=hashes))
-        engine.finish_store("a")
+        engine.worker.submit_store_request("request", LoadStoreOp(list(range(6)), block_hashes=hashes))
+        engine.finish_store()
         engine.scheduler.maybe_submit_lookup_request("b", block_hashes=[*hashes, b"\xff" * 32, b"\xff" * 32])
         wait_for(lambda: engine.scheduler.check_lookup_result("b") == 24)
-        engine.worker.submit_retrieve_request("b", LoadStoreOp(list(range(10, 16)), block_hashes=hashes))
-        engine.finish_retrieve("b")
+        engine.worker.submit_retrieve_request(
+            "request", LoadStoreOp(list(range(10, 16)), block_hashes=hashes)
+        )
+        engine.finish_retrieve()
         assert engine.worker.get_block_ids_with_load_errors() == set()
         assert engine.holds(tokens, first_block=10)
         names = engine.worker._cache.name_chunks(None, hashes)
@@ -350,7 +352,7 @@ def test_a_server_whose_file_leaves_the_size_of_chunks_open_serves_each_engine_w
 # --- shards -------------------------------------------------------------------------------------------------
 
 
-def test_engines_of_different_tensor_parallel_size_share_chunks(server, tokens, name):
+def test_engines_of_different_tensor_parallel_size_share_chunks(server, tokens):
     model = uuid.uuid4().hex
     # a half is as large as the chunks of the other tests
     whole = make_cache(heads=6, blocks=BLOCKS, block_size=BLOCK)
@@ -363,12 +365,12 @@ def test_engines_of_different_tensor_parallel_size_share_chunks(server, tokens, 
         Engine(server.url, model, shards_per_rank=2, cache=blank) as alone,
     ):
         for rank in (first, second):
-            assert alone.lookup(name, tokens) == 0
-            rank.worker.submit_store_request(name, rank.op(tokens))
-            rank.finish_store(name)
-        assert alone.lookup(name, tokens) == 3 * CHUNK
+            assert alone.lookup(tokens) == 0
+            rank.worker.submit_store_request("request", rank.op(tokens))
+            rank.finish_store()
+        assert alone.lookup(tokens) == 3 * CHUNK
         pinned = pinned_keys(server)
-        assert alone.retrieve(name, tokens, 20) == set()
+        assert alone.retrieve(tokens, 20) == set()
         assert pinned_keys(server) == pinned - 6, (
             "three chunks of two shards, all of which this rank has loaded"
         )
@@ -377,15 +379,15 @@ def test_engines_of_different_tensor_parallel_size_share_chunks(server, tokens, 
         )
 
         longer = [*tokens[: 2 * CHUNK], *range(7_000_000, 7_000_000 + CHUNK)]
-        alone.worker.submit_store_request("back", alone.op(longer, 20))
-        alone.finish_store("back")
-        assert first.lookup("back", longer) == 3 * CHUNK
+        alone.worker.submit_store_request("request", alone.op(longer, 20))
+        alone.finish_store()
+        assert first.lookup(longer) == 3 * CHUNK
         pinned = pinned_keys(server)
         for number, rank in enumerate((first, second)):
             assert pinned_keys(server) == pinned - 3 * number, (
                 "the other rank's shards are still to be loaded"
             )
-            assert rank.retrieve("back", longer, 40) == set()
+            assert rank.retrieve(longer, 40) == set()
             assert same_tensors(
                 [one[40 : 40 + blocks] for one in rank.cache], [one[:blocks] for one in rank.cache]
             )
@@ -430,7 +432,7 @@ def test_an_engine_that_does_not_fit_is_refused_in_words(engine, come, message):
 
 
 def test_a_chunk_size_other_than_the_servers_leaves_an_engine_without_a_cache(
-    pool, tmp_path, tokens, name, monkeypatch
+    pool, tmp_path, tokens, monkeypatch
 ):
     monkeypatch.setattr("pd_cache.server.connection._REGISTER_S", 3600.0)
     message = f"{CHUNK} tokens, this engine was made for {2 * CHUNK}"
@@ -445,7 +447,7 @@ def test_a_chunk_size_other_than_the_servers_leaves_an_engine_without_a_cache(
             with pytest.raises(ServerRefusedError, match=message):
                 refused()
         assert not engine.worker.available
-        assert engine.lookup(name, tokens) == 0
+        assert engine.lookup(tokens) == 0
         server.close()
         wait_for(lambda: not connection._connected)
         engine.worker.register_kv_caches(engine.tensors)  # does not wait for a server that has gone away
@@ -458,10 +460,10 @@ def test_without_a_server_a_constructor_that_needs_it_says_so_and_one_that_does_
         SchedulerAdapter(url, None, EngineIdentity(model="m", block_size=4), connect_timeout_s=0.2)
     with Engine(url, chunk_size=CHUNK) as engine:
         tokens = list(range(CHUNK))
-        assert engine.lookup("a", tokens) == 0
-        engine.store("a", tokens)
+        assert engine.lookup(tokens) == 0
+        engine.store(tokens)
         assert set(troubles(engine.worker.metrics, "store")) == {"server_lost"}
-        assert engine.retrieve("a", tokens) == {0, 1}
+        assert engine.retrieve(tokens) == {0, 1}
         assert set(troubles(engine.scheduler.metrics, "lookup")) == {"server_lost"}, (
             "an outage is no plain miss"
         )
@@ -491,26 +493,26 @@ def test_a_full_queue_is_busy_and_busy_is_a_miss(pool, tmp_path, monkeypatch):
 
 
 def test_a_lookup_in_many_requests_finds_what_one_request_finds_and_asks_for_so_many_keys_at_most(
-    server, engine, tokens, name, monkeypatch
+    server, engine, tokens, monkeypatch
 ):
-    engine.store(name, tokens)
+    engine.store(tokens)
     before = server.metrics.totals()
     monkeypatch.setattr(lookups, "REQUEST_KEYS", 2)
-    assert engine.lookup(name, tokens) == 3 * CHUNK
-    assert engine.lookup(uuid.uuid4().hex, [*tokens[: 2 * CHUNK], *[9] * 3 * CHUNK]) == 2 * CHUNK
+    assert engine.lookup(tokens) == 3 * CHUNK
+    assert engine.lookup([*tokens[: 2 * CHUNK], *[9] * 3 * CHUNK]) == 2 * CHUNK
     after = server.metrics.totals()
     counted = [
         after["tokens", "lookup", one] - before["tokens", "lookup", one] for one in ("requested", "hit")
     ]
     assert counted == [8 * CHUNK, 5 * CHUNK]
     monkeypatch.setattr(lookups, "MOST_KEYS", 2)
-    assert engine.lookup(uuid.uuid4().hex, tokens) == 2 * CHUNK
+    assert engine.lookup(tokens) == 2 * CHUNK
 
 
 def test_an_error_of_one_lookup_does_not_end_the_others_and_one_of_an_engine_that_goes_keeps_nothing(
     server, engine, tokens, monkeypatch
 ):
-    engine.store("a", tokens)
+    engine.store(tokens)
     backend = next(model for model in server.models if model.group.model == engine.model).mover.backend
     ask = backend.batched_contains
 
@@ -519,7 +521,7 @@ def test_an_error_of_one_lookup_does_not_end_the_others_and_one_of_an_engine_tha
 
     with monkeypatch.context() as patch:
         patch.setattr(backend, "batched_contains", broken)
-        assert engine.lookup(uuid.uuid4().hex, tokens) == 0
+        assert engine.lookup(tokens) == 0
         assert troubles(server.metrics, "lookup")["internal"] == 3, "an outage is no plain miss"
 
     def leave(*arguments, **options):
@@ -528,9 +530,9 @@ def test_an_error_of_one_lookup_does_not_end_the_others_and_one_of_an_engine_tha
 
     with monkeypatch.context() as patch:
         patch.setattr(backend, "batched_contains", leave)
-        assert engine.lookup("gone", tokens) == 3 * CHUNK
+        assert engine.lookup(tokens, "gone") == 3 * CHUNK
         assert "gone" not in [name for _, name in server.sessions._sessions]
-    wait_for(lambda: engine.lookup(uuid.uuid4().hex, tokens) == 3 * CHUNK, "the engine saying hello again")
+    wait_for(lambda: engine.lookup(tokens) == 3 * CHUNK, "the engine saying hello again")
 
 
 def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool, tmp_path):
@@ -540,7 +542,7 @@ def test_what_a_session_holds_outlives_its_lease_in_the_pool(make_pool, tmp_path
         held, control = list(range(3 * CHUNK)), list(range(1000, 1000 + 3 * CHUNK))
         for name, tokens in (("held", held), ("control", control)):
             store_surely(engine, tokens)
-            assert engine.lookup(name, tokens) == 3 * CHUNK
+            assert engine.lookup(tokens, name) == 3 * CHUNK
         engine.scheduler.end_session("control")
         model = next(iter(server.models))
         store = model.mover.backend.store

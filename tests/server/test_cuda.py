@@ -38,13 +38,11 @@ def store(engine, first_block=0):
     the server's store opens in the background."""
 
     def there():
-        request = uuid.uuid4().hex
-        engine.worker.submit_store_request(
-            request, engine.op(TOKENS, first_block), record_event(engine.cache[0])
-        )
-        engine.finish_store(request)
-        found = engine.lookup(request, TOKENS)
-        engine.scheduler.end_session(request)
+        written = record_event(engine.cache[0])
+        engine.worker.submit_store_request("request", engine.op(TOKENS, first_block), written)
+        engine.finish_store()
+        found = engine.lookup(TOKENS)
+        engine.scheduler.end_session("request")
         return found == len(TOKENS)
 
     wait_for(there, "the prompt being stored")
@@ -61,7 +59,7 @@ def test_gpu_engines_share_chunks_and_nothing_else_of_their_caches_changes(url):
     with gpu_engine(url, model) as one, gpu_engine(url, model) as other:
         store(one)
         before = torch.stack(other.cache).view(torch.int16).cpu()
-        assert other.retrieve(uuid.uuid4().hex, TOKENS, first_block=BLOCKS) == set()
+        assert other.retrieve(TOKENS, first_block=BLOCKS) == set()
         assert torch.equal(pages(other, BLOCKS), pages(one, 0))
         after = torch.stack(other.cache).view(torch.int16).cpu()
         assert torch.equal(after[:, :BLOCKS], before[:, :BLOCKS])
@@ -69,18 +67,16 @@ def test_gpu_engines_share_chunks_and_nothing_else_of_their_caches_changes(url):
 
 
 def test_gpu_a_store_takes_what_the_engines_stream_still_has_to_write(url):
-    model = uuid.uuid4().hex
-    with gpu_engine(url, model) as engine:
+    with gpu_engine(url, uuid.uuid4().hex) as engine:
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda._sleep(AWHILE)
             for layer in engine.cache:
                 layer[:BLOCKS].fill_(9)
-            request = uuid.uuid4().hex
-            engine.worker.submit_store_request(request, engine.op(TOKENS), record_event(engine.cache[0]))
-        engine.finish_store(request)
+            engine.worker.submit_store_request("request", engine.op(TOKENS), record_event(engine.cache[0]))
+        engine.finish_store()
         store(engine)  # in vain, if the first store was not refused for want of a store of the server's
-        assert engine.retrieve(uuid.uuid4().hex, TOKENS, first_block=BLOCKS) == set()
+        assert engine.retrieve(TOKENS, first_block=BLOCKS) == set()
         assert torch.equal(pages(engine, BLOCKS), pages(engine, 0))
         assert bool(
             (pages(engine, BLOCKS) == torch.full((1,), 9.0, dtype=torch.bfloat16).view(torch.int16)).all()

@@ -29,7 +29,7 @@ import sys, time
 from tests.support.server import Engine
 engine = Engine(sys.argv[1], sys.argv[2])
 tokens = list(range(int(sys.argv[3])))
-found = engine.lookup("pinned", tokens)
+found = engine.lookup(tokens, "pinned")
 for index in range(20):
     engine.compute(tokens)
     engine.worker.submit_store_request(f"store-{index}", engine.op(tokens))
@@ -82,7 +82,7 @@ def test_kill_9_of_an_engine_frees_sessions_pins_mappings_and_shared_memory(serv
             )
         wait_for(lambda: shared_files() <= files, "its files being closed")
         assert not [name for name in set(os.listdir("/dev/shm")) - names if str(process.process.pid) in name]
-        assert other.retrieve("goes on", TOKENS, 20) == set()
+        assert other.retrieve(TOKENS, 20) == set()
         assert other.holds(TOKENS, 20)
 
 
@@ -94,7 +94,7 @@ def test_an_engine_that_says_goodbye_takes_everything_with_it(server):
     files, maps = shared_files(), shared_maps()
     for _ in range(5):
         with Engine(server.url, one.model) as again:
-            assert again.lookup("x", TOKENS) == 4 * CHUNK
+            assert again.lookup(TOKENS) == 4 * CHUNK
     del again  # its tensors are a file of this process's, too
     gc.collect()
     wait_for(lambda: not server._clients and not pinned_keys(server))
@@ -119,13 +119,13 @@ def test_kill_9_of_the_server_fails_what_is_outstanding_and_all_comes_back_after
             engine.finish_store("lost")
             assert engine.worker.get_block_ids_with_load_errors() == set(range(20, 28))
             assert troubles(engine.worker.metrics, "store")["server_lost"]
-            assert engine.lookup("meanwhile", TOKENS) == 0, "what is asked meanwhile is a miss, at once"
+            assert engine.lookup(TOKENS) == 0, "what is asked meanwhile is a miss, at once"
             assert set(troubles(engine.scheduler.metrics, "lookup")) == {"server_lost"}
             server.kill()
             server = ServerProcess(pool, tmp_path)
-            wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK, "hits after the restart")
+            wait_for(lambda: engine.lookup(TOKENS) == 4 * CHUNK, "hits after the restart")
             wait_for(lambda: engine.worker.available, "the worker knowing that it is registered")
-            assert engine.retrieve("back", TOKENS, 30) == set()
+            assert engine.retrieve(TOKENS, 30) == set()
             assert engine.holds(TOKENS, 30)
     finally:
         server.kill()
@@ -147,9 +147,9 @@ def test_a_server_that_is_stopped_is_given_up_and_never_touches_the_blocks_again
             server.send(signal.SIGCONT)
             wait_for(lambda: engine.worker.available and running_at(server.metrics) == 0)
             assert same_tensors([one[20:52] for one in engine.cache], [one[20:52] for one in before])
-        wait_for(lambda: engine.lookup(uuid.uuid4().hex, TOKENS) == 4 * CHUNK)
+        wait_for(lambda: engine.lookup(TOKENS) == 4 * CHUNK)
         # a load that a busy machine does not do within its second is given up, too
-        wait_for(lambda: engine.retrieve(uuid.uuid4().hex, TOKENS, 20) == set(), "a load")
+        wait_for(lambda: engine.retrieve(TOKENS, 20) == set(), "a load")
         assert engine.holds(TOKENS, 20)
 
 
@@ -161,9 +161,8 @@ def test_a_server_closes_while_engines_use_it_and_leaves_nothing_behind(pool, tm
 
         def use():
             while not stop.is_set():
-                request = uuid.uuid4().hex
-                engine.lookup(request, TOKENS)
-                engine.retrieve(request, TOKENS, 20)
+                engine.lookup(TOKENS)
+                engine.retrieve(TOKENS, 20)
 
         with beside(use):
             try:

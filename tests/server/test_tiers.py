@@ -13,14 +13,13 @@ from tests.support.server import Engine, served, store_surely
 from tests.support.waiting import wait_for
 from transfer.deadlines import end_in
 from transfer.errors import Status
-from transfer.settings import ByteSize
 
 TOKENS = list(range(4 * CHUNK))
 
 
 def with_memory(chunks=64):
     """A local tier for about so many chunks (a page each) before the pool."""
-    tiers = (LocalTier(capacity=ByteSize(4096 * chunks)), MooncakeTier())
+    tiers = (LocalTier(capacity=4096 * chunks), MooncakeTier())
     return CacheConfig(chunk_size=CHUNK, tiers=tiers)
 
 
@@ -28,9 +27,9 @@ def test_what_a_session_holds_is_not_evicted_from_the_servers_memory(pool, tmp_p
     with served(pool, tmp_path, cache=with_memory(12)) as server, Engine(server.url) as engine:
         store_surely(engine, TOKENS)
         local = server.models.backends[0].tiers[0].backend
-        assert engine.lookup("held", TOKENS) == len(TOKENS)
+        assert engine.lookup(TOKENS, "held") == len(TOKENS)
         for index in range(10):
-            engine.store(uuid.uuid4().hex, [index + 7] * 3 * CHUNK)
+            engine.store([index + 7] * 3 * CHUNK)
         model = next(iter(server.models))
         keys = model.database.keys(model.database.name_chunks(TOKENS))
         assert [status.name for status in local.batched_contains(keys)] == ["OK"] * 4
@@ -38,7 +37,7 @@ def test_what_a_session_holds_is_not_evicted_from_the_servers_memory(pool, tmp_p
         engine.scheduler.end_session("held")
         wait_for(lambda: not server.sessions._sessions)
         for index in range(10):
-            engine.store(uuid.uuid4().hex, [index + 70] * 3 * CHUNK)
+            engine.store([index + 70] * 3 * CHUNK)
         assert [status.name for status in local.batched_contains(keys)] == ["MISSING"] * 4
         local.index.check_integrity()
 

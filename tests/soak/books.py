@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from tests.soak.cluster import FACES, REQUEST_S
 from tests.soak.oracle import VOCABULARY
+from tests.support.proxy import hints
 
 ALLOWANCE_S = 2.0
 """Seconds beyond its deadline that every answer may take, for scheduling on a busy machine."""
@@ -213,13 +214,7 @@ def complete(address, prompt, expected, pin_s=0.0, **more):
         **more,
     }
     if pin_s:
-        retain = {
-            "action_id": str(prompt[0]),
-            "action_type": "kv.retain",
-            "action_version": "1.0",
-            "payload": {"ttl_s": pin_s},
-        }
-        body["kv_hints"] = {"protocol_version": "0.1", "message_id": "m", "actions": [retain]}
+        body["kv_hints"] = hints("kv.retain", {"ttl_s": pin_s}, str(prompt[0]))
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         answer = connection.getresponse()

@@ -28,7 +28,7 @@ from tests.soak.oracle import (  # fmt: skip
 from tests.support.hosts import why_not
 from tests.support.needs import NO_ETCD
 from tests.support.pool import ROOT
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import TransferSettings
 
 CANARY = 0x0123_4567_89AB_CDEF
 _NONE = np.zeros(0, np.int64)
@@ -99,8 +99,8 @@ def cache(buffer):
     layout = KVLayout.from_tensors(buffer.tensors)
     settings = NodeSettings(
         master="127.0.0.1:1",
-        cache=CacheConfig(chunk_size=CHUNK, tiers=(LocalTier(capacity=ByteSize(64 << 20)),)),
-        transfer=TransferSettings(staging_size=ByteSize(16 << 20)),
+        cache=CacheConfig(chunk_size=CHUNK, tiers=(LocalTier(capacity="64MiB"),)),
+        transfer=TransferSettings(staging_size="16MiB"),
     )
     engine = CacheEngineBuilder.get_or_create("oracle", settings, CacheMetadata.of("m", layout), layout)
     with closing(engine):

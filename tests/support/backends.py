@@ -14,7 +14,7 @@ from pd_cache.tiers.pipelined import PipelinedBackend
 from tests.support.waiting import wait_for
 from transfer.deadlines import end_in
 from transfer.errors import Status
-from transfer.settings import ByteSize, Timeouts
+from transfer.settings import Timeouts
 from transfer.staging import StagingPool
 from transfer.store import staging_pool
 
@@ -128,14 +128,14 @@ def make_memory(payload, slots):
 
 def make_local(memory, objects, *, policy="lru", metrics=None):
     """A local tier for so many objects."""
-    capacity = ByteSize(objects * StagingPool.stride_of(memory.object_bytes))
+    capacity = objects * StagingPool.stride_of(memory.object_bytes)
     counts = (metrics or CacheMetrics()).tier("local")
     return LocalBackend(memory, LocalTier(capacity=capacity, policy=policy), TIMEOUTS, counts)
 
 
 def make_disk(memory, path, objects, *, metrics=None, timeouts=TIMEOUTS, **options):
     """A disk tier for so many objects; it may not be open yet."""
-    capacity = ByteSize(objects * StagingPool.stride_of(memory.object_bytes))
+    capacity = objects * StagingPool.stride_of(memory.object_bytes)
     tier = DiskTier(path=str(path), capacity=capacity, **{"threads": 2, "retry_s": 0.1, **options})
     return LocalDiskBackend(memory, tier, timeouts, (metrics or CacheMetrics()).tier("disk"))
 

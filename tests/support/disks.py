@@ -11,13 +11,14 @@ def value(n):
     return str(n).encode().ljust(PAYLOAD, b".")
 
 
-def disk_of(subject):
-    return subject.backend
+def put(subject, *keys):
+    """Puts the value of each key."""
+    return subject.put({key: value(key) for key in keys})
 
 
 def files(subject):
     """The objects in the folder, oldest name first."""
-    return sorted(disk_of(subject).folder.root.glob("??/*"))
+    return sorted(subject.backend.folder.root.glob("??/*"))
 
 
 def file_of(subject, key):

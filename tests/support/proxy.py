@@ -285,10 +285,15 @@ class Cluster:
         return self.proxy.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
 
 
-def message(kind, payload, action_id="a", version="1.0"):
+def hints(kind, payload, action_id="a", version="1.0"):
     """A message with one hint."""
     action = {"action_id": action_id, "action_type": kind, "action_version": version, "payload": payload}
-    return json.dumps({"protocol_version": "0.1", "message_id": "m", "actions": [action]}).encode()
+    return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+
+
+def message(*hint, **named):
+    """The same, as a body."""
+    return json.dumps(hints(*hint, **named)).encode()
 
 
 def spelled(text, **words):

@@ -122,7 +122,7 @@ class Engine:
             for index in range(len(tokens))
         )
 
-    def lookup(self, request, tokens, **options):
+    def lookup(self, tokens, request="request", **options):
         """Ask as a scheduler does, until there is an answer."""
         self.scheduler.maybe_submit_lookup_request(request, token_ids=tokens, **options)
         wait_for(lambda: self.scheduler.check_lookup_result(request) is not None, "the lookup's answer")
@@ -136,22 +136,22 @@ class Engine:
         blocks = list(range(first_block, first_block + end // BLOCK))
         return LoadStoreOp(blocks, token_ids=tokens, start=0, end=end, **options)
 
-    def store(self, request, tokens, first_block=0, **options):
+    def store(self, tokens, first_block=0, request="request", **options):
         """Compute, store and wait for it."""
         self.compute(tokens, first_block)
         self.worker.submit_store_request(request, self.op(tokens, first_block, **options))
         self.finish_store(request)
 
-    def finish_store(self, request):
+    def finish_store(self, request="request"):
         wait_for(lambda: request in (self.worker.get_finished({request})[0] or ()), "the store's end")
 
-    def retrieve(self, request, tokens, first_block=0, **options):
+    def retrieve(self, tokens, first_block=0, request="request", **options):
         """Load and wait for it; the bad blocks."""
         self.worker.submit_retrieve_request(request, self.op(tokens, first_block, **options))
         self.finish_retrieve(request)
         return self.worker.get_block_ids_with_load_errors()
 
-    def finish_retrieve(self, request):
+    def finish_retrieve(self, request="request"):
         wait_for(lambda: request in (self.worker.get_finished(set())[1] or ()), "the retrieve's end")
 
 
@@ -159,10 +159,9 @@ def store_surely(engine, tokens):
     """Store, again until it is there: a server's store opens in the background."""
 
     def there():
-        request = uuid.uuid4().hex
-        engine.store(request, tokens)
-        found = engine.lookup(request, tokens)
-        engine.scheduler.end_session(request)
+        engine.store(tokens)
+        found = engine.lookup(tokens)
+        engine.scheduler.end_session("request")
         return found == len(tokens) // CHUNK * CHUNK
 
     wait_for(there, "the prompt being stored")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.waiting import beside, wait_for
 from tests.transfer.test_moves import Replica, moves_of, settings, soon, whole
-from tests.transfer.test_store import SLOT, fresh, leased, opened, put
+from tests.transfer.test_store import FOUND, fresh, get, leased, opened, put, release
 from transfer.deadlines import end_in
 from transfer.direct_reads import DirectReads, Read
 from transfer.errors import Status, status_of
@@ -135,21 +135,18 @@ def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_an
         assert put(store, staging, keys) == [Status.OK] * 12
         for _ in range(2):
             slots = leased(staging, 12, b"\0")
-            assert store.start_get(keys, slots, end_in(60)).results() == [GetResult(Status.OK, SLOT)] * 12
-            assert [bytes(slot.view[:2]) for slot in slots] == [
-                bytes([b"a"[0] + index] * 2) for index in range(12)
-            ]
-            for slot in slots:
-                slot.release()
+            assert get(store, keys, slots) == [FOUND] * 12
+            assert [bytes(slot.view[:2]) for slot in slots] == [bytes([byte] * 2) for byte in b"abcdefghijkl"]
+            release(slots)
         assert ways[0] == "client"
         assert set(ways[1:]) == {"direct"}
         ways.clear()
         [slot, larger] = leased(staging, 2)
         small = fresh(1)
         assert store.start_put(small, [slot], [100], end_in(60)).results() == [Status.OK]
-        assert store.start_get(small, [larger], end_in(60)).results() == [GetResult(Status.OK, 100)]
+        assert get(store, small, [larger]) == [GetResult(Status.OK, 100)]
         assert ways == ["direct"]
-        missing = store.start_get([*small, *fresh(1)], [slot, larger], end_in(60)).results()
+        missing = get(store, [*small, *fresh(1)], [slot, larger])
         assert [result.status for result in missing] == [Status.OK, Status.MISSING]
         assert ways == ["direct"], "what the master does not know is Mooncake's client's to answer"
 
@@ -181,7 +178,7 @@ def test_a_store_that_closes_while_bytes_come_waits_for_them(make_pool):
         keys = fresh(4)
         assert put(store, staging, keys) == [Status.OK] * 4
         slots = leased(staging, 4, b"\0")
-        assert store.start_get(keys, slots, end_in(60)).results() == [GetResult(Status.OK, SLOT)] * 4
+        assert get(store, keys, slots) == [FOUND] * 4
         with pool.nodes["store-0"].stopped():
             pending = store.start_get(keys, slots, end_in(60))
             closing = threading.Thread(target=MooncakeStore.close, args=(store,))
@@ -190,6 +187,5 @@ def test_a_store_that_closes_while_bytes_come_waits_for_them(make_pool):
         assert {result.status for result in pending.results()} <= {Status.OK, Status.TRANSFER_FAILED}
         closing.join(60)
         assert staging.in_use == 4
-        for slot in slots:
-            slot.release()
+        release(slots)
         assert staging.in_use == 0

@@ -29,10 +29,16 @@ def later():
     return time.monotonic() + PATIENCE
 
 
+def status_of_key(store, seconds=PATIENCE):
+    """What the store says of a key that it does not hold."""
+    (status,) = store.batched_contains(["k"], end_in(seconds))
+    return status
+
+
 def asks_directly(store):
     """Whether the store has a connection that it may use now; if not, it has been given a reason to make
     one."""
-    return store.batched_contains(["k"], end_in(60)) == [Status.MISSING] and bool(store._lookup_rpc._idle)
+    return status_of_key(store) is Status.MISSING and bool(store._lookup_rpc._idle)
 
 
 # --- a real master ------------------------------------------------------------------------------------------
@@ -92,19 +98,17 @@ def test_a_stopped_master_costs_the_deadline_counts_as_down_and_is_found_back_as
         wait_for(lambda: asks_directly(store), "the connection being made")
         (master,) = psutil.Process(pool.nodes["master"].process.pid).children()
         suspend(master)
-        wait_for(lambda: store.batched_contains(["k"], end_in(0.3)) == [Status.TIMEOUT], "a time-out")
-        wait_for(lambda: store.batched_contains(["k"], end_in(0.3)) == [Status.POOL_DOWN], "the breaker")
+        wait_for(lambda: status_of_key(store, 0.3) is Status.TIMEOUT, "a time-out")
+        wait_for(lambda: status_of_key(store, 0.3) is Status.POOL_DOWN, "the breaker")
         master.resume()
-        wait_for(
-            lambda: store.batched_contains(["k"], end_in(60)) == [Status.MISSING], "the pool being found back"
-        )
+        wait_for(lambda: status_of_key(store) is Status.MISSING, "the pool being found back")
         wait_for(lambda: asks_directly(store), "the connection being made")
         pool.kill("master")
         assert store._lookup_rpc.ask(["k"], later()) is None
         assert not store._lookup_rpc._connections
         for _ in range(2):
             start = time.monotonic()
-            assert store.batched_contains(["k"], end_in(0.3))[0] in (Status.TIMEOUT, Status.POOL_DOWN)
+            assert status_of_key(store, 0.3) in (Status.TIMEOUT, Status.POOL_DOWN)
             assert time.monotonic() - start < 30, (
                 "a bound, not a measurement: Mooncake itself waits for a minute"
             )
@@ -137,7 +141,7 @@ def test_what_the_client_answers_decides_whether_the_pool_is_down_although_the_s
             for _ in range(2):
                 assert store.available
                 store._breaker.well_until = time.monotonic()
-                assert store.batched_contains(["k"], end_in(60)) == [Status.POOL_DOWN]
+                assert status_of_key(store) is Status.POOL_DOWN
             assert not store.available
         finally:
             store._client = client
@@ -154,11 +158,11 @@ def test_a_time_out_of_the_short_cut_is_left_to_the_client_to_judge_unless_the_c
 
         monkeypatch.setattr(store._lookup_rpc, "ask", too_late)
         store._breaker.well_until = float("inf")
-        assert store.batched_contains(["k"], end_in(0.1)) == [Status.TIMEOUT]
+        assert status_of_key(store, 0.1) is Status.TIMEOUT
         assert store._breaker.well_until == float("inf")
-        assert store.batched_contains(["k"], end_in(60)) == [Status.TIMEOUT]
+        assert status_of_key(store) is Status.TIMEOUT
         assert store.available
-        assert store.batched_contains(["k"], end_in(60)) == [Status.MISSING], "of the client"
+        assert status_of_key(store) is Status.MISSING, "of the client"
 
 
 # --- masters that speak otherwise ---------------------------------------------------------------------------
@@ -173,6 +177,11 @@ def answer(number, body, *, error=0, length=None):
 
 def verdicts(*keys):
     return TYPES + bytes([len(keys)]) + b"".join(b"\x01" + bytes([key]) for key in keys)
+
+
+def there(number):
+    """The script of a master that has the key."""
+    return [answer(number, verdicts(1))]
 
 
 class Master(socketserver.ThreadingTCPServer):
@@ -259,7 +268,7 @@ def test_why_no_master_answers_is_known_before_mooncakes_client_is_asked(pool):
 def test_a_master_that_speaks_otherwise_is_left_to_mooncakes_client_for_a_minute(spoken, at):
     script, now = spoken[1], 100.0
     trial = script if at == "trial" else None
-    with asking(lambda number: iter([script(number)]), trial=trial, clock=lambda: now) as (rpc, master):
+    with asking(lambda number: [script(number)], trial=trial, clock=lambda: now) as (rpc, master):
         assert rpc.ask(["a", "b"], now + PATIENCE) is None
         assert not rpc._connections
         now += 59
@@ -298,7 +307,7 @@ def test_an_elected_master_and_one_that_speaks_rdma_are_left_to_mooncakes_client
     ],
 )
 def test_an_answer_without_a_verdict_on_each_key_says_nothing(parts, kept):
-    with asking(lambda number: iter(parts(number))) as (rpc, _):
+    with asking(parts) as (rpc, _):
         assert not rpc.wants_connection
         assert rpc.ask(["a", "b"], later()) is None
         assert rpc.wants_connection != kept, "a connection that ended is made anew, at once"
@@ -323,7 +332,7 @@ def test_bytes_that_keep_coming_do_not_put_off_the_deadline():
 
 
 def test_a_deadline_that_has_passed_costs_no_connection_and_one_that_never_comes_is_fine():
-    with asking(lambda number: iter([answer(number, verdicts(1))])) as (rpc, master):
+    with asking(there) as (rpc, master):
         with pytest.raises(TimeoutError):
             rpc.ask(["a"], time.monotonic())
         assert rpc.ask(["a"], float("inf")) == b"\x01"
@@ -331,7 +340,7 @@ def test_a_deadline_that_has_passed_costs_no_connection_and_one_that_never_comes
 
 
 def test_an_answer_that_does_not_come_is_a_time_out_and_its_connection_is_never_used_again():
-    with asking(lambda number: iter([])) as (rpc, _):
+    with asking(lambda number: []) as (rpc, _):
         with pytest.raises(TimeoutError):
             rpc.ask(["a"], time.monotonic() + 0.05)
         assert not rpc._connections
@@ -340,7 +349,7 @@ def test_an_answer_that_does_not_come_is_a_time_out_and_its_connection_is_never_
 
 def test_a_connection_that_was_idle_for_long_is_closed_instead_of_used():
     now = 100.0
-    with asking(lambda number: iter([answer(number, verdicts(1))]), clock=lambda: now) as (rpc, _):
+    with asking(there, clock=lambda: now) as (rpc, _):
         now += 29
         assert rpc.ask(["a"], now + PATIENCE) == b"\x01"
         now += 31

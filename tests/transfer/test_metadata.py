@@ -4,10 +4,8 @@ import pytest
 
 from tests.support.needs import needs_etcd
 from tests.support.pool import free_port
-from tests.transfer.test_store import SLOT, leased, opened, put
-from transfer.deadlines import end_in
+from tests.transfer.test_store import FOUND, SLOT, get, leased, opened, put
 from transfer.errors import Status
-from transfer.store import GetResult
 
 
 @needs_etcd
@@ -18,5 +16,6 @@ def test_objects_move_through_each_kind_of_metadata_service(make_pool, etcd, kin
     with opened(pool, metadata=metadata) as (store, staging):
         assert put(store, staging, ["k"], b"m") == [Status.OK]
         slots = leased(staging, 1)
-        assert store.start_get(["k"], slots, end_in(60)).results() == [GetResult(Status.OK, SLOT)]
+        assert get(store, ["k"], slots) == [FOUND]
+
         assert bytes(slots[0].view) == b"m" * SLOT

@@ -111,7 +111,15 @@ def moves_of(client, given=None, memory=(), **how):
 
 
 def whole(keys, slots):
+    """The keys' whole objects, in the first of the slots."""
+    slots = slots[: len(keys)]
     return Batch(keys, slots, [slot.size for slot in slots])
+
+
+def put(moves, slots, *keys, end=None):
+    """Puts 100 bytes under each key, from the first of the slots."""
+    batch = Batch(list(keys), slots[: len(keys)], [100] * len(keys))
+    return [status_of(code) for code in moves.put(batch, None, end or soon())]
 
 
 def soon():
@@ -157,12 +165,12 @@ def test_the_slots_of_a_step_that_may_have_been_given_up_are_forfeited_and_no_ot
     client.peer_of = {key: "dead" if index in (1, 9) else "well" for index, key in enumerate(keys)}
     client.dead = {"dead"}
     moves = moves_of(client, memory=[staging], watch=Hours)
-    codes = moves.get(whole(keys, slots[:12]), soon())
+    codes = moves.get(whole(keys, slots), soon())
     assert [index for index, code in enumerate(codes) if code < 0] == [1, 9]
     assert staging.forfeited_bytes == 8 * 4096, (
         "the second step did not ask the silent peer, and so ended well"
     )
-    moves.put(Batch(["dead put", "well put"], slots[12:14], [100] * 2), None, soon())
+    put(moves, slots[12:], "dead put", "well put")
     assert staging.forfeited_bytes == 10 * 4096, "a put that failed may go on, too"
     lost = {slot.address for slot in [*slots[:8], *slots[12:14]]}
     while slots:
@@ -175,14 +183,13 @@ def test_the_slots_of_a_step_that_may_have_been_given_up_are_forfeited_and_no_ot
 def test_no_step_begins_after_the_deadline(slots):
     client = Client()
     keys = [f"k{index}" for index in range(20)]
-    moves = moves_of(client)
-    assert moves.put(Batch(keys, slots[:20], [100] * 20), None, time.monotonic() - 1) == [0] * 8 + [LATE] * 12
+    moves, passed = moves_of(client), time.monotonic() - 1
+    assert put(moves, slots, *keys, end=passed) == [Status.OK] * 8 + [Status.TIMEOUT] * 12
     assert set(client.peer_of) == set(keys[:8])
     client.peer_of = dict.fromkeys(keys, "p")
-    assert moves.get(whole(keys, slots[:20]), time.monotonic() - 1) == [4096] * 8 + [LATE] * 12
+    assert moves.get(whole(keys, slots), passed) == [4096] * 8 + [LATE] * 12
     assert client.gets == [keys[:8]]
     assert client.located == 0, "while all peers deliver, it does not matter where objects lie"
-    assert status_of(LATE) is Status.TIMEOUT
 
 
 def test_objects_of_a_silent_peer_fail_at_once_and_those_of_others_are_read(staging, slots):
@@ -190,8 +197,8 @@ def test_objects_of_a_silent_peer_fail_at_once_and_those_of_others_are_read(stag
     client.peer_of, client.dead = {"a0": "a", "a1": "a", "b0": "b"}, {"a"}
     given = TransferSettings(breaker=BreakerSettings(probe_interval_ms=3_600_000))
     moves = moves_of(client, given, [staging])
-    assert moves.get(whole(["a0", "b0"], slots[:2]), soon()) == [FAILED, 4096]
-    assert moves.get(whole(["a1", "b0"], slots[:2]), soon()) == [FAILED, 4096]
+    assert moves.get(whole(["a0", "b0"], slots), soon()) == [FAILED, 4096]
+    assert moves.get(whole(["a1", "b0"], slots), soon()) == [FAILED, 4096]
     assert client.gets == [["a0", "b0"], ["b0"]]
     assert not staging.forfeited_bytes, "it failed at once"
 
@@ -203,7 +210,7 @@ def test_a_step_without_objects_of_a_silent_peer_does_not_use_up_the_peers_trial
     client.peer_of = {key: key.split("-")[0] for key in keys}
     moves.direct = DirectReads()
     moves.peers.failed("back", time.monotonic() - 10)
-    assert moves.get(whole(keys, slots[:9]), soon()) == [4096] * 9
+    assert moves.get(whole(keys, slots), soon()) == [4096] * 9
     assert client.located == 1, "one question for all steps"
 
 
@@ -215,7 +222,7 @@ def test_a_peer_that_hangs_is_suspected_while_the_read_is_still_under_way(slots)
     client.batch_get_into = lambda *call: (release.wait(60), hangs(*call))[1]
     moves = moves_of(client, settings(get_ms=1, put_ms=1))
     moves._stall_s = 0
-    with beside(lambda: moves.get(whole(["a"], slots[:1]), soon())):
+    with beside(lambda: moves.get(whole(["a"], slots), soon())):
         wait_for(lambda: moves._reading)
         moves.suspect_slow_peers()
         assert not moves.peers.may_ask("hangs", time.monotonic())
@@ -228,13 +235,12 @@ def test_a_put_says_ok_only_for_what_the_pool_holds(slots):
     client = Client()
     client.peer_of = {"there": "p"}
     client.begun_by_others = {"begun"}
-    keys = ["new", "there", "begun", "dead"]
-    codes = moves_of(client).put(Batch(keys, slots[:4], [100] * 4), None, soon())
-    assert [status_of(code) for code in codes] == [Status.OK, Status.OK, Status.BUSY, Status.TRANSFER_FAILED]
+    found = put(moves_of(client), slots, "new", "there", "begun", "dead")
+    assert found == [Status.OK, Status.OK, Status.BUSY, Status.TRANSFER_FAILED]
     assert client.revoked == ["dead"]
     client.batch_is_exist = lambda keys: [-900] * len(keys)
-    codes = moves_of(client).put(Batch(["there"], slots[:1], [100]), None, soon())
-    assert [status_of(code) for code in codes] == [Status.BUSY], "the master does not say whether it is there"
+    found = put(moves_of(client), slots, "there")
+    assert found == [Status.BUSY], "the master does not say whether it is there"
 
 
 def test_a_session_that_could_not_be_revoked_is_revoked_before_the_next_put_of_its_key(slots):
@@ -247,23 +253,22 @@ def test_a_session_that_could_not_be_revoked_is_revoked_before_the_next_put_of_i
         return refused
 
     client.batch_put_session_revoke = unheard
-    moves.put(Batch(["dead", "well"], slots[:2], [100] * 2), None, soon())
+    put(moves, slots, "dead", "well")
     assert client.revoked == ["dead"]
     refused[:] = [0]
-    moves.put(Batch(["dead"], slots[:1], [100]), None, soon())
+    put(moves, slots, "dead")
     assert client.revoked == ["dead"] * 3, "before it is begun, and because it failed again"
-    moves.put(Batch(["well"], slots[:1], [100]), None, soon())
+    put(moves, slots, "well")
     assert client.revoked == ["dead"] * 3
 
 
 def test_a_put_that_found_no_room_is_tried_once_more(slots):
     client = Client()
     client.full = {"x"}
-    refused = moves_of(client).put(Batch(["x"], slots[:1], [100]), None, soon())
-    assert [status_of(code) for code in refused] == [Status.NO_SPACE]
-    client.batch_put_session_start = lambda keys, sizes, config: answers.pop(0)
+    assert put(moves_of(client), slots, "x") == [Status.NO_SPACE]
     answers = [[-200], [0]]
-    assert moves_of(client).put(Batch(["y"], slots[:1], [100]), None, soon()) == [0]
+    client.batch_put_session_start = lambda keys, sizes, config: answers.pop(0)
+    assert put(moves_of(client), slots, "y") == [Status.OK]
 
 
 def test_a_peer_that_delivers_one_object_of_a_read_is_not_blamed_for_another(slots):
@@ -271,7 +276,7 @@ def test_a_peer_that_delivers_one_object_of_a_read_is_not_blamed_for_another(slo
     client.peer_of = {"a0": "a", "a1": "a"}
     client.batch_get_into = lambda keys, addresses, sizes: [FAILED, *sizes[1:]]
     moves = moves_of(client)
-    assert moves.get(whole(["a0", "a1"], slots[:2]), soon()) == [FAILED, 4096]
+    assert moves.get(whole(["a0", "a1"], slots), soon()) == [FAILED, 4096]
     assert not moves.peers.any_silent(time.monotonic())
 
 
@@ -282,7 +287,7 @@ def test_reads_that_the_master_does_not_answer_open_the_breaker(slots):
     moves = Moves(client, given, breaker, [])
     for _ in range(given.breaker.failures):
         assert not breaker.down
-        moves.get(whole(["a"], slots[:1]), soon())
+        moves.get(whole(["a"], slots), soon())
     assert breaker.down
 
 

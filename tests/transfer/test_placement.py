@@ -3,11 +3,10 @@
 import time
 
 from tests.support.waiting import wait_for
-from tests.transfer.test_store import SLOT, fresh, leased, opened, put
+from tests.transfer.test_store import FOUND, SLOT, fresh, get, leased, opened, put, release
 from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import Placement
-from transfer.store import GetResult
 
 MIB = 1 << 20
 
@@ -15,14 +14,13 @@ MIB = 1 << 20
 def readable(store, staging, keys, fill):
     slots = leased(staging, len(keys))
     try:
-        results = store.start_get(keys, slots, end_in(60)).results()
+        results = get(store, keys, slots)
         return all(
             result.status is Status.OK and bytes(slot.view) == bytes([fill[0] + index]) * SLOT
             for index, (result, slot) in enumerate(zip(results, slots, strict=True))
         )
     finally:
-        for slot in slots:
-            slot.release()
+        release(slots)
 
 
 def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(make_pool):
@@ -44,10 +42,10 @@ def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(mak
         assert store.batched_contains(unlucky, end_in(60)) == [Status.MISSING] * 2
         assert not store._moves.peers.any_silent(time.monotonic()), "which of the two failed is not known"
         for key in [key for key in keys if read_from[key] == alive]:
-            assert store.start_get([key], slots, end_in(60)).results() == [GetResult(Status.OK, SLOT)]
+            assert get(store, [key], slots) == [FOUND]
         assert not store._moves.peers.any_silent(time.monotonic())
         for key in [key for key in keys if read_from[key] == dead]:
-            assert store.start_get([key], slots, end_in(60)).results()[0].status is Status.TRANSFER_FAILED
+            assert get(store, [key], slots)[0].status is Status.TRANSFER_FAILED
         assert set(store._moves.peers._silent) == {dead}
 
 
@@ -66,38 +64,39 @@ def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool
 def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_survive_the_loss_of_one(
     make_pool,
 ):
-    two_segments = make_pool().start("master", "store-0", "store-1")
+    pool = make_pool().start("master", "store-0", "store-1")
+    first, second = pool.segment(0), pool.segment(1)
 
     def put_all(**placement):
-        with opened(two_segments, placement=Placement(**placement)) as (store, staging):
+        with opened(pool, placement=Placement(**placement)) as (store, staging):
             keys = fresh(40)
-            for first in range(0, 40, 8):
-                assert put(store, staging, keys[first : first + 8], b"r") == [Status.OK] * 8
+            for start in range(0, 40, 8):
+                assert put(store, staging, keys[start : start + 8], b"r") == [Status.OK] * 8
             return keys
 
-    used = two_segments.used
-    with opened(two_segments, placement=Placement(preferred_segment=two_segments.segment(0))) as (
-        store,
-        staging,
-    ):
+    def used():
+        return pool.used(0), pool.used(1)
+
+    with opened(pool, placement=Placement(preferred_segment=first)) as (store, staging):
         one, other = fresh(1), fresh(1)
-        assert put(store, staging, one, preferred_segment=two_segments.segment(1)) == [Status.OK]
-        assert (used(0), used(1)) == (0, SLOT), "a put may have a placement of its own"
+        assert put(store, staging, one, preferred_segment=second) == [Status.OK]
+        assert used() == (0, SLOT), "a put may have a placement of its own"
         assert put(store, staging, other) == [Status.OK]
-        assert (used(0), used(1)) == (SLOT, SLOT)
+        assert used() == (SLOT, SLOT)
         store.remove([*one, *other], end_in(60), force=True)
-    with opened(two_segments) as (store, staging):
-        for index in (0, 1):
-            keys = put_all(preferred_segment=two_segments.segment(index))
-            assert (used(index), used(1 - index)) == (40 * SLOT, 0)
+    with opened(pool) as (store, staging):
+        for segment, expected in ((first, (40 * SLOT, 0)), (second, (0, 40 * SLOT))):
+            keys = put_all(preferred_segment=segment)
+            assert used() == expected
             store.remove(keys, end_in(60), force=True)
         keys = put_all(preferred_segment="any")
-        assert min(used(0), used(1)) > 0
+        assert min(used()) > 0
         store.remove(keys, end_in(60), force=True)
-        alone = put_all(preferred_segment=two_segments.segment(0))[:8]
+        alone = put_all(preferred_segment=first)[:8]
         both = put_all(replicas=2)[:8]
-        assert (used(0), used(1)) == (80 * SLOT, 40 * SLOT)
-        two_segments.kill("store-0")
+        assert used() == (80 * SLOT, 40 * SLOT)
+        pool.kill("store-0")
+
         wait_for(lambda: readable(store, staging, both, b"r"), "every key being read from its other copy")
         assert not readable(store, staging, alone, b"r")
 

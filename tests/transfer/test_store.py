@@ -12,17 +12,19 @@ import pytest
 from tests.support.waiting import wait_for
 from transfer.deadlines import end_in
 from transfer.errors import MissingLibraryError, Status, TransferError
-from transfer.settings import ByteSize, Placement, TransferSettings
+from transfer.settings import Placement, TransferSettings
 from transfer.staging import StagingPool
 from transfer.store import GetResult, MooncakeStore
 
 SLOT = 4096
+FOUND = GetResult(Status.OK, SLOT)
+"""What a read of a whole slot returns."""
 
 
 @contextmanager
 def opened(pool, *, slots=8, slot=SLOT, segment_size=0, placement=None, **transfer):
     settings = pool.settings(transfer=transfer).transfer
-    settings = msgspec.structs.replace(settings, staging_size=ByteSize(slots * (-(-slot // 4096) * 4096)))
+    settings = msgspec.structs.replace(settings, staging_size=slots * (-(-slot // 4096) * 4096))
     with MooncakeStore(
         settings, master=pool.address, segment_size=segment_size, placement=placement
     ) as store:
@@ -54,8 +56,16 @@ def put(store, staging, keys, fill=b"a", **placement):
             keys, slots, [slot.size for slot in slots], end_in(60), placement=there
         ).results()
     finally:
-        for slot in slots:
-            slot.release()
+        release(slots)
+
+
+def get(store, keys, slots):
+    return store.start_get(keys, slots, end_in(60)).results()
+
+
+def release(slots):
+    for slot in slots:
+        slot.release()
 
 
 def test_bytes_that_were_put_come_back_until_they_are_removed_and_missing_keys_say_so(pool):
@@ -63,25 +73,16 @@ def test_bytes_that_were_put_come_back_until_they_are_removed_and_missing_keys_s
         keys = fresh(3)
         assert put(store, staging, keys[:2]) == [Status.OK, Status.OK]
         slots = leased(staging, 3)
-        results = store.start_get(keys, slots, end_in(60)).results()
-        assert results == [
-            GetResult(Status.OK, SLOT),
-            GetResult(Status.OK, SLOT),
-            GetResult(Status.MISSING, 0),
-        ]
+        assert get(store, keys, slots) == [FOUND, FOUND, GetResult(Status.MISSING, 0)]
         assert bytes(slots[0].view) == b"a" * SLOT
         assert bytes(slots[1].view) == b"b" * SLOT
         for bad, sizes in (([], []), (["a", "b"], [1, 1]), (["a"], [0]), (["a"], [SLOT + 1])):
             with pytest.raises(ValueError):
                 store.start_put(bad, slots[:1], sizes, end_in(60))
-        for slot in slots:
-            slot.release()
+        release(slots)
         assert staging.in_use == 0
-        assert store.batched_contains(keys, end_in(60)) == [
-            Status.OK,
-            Status.OK,
-            Status.MISSING,
-        ]  # which leases the first two
+        # which leases the first two
+        assert store.batched_contains(keys, end_in(60)) == [Status.OK, Status.OK, Status.MISSING]
         assert store.remove(keys, end_in(60)) == [Status.BUSY, Status.BUSY, Status.MISSING]
         assert store.remove(keys, end_in(60), force=True) == [Status.OK, Status.OK, Status.MISSING]
         assert store.get_small(keys[2], end_in(60)) is None
@@ -108,7 +109,7 @@ def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool):
         store.close()
         slots = leased(staging, 1)
         assert store.batched_contains(["k"], end_in(60)) == [Status.CLOSED]
-        assert store.start_get(["k"], slots, end_in(60)).results() == [GetResult(Status.CLOSED, 0)]
+        assert get(store, ["k"], slots) == [GetResult(Status.CLOSED, 0)]
         assert store.start_put(["k"], slots, [SLOT], end_in(60)).results() == [Status.CLOSED]
         assert store.get_small("k", end_in(60)) is None
         with pytest.raises(TransferError, match="closed"):
@@ -151,8 +152,8 @@ def test_a_stopped_peer_costs_the_deadline_and_quarantines_the_slots(make_pool):
             results = store.start_get(keys, slots, end_in(1)).results()
             assert time.monotonic() - start < 30, "a bound, not a measurement"
             assert all(result.status in (Status.TIMEOUT, Status.TRANSFER_FAILED) for result in results)
-            for slot in slots:
-                slot.release()
+            release(slots)
+
             if results[0].status is Status.TIMEOUT:
                 assert staging.in_use == 2, "slots that the stuck call may still write were handed out"
         wait_for(lambda: staging.in_use == 0, "the stuck call to end")

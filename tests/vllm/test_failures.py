@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.pd_cache.vllm.histories import announced
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (
     CHUNK,
@@ -217,8 +218,7 @@ def test_over_a_slow_link_a_prefix_is_computed_and_so_is_a_hand_off(
         return server.metric("vllm:pd_cache_loads_declined_tokens_total")
 
     declined = metric()
-    handed = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": length}}
-    for params in (None, handed):
+    for params in (None, announced(length)):
         store(vllm_pool, pair.a, prompt := new_prompt(length + 1))
         answer = server.complete(prompt, kv_transfer_params=params)
         assert answer.tokens == plain.tokens(prompt)

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from launch.proxy.bodies import Completion
+from tests.support.proxy import hints
 from tests.support.waiting import wait_for
 from tests.vllm.media_models import GEMMA, LLAVA, PATCH, QWEN, SIDE, WORDS
 from tests.vllm.servers import (
@@ -230,10 +231,8 @@ def test_chats_with_images_come_by_the_proxy_like_texts(servers):
         return servers.proxy.metric("pd_cache_proxy_handoffs_total", result=result)
 
     def hinted(kind, chat, **options):
-        action = {"action_id": "a", "action_type": kind, "action_version": "1.0"}
         payload = {"messages": chat.body()["messages"], **options}
-        message = {"protocol_version": "0.1", "message_id": "m", "actions": [{**action, "payload": payload}]}
-        answer = servers.proxy.ask("/hints", message)["actions"][0]
+        answer = servers.proxy.ask("/hints", hints(kind, payload))["actions"][0]
         return answer["status"], answer["in_pool"]
 
     ask(servers.blocks, later, proxied=True)

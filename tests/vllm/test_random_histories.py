@@ -31,7 +31,7 @@ from pd_cache.vllm.costs import NotWorth
 from pd_cache.vllm.layers import NO_DRAFT, kept_layers, parts_of
 from pd_cache.vllm.steps import Step
 from pd_cache.vllm.worker import WorkerSide
-from tests.pd_cache.vllm.histories import Lookups
+from tests.pd_cache.vllm.histories import STREAM, Lookups
 from tests.vllm.hashing_model import (
     BLOCK,
     VOCABULARY,
@@ -389,7 +389,7 @@ class History:
         prompt = prompt[:most]
         request = Request(request_id, prompt, params, None, block_hasher=self._hasher)
         if rng.random() < self.setting.streams:
-            told = {"kv_transfer_params": {"do_remote_prefill": True, "pd_cache": {"stream": True}}}
+            told = {"kv_transfer_params": STREAM}
             one = SamplingParams(max_tokens=1, temperature=0, extra_args=told)
             self._elsewhere.append(request)
             self._learn(request)

@@ -2,6 +2,7 @@
 
 import time
 
+from tests.pd_cache.vllm.histories import STREAM, announced
 from tests.support.cli import cli
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (
@@ -169,14 +170,11 @@ def test_a_stream_loads_what_appears_and_the_request_that_is_answered_finds_it_a
     whole, first = whole_chunks(1500), whole_chunks(500)
 
     before = node.loaded
-    with node.abandoned(
-        prompt, 1, kv_transfer_params={"do_remote_prefill": True, "pd_cache": {"stream": True}}
-    ):
+    with node.abandoned(prompt, 1, kv_transfer_params=STREAM):
         wait_for(lambda: node.loaded - before == first, "what the pool has")
         node.complete(prompt, 1)  # computes and stores the rest, as a prefill node would
         wait_for(lambda: node.loaded - before == whole, "what was stored meanwhile")
-        announced = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": whole}}
-        answer = node.complete(prompt, kv_transfer_params=announced)
+        answer = node.complete(prompt, kv_transfer_params=announced(whole))
     assert answer.tokens == plain.tokens(prompt)
     report = (answer.kv_transfer_params or {})["pd_cache"]["report"]
     assert (report["streamed"], report["at_hand"], report["loaded"]) == (whole, 1472, 0), (

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from pd_cache.cluster import load_config
+from tests.pd_cache.vllm.histories import STREAM
 from tests.support.adapter import write_adapter
 from tests.support.pool import Node
 from tests.support.waiting import wait_for
@@ -99,9 +100,7 @@ def test_a_stream_loads_through_the_server_and_the_request_finds_it_at_hand(shar
     prompt, node = new_prompt(LENGTH), sharing.launched
     sharing.by_hand.store(prompt, 1)
     before = node.loaded
-    with node.abandoned(
-        prompt, 1, kv_transfer_params={"do_remote_prefill": True, "pd_cache": {"stream": True}}
-    ):
+    with node.abandoned(prompt, 1, kv_transfer_params=STREAM):
         wait_for(lambda: node.loaded - before == WHOLE, "it is loaded")
     answer = node.complete(prompt)
     assert (answer.tokens, node.loaded - before) == (plain.tokens(prompt), WHOLE)

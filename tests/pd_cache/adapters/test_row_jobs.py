@@ -11,7 +11,6 @@ from pd_cache.adapters.versioned_names import VersionedNames
 from pd_cache.config import CacheConfig, LocalTier, NodeSettings
 from pd_cache.objects.object_cache import ObjectCache
 from tests.support.waiting import wait_for
-from transfer.settings import ByteSize
 
 ROW = 100
 
@@ -99,7 +98,7 @@ def test_after_close_jobs_fail_and_the_memory_is_free(jobs):
     jobs.memory.clear()  # BufferError while anybody has a view of it
 
 
-LONELY = NodeSettings(master="", cache=CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)),)))
+LONELY = NodeSettings(master="", cache=CacheConfig(tiers=(LocalTier(capacity="1MiB"),)))
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from pd_cache.cluster import (
 )
 from pd_cache.cluster.machine import local_nodes
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import TransferSettings
 
 GIB = 1 << 30
 ENGINE = ReferenceEngineConfig(model=ModelConfig(name="m", random=RandomModel()))
@@ -67,9 +67,9 @@ def test_a_machine_that_can_carry_the_nodes_has_no_problems_and_a_taken_port_is_
 
 def test_segments_staging_memory_and_tiers_of_all_nodes_must_fit_together(tmp_path):
     write(tmp_path, "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {64 << 20} kB")
-    transfer = TransferSettings(segment_size=ByteSize(10 * GIB), staging_size=ByteSize(8 * GIB))
-    cache = CacheConfig(tiers=(LocalTier(capacity=ByteSize(6 * GIB)), MooncakeTier()))
-    nodes = [DecodeNode(name="a"), DecodeNode(name="b"), StoreNode(name="c", segment_size=ByteSize(20 * GIB))]
+    transfer = TransferSettings(segment_size="10GiB", staging_size="8GiB")
+    cache = CacheConfig(tiers=(LocalTier(capacity="6GiB"), MooncakeTier()))
+    nodes = [DecodeNode(name="a"), DecodeNode(name="b"), StoreNode(name="c", segment_size="20GiB")]
     assert messages(cluster(*nodes[:2], transfer=transfer, cache=cache), tmp_path) == []
     (message,) = messages(cluster(*nodes, transfer=transfer, cache=cache), tmp_path)
     assert message.endswith(
@@ -81,7 +81,7 @@ def test_rdma_must_be_allowed_to_lock_what_a_node_registers(tmp_path, monkeypatc
     monkeypatch.setattr(machine, "rdma_devices", lambda: ("mlx5_0",))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
     write(tmp_path, "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {64 << 20} kB")
-    store = StoreNode(name="s", segment_size=ByteSize(GIB))
+    store = StoreNode(name="s", segment_size=GIB)
     (message,) = messages(cluster(store, transfer=TransferSettings(protocol="rdma")), tmp_path)
     assert (
         "transfer.protocol: 'rdma': rdma locks memory: the limit is 8.0 MiB, but the largest process locks 1.0 GiB"

@@ -19,7 +19,6 @@ from pd_cache.tiers.memory import TRAILER_BYTES, seal
 from tests.support.made import made
 from tests.support.waiting import together, wait_for
 from transfer.errors import Status
-from transfer.settings import ByteSize
 
 PART = 4096
 MOST = 40_000
@@ -35,8 +34,8 @@ def shared(pool):
 
 @pytest.fixture
 def name():
-    run = uuid.uuid4().hex
-    return lambda one: f"{run} {one}"
+    """One that no other test uses."""
+    return uuid.uuid4().hex
 
 
 @pytest.fixture
@@ -59,10 +58,10 @@ def some(count):
 
 @pytest.mark.parametrize("count", [0, 1, PART - 1, PART, PART + 1, 3 * PART, 3 * PART + 5, MOST])
 def test_values_of_any_size_up_to_the_bound(shared, name, count):
-    assert shared.put(name(count), some(count)) is Status.OK
-    assert shared.get(name(count)) == some(count)
+    assert shared.put(name, some(count)) is Status.OK
+    assert shared.get(name) == some(count)
     into = bytearray(count)
-    assert shared.read_into([name(count)], [into]) == [""]
+    assert shared.read_into([name], [into]) == [""]
     assert into == some(count)
 
 
@@ -84,8 +83,8 @@ def test_values_of_any_size_up_to_the_bound(shared, name, count):
     ids=lambda one: f"{one.dtype}{list(one.shape)}",
 )
 def test_tensors_come_back_as_they_were(shared, name, tensor):
-    assert shared.put(name("t"), tensor) is Status.OK
-    found = shared.get_tensor(name("t"))
+    assert shared.put(name, tensor) is Status.OK
+    found = shared.get_tensor(name)
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
     plain = tensor.resolve_conj().clone(memory_format=torch.contiguous_format)
     assert torch.equal(found.reshape(-1).view(torch.uint8), plain.reshape(-1).view(torch.uint8))
@@ -93,28 +92,28 @@ def test_tensors_come_back_as_they_were(shared, name, tensor):
         tensor[..., None].expand(*tensor.shape, 2), memory_format=torch.contiguous_format
     )[..., :1]
     if tensor.numel() < 2:  # contiguous, as torch says, whatever its strides
-        assert shared.read_into([name("t")], [into]) == [""]
+        assert shared.read_into([name], [into]) == [""]
         assert torch.equal(into[..., 0], tensor)
 
 
 def test_a_tensor_can_be_read_as_bytes_and_into_a_tensor_but_bytes_are_no_tensor(shared, name):
     tensor = torch.arange(1000, dtype=torch.int32)
-    shared.put_many([name("t"), name("b")], [tensor, b"abc"])
-    assert shared.get(name("t")) == tensor.numpy().tobytes()
+    shared.put_many([f"{name} t", f"{name} b"], [tensor, b"abc"])
+    assert shared.get(f"{name} t") == tensor.numpy().tobytes()
     into = torch.zeros(10, 100, dtype=torch.int32)
-    assert shared.read_into([name("t")], [into]) == [""]
+    assert shared.read_into([f"{name} t"], [into]) == [""]
     assert torch.equal(into.reshape(-1), tensor)
-    assert shared.get_tensor(name("b")) is None
+    assert shared.get_tensor(f"{name} b") is None
 
 
 def test_memory_of_other_sizes_or_forms_is_a_miss(shared, name):
     form, other = (TensorForm.of_many([shape], [torch.int8]) for shape in [(2, 50), (50, 2)])
-    shared.put_many([name(1)], [some(100)], forms=[form])
-    assert shared.read_into([name(1)], [bytearray(99)]) == ["other_size"]
-    assert shared.read_into([name(1)], [bytearray(100)], forms=[other]) == ["other_form"]
-    assert shared.read_into([name(1)], [bytearray(100)], forms=[None]) == ["other_form"]
-    assert shared.read_into([name(1)], [bytearray(100)], forms=[form]) == [""]
-    assert shared.read_into([name(1)], [bytearray(100)]) == [""], "who does not ask does not care"
+    shared.put_many([name], [some(100)], forms=[form])
+    assert shared.read_into([name], [bytearray(99)]) == ["other_size"]
+    assert shared.read_into([name], [bytearray(100)], forms=[other]) == ["other_form"]
+    assert shared.read_into([name], [bytearray(100)], forms=[None]) == ["other_form"]
+    assert shared.read_into([name], [bytearray(100)], forms=[form]) == [""]
+    assert shared.read_into([name], [bytearray(100)]) == [""], "who does not ask does not care"
 
 
 LENGTHS = ([1], [0, 5, 0], [PART], [PART - 1, 1, 1], [400, 900, 3, 9000, 0, 7], [1000] * 12)
@@ -124,25 +123,25 @@ LENGTHS = ([1], [0, 5, 0], [PART], [PART - 1, 1, 1], [400, 900, 3, 9000, 0, 7], 
 def test_a_scattered_value_is_its_pieces_one_after_another_whatever_the_parts_are(shared, name, lengths):
     given = [some(length) for length in lengths]
     whole = b"".join(given)
-    assert shared.put(name(1), Scattered([memoryview(piece) for piece in given])) is Status.OK
-    assert shared.get(name(1)) == whole
+    assert shared.put(name, Scattered([memoryview(piece) for piece in given])) is Status.OK
+    assert shared.get(name) == whole
     for other in LENGTHS:
         memory = [bytearray(length) for length in other]
         fits = sum(other) == len(whole)
-        assert shared.read_into([name(1)], [Scattered([memoryview(piece) for piece in memory])]) == [
+        assert shared.read_into([name], [Scattered([memoryview(piece) for piece in memory])]) == [
             "" if fits else "other_size"
         ]
         assert b"".join(memory) == (whole if fits else bytes(sum(other)))
 
 
 def test_text_and_bytes_are_two_names_and_any_text_is_one(shared, name):
-    names = [name("a"), name("a").encode(), name("\ud800 ü \0"), name("x" * 100_000)]
+    names = [name, name.encode(), name + "\ud800 ü \0", name + "x" * 100_000]
     shared.put_many(names, [b"text", b"bytes", b"odd", b"long"])
     assert [one.value for one in shared.get_many(names)] == [b"text", b"bytes", b"odd", b"long"]
 
 
 def test_a_name_that_occurs_twice_is_read_and_stored_as_often(shared, name):
-    names = [name(1), name(2), name(1), name(1)]
+    names = [f"{name} 1", f"{name} 2", f"{name} 1", f"{name} 1"]
     assert shared.put_many(names, [b"one", b"two", b"one", b"one"]) == [Status.OK] * 4
     assert shared.get_many(names) == [ObjectOutcome(one) for one in (b"one", b"two", b"one", b"one")]
 
@@ -151,15 +150,15 @@ def test_a_name_that_occurs_twice_is_read_and_stored_as_often(shared, name):
 
 
 def test_the_first_value_of_a_name_stays_until_it_is_removed(shared, name):
-    assert shared.put(name(1), b"first") is Status.OK
-    assert shared.exists(name(1)), "which leases it"
-    assert shared.put(name(1), b"second") is Status.OK
-    assert shared.get(name(1)) == b"first"
-    assert shared.remove(name(1)) is Status.OK
-    assert (shared.exists(name(1)), shared.get(name(1))) == (False, None)
-    assert shared.remove(name(1)) is Status.MISSING
-    assert shared.put(name(1), b"second") is Status.OK
-    assert shared.get(name(1)) == b"second"
+    assert shared.put(name, b"first") is Status.OK
+    assert shared.exists(name), "which leases it"
+    assert shared.put(name, b"second") is Status.OK
+    assert shared.get(name) == b"first"
+    assert shared.remove(name) is Status.OK
+    assert (shared.exists(name), shared.get(name)) == (False, None)
+    assert shared.remove(name) is Status.MISSING
+    assert shared.put(name, b"second") is Status.OK
+    assert shared.get(name) == b"second"
 
 
 def test_two_long_values_put_under_one_name_at_once_never_mix(make, name):
@@ -170,52 +169,52 @@ def test_two_long_values_put_under_one_name_at_once_never_mix(make, name):
 
         def put(cache, value, turn=turn, begin=begin):
             begin.wait(60)
-            cache.put(name(turn), value)
+            cache.put(f"{name} {turn}", value)
 
         together(*(partial(put, *pair) for pair in zip((one, other), long, strict=True)))
-        assert one.get(name(turn)) in (*long, None)
-        assert one.put(name(turn), long[0]) is Status.OK
-        assert other.get(name(turn)) in long
+        assert one.get(f"{name} {turn}") in (*long, None)
+        assert one.put(f"{name} {turn}", long[0]) is Status.OK
+        assert other.get(f"{name} {turn}") in long
 
 
 def test_a_long_value_of_which_a_part_is_gone_is_a_miss_and_the_next_put_stores_it_again(pool, shared, name):
     value, before = some(4 * PART), pool.keys()
-    shared.put(name(1), value)
+    shared.put(name, value)
     (part,) = (key for key in pool.keys() - before if key.endswith("/2"))
     pool.remove(part)
-    assert shared.exists(name(1)), "the head is there"
-    assert shared.get_many([name(1)]) == [ObjectOutcome(None, "incomplete")]
-    assert not shared.exists(name(1))
-    assert shared.put(name(1), value) is Status.OK
-    assert shared.get(name(1)) == value
+    assert shared.exists(name), "the head is there"
+    assert shared.get_many([name]) == [ObjectOutcome(None, "incomplete")]
+    assert not shared.exists(name)
+    assert shared.put(name, value) is Status.OK
+    assert shared.get(name) == value
 
 
 def test_a_damaged_value_is_a_miss_with_its_reason_once_and_then_missing(pool, shared, name):
     before = pool.keys()
-    shared.put(name(1), some(1000))
+    shared.put(name, some(1000))
     (key,) = pool.keys() - before
     pool.damage(key)
-    assert shared.get_many([name(1)]) == [ObjectOutcome(None, "corrupt")]
-    assert shared.get_many([name(1)]) == [ObjectOutcome(None, "missing")]
+    assert shared.get_many([name]) == [ObjectOutcome(None, "corrupt")]
+    assert shared.get_many([name]) == [ObjectOutcome(None, "missing")]
 
 
 @pytest.mark.parametrize("form", ["float32:0,9999999999999999999", "float32:4294967296,4294967296", "nn:0"])
 def test_a_planted_form_that_is_no_tensor_is_a_miss_and_never_raises(pool, shared, name, form):
-    planted, key = TensorForm.parsed(form.encode()), head_key(key_prefix("shared", PART), name(1))
+    planted, key = TensorForm.parsed(form.encode()), head_key(key_prefix("shared", PART), name)
     payload = PartHeader.of(0, 0, 0, PART, planted).packed()
     sealed = bytearray(len(payload) + TRAILER_BYTES)
     sealed[: len(payload)] = payload
     seal(key, memoryview(sealed), len(payload))
     with pool.bare_client() as client:
         assert client.put(key, bytes(sealed)) == 0
-    assert shared.get_tensor(name(1)) is None
-    assert shared.get_many([name(1)]) == [ObjectOutcome(b"")]
+    assert shared.get_tensor(name) is None
+    assert shared.get_many([name]) == [ObjectOutcome(b"")]
 
 
 def test_after_its_deadline_a_read_of_thousands_of_parts_ends(shared, name, monkeypatch):
     cache = ObjectCache(shared.backend, "small parts", part_bytes=8)
     value, deadline, asked = some(8 * 500), Deadline(None), 0
-    assert cache.put(name(1), value) is Status.OK
+    assert cache.put(name, value) is Status.OK
     reads = cache.backend.batched_get
 
     def cut_soon(keys, **options):
@@ -227,10 +226,10 @@ def test_after_its_deadline_a_read_of_thousands_of_parts_ends(shared, name, monk
             yield fetched
 
     monkeypatch.setattr(cache.backend, "batched_get", cut_soon)
-    assert cache.get_many([name(1)], timeout=deadline) == [ObjectOutcome(None, "timeout")]
+    assert cache.get_many([name], timeout=deadline) == [ObjectOutcome(None, "timeout")]
     assert asked == 10
     monkeypatch.undo()
-    assert cache.get(name(1)) == value
+    assert cache.get(name) == value
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------
@@ -285,7 +284,7 @@ def test_many_more_values_than_staging_memory_holds(pool, name):
     settings = pool.settings(transfer={"staging_size": 8 * 8192})
     with ObjectCache.open(settings, "shared", part_bytes=PART) as cache:
         cache.wait_available(60)
-        names, values = [name(n) for n in range(60)], [some(3 * PART + n) for n in range(60)]
+        names, values = [f"{name} {n}" for n in range(60)], [some(3 * PART + n) for n in range(60)]
         assert cache.put_many(names, values) == [Status.OK] * 60
         assert [one.value for one in cache.get_many(names)] == values
         wait_for(lambda: cache.backend.memory.pool.in_use == 0, "all memory free")
@@ -293,15 +292,15 @@ def test_many_more_values_than_staging_memory_holds(pool, name):
 
 def test_with_disk_alone_no_pool_is_needed(tmp_path, pool, name):
     settings = msgspec.structs.replace(
-        pool.settings(CacheConfig(tiers=(DiskTier(path=str(tmp_path), capacity=ByteSize(1 << 20)),))),
+        pool.settings(CacheConfig(tiers=(DiskTier(path=str(tmp_path), capacity="1MiB"),))),
         master="none:1",
     )
     for turn in range(2):
         with ObjectCache.open(settings, "shared", part_bytes=PART) as cache:
             cache.wait_available(60)
-            assert cache.get(name(1)) == (b"kept" if turn else None)
-            assert cache.put(name(1), b"kept") is Status.OK
-            wait_for(lambda cache=cache: cache.get(name(1)) == b"kept", "the write behind")
+            assert cache.get(name) == (b"kept" if turn else None)
+            assert cache.put(name, b"kept") is Status.OK
+            wait_for(lambda cache=cache: cache.get(name) == b"kept", "the write behind")
 
 
 # --- asyncio ------------------------------------------------------------------------------------------------
@@ -324,14 +323,11 @@ def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(make, na
 
     async def use():
         slow = AsyncObjectCache(Slow(), threads=1, most_waiting=2)
-        first, second = (
-            asyncio.create_task(slow.get_many([name(1)])),
-            asyncio.create_task(slow.get_many([name(2)])),
-        )
+        first, second = (asyncio.create_task(slow.get_many([name])) for _ in range(2))
         while not busy.is_set():
             await asyncio.sleep(0.01)
-        assert await slow.get_many([name(3)]) == [ObjectOutcome(None, "overloaded")]
-        assert await slow.get_many([name(3)], timeout=0.01) == [ObjectOutcome(None, "overloaded")]
+        assert await slow.get_many([name]) == [ObjectOutcome(None, "overloaded")]
+        assert await slow.get_many([name], timeout=0.01) == [ObjectOutcome(None, "overloaded")]
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
@@ -339,7 +335,7 @@ def test_one_call_too_many_is_refused_and_a_cancelled_one_holds_nothing(make, na
         assert await first == [ObjectOutcome(None, "missing")]
         await slow.close()
         await slow.close()
-        assert await slow.get_many([name(3)]) == [ObjectOutcome(None, "closed")]
+        assert await slow.get_many([name]) == [ObjectOutcome(None, "closed")]
 
     asyncio.run(use())
 
@@ -359,14 +355,14 @@ def test_what_the_caller_changes_after_it_cancelled_a_put_is_in_no_value(shared,
 
     async def use():
         cache = AsyncObjectCache(ObjectCache(shared.backend, "shared", part_bytes=PART), threads=1)
-        put = asyncio.create_task(cache.put(name(when), value))
+        put = asyncio.create_task(cache.put(f"{name} {when}", value))
         assert await asyncio.to_thread(reached.wait, 60)
         put.cancel()
         with pytest.raises(asyncio.CancelledError):
             await put
         value[:] = b"b" * len(value)
         go_on.set()
-        found = await cache.get(name(when))  # on the thread that the put was on
+        found = await cache.get(f"{name} {when}")  # on the thread that the put was on
         await asyncio.to_thread(cache._threads.close, 60)
         return found
 
@@ -381,18 +377,18 @@ def test_what_the_caller_changes_after_it_cancelled_a_put_is_in_no_value(shared,
 def test_a_loop_puts_and_gets_many_at_once(make, name):
     async def use():
         async with AsyncObjectCache(make()) as cache:
-            put = await asyncio.gather(*(cache.put(name(n), some(n)) for n in range(40)))
+            put = await asyncio.gather(*(cache.put(f"{name} {n}", some(n)) for n in range(40)))
             assert put == [Status.OK] * 40
-            assert await asyncio.gather(*(cache.get(name(n)) for n in range(40))) == [
+            assert await asyncio.gather(*(cache.get(f"{name} {n}") for n in range(40))) == [
                 some(n) for n in range(40)
             ]
-            assert await cache.exists(name(3))
-            await cache.put(name("t"), torch.arange(3))
-            tensor = await cache.get_tensor(name("t"))
+            assert await cache.exists(f"{name} 3")
+            await cache.put(f"{name} t", torch.arange(3))
+            tensor = await cache.get_tensor(f"{name} t")
             assert tensor.tolist() == [0, 1, 2]
-            assert await cache.remove(name(3)) is Status.OK
+            assert await cache.remove(f"{name} 3") is Status.OK
             with pytest.raises(ValueError, match="got int"):
-                await cache.put(name("t"), 5)
+                await cache.put(f"{name} t", 5)
 
     asyncio.run(use())
 
@@ -428,16 +424,16 @@ def test_keys_and_headers_stay_byte_for_byte():
 
 
 def test_in_a_forked_child_everything_is_a_miss_and_close_returns(shared, name):
-    shared.put(name(1), b"value")
+    shared.put(name, b"value")
     child = os.fork()
     if not child:  # nothing that pytest has registered may run in it
         lost = (
-            shared.get(name(1)) is None
-            and shared.put(name(2), b"") is Status.CLOSED
-            and shared.exists_many([name(1)]) == [Status.CLOSED]
+            shared.get(name) is None
+            and shared.put(name, b"") is Status.CLOSED
+            and shared.exists_many([name]) == [Status.CLOSED]
             and not shared.available
         )
         shared.close()
         os._exit(0 if lost else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert shared.get(name(1)) == b"value"
+    assert shared.get(name) == b"value"

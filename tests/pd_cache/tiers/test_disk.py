@@ -13,17 +13,13 @@ import pytest
 
 from pd_cache.tiers.disk import ObjectFolder, digest_of
 from tests.support.backends import TIMEOUTS
-from tests.support.disks import OBJECT, disk_of, file_of, files, value
+from tests.support.disks import OBJECT, file_of, files, put, value
 from tests.support.waiting import beside, together, wait_for
 from transfer.deadlines import end_in
 from transfer.errors import Status
 
 KEYS = [f"k{n}" for n in range(8)]
 IMPATIENT = msgspec.structs.replace(TIMEOUTS, put_ms=300, get_ms=300)
-
-
-def all_values():
-    return {key: value(key) for key in KEYS}
 
 
 def expected(**otherwise):
@@ -39,12 +35,12 @@ def put_one(subject, key, timeout=None):
 def put_with_ages(subject, count):
     """Puts objects whose files are as old as their order says."""
     for n in range(count):
-        subject.put({f"k{n}": value(f"k{n}")})
+        put(subject, f"k{n}")
         os.utime(file_of(subject, f"k{n}"), ns=(n, n))
 
 
 def temporaries(subject):
-    return list((disk_of(subject).folder.root / "tmp").iterdir())
+    return list((subject.backend.folder.root / "tmp").iterdir())
 
 
 # --- files --------------------------------------------------------------------------------------------------
@@ -63,14 +59,14 @@ def test_a_tier_that_is_closed_while_it_looks_through_its_folder_leaves_the_file
     open_disk, monkeypatch
 ):
     first = open_disk()
-    first.put(all_values())
+    put(first, *KEYS)
     first.backend.close()
     scan, go_on = ObjectFolder._scan, threading.Event()
     monkeypatch.setattr(ObjectFolder, "_scan", lambda folder: (go_on.wait(60), scan(folder))[1])
     second = open_disk(wait=False, timeouts=msgspec.structs.replace(TIMEOUTS, close_ms=1))
     second.backend.close()
     go_on.set()
-    disk = disk_of(second)
+    disk = second.backend
     disk._keeper.join(60)
     disk.folder.close()
     assert len(files(first)) == 8
@@ -78,8 +74,8 @@ def test_a_tier_that_is_closed_while_it_looks_through_its_folder_leaves_the_file
 
 def test_foreign_files_are_left_alone_and_torn_ones_are_cleared_away(open_disk):
     first = open_disk()
-    first.put({"good": value("good"), "torn": value("torn")})
-    root, torn = disk_of(first).folder.root, file_of(first, "torn")
+    put(first, "good", "torn")
+    root, torn = first.backend.folder.root, file_of(first, "torn")
     os.truncate(torn, 4096)
     foreign = [root / "notes.txt", torn.parent / "thumbs.db", root / "zz" / f"{'0' * 32}-1"]
     foreign[2].parent.mkdir()
@@ -96,7 +92,7 @@ def test_foreign_files_are_left_alone_and_torn_ones_are_cleared_away(open_disk):
 
 def test_of_two_files_of_one_key_the_newer_is_kept_and_no_serial_is_used_twice(open_disk):
     first = open_disk()
-    first.put({"k": value("k")})
+    put(first, "k")
     newer = file_of(first, "k")
     older = newer.with_name(f"{digest_of('k')}-999")
     older.write_bytes(bytes(newer.stat().st_size))
@@ -105,26 +101,26 @@ def test_of_two_files_of_one_key_the_newer_is_kept_and_no_serial_is_used_twice(o
     second = open_disk()
     assert second.get(["k"]) == [value("k")]
     assert files(second) == [newer]
-    second.put({"other": value("other")})
+    put(second, "other")
     assert int(file_of(second, "other").name.split("-")[1], 16) > 0x999
 
 
 def test_processes_that_share_a_path_have_folders_of_their_own(open_disk):
     one, other = open_disk(), open_disk()
-    one.put({"k": value("k")})
-    root = disk_of(one).folder.root
-    assert disk_of(other).folder.root != root
+    put(one, "k")
+    root = one.backend.folder.root
+    assert other.backend.folder.root != root
     assert not other.has("k")
     one.backend.close()
     again = open_disk()
-    assert disk_of(again).folder.root == root
+    assert again.backend.folder.root == root
     assert again.has("k")
 
 
 @pytest.mark.parametrize("options", [{"direct": False}, {"threads": 1}])
 def test_every_option_stores_and_reads_also_for_a_caller_that_would_wait_for_ever(open_disk, options):
     subject = open_disk(**options)
-    assert subject.put(all_values()) == [Status.OK] * 8
+    assert put(subject, *KEYS) == [Status.OK] * 8
     assert subject.get(KEYS) == expected()
     assert put_one(subject, "k", math.inf).results() == [Status.OK]
     (fetched,) = subject.backend.batched_get(["k"], end=end_in(math.inf))
@@ -142,14 +138,14 @@ def test_a_file_system_without_direct_io_is_used_through_the_page_cache(open_dis
 
     monkeypatch.setattr(os, "open", refuse)
     subject = open_disk()
-    assert subject.put({"k": value("k")}) == [Status.OK]
+    assert put(subject, "k") == [Status.OK]
     assert subject.get(["k"]) == [value("k")]
 
 
 def test_no_file_descriptor_is_left_open(open_disk):
     before = len(os.listdir("/proc/self/fd"))
     subject = open_disk()
-    subject.put(all_values())
+    put(subject, *KEYS)
     subject.get([*KEYS, "none"])
     subject.backend.close()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -172,7 +168,7 @@ def test_a_write_that_is_removed_under_way_is_not_published(open_disk, faults):
     assert outcome.results() == joined.results() == [Status.OK]
     assert not subject.has("k")
     wait_for(lambda: files(subject) == [])
-    assert subject.put({"k": value("k")}) == [Status.OK]
+    assert put(subject, "k") == [Status.OK]
     assert subject.get(["k"]) == [value("k")]
 
 
@@ -180,10 +176,10 @@ def test_a_write_that_does_not_get_its_turn_displaces_nothing(open_disk, faults)
     subject = open_disk(
         objects=2, threads=1, timeouts=msgspec.structs.replace(TIMEOUTS, put_ms=100), retry_s=60.0
     )
-    subject.put({"a": value("a")})
-    subject.put({"b": value("b")})
+    put(subject, "a")
+    put(subject, "b")
     faults.go_on.clear()
-    assert subject.put({"c": value("c"), "d": value("d")}) == [Status.TIMEOUT] * 2
+    assert put(subject, "c", "d") == [Status.TIMEOUT] * 2
     faults.go_on.set()
     remaining = {digest_of("b"), digest_of("c")}
     wait_for(lambda: {file.name[:32] for file in files(subject)} == remaining, "only what was written")
@@ -214,16 +210,16 @@ def test_a_full_disk_refuses_writes_is_read_and_comes_back(open_disk, small_disk
     assert "less room than `capacity`" not in caplog.text
     subject = open_disk(small_disk, objects=50)
     assert "less room than `capacity`" in caplog.text
-    subject.put({"early": value("early")})
+    put(subject, "early")
     ballast = leave_room_for(0, small_disk)
     for _ in range(2):
-        assert subject.put({"refused": value("refused")}) == [Status.NO_SPACE]
+        assert put(subject, "refused") == [Status.NO_SPACE]
     assert subject.count("pd_cache_tier_off", tier="disk") == 1
     assert subject.count("pd_cache_tier_failures_total", tier="disk", reason="enospc") == 1
     assert subject.get(["early"]) == [value("early")]
     ballast.unlink()
     wait_for(lambda: subject.count("pd_cache_tier_off", tier="disk") == 0, "the tier in use again")
-    assert subject.put({"late": value("late")}) == [Status.OK]
+    assert put(subject, "late") == [Status.OK]
     assert subject.get(["late", "early"]) == [value("late"), value("early")]
     assert temporaries(subject) == []
 
@@ -254,14 +250,14 @@ def test_what_an_error_says_is_told_by_its_number_and_by_how_many_there_are_in_a
     open_disk, faults, number, written, read
 ):
     subject = open_disk(objects=16, threads=1)
-    subject.put(all_values())
+    put(subject, *KEYS)
     faults.fail(number, "write", "probe")
     assert [subject.put({f"new{n}": value(n)})[0].value for n in range(4)] == written
     readable = written[-1] != "tier_off"
     assert subject.get(KEYS) == (expected() if readable else ["tier_off"] * 8)
     assert subject.count("pd_cache_tier_failures_total") == 1
     faults.fail(0)
-    wait_for(lambda: subject.put({"new": value("new")}) == [Status.OK], "writes accepted again")
+    wait_for(lambda: put(subject, "new") == [Status.OK], "writes accepted again")
     faults.fail(number, "read", "probe")
     assert subject.get(KEYS)[:3] == read
     faults.fail(0)
@@ -276,7 +272,7 @@ def test_what_an_error_says_is_told_by_its_number_and_by_how_many_there_are_in_a
 
 def test_errors_that_do_not_follow_one_another_cost_one_object_each(open_disk, faults):
     subject = open_disk()
-    subject.put(all_values())
+    put(subject, *KEYS)
     for key in KEYS[:4]:
         faults.fail(errno.EIO, "read")
         assert subject.get([key]) == ["unreadable"]
@@ -289,12 +285,12 @@ def test_errors_that_do_not_follow_one_another_cost_one_object_each(open_disk, f
 
 def test_a_failing_disk_is_switched_off_once_and_tried_again(open_disk, faults, caplog):
     subject = open_disk()
-    subject.put(all_values())
+    put(subject, *KEYS)
     faults.fail(errno.EIO, "read", "write", "probe", "sweep")
     assert subject.get(KEYS)[-1] == "tier_off"
     assert not subject.backend.available
     assert subject.backend.batched_contains(["k7"]) == [Status.TIER_OFF]
-    assert subject.put({"l": value("l")}) == [Status.TIER_OFF]
+    assert put(subject, "l") == [Status.TIER_OFF]
     assert subject.backend.batched_remove(["k7"]) == [Status.TIER_OFF]
     probes = faults.begun.count("probe")
     wait_for(lambda: faults.begun.count("sweep") + faults.begun.count("probe") > probes + 4)
@@ -307,26 +303,26 @@ def test_a_failing_disk_is_switched_off_once_and_tried_again(open_disk, faults, 
 
 def test_a_file_that_cannot_be_deleted_stops_writes_until_it_can_be_and_the_budget_holds(open_disk, faults):
     subject = open_disk(objects=8)
-    subject.put(all_values())
+    put(subject, *KEYS)
     faults.fail(errno.EPERM, "sweep")
-    assert subject.put({"new": value("new")}) == [Status.READ_ONLY]
+    assert put(subject, "new") == [Status.READ_ONLY]
     assert subject.get(KEYS).count("missing") == 1, "all others are read"
     assert subject.count("pd_cache_tier_failures_total", reason="eperm") == 1
     assert len(files(subject)) == 8
     faults.fail(0)
-    wait_for(lambda: subject.put({"new": value("new")}) == [Status.OK], "writes accepted again")
-    assert len(files(subject)) == len(disk_of(subject).index) == 8
+    wait_for(lambda: put(subject, "new") == [Status.OK], "writes accepted again")
+    assert len(files(subject)) == len(subject.backend.index) == 8
     subject.check_integrity()
 
 
 def test_a_file_system_that_becomes_read_only_is_still_read(open_disk, freezable_disk):
     subject = open_disk(freezable_disk, objects=9)
-    subject.put(all_values())
+    put(subject, *KEYS)
     file_of(subject, "k3").write_bytes(bytes(OBJECT))
     subprocess.run(
         ["mount", "-o", "remount,abort", freezable_disk], check=True
     )  # as the kernel does where it meets damage
-    assert subject.put({"new": value("new")}) == [Status.READ_ONLY]
+    assert put(subject, "new") == [Status.READ_ONLY]
     assert subject.backend.batched_remove(["k0"]) == [Status.READ_ONLY]
     assert subject.get(KEYS) == expected(k3="foreign")
     assert subject.get(KEYS) == expected(k3="missing")
@@ -338,24 +334,24 @@ def test_a_path_that_cannot_be_used_is_off_until_it_can(open_disk, tmp_path):
     path.write_text("a file where the folder should be")
     subject = open_disk(path, wait=False)
     wait_for(lambda: subject.count("pd_cache_tier_off", tier="disk") == 1)
-    assert subject.put({"k": value("k")}) == [Status.TIER_OFF]
+    assert put(subject, "k") == [Status.TIER_OFF]
     path.unlink()
     wait_for(lambda: subject.backend.available)
-    assert subject.put({"k": value("k")}) == [Status.OK]
+    assert put(subject, "k") == [Status.OK]
 
 
 def test_a_folder_that_was_deleted_is_made_again_and_no_other_process_gets_it(open_disk):
     subject = open_disk()
-    subject.put(all_values())
-    root = disk_of(subject).folder.root
+    put(subject, *KEYS)
+    root = subject.backend.folder.root
     shutil.rmtree(root)
     assert set(subject.get(KEYS)) == {"tier_off"}, "the first read finds out"
     wait_for(lambda: subject.backend.available, "the tier in use again")
     assert subject.backend.batched_contains(KEYS) == [Status.MISSING] * 8
-    assert subject.put(all_values()) == [Status.OK] * 8
+    assert put(subject, *KEYS) == [Status.OK] * 8
     assert subject.get(KEYS) == expected()
-    assert disk_of(subject).folder.root == root
-    assert disk_of(open_disk()).folder.root != root
+    assert subject.backend.folder.root == root
+    assert open_disk().backend.folder.root != root
     subject.check_integrity()
 
 
@@ -365,7 +361,7 @@ def test_a_folder_that_was_deleted_is_made_again_and_no_other_process_gets_it(op
 def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(open_disk, faults):
     # the disk is blamed only for calls that a thread has begun two seconds before their deadline
     subject = open_disk(timeouts=msgspec.structs.replace(TIMEOUTS, get_ms=4000), retry_s=60.0)
-    subject.put({"k": value("k"), "l": value("l")})
+    put(subject, "k", "l")
     faults.go_on.clear()
     while "read" not in faults.begun:
         (impatient,) = subject.backend.batched_get(["k"], end=end_in(0.05))
@@ -381,7 +377,7 @@ def test_a_disk_that_hangs_costs_one_deadline_and_its_memory_stays_quarantined(o
 
 def test_nobody_waits_for_a_deletion_of_a_disk_that_hangs(open_disk, faults):
     subject = open_disk(threads=1)
-    subject.put(all_values())
+    put(subject, *KEYS)
     faults.go_on.clear()
     together(lambda: subject.backend.batched_remove(KEYS))
     assert subject.backend.batched_contains(KEYS) == [Status.MISSING] * 8
@@ -411,7 +407,7 @@ def test_writes_to_a_disk_that_hangs_hold_half_of_the_memory_at_most(open_disk, 
 
 def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_disk, faults):
     subject = open_disk(objects=8, threads=4)
-    subject.put(all_values())
+    put(subject, *KEYS)
     held = list(subject.backend.batched_get(KEYS, end=end_in(5.0)))
     assert [fetched.reason for fetched in held] == [""] * 8, (
         "what was read does not wait for the disk any more"
@@ -433,14 +429,14 @@ def test_reads_from_a_disk_that_hangs_hold_a_quarter_of_the_memory_at_most(open_
 
 def test_a_frozen_disk_keeps_the_slots_of_the_calls_that_it_holds_and_no_others(open_disk, freezable_disk):
     subject = open_disk(freezable_disk, objects=40, retry_s=60.0, timeouts=IMPATIENT)
-    subject.put(all_values())
+    put(subject, *KEYS)
     memory = subject.backend.memory
     subprocess.run(["fsfreeze", "-f", freezable_disk], check=True)
     try:
         assert subject.put({f"new{n}": value(n) for n in range(10)}) == [Status.TIMEOUT] * 10
         assert memory.pool.in_use == 2, "one for each thread"
         assert not subject.backend.available
-        assert subject.put({"late": value("late")}) == [Status.TIER_OFF]
+        assert put(subject, "late") == [Status.TIER_OFF]
     finally:
         subprocess.run(["fsfreeze", "-u", freezable_disk], check=True)
     wait_for(lambda: memory.pool.in_use == 0, "the memory back")
@@ -451,16 +447,16 @@ def test_a_damaged_file_goes_although_others_are_reading_it(open_disk):
     """If they held it up, readers that always overlap would find it for ever, and never ask the tier
     behind."""
     subject = open_disk()
-    subject.put({"k": value("k")})
-    file, index = file_of(subject, "k"), disk_of(subject).index
+    put(subject, "k")
+    file, index = file_of(subject, "k"), subject.backend.index
     with file.open("r+b") as opened:
         opened.write(b"!")
     other = index.pin(digest_of("k"))
     assert subject.get(["k"]) == ["corrupt"]
     assert not subject.has("k")
-    assert subject.put({"k": value("k")}) == [Status.OK]
+    assert put(subject, "k") == [Status.OK]
     assert file.exists()
-    disk_of(subject)._unpin(other)
+    subject.backend._unpin(other)
     wait_for(lambda: not file.exists(), "the damaged file gone")
     assert subject.get(["k"]) == [value("k")]
     subject.check_integrity()
@@ -470,7 +466,7 @@ def test_queued_reads_of_a_disk_that_hangs_let_go_at_their_deadline_and_when_nob
     open_disk, faults
 ):
     subject = open_disk(threads=1, retry_s=60.0)
-    subject.put(all_values())
+    put(subject, *KEYS)
     memory = subject.backend.memory
     faults.go_on.clear()
     with beside(lambda: subject.get(["k7"])):

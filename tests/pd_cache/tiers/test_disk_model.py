@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pd_cache.metrics import CacheMetrics
 from pd_cache.tiers.disk import digest_of
 from tests.support.backends import Subject, make_disk, make_memory
-from tests.support.disks import OBJECT, PAYLOAD, disk_of, file_of, value
+from tests.support.disks import OBJECT, PAYLOAD, file_of, put, value
 from transfer.errors import Status
 
 ODDITIES = {
@@ -52,7 +52,7 @@ class DiskModel(RuleBasedStateMachine):
 
     @rule(keys=some_keys)
     def put(self, keys):
-        assert self.subject.put({key: value(key) for key in keys}) == [Status.OK] * len(keys)
+        assert put(self.subject, *keys) == [Status.OK] * len(keys)
         self.model.update(keys)
 
     @rule(keys=some_keys)
@@ -83,7 +83,7 @@ class DiskModel(RuleBasedStateMachine):
         name=st.sampled_from(["tmp/1", "tmp/ff", "zz", "note-1", "readme", "stray-1", "00/\udcff", "00/x-1"])
     )
     def litter(self, name):
-        path = disk_of(self.subject).folder.root / name
+        path = self.subject.backend.folder.root / name
         if path.parent.is_dir() and not os.path.lexists(path):
             path.write_text("not ours")
 
@@ -92,7 +92,7 @@ class DiskModel(RuleBasedStateMachine):
         if not hasattr(self, "subject"):
             return
         self.subject.check_integrity()
-        disk = disk_of(self.subject)
+        disk = self.subject.backend
         assert disk.state is Status.OK
         assert self.subject.count("pd_cache_tier_failures_total") == 0
         assert disk.index.held == 0

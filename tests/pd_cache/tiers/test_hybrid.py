@@ -18,13 +18,18 @@ from tests.support.backends import Subject, count, make_disk, make_local, make_m
 from tests.support.waiting import together, wait_for
 from transfer.deadlines import end_in
 from transfer.errors import Status
-from transfer.settings import ByteSize, TransferSettings
+from transfer.settings import TransferSettings
 
 PAYLOAD = 5000
 
 
 def value(n):
     return random.Random(str(n)).randbytes(PAYLOAD)
+
+
+def put(subject, *keys):
+    """Puts the value of each key."""
+    return subject.put({key: value(key) for key in keys})
 
 
 @pytest.fixture
@@ -38,12 +43,11 @@ def holds(subject, tier, key):
 
 
 def switch_off_disk(subject):
-    disk = subject.bases["disk"]
-    disk.state = Status.TIER_OFF  # the keeper does not hear of it
+    subject.bases["disk"].state = Status.TIER_OFF  # the keeper does not hear of it
 
 
 def only_on_disk(subject, *keys):
-    subject.put({key: value(key) for key in keys})
+    put(subject, *keys)
     assert subject.bases["local"].batched_remove(list(keys)) == [Status.OK] * len(keys)
 
 
@@ -76,8 +80,8 @@ def test_a_chunk_is_promoted_when_its_tier_says_so(make, promote, promoted):
 
 def test_a_promotion_makes_room_but_never_from_what_is_being_read(make):
     subject = make(objects=2)
-    subject.put({key: value(key) for key in "ab"})
-    subject.put({"c": value("c")})
+    put(subject, *"ab")
+    put(subject, "c")
     held = list(subject.backend.batched_get(["b", "c"]))
     assert [bytes(one.payload) for one in held if one.payload is not None] == [value("b"), value("c")]
     assert subject.get(["b"]) == [value("b")]
@@ -107,7 +111,7 @@ class Asked:
 
 def test_a_tier_that_leaves_out_keys_is_an_error(make, monkeypatch):
     subject = make()
-    subject.put({"a": value("a")})
+    put(subject, "a")
     monkeypatch.setattr(subject.bases["local"], "batched_fetch", lambda keys, **_: (one for one in ()))
     with pytest.raises(ValueError, match="tier local gave no outcome for 1 keys"):
         next(subject.backend.batched_get(["a"]))
@@ -115,7 +119,7 @@ def test_a_tier_that_leaves_out_keys_is_an_error(make, monkeypatch):
 
 def test_later_tiers_are_asked_once_and_only_for_what_earlier_ones_lack(make, monkeypatch):
     subject = make()
-    subject.put({key: value(key) for key in "abcd"})
+    put(subject, *"abcd")
     subject.bases["local"].batched_remove(["b", "d"])
     asked = Asked(subject.bases["disk"], monkeypatch, "batched_contains", "batched_fetch")
     assert subject.backend.batched_contains(["a", "b", "c", "x", "d"]) == [
@@ -137,7 +141,7 @@ def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(make
     assert subject.backend.batched_contains(["k"]) == [Status.TIER_OFF]
     assert subject.get(["k"]) == ["tier_off"]
     assert subject.backend.available, "memory still is"
-    assert subject.put({"new": value("new")}) == [Status.TIER_OFF], "it blocks, and is the last"
+    assert put(subject, "new") == [Status.TIER_OFF], "it blocks, and is the last"
     assert subject.get(["new"]) == [value("new")]
     assert subject.count("pd_cache_tier_dropped_writes_total", tier="disk", reason="tier_off") == 1
 
@@ -146,7 +150,7 @@ def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_no
     make, monkeypatch
 ):
     subject = make()
-    subject.put({"both": value("both"), "memory": value("memory"), "disk": value("disk")})
+    put(subject, "both", "memory", "disk")
     subject.bases["disk"].batched_remove(["memory"])
     subject.bases["local"].batched_remove(["disk"])
     keys = ["both", "memory", "disk", "none"]
@@ -165,7 +169,7 @@ def test_alternating_tiers_and_little_memory_never_wait_for_one_another(make):
     subject = make(promote="never", slots=3, objects=32)
     keys = [f"k{n}" for n in range(24)]
     for key in keys:
-        subject.put({key: value(key)})
+        put(subject, key)
     subject.bases["local"].batched_remove(keys[1::2])
     expected = [value(key) for key in keys]
     outcomes = []
@@ -182,7 +186,7 @@ def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(mak
     subject = make(promote="never", objects=64)
     keys = [f"k{n}" for n in range(64)]
     for start in range(0, len(keys), 8):
-        subject.put({key: value(key) for key in keys[start : start + 8]})
+        put(subject, *keys[start : start + 8])
     local, disk = subject.bases["local"], subject.bases["disk"]
     lost = [key for n, key in enumerate(keys) if not kept or n % kept == 0]
     # known to the index when it is asked, and gone when they are read
@@ -257,8 +261,8 @@ def test_a_put_does_not_wait_for_a_tier_that_writes_behind_and_what_exceeds_the_
 
 def test_tiers_are_composed_in_the_order_of_the_settings(pool, tmp_path):
     tiers = (
-        LocalTier(capacity=ByteSize(1 << 20), policy="s3fifo"),
-        DiskTier(path=str(tmp_path), capacity=ByteSize(1 << 20), blocking=False, promote="second_hit"),
+        LocalTier(capacity="1MiB", policy="s3fifo"),
+        DiskTier(path=str(tmp_path), capacity="1MiB", blocking=False, promote="second_hit"),
         MooncakeTier(),
     )
     backend = open_backend(pool.settings(CacheConfig(tiers=tiers)), PAYLOAD)
@@ -296,33 +300,33 @@ def test_the_pool_alone_is_not_wrapped_and_reads_further_batches_while_the_first
 
 
 def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path):
-    disks = tuple(DiskTier(path=str(tmp_path / name), capacity=ByteSize(1 << 20)) for name in "ab")
-    config = CacheConfig(tiers=(LocalTier(capacity=ByteSize(1 << 20)), *disks))
+    disks = tuple(DiskTier(path=str(tmp_path / name), capacity="1MiB") for name in "ab")
+    config = CacheConfig(tiers=(LocalTier(capacity="1MiB"), *disks))
     metrics = CacheMetrics()
-    staging = TransferSettings(staging_size=ByteSize(1 << 20))
+    staging = TransferSettings(staging_size="1MiB")
     backend = open_backend(
         NodeSettings(master="nobody:1", cache=config, transfer=staging), PAYLOAD, metrics=metrics
     )
     try:
         backend.wait_available(60)
         subject = Subject(backend, {}, metrics)
-        assert subject.put({"k": value("k")}) == [Status.OK]
+        assert put(subject, "k") == [Status.OK]
         assert subject.get(["k"]) == [value("k")]
         wait_for(lambda: count(metrics, "pd_cache_tier_bytes", tier="disk-1") == 8192)
     finally:
         backend.close()
-    small = TransferSettings(staging_size=ByteSize(100))
+    small = TransferSettings(staging_size=100)
     with pytest.raises(ValueError, match="holds no slot"):
         open_backend(NodeSettings(master="nobody:1", cache=config, transfer=small), PAYLOAD)
 
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["is away", "has a full backlog"])
 def test_chunks_that_a_local_tier_keeps_while_the_pool_takes_none_do_not_keep_the_memory_for_puts(blocking):
-    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier(blocking=blocking))
+    tiers = (LocalTier(capacity="1MiB"), MooncakeTier(blocking=blocking))
     away = NodeSettings(
         master="127.0.0.1:1",
         cache=CacheConfig(tiers=tiers),
-        transfer=TransferSettings(staging_size=ByteSize(16 * 8192), prefault=False),
+        transfer=TransferSettings(staging_size=16 * 8192, prefault=False),
     )
     backend = open_backend(away, PAYLOAD)
     try:
@@ -348,7 +352,7 @@ def test_metrics_say_how_much_staging_memory_is_in_use_besides_what_local_tiers_
     pool,
 ):
     metrics = CacheMetrics()
-    tiers = (LocalTier(capacity=ByteSize(1 << 20)), MooncakeTier())
+    tiers = (LocalTier(capacity="1MiB"), MooncakeTier())
     backend = open_backend(pool.settings(CacheConfig(tiers=tiers)), PAYLOAD, metrics=metrics)
     try:
         backend.wait_available(60)

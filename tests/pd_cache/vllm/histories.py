@@ -40,6 +40,8 @@ STATE = KeptLayers(2, CHUNK, "state")
 DRAFTS = KeptLayers(1, BLOCK, drafts="next")
 """Layers of a draft model, in the blocks of the model that it drafts for."""
 FAILED = Loaded(0, "evicted")
+COMPUTES, WAITS = (0, False), (None, False)
+"""What vLLM is answered if it is to compute a prompt, or to ask again."""
 
 
 @dataclass
@@ -304,6 +306,9 @@ class Scene:
 
 def blocks_of(request, first=10):
     return list(range(first, first - (-request.num_tokens // BLOCK)))
+
+
+STREAM = {"do_remote_prefill": True, "pd_cache": {"stream": True}}
 
 
 def announced(tokens, namespace="", **more):

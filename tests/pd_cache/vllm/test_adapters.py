@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pd_cache.vllm.lora import Adapters
-from tests.pd_cache.vllm.histories import CHUNK, PROMPT, Request, Scene
+from tests.pd_cache.vllm.histories import CHUNK, COMPUTES, PROMPT, Request, Scene
 from tests.support.waiting import wait_for
 
 
@@ -136,7 +136,7 @@ def test_until_the_digest_is_known_a_request_neither_loads_nor_stores_and_then_i
     known(scene.adapters, folder)
     request = Request("a", PROMPT, {"do_remote_decode": True}, lora_request=lora(folder))
     for _ in range(3):
-        assert scene.ask(request) == (0, False)
+        assert scene.ask(request) == COMPUTES
     scene.begin(request)
     assert scene.step(a=CHUNK).stores == []
     assert (scene.lookups.asked, scene.troubles("lookup", "adapter_unreadable")) == ([], 1), (

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from pd_cache.reasons import Loaded
 from pd_cache.vllm.costs import HANDOFF_MARGIN, Costs, LinkTime, StepWork
 from pd_cache.vllm.steps import StepReport
-from tests.pd_cache.vllm.histories import CHUNK, FULL, PROMPT, WINDOW, Request, Scene, announced
+from tests.pd_cache.vllm.histories import (
+    CHUNK,
+    COMPUTES,
+    FULL,
+    PROMPT,
+    WAITS,
+    WINDOW,
+    Request,
+    Scene,
+    announced,
+)
 
 _MANY = st.integers(256, 100_000)
 
@@ -24,10 +34,22 @@ class Engine:
         self.load, self.fixed, self.compute, self.context = load, fixed, compute, context
         self.costs, self.now = Costs(), 100.0
 
+    @classmethod
+    def measured(cls, count=3, **options):
+        """An engine that has seen `count` loads of 4096 tokens, and `count` steps of 2048."""
+        engine = cls(**options)
+        engine.loads(*[4096] * count)
+        engine.steps(*[(2048, 0)] * count)
+        return engine
+
+    def begins(self, name, tokens):
+        """A load from the pool begins."""
+        self.costs.load_began(name, (0, 0, tokens), self.now)
+
     def loads(self, *several, by=1.0, whole=True):
         """One load after the other, each `by` times as long as usual."""
         for tokens in several:
-            self.costs.load_began("a", (0, 0, tokens), self.now)
+            self.begins("a", tokens)
             self.now += (seconds := by * (self.fixed + self.load * tokens))
             self.costs.load_ended("a", seconds, whole=whole)
 
@@ -41,8 +63,9 @@ class Engine:
     def computed(self, tokens, position=0):
         return tokens * (self.compute + self.context * (position + tokens / 2))
 
-    def not_worth(self, tokens, position=0, *ahead):
-        return self.costs.not_worth((0, 0, tokens), position, ahead, self.now)
+    def not_worth(self, tokens, position=0, *ahead, memory=0, **options):
+        """The verdict on so many tokens in the pool, and so many in memory."""
+        return self.costs.not_worth((memory, 0, tokens), position, ahead, self.now, **options)
 
 
 @given(loads=st.lists(_MANY, max_size=20), steps=st.lists(_MANY, max_size=20), tokens=_MANY)
@@ -113,21 +136,17 @@ def test_a_link_that_becomes_ten_times_slower_or_faster_is_noticed_within_three_
 
 
 def test_a_declined_prefix_corrects_no_figure_while_a_load_is_under_way_which_will():
-    engine = Engine()
-    engine.loads(*[4096] * 3)
-    engine.steps(*[(2048, 0)] * 3)
+    engine = Engine.measured()
     engine.loads(4096, by=5)
     assert engine.not_worth(4096).probe
-    engine.costs.load_began("b", (0, 0, 4096), engine.now)
+    engine.begins("b", 4096)
     assert not engine.not_worth(4096).probe
 
 
 def test_loads_under_way_and_prompts_in_front_count():
-    engine = Engine(load=4e-5, fixed=0.0)
-    engine.loads(*[4096] * 4)
-    engine.steps(*[(2048, 0)] * 4)
+    engine = Engine.measured(4, load=4e-5, fixed=0.0)
     assert engine.not_worth(4096) is None
-    engine.costs.load_began("b", (0, 0, 4096), engine.now)
+    engine.begins("b", 4096)
     assert engine.not_worth(4096) is not None, "the link is busy"
     assert engine.not_worth(4096, 0, (4096, 2048)) is None, "and so is the engine"
     engine.now += 0.9 * 4096 * 4e-5
@@ -135,14 +154,12 @@ def test_loads_under_way_and_prompts_in_front_count():
 
 
 def test_loaded_requests_would_wait_for_a_computed_prompt_so_it_is_loaded_behind_many_short_ones():
-    engine = Engine(load=4e-5, fixed=0.0)
-    engine.loads(*[4096] * 4)
-    engine.steps(*[(2048, 0)] * 4)
-    engine.costs.load_began("long", (0, 0, 3400), engine.now)
+    engine = Engine.measured(4, load=4e-5, fixed=0.0)
+    engine.begins("long", 3400)
     assert engine.not_worth(4096) is not None
     engine.costs.load_ended("long", None)
     for name in "abcde":
-        engine.costs.load_began(name, (0, 0, 680), engine.now)
+        engine.begins(name, 680)
     assert engine.not_worth(4096) is None
 
 
@@ -201,7 +218,7 @@ def over_one_link(engine, at_once, sizes, pause, rng, count=300):
             arrivals.remove(min(arrivals))
             tokens, name = rng.randint(*sizes), f"{len(ended)} {engine.now} {len(begun)}"
             begun[name] = engine.not_worth(tokens).load_s, engine.now
-            engine.costs.load_began(name, (0, 0, tokens), engine.now)
+            engine.begins(name, tokens)
             link.begin(name, engine.fixed + engine.load * tokens)
     return ended, list(begun)
 
@@ -244,7 +261,7 @@ def first_tokens(engine, link, load, count, step, tokens=4096):
                 ahead = [(tokens - at[other], (tokens + at[other]) / 2) for other in running]
                 if load == "always" or (load == "auto" and not engine.not_worth(tokens - 1, 0, *ahead)):
                     at[name] = tokens - 1
-                    engine.costs.load_began(name, (0, 0, tokens - 1), engine.now)
+                    engine.begins(name, tokens - 1)
                     link.begin(name, engine.fixed + engine.load * (tokens - 1))
                     continue
             if name not in running:
@@ -295,9 +312,9 @@ def test_an_engine_says_up_to_which_length_it_declines_hand_offs_unless_one_shou
     length = declines()
     assert 4096 <= length <= 16384
     for tokens in (length, 2 * length):
-        declined = engine.costs.not_worth((0, 0, tokens), 0, (), engine.now, HANDOFF_MARGIN) is not None
+        declined = engine.not_worth(tokens, margin=HANDOFF_MARGIN) is not None
         assert declined == (tokens == length)
-    engine.costs.load_began("b", (0, 0, 4096), engine.now)
+    engine.begins("b", 4096)
     assert declines() == length, "that load will be over"
     engine.costs.load_ended("b", None)
     assert 0 < declines((1536, 768)) < length, "the hand-off comes while it computes"
@@ -317,23 +334,21 @@ def test_a_load_that_was_cut_short_counts_only_if_it_took_longer_than_expected()
     engine = Engine()
     engine.loads(*[4096] * 3)
     for seconds, counted in ((0.0, None), (0.1, None), (0.6, (4096, 0.6))):
-        engine.costs.load_began("a", (0, 0, 4096), engine.now)
+        engine.begins("a", 4096)
         assert engine.costs.load_ended("a", seconds, whole=False) == counted
 
 
 def test_each_tier_has_costs_of_its_own():
-    engine = Engine()
-    engine.loads(*[4096] * 3)
-    engine.steps(*[(2048, 0)] * 3)
+    engine = Engine.measured()
     assert engine.not_worth(4096) is not None
-    assert engine.costs.not_worth((4096, 0, 0), 0, (), engine.now) is None, "unknown"
+    assert engine.not_worth(0, memory=4096) is None, "unknown"
     for _ in range(3):
         engine.costs.load_began("a", (4096, 0, 0), engine.now)
         engine.now += 0.001
         engine.costs.load_ended("a", 0.001)
-    assert engine.costs.not_worth((4096, 0, 0), 0, (), engine.now) is None, "worth it"
-    assert engine.costs.not_worth((4096, 0, 4096), 0, (), engine.now) is None
-    assert engine.costs.not_worth((2048, 0, 4096), 0, (), engine.now) is not None
+    assert engine.not_worth(0, memory=4096) is None, "worth it"
+    assert engine.not_worth(4096, memory=4096) is None
+    assert engine.not_worth(4096, memory=2048) is not None
 
 
 def test_a_step_that_was_planned_while_another_ran_takes_from_the_others_end():
@@ -374,9 +389,9 @@ def ended(scene, request):
 def test_a_prefix_that_is_computed_sooner_is_not_loaded_and_the_report_has_the_figures():
     scene, request = known(1.92, 0.48), Request("d", PROMPT)
     scene.has(request)
-    assert scene.ask(request) == (0, False)
+    assert scene.ask(request) == COMPUTES
     scene.clock.now += 1000
-    assert scene.ask(request) == (0, False), "it is decided once"
+    assert scene.ask(request) == COMPUTES, "it is decided once"
     told = ended(scene, request)
     assert (told.found, told.loaded, told.computed, told.reason) == (24, 0, 27, "not_worth")
     assert told.detail == "24 tokens would load in 0.24 s at 0.0016 MB/s; computing them takes 0.06 s"
@@ -401,11 +416,11 @@ def test_a_prefix_is_loaded_if_that_is_sooner_and_a_hand_off_unless_it_takes_twi
 def test_a_hand_off_that_is_not_worth_loading_is_computed_at_once_and_not_waited_for_either(there):
     scene, request = known(0.9, 0.4), Request("d", PROMPT, announced(3 * CHUNK))
     scene.has(request, there)
-    assert scene.ask(request) == (0, False)
+    assert scene.ask(request) == COMPUTES
     scene.clock.now += 1
     scene.has(request)
     asked = len(scene.lookups.asked)
-    assert scene.ask(request) == (0, False), "it is decided once"
+    assert scene.ask(request) == COMPUTES, "it is decided once"
     assert len(scene.lookups.asked) == asked
     told = ended(scene, request)
     assert (told.found, told.loaded, told.computed, told.reason) == (there * CHUNK, 0, 27, "not_worth")
@@ -423,18 +438,18 @@ def test_a_request_waits_for_the_load_of_its_stream_as_it_would_wait_for_a_hand_
     assert len(op.parts[0].names) == 3
     request = Request("d", PROMPT, announced(3 * CHUNK))
     for _ in range(2):  # vLLM asks again if it has no blocks for it
-        assert scene.ask(request) == ((None, False) if waits else (0, False))
+        assert scene.ask(request) == (WAITS if waits else COMPUTES)
     if not waits:
         scene.has(request, 0)
-        assert scene.ask(Request("e", PROMPT, announced(3 * CHUNK))) == (0, False)
-        assert scene.ask(Request("e", PROMPT), CHUNK) == (0, False), "by now a chunk is at hand"
+        assert scene.ask(Request("e", PROMPT, announced(3 * CHUNK))) == COMPUTES
+        assert scene.ask(Request("e", PROMPT), CHUNK) == COMPUTES, "by now a chunk is at hand"
 
 
 def test_a_declined_hand_off_corrects_the_figure_with_its_first_chunk_as_soon_as_that_is_there():
     scene, request = known(0.9, 0.4), Request("d", PROMPT, announced(3 * CHUNK))
     scene.clock.now += 60
     scene.has(request, 0)
-    assert scene.ask(request) == (None, False)
+    assert scene.ask(request) == WAITS
     scene.has(request)
     scene.clock.now += 1
     for _ in range(2):
@@ -444,21 +459,21 @@ def test_a_declined_hand_off_corrects_the_figure_with_its_first_chunk_as_soon_as
     late = Request("e", PROMPT, announced(3 * CHUNK))
     scene.clock.now += 60
     scene.has(late, 0)
-    assert scene.ask(late) == (None, False)
+    assert scene.ask(late) == WAITS
     scene.clock.now += 2
-    assert scene.ask(late) == (0, False), "it never came"
+    assert scene.ask(late) == COMPUTES, "it never came"
     assert ended(scene, late).reason == "not_worth"
 
 
 def test_a_preempted_prompt_does_not_count_as_one_that_is_computed_before_it():
     scene, request = known(0.45, 0.4), Request("d", PROMPT)
     scene.has(request, 0)
-    assert scene.ask(request) == (0, False)
+    assert scene.ask(request) == COMPUTES
     scene.begin(request)
     scene.step(d=len(PROMPT))
     scene.manager.free(request)
     scene.has(request)
-    assert scene.ask(request) == (0, False)
+    assert scene.ask(request) == COMPUTES
     assert ended(scene, request).computed == len(PROMPT)
 
 
@@ -468,7 +483,7 @@ def test_always_loads_what_is_there_and_never_does_not_ask():
     assert scene.ask(request) == (3 * CHUNK, True)
     scene, request = Scene(load="never"), Request("d", PROMPT, announced(3 * CHUNK))
     scene.has(request)
-    assert scene.ask(request) == (0, False)
+    assert scene.ask(request) == COMPUTES
     assert not scene.lookups.asked
     assert ended(scene, request).reason == "not_asked"
 
@@ -485,7 +500,7 @@ def test_prompts_that_compute_are_waited_for_so_a_load_meanwhile_is_worth_more()
 def test_prompts_that_are_computed_from_this_step_on_are_waited_for_too():
     scene, declined, request = known(1.9, 0.4), Request("c", LONG), Request("d", PROMPT)
     scene.has(declined, 100)
-    assert scene.ask(declined) == (0, False)
+    assert scene.ask(declined) == COMPUTES
     scene.begin(declined, [0] * 201)
     scene.has(request)
     assert scene.ask(request) == (3 * CHUNK, True)
@@ -515,7 +530,7 @@ def test_after_a_minute_without_a_load_a_chunk_of_a_declined_prefix_may_correct_
 def test_a_load_of_windows_is_whole_also_if_it_corrects_a_figure():
     scene, request = known(1.9, 0.4, FULL, WINDOW), Request("d", LONG)
     scene.has(request, 100)
-    assert scene.ask(request) == (0, False)
+    assert scene.ask(request) == COMPUTES
     scene.clock.now += 60
     request = Request("e", LONG)
     assert scene.ask(request) == (800, True)

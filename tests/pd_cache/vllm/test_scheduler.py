@@ -11,12 +11,14 @@ from pd_cache.vllm.steps import GroupChunks
 from tests.pd_cache.vllm.histories import (
     BLOCK,
     CHUNK,
+    COMPUTES,
     DRAFTS,
     FAILED,
     FULL,
     PLAIN,
     PROMPT,
     STATE,
+    WAITS,
     WINDOW,
     Request,
     Scene,
@@ -173,13 +175,13 @@ def test_a_load_takes_what_is_there_and_needed(case):
 def test_a_prompt_is_looked_up_once_however_often_vllm_asks_and_anew_if_less_is_at_hand():
     scene, request = Scene(), Request()
     for _ in range(5):
-        assert scene.ask(request, 2 * CHUNK) == (0, False)
+        assert scene.ask(request, 2 * CHUNK) == COMPUTES
     assert scene.lookups.asked == [2]
     scene.has(request)
     assert scene.ask(request, 0) == (3 * CHUNK, True), "vLLM's own cache was reset"
     assert scene.ask(request, 2 * CHUNK) == (CHUNK, True)
     assert scene.lookups.asked == [2, 0]
-    assert scene.ask(Request("b", PROMPT[: 2 * CHUNK]), 2 * CHUNK - 1) == (0, False), (
+    assert scene.ask(Request("b", PROMPT[: 2 * CHUNK]), 2 * CHUNK - 1) == COMPUTES, (
         "all but the last is at hand"
     )
 
@@ -210,7 +212,7 @@ def test_after_a_failed_load_the_prompt_is_computed_and_stored_in_every_group_an
     scene.load(request, 0, run(30, 37), run(10, 17))
     assert scene.step(a=len(PROMPT)).stores == []
     scene.loaded(FAILED)
-    assert scene.ask(request) == (0, False)
+    assert scene.ask(request) == COMPUTES
     stores = scene.step(a=len(PROMPT)).stores
     assert [store.chunks.group for store in stores] == run(0, len(layers))
     assert stores[0].chunks.names == scene.names(request)
@@ -219,13 +221,13 @@ def test_after_a_failed_load_the_prompt_is_computed_and_stored_in_every_group_an
 def test_a_lost_server_is_a_miss_and_its_stores_are_not_taken_for_stored():
     scene, request = Scene(), Request()
     scene.lookups.here = False
-    assert scene.load(request) == (0, False)
+    assert scene.load(request) == COMPUTES
     assert scene.troubles("lookup", "error_ConnectionError") == 1
     scene.begin(request)
     (store,) = scene.step(a=len(PROMPT)).stores
     scene.stored(store, NOT, NOT, NOT)
     scene.manager.free(request)
-    assert scene.ask(request) == (0, False)
+    assert scene.ask(request) == COMPUTES
     assert not scene.lookups.noted
 
 
@@ -234,7 +236,7 @@ def test_where_prompts_part_is_said_each_time_vllm_asks_because_it_forgets_it_an
     scene.lookups.leading = 2
     for _ in range(2):
         request.shared_prefix_boundary = 0
-        assert scene.ask(request) == (0, False)
+        assert scene.ask(request) == COMPUTES
         assert request.shared_prefix_boundary == 2 * CHUNK, "vLLM ends a step there"
     assert scene.lookups.asked == [0]
     scene.begin(request, run(30, 41), run(10, 21))
@@ -271,7 +273,7 @@ def test_a_load_waits_while_others_hold_blocks_that_it_would_need_to_go_on_until
     scene = scarce(*layers, blocks=enough - 1)
     assert offered(scene, "a") == loads
     scene.step()
-    assert offered(scene, "b") == (None, False)
+    assert offered(scene, "b") == WAITS
     scene.step(a=3)
     assert offered(scene, "b") == loads
 
@@ -281,12 +283,12 @@ def test_a_long_prompt_that_shorter_ones_overtake_is_computed_when_it_has_waited
     offered(scene, "0")
     for number in range(10):  # there is always one that holds blocks
         scene.clock.now += 0.99
-        assert offered(scene, "long") == (None, False)
+        assert offered(scene, "long") == WAITS
         scene.finish(Request(str(number)))
         offered(scene, str(number + 1))
     scene.clock.now += 1.1
     for _ in range(2):
-        assert offered(scene, "long") == (0, False)
+        assert offered(scene, "long") == COMPUTES
     assert scene.troubles("retrieve", "no_blocks") == 1
 
 
@@ -298,7 +300,7 @@ def test_a_request_that_gave_its_blocks_back_keeps_no_load_waiting(end):
         scene.finish(Request("a"))
     else:
         scene.loaded(FAILED)
-        assert offered(scene, "a") == (0, False)
+        assert offered(scene, "a") == COMPUTES
     assert offered(scene, "b") == (3 * CHUNK, True)
 
 
@@ -382,7 +384,7 @@ def test_a_store_takes_what_a_load_will_need_and_keeps_its_blocks_until_it_has_e
 
 def test_what_was_stored_before_a_preemption_is_loaded_after_it_and_counts_as_computed():
     scene, request = Scene(), Request()
-    assert scene.load(request) == (0, False)
+    assert scene.load(request) == COMPUTES
     scene.begin(request)
     (store,) = scene.step(a=len(PROMPT)).stores
     assert not scene.side.stores.frees_blocks, "the request has them, too"

@@ -11,10 +11,12 @@ from pd_cache.tracing import Tracing
 from pd_cache.vllm.layers import KeptLayers
 from tests.pd_cache.vllm.histories import (
     CHUNK,
+    COMPUTES,
     DRAFTS,
     FULL,
     PLAIN,
     PROMPT,
+    WAITS,
     WINDOW,
     Request,
     Scene,
@@ -31,7 +33,7 @@ REMOTE = {"do_remote_decode": True}
 def test_an_announced_prefix_is_waited_for_with_growing_pauses_until_it_is_there():
     scene, request = Scene(), Request("a", PROMPT, announced(2 * CHUNK))
     for _ in range(3):
-        assert scene.ask(request) == (None, False)
+        assert scene.ask(request) == WAITS
     assert scene.step().expecting
     assert not scene.step().expecting
     assert scene.lookups.asked == [0], "not before the pause is over"
@@ -62,13 +64,13 @@ DRAFTING, STATES = (FULL, DRAFTS), (PLAIN, KeptLayers(1, CHUNK, "state"))
 )
 def test_an_announced_prefix_is_waited_for_only_if_it_can_come_true(params, waits, layers):
     scene, request = Scene(*layers), Request("a", PROMPT, params)
-    assert scene.ask(request) == ((None if waits else 0), False)
+    assert scene.ask(request) == (WAITS if waits else COMPUTES)
     assert scene.troubles("lookup", "other_namespace") == (
         not waits and params["pd_cache"]["prefix_tokens"] > CHUNK
     )
     lost = Scene(*layers)
     lost.lookups.here = False
-    assert lost.ask(request) == (0, False)
+    assert lost.ask(request) == COMPUTES
 
 
 @pytest.mark.parametrize("namespace, reason", [("", "deadline"), (OTHER, "other_namespace")])
@@ -76,9 +78,9 @@ def test_an_announced_prefix_that_does_not_come_is_waited_for_no_longer_than_con
     scene, request = Scene(), Request("a", PROMPT, announced(2 * CHUNK, namespace))
     scene.ask(request)
     scene.clock.now += 1.99
-    assert scene.ask(request) == ((0 if namespace else None), False)
+    assert scene.ask(request) == (COMPUTES if namespace else WAITS)
     scene.clock.now += 0.01
-    assert scene.ask(request) == (0, False)
+    assert scene.ask(request) == COMPUTES
     assert ended(scene, request).reason == reason
 
 
@@ -88,7 +90,7 @@ def test_an_announced_prefix_that_does_not_come_is_waited_for_no_longer_than_con
 )
 def test_a_hand_off_is_waited_for_only_up_to_what_a_load_takes(layers, options, length, awaited):
     scene, request = Scene(*layers, **options), Request("a", PROMPT[:length], announced(length))
-    assert scene.ask(request) == (None, False)
+    assert scene.ask(request) == WAITS
     scene.has(request, awaited // CHUNK + scene.lookups.ahead)
     scene.clock.now += 1
     assert scene.ask(request) == (awaited, True)
@@ -224,7 +226,7 @@ def test_a_request_loads_only_from_tiers_that_it_names(tiers, loads):
     scene, request = Scene(), Request("a", PROMPT, {"kv_load_tiers": tiers})
     scene.lookups.near = TierChunks(memory=1)
     scene.has(request, 2)  # the other chunk is in the pool
-    assert scene.ask(request) == ((2 * CHUNK, True) if loads else (0, False))
+    assert scene.ask(request) == ((2 * CHUNK, True) if loads else COMPUTES)
     told = ended(scene, request)
     assert (told.found, told.reason == "limited") == (2 * CHUNK, not loads)
 
@@ -251,7 +253,7 @@ def test_of_a_load_that_fails_as_a_whole_nothing_counts_as_loaded():
 def test_a_request_that_may_not_read_the_cache_says_so_and_one_that_ends_early_says_nothing():
     scene, request = Scene(), Request("a", skip_reading_prefix_cache=True)
     scene.has(request)
-    assert scene.ask(request) == (0, False)
+    assert scene.ask(request) == COMPUTES
     assert ended(scene, request) == report(computed=27, reason="not_asked")
     scene, request = Scene(), Request()
     scene.ask(request)
@@ -290,7 +292,7 @@ def test_a_prompt_with_an_image_is_named_only_if_its_content_or_a_salt_keeps_the
     request = Request(
         "a", mm_features=[image("0" * 64)], block_hashes=hashes, **{"kv_transfer_params": REMOTE, **made}
     )
-    assert scene.ask(request) == (0, False)
+    assert scene.ask(request) == COMPUTES
     assert len(scene.lookups.asked) == named
     scene.begin(request)
     assert bool(scene.step(a=len(PROMPT)).stores) == named
@@ -325,7 +327,7 @@ def test_of_tokens_an_image_isolates_the_chunks_from_its_first_one_on(images, al
     (store,) = scene.step(a=len(PROMPT)).stores
     scene.lookups.there = set(store.chunks.names)
     assert scene.ask(Request("b", mm_features=images)) == (alike * CHUNK, alike > 0)
-    assert scene.ask(Request("c", mm_features=images, cache_salt="mine")) == (0, False)
+    assert scene.ask(Request("c", mm_features=images, cache_salt="mine")) == COMPUTES
     text = scene.names(first)
     assert store.chunks.names[0] == text[0], "text alone has the name that it has without an image"
     assert not {*store.chunks.names[1:]} & {*text}
@@ -365,7 +367,7 @@ class Recorder(Tracing):
 def test_the_wait_for_an_announced_prefix_is_one_span_that_the_requests_end_ends_and_a_load_may_fail():
     scene, request = Scene(tracing=(recorder := Recorder())), Request("a", PROMPT, announced(3 * CHUNK))
     for _ in range(4):
-        assert scene.ask(request) == (None, False)
+        assert scene.ask(request) == WAITS
         scene.clock.now += 0.1
     assert recorder.told() == [("lookup", None)]
     scene.finish(request)

@@ -3,12 +3,12 @@ or kept in vLLM's own cache. tests/vllm/test_random_histories.py has the usual c
 
 import pytest
 
-from tests.pd_cache.vllm.histories import CHUNK, PROMPT, Request, Scene, blocks_of
+from tests.pd_cache.vllm.histories import CHUNK, COMPUTES, PROMPT, WAITS, Request, Scene, announced, blocks_of
 
 
 def running(scene, request, *, at_hand=0, block=10):
     """A request that has computed its first chunk, or has it at hand."""
-    assert scene.ask(request, at_hand) == (0, False)
+    assert scene.ask(request, at_hand) == COMPUTES
     scene.manager.allocate(request, blocks_of(request, block))
     request.num_computed_tokens = CHUNK
 
@@ -24,7 +24,7 @@ def test_a_request_that_learns_of_a_label_with_tokens_at_hand_waits_until_vllm_h
     scene.side.reset()
     scene.step()
     scene.version.reset("w1")
-    assert scene.ask(request, CHUNK) == (None, False)
+    assert scene.ask(request, CHUNK) == WAITS
     scene.step()
     running(scene, request)
     assert scene.step(a=CHUNK).stores
@@ -56,7 +56,7 @@ def test_what_was_found_and_stored_before_a_change_counts_no_more():
     assert scene.ask(waiting) == (3 * CHUNK, True)
     other_weights(scene)
     scene.lookups.there = set()
-    assert scene.ask(waiting) == (0, False)
+    assert scene.ask(waiting) == COMPUTES
     scene.manager.free(request)
     request.num_computed_tokens = 0
     running(scene, request)
@@ -65,8 +65,7 @@ def test_what_was_found_and_stored_before_a_change_counts_no_more():
 
 
 def test_while_the_weights_have_no_label_nothing_is_stored_and_no_announced_prefix_is_waited_for():
-    announced = {"do_remote_prefill": True, "pd_cache": {"prefix_tokens": len(PROMPT)}}
-    scene, request, later = Scene(), Request("a", kv_transfer_params=announced), Request("b")
+    scene, request, later = Scene(), Request("a", PROMPT, announced(len(PROMPT))), Request("b")
     scene.side.reset()
     assert scene.pool.evicted
     running(scene, request)
@@ -113,6 +112,6 @@ def test_a_node_does_not_wait_for_what_a_node_of_another_version_announces():
     computed.num_computed_tokens = len(PROMPT)
     params = prefill.finish(computed)
     assert params["pd_cache"]["prefix_tokens"] > 0
-    assert decode.ask(Request("a", kv_transfer_params=params)) == (None, False)
+    assert decode.ask(Request("a", kv_transfer_params=params)) == WAITS
     other_weights(decode)
-    assert decode.ask(Request("b", kv_transfer_params=params)) == (0, False)
+    assert decode.ask(Request("b", kv_transfer_params=params)) == COMPUTES
