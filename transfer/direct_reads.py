@@ -59,11 +59,10 @@ def _taken_engine() -> TransferEngine | None:
         return None
 
 
-class Read(NamedTuple):
-    """An object at a peer, and the memory for its bytes."""
+class Replica(NamedTuple):
+    """An object in a peer's memory."""
 
     peer: str
-    peer_address: int
     address: int
     nbytes: int
 
@@ -85,13 +84,13 @@ class DirectReads:
         """Notes that peers delivered to Mooncake's client."""
         self._met |= peers - self._failed
 
-    def read(self, reads: Sequence[Read], end: float) -> list[int] | None:
-        """Returns for each read its bytes, or Mooncake's code for a failed transfer. Returns None if the
-        client has to read.
+    def read(self, replicas: Sequence[Replica], addresses: Sequence[int], end: float) -> list[int] | None:
+        """Reads each object into the memory at its address. Returns for each how many bytes it has, or
+        Mooncake's code for a failed transfer. Returns None if the client has to read.
 
         A transfer that has not ended by `end` counts as failed, and may still go on.
         """
-        peers = {read.peer for read in reads}
+        peers = {replica.peer for replica in replicas}
         if not peers <= self._met or self._opening.locked():
             return None
         transfers: list[int] = []
@@ -100,7 +99,7 @@ class DirectReads:
             self._engine = self._engine or _taken_engine()
             if self._engine is None:
                 return None
-            for peer, peer_address, address, nbytes in reads:
+            for (peer, peer_address, nbytes), address in zip(replicas, addresses, strict=True):
                 # looking for a peer that has just stopped takes a minute, so this looks once, not for each
                 # object
                 begun = 0
@@ -111,10 +110,10 @@ class DirectReads:
                 transfers.append(begun)
         self._open |= peers
         codes = [
-            read.nbytes if transfer and self._ends_well(transfer, end) else FAILED
-            for read, transfer in zip(reads, transfers, strict=True)
+            replica.nbytes if transfer and self._ends_well(transfer, end) else FAILED
+            for replica, transfer in zip(replicas, transfers, strict=True)
         ]
-        if failed := {read.peer for read, code in zip(reads, codes, strict=True) if code == FAILED}:
+        if failed := {replica.peer for replica, code in zip(replicas, codes, strict=True) if code == FAILED}:
             self._failed |= failed
             self._met -= failed
         return codes

@@ -4,13 +4,13 @@ Mooncake waits at most 60 s for a transfer, by the wall clock, and then returns 
 runs* (`wait_for_completion` in mooncake-store/src/transfer_task.cpp). A peer that was stopped for longer then
 continues to write into the memory of the transfer, even if that memory has another use by then. Therefore:
 
-1. A step has few objects. If a peer is silent, each of Mooncake's connections to it fails one object after
-   the other, each after the TCP time-out. So the step ends within about the caller's deadline, with a code
-   for each key. A put uses one connection to a peer, and takes longer (docs/mooncake.md).
-2. If Mooncake may still have given up a step (this process or the whole machine was stopped, or the clock was
-   set), the step *forfeits* its slots: their memory is never used again.
-3. The codes show which peers are silent (`transfer.health`). Reads of their objects fail at once until the
-   peers deliver again.
+1. A step has so few objects that it ends within about the caller's deadline even if the peer is silent. Each
+   of Mooncake's few connections to the peer then fails one object after the other, each after the TCP
+   time-out. (A put uses a single connection, so it takes longer; see docs/mooncake.md.)
+2. Mooncake may still have given up a transfer if this process or the machine was stopped, or if the clock was
+   set. Then the step *forfeits* its slots: their memory is never used again.
+3. A step ends with a code for each key. The codes show which peers are silent (`transfer.health`). Gets of
+   their objects fail at once until the peers deliver again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from transfer.direct_reads import FAILED, DirectReads, Read
+from transfer.direct_reads import FAILED, DirectReads, Replica
 from transfer.errors import Status, status_of
 from transfer.health import CircuitBreaker, Peers
 from transfer.settings import TransferSettings, stall_seconds
@@ -76,9 +76,8 @@ class MovesClient(RegistersMemory, Protocol):
 
 
 def keys_per_step(settings: TransferSettings) -> int:
-    """Returns how many objects a step has: so few that, if the peer is silent, a read of all fails within the
-    longer of `get_ms` and `put_ms`. A put uses one connection, so it takes longer, but shorter steps would
-    cost more (docs/mooncake.md)."""
+    """Returns how many objects a step has: so few that a get of all of them from a silent peer fails within
+    the longer of `get_ms` and `put_ms`. A put takes longer, but shorter steps would slow all puts down."""
     patience = min(_ENDS_WITHIN_S, max(settings.timeouts.get_ms, settings.timeouts.put_ms) / 1000)
     stall = _variable("MC_TCP_PROGRESS_TIMEOUT_SEC", stall_seconds(settings))
     rounds = max(1, int(patience / (stall + _ROUND_EXTRA_S)))
@@ -93,11 +92,8 @@ def _variable(name: str, usual: int) -> int:
 
 
 class Watch:
-    """Finds out whether `enough_s` may have passed, by Mooncake's clock, since this object was made. By
-    default, this is the time after which Mooncake may have given up a transfer.
-
-    Mooncake's clock is the wall clock, which can be set.
-    """
+    """Measures the time since it was made, by Mooncake's clock: the wall clock, which can be set. The default
+    for `enough_s` is the time after which Mooncake may have given up a transfer."""
 
     def __init__(
         self,
@@ -110,6 +106,7 @@ class Watch:
         self._began, self._began_wall = monotonic(), wall()
 
     def passed(self) -> bool:
+        """Returns whether `enough_s` may have passed. A clock that was set counts as passed."""
         elapsed, elapsed_wall = self._monotonic() - self._began, self._wall() - self._began_wall
         return max(elapsed, elapsed_wall) > self._enough_s or abs(elapsed - elapsed_wall) > _CLOCK_STEP_S
 
@@ -141,14 +138,14 @@ class Batch(NamedTuple):
             slot.retain()
 
     def release(self) -> None:
-        """Gives the references of `retain` back. A reader settles a slot when it takes the bytes that were
-        read into it."""
+        """Gives the references of `retain` back after a get. The reader settles each slot when it takes the
+        bytes."""
         for slot in self.slots:
             slot.release()
 
     def settle_and_release(self) -> None:
-        """Gives the references of `retain` back after a put. Other tiers may still hold the slots, but
-        nothing waits for a peer."""
+        """Gives the references of `retain` back after a put. The slots wait for no peer any more, even if
+        another tier still holds them."""
         for slot in self.slots:
             slot.settle()
             slot.release()
@@ -196,25 +193,25 @@ class Moves:
         """Reads each key into its slot. Returns the bytes read, or a code, for each key. No step but the
         first begins after `deadline`."""
         now, leased = time.monotonic(), Watch(self._lease_s)
-        buffers = self._buffers(batch.keys) if self.direct is not None else {}  # asks once for all steps
+        replicas = self._replicas(batch.keys) if self.direct is not None else {}  # asks once for all steps
         codes: list[int] = []
-        if not buffers and time.monotonic() - now > _UNANSWERED_S:
+        if not replicas and time.monotonic() - now > _UNANSWERED_S:
             codes = [_NO_ANSWER] * len(batch.keys)  # the client would wait as long again for the master
         else:
             for part in batch.parts(self._step):
                 late = bool(codes) and time.monotonic() >= deadline
-                codes += [LATE] * len(part.keys) if late else self._get_part(part, buffers, leased)
+                codes += [LATE] * len(part.keys) if late else self._get_part(part, replicas, leased)
         self._breaker.learn("a transfer", codes)
         return codes
 
-    def _get_part(self, part: Batch, buffers: dict[str, Any], leased: Watch) -> list[int]:
+    def _get_part(self, part: Batch, replicas: dict[str, Replica], leased: Watch) -> list[int]:
         now = time.monotonic()
         # 1. objects of silent peers are left out, because each would hold this thread for seconds
-        if not buffers and self.peers.any_silent(now):
-            buffers = self._buffers(part.keys)
+        if not replicas and self.peers.any_silent(now):
+            replicas = self._replicas(part.keys)
         # only this step's keys: a trial of a peer ends only when a read of its objects ends
-        where = {key: buffers[key].transport_endpoint for key in part.keys if key in buffers}
-        wanted = self._from_others_than_silent_peers(part.keys, where, now)
+        replicas = {key: replicas[key] for key in part.keys if key in replicas}
+        wanted = self._without_silent_peers(part.keys, replicas, now)
         asked = part.take(wanted) if len(wanted) < len(part.keys) else part
         if not wanted:
             return [FAILED] * len(part.keys)
@@ -223,7 +220,7 @@ class Moves:
         self._reading[me] = (now, asked.keys)
         watch = self._watch()
         try:
-            found = self._read(asked, buffers, leased)
+            found = self._read(asked, replicas, leased)
         finally:
             del self._reading[me]
             self._stalled.pop(me, None)
@@ -231,7 +228,7 @@ class Moves:
         failed = self._forfeit_if_given_up(asked, found, watch)
         # 4. the codes show which peers deliver
         if failed or self.peers.any_silent(time.monotonic()):
-            self._learn(asked.keys, found, where or self._where(asked.keys))
+            self._learn(asked.keys, found, replicas or self._replicas(asked.keys))
         if asked is part:
             return found
         codes = [FAILED] * len(part.keys)
@@ -239,45 +236,38 @@ class Moves:
             codes[index] = code
         return codes
 
-    def _read(self, asked: Batch, buffers: dict[str, Any], leased: Watch) -> list[int]:
+    def _read(self, asked: Batch, replicas: dict[str, Replica], leased: Watch) -> list[int]:
         """Reads the objects directly if all of them fit and lie in the memory of peers from which Mooncake's
         client has read; otherwise with the client."""
         direct = self.direct
         found: list[int] | None = None
         if direct is not None and all(
-            key in buffers and buffers[key].size <= size
+            key in replicas and replicas[key].nbytes <= size
             for key, size in zip(asked.keys, asked.sizes, strict=True)
         ):
-            there = [buffers[key] for key in asked.keys]
-            found = direct.read(
-                [
-                    Read(buffer.transport_endpoint, buffer.buffer_address, address, buffer.size)
-                    for buffer, address in zip(there, asked.addresses, strict=True)
-                ],
-                time.monotonic() + _GIVES_UP_AFTER_S,
-            )
+            until = time.monotonic() + _GIVES_UP_AFTER_S
+            found = direct.read([replicas[key] for key in asked.keys], asked.addresses, until)
         # this process may have stood still until the lease was over; Mooncake's client checks this, too
         if found is not None and leased.passed():
             found = [min(code, _LEASE_EXPIRED) for code in found]
         if found is None:
             found = self._client.batch_get_into(asked.keys, asked.addresses, asked.sizes)
             if direct is not None:
-                keys = [
-                    key for key, code in zip(asked.keys, found, strict=True) if code >= 0 and key in buffers
-                ]
-                direct.meet({buffers[key].transport_endpoint for key in keys})
+                came = (key for key, code in zip(asked.keys, found, strict=True) if code >= 0)
+                direct.meet({replicas[key].peer for key in came if key in replicas})
         return found
 
     def suspect_slow_peers(self) -> None:
-        """Marks peers as silent if reads of their objects have run for longer than a peer may stall.
+        """Marks peers as silent if gets of their objects have run for longer than a peer may stall. Call it
+        when a reader's deadline has passed.
 
-        Call it when a reader's deadline has passed. If this process has never spoken with a peer, Mooncake
-        waits a minute for each key, so codes would come too late.
+        The codes of these gets may come too late: for a peer with which this process has never communicated,
+        Mooncake waits a minute for each key.
         """
         now = time.monotonic()
         for thread, (began, keys) in list(self._reading.items()):
             if now - began > self._stall_s:
-                peers = frozenset(self._where(keys).values())
+                peers = frozenset(replica.peer for replica in self._replicas(keys).values())
                 if thread in self._reading:
                     self._stalled[thread] = peers
                 for peer in peers:
@@ -379,18 +369,19 @@ class Moves:
 
     # --- peers ----------------------------------------------------------------------------------------------
 
-    def _from_others_than_silent_peers(self, keys: list[str], where: dict[str, str], now: float) -> list[int]:
+    def _without_silent_peers(self, keys: list[str], replicas: dict[str, Replica], now: float) -> list[int]:
         """Returns the indices of the keys to read. Leaves out the keys of silent peers, unless this read is
-        the peer's trial. `where`: the known peers of the keys."""
+        the peer's trial."""
         busy = frozenset[str]().union(*list(self._stalled.values()))
         # ask once for each peer, so that a silent peer gets a single trial, not a trial for each key
-        asked = {peer: self.peers.may_ask(peer, now, busy) for peer in frozenset(where.values())}
-        return [index for index, key in enumerate(keys) if key not in where or asked[where[key]]]
+        peers = frozenset(replica.peer for replica in replicas.values())
+        asked = {peer: self.peers.may_ask(peer, now, busy) for peer in peers}
+        return [index for index, key in enumerate(keys) if key not in replicas or asked[replicas[key].peer]]
 
-    def _learn(self, keys: list[str], codes: list[int], where: dict[str, str]) -> None:
+    def _learn(self, keys: list[str], codes: list[int], replicas: dict[str, Replica]) -> None:
         """Learns from the codes of a read which peers deliver."""
         now = time.monotonic()
-        peers = [where.get(key, "") for key in keys]
+        peers = [replicas[key].peer if key in replicas else "" for key in keys]
         delivered = {peer for peer, code in zip(peers, codes, strict=True) if peer and code >= 0}
         failed = {
             peer
@@ -403,25 +394,22 @@ class Moves:
             self.peers.failed(peer, now)
         self.peers.tried(frozenset(peers))
 
-    def _where(self, keys: list[str]) -> dict[str, str]:
-        """Returns the peer from which each object is read; leaves out objects without a peer."""
-        return {key: buffer.transport_endpoint for key, buffer in self._buffers(keys).items()}
-
-    def _buffers(self, keys: list[str]) -> dict[str, Any]:
-        """Returns where in a peer's memory each object is read. Leaves out unknown keys, and keys that this
+    def _replicas(self, keys: list[str]) -> dict[str, Replica]:
+        """Returns the replica from which each object is read. Leaves out unknown keys, and keys that this
         process reads from its own segment.
 
         If there are several copies in memory, Mooncake reads its own, or else the first that the master
         names. If that fails, it tries no other (`SelectBestReplica` in
         mooncake-store/include/replica_selection.h).
         """
-        found: dict[str, Any] = {}
-        for key, replicas in self._client.batch_get_replica_desc(list(keys)).items():
+        found: dict[str, Replica] = {}
+        for key, descriptors in self._client.batch_get_replica_desc(list(keys)).items():
             buffers = [
-                replica.get_memory_descriptor().buffer_descriptor
-                for replica in replicas
-                if replica.is_memory_replica()
+                descriptor.get_memory_descriptor().buffer_descriptor
+                for descriptor in descriptors
+                if descriptor.is_memory_replica()
             ]
             if buffers and all(buffer.transport_endpoint != self.own_peer for buffer in buffers):
-                found[key] = buffers[0]
+                first = buffers[0]
+                found[key] = Replica(first.transport_endpoint, first.buffer_address, first.size)
         return found

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.waiting import beside, wait_for
-from tests.transfer.test_moves import Replica, moves_of, settings, soon, whole
+from tests.transfer.test_moves import Descriptor, moves_of, settings, soon, whole
 from tests.transfer.test_store import FOUND, fresh, get, leased, opened, put, release
 from transfer.deadlines import end_in
-from transfer.direct_reads import DirectReads, Read
+from transfer.direct_reads import DirectReads, Replica
 from transfer.errors import Status, status_of
 from transfer.staging import StagingPool
 from transfer.store import GetResult, MooncakeStore
@@ -51,52 +51,53 @@ def met(*peers):
 
 
 def reads(*peers):
-    return [Read(peer, 4096 * index, 8192 * index, 100 + index) for index, peer in enumerate(peers)]
+    replicas = [Replica(peer, 4096 * index, 100 + index) for index, peer in enumerate(peers)]
+    return replicas, [8192 * index for index in range(len(peers))]
 
 
 def test_only_objects_of_peers_that_have_delivered_to_mooncakes_client_are_read():
     engine, direct = met("a")
-    assert direct.read(reads("a", "b"), soon()) is None
+    assert direct.read(*reads("a", "b"), soon()) is None
     direct.meet({"b"})
     engine.states = {1: [0, 0, 1], 2: [0, 1]}
-    assert direct.read(reads("a", "b", "a"), soon()) == [100, 101, 102]
+    assert direct.read(*reads("a", "b", "a"), soon()) == [100, 101, 102]
     assert engine.begun == ["a", "b", "a"]
 
 
 def test_a_peer_whose_transfer_failed_once_is_left_to_mooncakes_client_for_good():
     engine, direct = met("a", "b", "c")
     engine.states, engine.unreachable = {1: [0, -1]}, {"c"}
-    assert direct.read(reads("a", "b", "c", "c"), soon()) == [FAILED, 101, FAILED, FAILED]
+    assert direct.read(*reads("a", "b", "c", "c"), soon()) == [FAILED, 101, FAILED, FAILED]
     assert engine.begun == ["a", "b", "c"], "the way to a peer that has stopped is looked for once"
     direct.meet({"a", "b", "c"})
-    assert direct.read(reads("a"), soon()) is None
-    assert direct.read(reads("c"), soon()) is None
-    assert direct.read(reads("b"), soon()) == [100]
+    assert direct.read(*reads("a"), soon()) is None
+    assert direct.read(*reads("c"), soon()) is None
+    assert direct.read(*reads("b"), soon()) == [100]
 
 
 def test_a_transfer_that_does_not_end_in_time_has_failed():
     engine, direct = met("a")
     engine.states = {1: [0]}
-    assert direct.read(reads("a", "a"), time.monotonic() + 0.01) == [FAILED, 101]
+    assert direct.read(*reads("a", "a"), time.monotonic() + 0.01) == [FAILED, 101]
 
 
 def test_while_the_engine_looks_for_a_way_to_a_peer_others_are_left_to_mooncakes_client():
     engine, direct = met("well", "new")
-    assert direct.read(reads("well"), soon()) == [100]
+    assert direct.read(*reads("well"), soon()) == [100]
     engine.hangs.clear()
     found = []
-    with beside(lambda: found.append(direct.read(reads("new"), soon()))):
+    with beside(lambda: found.append(direct.read(*reads("new"), soon()))):
         wait_for(direct._opening.locked)
-        assert direct.read(reads("well"), soon()) is None
+        assert direct.read(*reads("well"), soon()) is None
         engine.hangs.set()
     assert found == [[100]]
-    assert direct.read(reads("well", "new"), soon()) == [100, 101]
+    assert direct.read(*reads("well", "new"), soon()) == [100, 101]
 
 
 def test_what_was_read_while_its_lease_may_have_ended_is_of_no_use():
     """The process stood still, or its thread: the memory may have another object's bytes by now. Mooncake's
     client looks for that, too."""
-    client = SimpleNamespace(batch_get_replica_desc=lambda keys: {key: [Replica("a")] for key in keys})
+    client = SimpleNamespace(batch_get_replica_desc=lambda keys: {key: [Descriptor("a")] for key in keys})
     moves = moves_of(client, settings(get_ms=500))
     engine, moves.direct = met("a")
     both = whole(["x", "y"], leased(StagingPool(2 * 4096, 4096, prefaulted=False), 2))
@@ -120,8 +121,8 @@ def ways(monkeypatch):
     taken = []
     read = DirectReads.read
 
-    def noted(self, some, end):
-        codes = read(self, some, end)
+    def noted(self, *how):
+        codes = read(self, *how)
         taken.append("client" if codes is None else "direct")
         return codes
 

@@ -18,7 +18,7 @@ FAILED = -800
 EXISTS = -705
 
 
-class Replica:
+class Descriptor:
     """A replica in a peer's memory, as Mooncake describes one."""
 
     def __init__(self, peer):
@@ -53,7 +53,7 @@ class Client:
 
     def batch_get_replica_desc(self, keys):
         self.located += 1
-        return {key: [Replica(self.peer_of[key])] for key in keys}
+        return {key: [Descriptor(self.peer_of[key])] for key in keys}
 
     def batch_is_exist(self, keys):
         return [int(key in self.peer_of) for key in keys]

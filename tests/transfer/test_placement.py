@@ -32,8 +32,9 @@ def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(mak
             some = keys[8 * index : 8 * (index + 1)]
             assert put(store, staging, some, replicas=2, preferred_segment=segment) == [Status.OK] * 8
             assert put(store, staging, [probes[index]], preferred_segment=segment) == [Status.OK]
-        dead, alive = (store._moves._where(probes)[probe] for probe in probes)
-        read_from = store._moves._where(keys)
+        replicas = store._moves._replicas([*probes, *keys])
+        dead, alive = (replicas[probe].peer for probe in probes)
+        read_from = {key: replicas[key].peer for key in keys}
         assert set(read_from.values()) == {dead, alive}
         pool.kill("store-0")
         unlucky, slots = fresh(2), leased(staging, 1)
@@ -56,9 +57,9 @@ def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool
     ):
         keys = fresh(8)
         assert put(owner, memory, keys) == [Status.OK] * 8
-        assert set(other._moves._where(keys)) == set(keys)
+        assert set(other._moves._replicas(keys)) == set(keys)
         assert owner._moves.own_peer
-        assert owner._moves._where(keys) == {}, "a read of them concerns no peer"
+        assert owner._moves._replicas(keys) == {}, "a read of them concerns no peer"
 
 
 def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_survive_the_loss_of_one(
