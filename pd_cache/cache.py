@@ -20,7 +20,7 @@ from pd_cache.groups import LayerGroups
 from pd_cache.layout import KVCaches, KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
-from pd_cache.mover import ChunkMover, plan_run
+from pd_cache.mover import ChunkMover, ChunkRun, plan_run
 from pd_cache.paged import DeviceMark, host_pin, open_copier
 from pd_cache.paged.base import BlocksOrSlots, PagedCopier, Slots
 from pd_cache.reasons import Found, Loaded, StoreOutcome
@@ -67,8 +67,12 @@ class BlockCache(Protocol):
     def name_chunks(
         self, tokens: Tokens | None, hashes: Names | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
-        """Returns the names of a prompt's whole chunks. The prompt is given as token ids or as the engine's
-        block hashes."""
+        """Returns the names of a prompt's whole chunks, first to last, 8 to 16 bytes each.
+
+        The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the
+        request's isolation, and go with token ids only. Raises ValueError for both or neither, and for the
+        form that does not fit the namespace's hash mode.
+        """
 
     def find(
         self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
@@ -207,12 +211,7 @@ class CacheEngine(PrefixLookup):
     def name_chunks(
         self, tokens: Tokens | None, hashes: Names | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
-        """Returns the names of a prompt's whole chunks, first to last, 8 to 16 bytes each.
-
-        The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the
-        request's isolation, and go with token ids only. Raises ValueError for both or neither, and for the
-        form that does not fit the namespace's hash mode.
-        """
+        """See `BlockCache.name_chunks`."""
         return self.database.name_chunks(tokens, hashes, extra_keys)
 
     # --- loads and stores -----------------------------------------------------------------------------------
@@ -229,10 +228,7 @@ class CacheEngine(PrefixLookup):
     ) -> list[StoreOutcome]:
         """Stores the chunks that the pool lacks; see `BlockCache.store`. Without a `timeout`, each transfer
         has the configured time-out."""
-        end, pages = end_in(timeout), self._pages(kv_caches)
-        label = self.label if label == PRESENT else label
-        shards, lend = self.metadata.shards, pages.lend
-        run = plan_run(self.database, self.layout, names, blocks, shards, lend, label, loads=False)
+        end, run = end_in(timeout), self._run(names, blocks, kv_caches, label, loads=False)
         if after is not None:
             after.follow()
         return self.mover.store(run, end)
@@ -248,10 +244,7 @@ class CacheEngine(PrefixLookup):
         timeout: Timeout = None,
     ) -> Loaded:
         """Loads chunks into `blocks`, in order, up to the first missing chunk; see `BlockCache.load`."""
-        end, pages = end_in(timeout), self._pages(kv_caches)
-        label = self.label if label == PRESENT else label
-        shards, lend = self.metadata.shards, pages.lend
-        run = plan_run(self.database, self.layout, names, blocks, shards, lend, label, loads=True)
+        end, run = end_in(timeout), self._run(names, blocks, kv_caches, label, loads=True)
         return self.mover.load(run, end)
 
     def mark(self) -> DeviceMark:
@@ -274,6 +267,20 @@ class CacheEngine(PrefixLookup):
         self.backend.close()
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        names: Names,
+        blocks: BlocksOrSlots,
+        kv_caches: KVCaches | None,
+        label: str | None,
+        *,
+        loads: bool,
+    ) -> ChunkRun:
+        """Checks the arguments of a load or store. Returns what the mover takes."""
+        lend, shards = self._pages(kv_caches).lend, self.metadata.shards
+        label = self.label if label == PRESENT else label
+        return plan_run(self.database, self.layout, names, blocks, shards, lend, label, loads=loads)
 
     def _pages(self, kv_caches: KVCaches | None) -> _Pages:
         """Returns these tensors, or the registered ones, with their copiers."""
