@@ -4,10 +4,12 @@ cache server.
 Store and load are pipelines over the backend's memory. While a batch of chunks is on the network, a store
 gathers the next batch, and a load scatters the batch before.
 
-    load   ->  _get: until nothing is damaged  ->  _scatter: one pass   ->  backend.batched_fetch
-    store  ->  _put: batch by batch            ->  _gather: one batch   ->  backend.batched_put
+    load   ->  _load_all: until nothing is damaged  ->  _scatter: one pass   ->  backend.batched_fetch
+    store  ->  _put: batch by batch                 ->  _gather: one batch   ->  backend.batched_put
 
-The backend is the pool (`tiers/mooncake.py`), or several tiers (`tiers/hybrid.py`).
+The backend is the pool (`tiers/mooncake.py`), or several tiers (`tiers/hybrid.py`). It *fetches* objects into
+memory. The pool *gets* them from Mooncake, and a disk *reads* them. A *load* ends in the engine's blocks; the
+metrics and `PromptCache` call it *retrieve*.
 """
 
 from __future__ import annotations
@@ -179,7 +181,7 @@ class ChunkMover:
             kinds: list[TierKind] = []
             reason: str = self.outdated(run)
             if not reason:
-                kinds, reason = self._get(run, end)
+                kinds, reason = self._load_all(run, end)
             if outdated := self.outdated(run):
                 reason = outdated
                 self.metrics.trouble("retrieve", reason, len(run.keys))
@@ -278,7 +280,7 @@ class ChunkMover:
             raise
         return staged
 
-    def _get(self, run: ChunkRun, end: End) -> tuple[list[TierKind], str]:
+    def _load_all(self, run: ChunkRun, end: End) -> tuple[list[TierKind], str]:
         """Loads objects in order, up to the first that no tier has. Returns the kind of each loaded object's
         tier, and why the next object was not loaded; `none` if all were loaded.
 

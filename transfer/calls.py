@@ -138,12 +138,12 @@ class CallThreads:
         *args: Any,
     ) -> Call[T] | None:
         """Queues the call `function(*args)`. Runs `on_end` and returns None if all threads, including the
-        spare threads, are late, if `limit` calls are ahead, or after `close`."""
+        spare threads, are late, if `limit` calls are under way, or after `close`."""
         call = Call(self, function, args, deadline, on_end)
         with self._lock:
             self._relieve()
-            ahead = self._queue.qsize() + len(self._running)
-            accepted = not self._closed and self._late() < len(self._threads) and ahead < self._limit
+            under_way = self._queue.qsize() + len(self._running)
+            accepted = not self._closed and self._late() < len(self._threads) and under_way < self._limit
             if accepted:
                 self._queue.put(call)  # type: ignore[arg-type]  # the queue ignores what the call returns
         if not accepted:

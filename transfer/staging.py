@@ -5,8 +5,18 @@ slot's address. A caller whose deadline passes gives its own reference back at o
 keeps the slot *quarantined*: it is not leased again before the call returns. If a call has returned but its
 transfer may go on, the slot is *forfeited*: its memory is never leased again.
 
-A peer that hangs must not take the memory that others need, so a `Quota` bounds how many slots may wait for
-peers at a time.
+A peer that hangs must not take the memory that others need. So a `Quota` for each direction bounds how many
+slots may wait for peers, and leases that cannot wait leave some slots free (*headroom*). Of 64 slots:
+
+    share   slots   what it bounds
+    5/8     40      slots of reads that wait for a peer
+    4/8     32      slots of puts that wait for a peer
+    1/8      8      headroom of each quota: reading ahead stops at 32 slots, gathering ahead at 24
+    1/4     16      headroom of the pool
+    1/8      8      the batches of all threads of a direction; with the spare threads, 2/8
+
+If reads hang, they hold at most 40 slots. Late puts of all threads hold 16 more, and 8 remain for other puts.
+`store.py` sets the pool's headroom, and `pd_cache/tiers/mooncake.py` sets the quotas and the batches.
 """
 
 from __future__ import annotations

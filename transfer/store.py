@@ -61,7 +61,7 @@ _CONNECT_S = 2.0
 _BOUNCE_BYTES = 16 << 20
 """Mooncake's own buffer. Only small control objects are copied through it."""
 _HEADROOM = 4
-"""1 / `_HEADROOM` of the slots stay free for leases that wait; see `StagingPool.lease`."""
+"""1 / `_HEADROOM` of the slots stay free for leases that wait; see `transfer/staging.py`."""
 
 _undrained: list[object] = []
 """Clients and engines that could not be closed, with the memory that they may still write to."""

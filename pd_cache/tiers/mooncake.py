@@ -33,20 +33,18 @@ from transfer.store import GetResult, MooncakeStore, Pending
 _BATCH_KEYS = 256
 _READ_AHEAD = 4
 """The most batches of a reader that are in flight or being scattered."""
-_SHARE = 8
-"""All threads' batches together take at most an eighth of the slots. If a peer hangs, each thread and its
-spare thread hold a batch: a quarter of the slots in each direction. Quotas bound the slots that queued calls
-and waiting readers hold."""
-_READS, _PUTS = 5, 4
-"""How many eighths of the slots reads and puts may hold while they wait for a peer. If reads hang, they hold
-5/8, late puts hold 2/8, and 1/8 remains for other puts. The second read of a damaged object uses a slot that
-no longer counts."""
+_SHARE, _READS, _PUTS = 8, 5, 4
+"""Reads may hold 5/8 of the slots while they wait for a peer, puts 4/8. The batches of all threads together
+take 1/8. `transfer/staging.py` has the arithmetic. The second read of a damaged object uses a slot that no
+longer counts."""
 
 _DAMAGED = frozenset({*(damage.value for damage in Damage), "other_size", Status.CHECKSUM.value})
 """Reasons to remove an object. `checksum` is Mooncake's own, for an object that another client wrote."""
 
 
-class _ReadBatch(NamedTuple):
+class _Batch(NamedTuple):
+    """Keys that are read together, and the slots of those that are not yielded yet."""
+
     keys: list[str]
     slots: deque[Slot]
     call: Pending
@@ -106,41 +104,42 @@ class MooncakeBackend(StorageBackend):
         self, keys: Keys, *, payload_bytes: int | None = None, end: End = None
     ) -> Generator[list[Fetched], None, None]:
         size = self.memory.read_size(payload_bytes)
-        ahead: deque[_ReadBatch] = deque()
+        batches: deque[_Batch] = deque()
         started = 0
         try:
-            while started < len(keys) or ahead:
-                while started < len(keys) and len(ahead) < _READ_AHEAD:
+            while started < len(keys) or batches:
+                while started < len(keys) and len(batches) < _READ_AHEAD:
                     # only a reader that holds no slot waits for one, so two readers never wait for each other
-                    waits = not ahead and self.store.available
-                    batch = self._begin_read(keys[started : started + self.batch_size], end, waits=waits)
+                    waits = not batches and self.store.available
+                    batch = self._begin_get(keys[started : started + self.batch_size], end, waits=waits)
                     if batch is None:
                         break
-                    ahead.append(batch)
+                    batches.append(batch)
                     started += len(batch.keys)
-                if not ahead:
+                if not batches:
                     down = not self._closed and not self.store.available
                     reason = Status.POOL_DOWN.value if down else self.memory.refusal
                     yield [Fetched(None, reason) for _ in keys[started:]]
                     return
-                batch_keys, slots, call, until = ahead[0]
+                batch_keys, slots, call, until = batches[0]
                 together: list[Fetched] = []
                 try:
                     for key, result in zip(batch_keys, call.results(), strict=True):
                         found = self._object(key, slots[0], result, size)
-                        # a reader holds no outcomes while it reads the object again
-                        if found in _DAMAGED and together:
-                            ready, together = together, []
-                            yield ready
+                        if found in _DAMAGED:
+                            if together:  # a reader holds no outcomes while it reads the object again
+                                ready, together = together, []
+                                yield ready
+                            found = self._look_again(key, slots[0], str(found), size, until)
                         together.append(self._fetched(key, slots.popleft(), found, size, until))
                 except BaseException:
                     for fetched in together:
                         fetched.release()
                     raise
-                ahead.popleft()
+                batches.popleft()
                 yield together
         finally:
-            for batch_left in ahead:
+            for batch_left in batches:
                 batch_left.call.abandon()
                 for slot in batch_left.slots:
                     slot.release()
@@ -173,7 +172,7 @@ class MooncakeBackend(StorageBackend):
         self.store.close()
         self.staging.close()
 
-    def _begin_read(self, keys: Keys, end: End, *, waits: bool) -> _ReadBatch | None:
+    def _begin_get(self, keys: Keys, end: End, *, waits: bool) -> _Batch | None:
         """Begins to read the first of these keys, as many as there are free slots. If it `waits`, it waits
         for the first slot. Returns None if it gets no slot."""
         until = sooner(end, self._timeouts.get_ms)  # for the memory and the transfer together
@@ -185,16 +184,10 @@ class MooncakeBackend(StorageBackend):
         if not slots:
             return None
         batch = list(keys[: len(slots)])
-        return _ReadBatch(batch, slots, self.store.start_get(batch, slots, until), until)
+        return _Batch(batch, slots, self.store.start_get(batch, slots, until), until)
 
     def _fetched(self, key: str, slot: Slot, found: str | int, size: int, end: float) -> Fetched:
         """Returns a key's outcome. `found` is the result of `_object`. Takes over the slot."""
-        try:
-            if found in _DAMAGED:
-                found = self._look_again(key, slot, str(found), size, end)
-        except BaseException:
-            slot.release()
-            raise
         if isinstance(found, str):
             slot.release()
             return Fetched(None, found)

@@ -59,25 +59,25 @@ class PipelinedBackend(StorageBackend):
     ) -> Generator[list[Fetched], None, None]:
         fetches = self.inner.batched_fetch(keys, payload_bytes=payload_bytes, end=end)
         pump = ThreadPoolExecutor(1, "read-ahead")
-        ahead: deque[Future[list[Fetched]]] = deque()
+        futures: deque[Future[list[Fetched]]] = deque()
         taken = 0
         try:
             while taken < len(keys):
                 # needs no time-out: the backend's fetch has one
-                together = ahead[0].result() if ahead else next(fetches)
-                if ahead:
-                    ahead.popleft()
+                together = futures[0].result() if futures else next(fetches)
+                if futures:
+                    futures.popleft()
                 if not together:
                     raise ValueError(f"the backend gave {taken} outcomes for {len(keys)} keys")
                 taken += len(together)
-                while len(ahead) < min(self._depth, len(keys) - taken):
-                    ahead.append(pump.submit(next, fetches, []))
+                while len(futures) < min(self._depth, len(keys) - taken):
+                    futures.append(pump.submit(next, fetches, []))
                 yield together
         finally:
-            for future in ahead:
+            for future in futures:
                 if not future.cancel():
                     future.add_done_callback(_release)
-            if ahead:
+            if futures:
                 pump.submit(fetches.close)  # after the fetch under way
             else:
                 fetches.close()
