@@ -437,7 +437,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Begins to track a request that has arrived."""
         self._scheduling().track(request)
 
-    @never_fails("lookup", otherwise=(0, False))
+    @never_fails("lookup", otherwise=(0, False))  # for what comes before and after `LookupClient.find`
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -10,10 +10,13 @@
    load is expected to end after the loads under way. If the prompt is computed instead, the loads of other
    requests may end meanwhile. These requests must wait for the computation; their wait is part of its cost.
 4. A cost is unknown until three measurements. No prefix is declined while a cost is unknown.
-5. If nothing was loaded for a minute, or the last load was odd, a small part of the next declined prefix is
-   loaded, so that a wrong figure is corrected. If other loads are under way, they correct the figure instead.
-6. A hand-off has a wider margin. A stream is never declined, because nothing waits for it. The request that
-   follows waits for the stream's load under way as it would wait for a hand-off.
+5. A declined load is not measured, so a wrong figure could stay. Therefore a small part of a declined prefix
+   is loaded, as a *probe*, if no load began for a minute, or if the last measurement was odd (rule 2). There
+   are no probes while loads are under way, because these are measured.
+6. A hand-off is a prompt that a prefill node has computed and stored. Its load may take longer than that of
+   another prompt (`HANDOFF_MARGIN`). The loads of a stream are never declined, because no client waits for
+   them. If a load of a stream is under way when the request after the stream comes, the request waits for it,
+   unless the same load would be declined as a hand-off.
 7. The engine reports which hand-offs it would decline, so that no prefill node computes them. While a figure
    has to be corrected, it reports that it would decline none.
 """
@@ -159,13 +162,13 @@ class Costs:
         self,
         tokens: Sequence[int],
         position: int,
-        ahead: Iterable[tuple[int, float]],
+        earlier: Iterable[tuple[int, float]],
         now: float,
         margin: float = MARGIN,
     ) -> NotWorth | None:
         """Returns why a prefix is not worth loading; None if it is, or if that is unknown.
 
-        `tokens`, by tier, would be loaded behind `position` other tokens of the prompt. `ahead` describes
+        `tokens`, by tier, would be loaded behind `position` other tokens of the prompt. `earlier` describes
         each prompt that vLLM would compute first: its number of tokens, and their mean position.
         """
         load = self._load(tokens, now)
@@ -173,7 +176,7 @@ class Costs:
             return None
         computed = sum(tokens)
         own_s = self._of_steps.seconds(computed, position + computed / 2)
-        compute_s = own_s + sum(self._of_steps.seconds(some, mean) for some, mean in ahead)
+        compute_s = own_s + sum(self._of_steps.seconds(some, mean) for some, mean in earlier)
         end_s, delays_s = self._busy_since(now) - now, 0.0
         for other in self._loading.values():
             end_s += other.expected
@@ -182,15 +185,16 @@ class Costs:
         probe = load.line.due(now) and not self._loading
         return NotWorth(load_s, compute_s, probe) if load_s > margin * compute_s + delays_s else None
 
-    def set_declines(self, ahead: Sequence[tuple[int, float]], now: float) -> None:
-        """Decides which hand-offs are not worth loading even alone. `ahead` is as for `not_worth`."""
+    def set_declines(self, earlier: Sequence[tuple[int, float]], now: float) -> None:
+        """Decides which hand-offs are not worth loading even alone. `earlier` is as for `not_worth`."""
         loads, steps, declined = self._of_loads[2], self._of_steps, [0]
         if loads.known and steps.known and not loads.due(now):
-            ahead_s = sum(steps.seconds(some, mean) for some, mean in ahead)
+            earlier_s = sum(steps.seconds(some, mean) for some, mean in earlier)
             declined += (
                 some
                 for some in _LENGTHS
-                if loads.seconds(some, 1 / some) > HANDOFF_MARGIN * (ahead_s + steps.seconds(some, some / 2))
+                if loads.seconds(some, 1 / some)
+                > HANDOFF_MARGIN * (earlier_s + steps.seconds(some, some / 2))
             )
         self.declines = max(declined)
 

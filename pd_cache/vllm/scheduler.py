@@ -133,13 +133,15 @@ class SchedulerSide:
             tokens = None
         elif tracked.streams:
             tokens = self._match_stream(tracked, now)
-        elif self._waits_for_stream(tracked, now):
+        elif tracked.handoff.announced is not None and self._waits_for_stream(tracked, now):
             tokens = None
-        elif tracked.wants_lookup():
-            self._look_up(tracked, now)
-            tokens = self._match(tracked, now)
-        self._unallocated = tokens is not None
+        else:
+            tracked.begin_report()
+            if tracked.may_load and tracked.names.possible:
+                self._look_up(tracked, now)
+                tokens = self._match(tracked, now)
         self._next.expecting |= tokens is None
+        self._unallocated = tokens is not None  # until `allocated`
         return tokens, bool(tokens)
 
     def _look_up(self, tracked: TrackedRequest, now: float) -> None:
@@ -202,17 +204,17 @@ class SchedulerSide:
     def _not_worth(self, tracked: TrackedRequest, tokens: Sequence[int], now: float) -> NotWorth | None:
         """Returns why these tokens, by tier, are not worth loading; None if they are."""
         margin = MARGIN if tracked.handoff.announced is None else HANDOFF_MARGIN
-        return self.costs.not_worth(tokens, tracked.at_hand, self._ahead(tracked), now, margin)
+        return self.costs.not_worth(tokens, tracked.at_hand, self._earlier(tracked), now, margin)
 
-    def _ahead(self, tracked: TrackedRequest | None = None) -> list[tuple[int, float]]:
+    def _earlier(self, tracked: TrackedRequest | None = None) -> list[tuple[int, float]]:
         """Returns the prompts that vLLM would compute before `tracked`, as for `Costs.not_worth`."""
-        ahead = []
+        earlier = []
         for other in self._requests.values():
             begin = other.request.num_computed_tokens - other.request.num_in_flight_tokens
             end = other.request.num_prompt_tokens
             if other is not tracked and other.outcome.over and begin < end:
-                ahead.append((end - begin, (begin + end) / 2))
-        return ahead
+                earlier.append((end - begin, (begin + end) / 2))
+        return earlier
 
     def _match_stream(self, tracked: TrackedRequest, now: float) -> int | None:
         """Returns how many tokens a stream can load; None while it waits for blocks. If nobody cancels it,
@@ -409,7 +411,7 @@ class SchedulerSide:
         if measured is not None:
             self.metrics.counts.add("measured_tokens", op, by=measured[0])
             self.metrics.counts.add("measured_seconds", op, by=measured[1])
-            self.costs.set_declines(self._ahead(), self._clock())
+            self.costs.set_declines(self._earlier(), self._clock())
 
     def _storable(self, tracked: TrackedRequest) -> bool:
         known = self._outdated.weights.label is not None and tracked.id not in self._outdated

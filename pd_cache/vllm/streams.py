@@ -71,12 +71,11 @@ class Streams:
         self._streams: dict[str, Stream] = {}
         self._ops: list[LoadOp] = []
         self._reserved: dict[str, int] = {}
-        """The number of blocks of each stream that has given way. vLLM reserves as many blocks for the
-        stream's load until its request ends. Other loads cannot get these blocks, but requests that compute
-        can."""
+        """For each stream that has given way, how many blocks it had. Until its request ends, vLLM gives that
+        many blocks to no other load, but only to requests that compute."""
         self.block_loads = False
-        """Whether nothing may be loaded in the next step, because vLLM has no blocks for any load, and no
-        request computes."""
+        """Whether nothing may be loaded in the next step: vLLM has no blocks for a load, no request computes,
+        and only streams that have given way have blocks reserved."""
         self._next_poll = 0.0
         self._came: OrderedDict[bytes, None] = OrderedDict()
         """The names of the chunks that arrived last."""
@@ -158,8 +157,8 @@ class Streams:
             self._end(stream, "")
 
     def give_way(self, now: float, *, needed: bool) -> None:
-        """Ends streams whose time is over, and outdated streams. If there are none and another request
-        `needed` blocks, ends the newest stream. Leaves out streams for which a rank loads.
+        """Ends outdated streams, and streams whose time is over. If there are none and another request
+        `needed` blocks, ends the newest stream. A stream for which a rank loads cannot end now.
 
         Loaded chunks stay in vLLM's own cache.
         """
@@ -194,9 +193,9 @@ class Streams:
     # --- the request that is to be answered -----------------------------------------------------------------
 
     def take_over(self, tracked: TrackedRequest) -> int:
-        """Stops further loads of a prompt's streams once a prefill node has announced the prompt. Returns how
+        """Stops further loads of the streams of this prompt, which a prefill node has announced. Returns how
         many of its tokens are still being loaded."""
-        if not self._streams or tracked.handoff.announced is None or not tracked.names.possible:
+        if not self._streams or not tracked.names.possible:
             return 0
         names = tracked.names.first(self._plan.most(tracked.request))
         loading = 0

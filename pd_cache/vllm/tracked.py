@@ -107,18 +107,17 @@ class TrackedRequest:
             self._found = None  # vLLM has evicted chunks that were at hand, so they were not looked up
         self.at_hand, self.awaited, self.proposed = computed, 0, 0
 
-    def wants_lookup(self) -> bool:
-        """Returns whether the prompt may be looked up and loaded. At the first call, notes for the report
-        what is at hand, and why the prompt cannot be named."""
+    def begin_report(self) -> None:
+        """At the first call, notes for the report what is at hand, and why the prompt cannot be named."""
+        if self.outcome.at_hand is not None:
+            return
+        self.outcome.at_hand = self.at_hand
+        if not self.names.identified:
+            self.outcome.note_reason("media_unidentified")
         adapter = self.names.adapter
-        if self.outcome.at_hand is None:
-            self.outcome.at_hand = self.at_hand
-            if not self.names.identified:
-                self.outcome.note_reason("media_unidentified")
-            if adapter is not None and not adapter.digest:
-                detail = f"adapter {adapter.name!r}: {adapter.detail or 'its files are still being read'}"
-                self._metrics.trouble("lookup", adapter.why, detail=detail)
-        return self.may_load and self.names.possible
+        if adapter is not None and not adapter.digest:
+            detail = f"adapter {adapter.name!r}: {adapter.detail or 'its files are still being read'}"
+            self._metrics.trouble("lookup", adapter.why, detail=detail)
 
     @property
     def most(self) -> int:
@@ -157,8 +156,8 @@ class TrackedRequest:
 
     @property
     def lacks_chunks(self) -> bool:
-        """Whether fewer chunks were found, or are at hand by now, than the request waits for. It does not
-        wait for chunks that are not worth loading."""
+        """Whether the request has to wait: it has no answer to its lookup, or neither the answer nor vLLM's
+        own cache has all awaited chunks. It waits only for chunks that may be loaded."""
         if self._found is None:
             return True
         there = max(self._found.chunks, self.at_hand // self._chunk)

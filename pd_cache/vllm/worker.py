@@ -88,8 +88,8 @@ class WorkerSide:
         self._loaders = ThreadPoolExecutor(
             _LOADERS * sum(map(len, groups)), "pd-cache-load", own_stream, (device,)
         )
-        """Threads that load the second and further layer groups of a load. At most one thread loads a group.
-        These threads wait only for their own transfers."""
+        """Threads that load the second and further parts of a load. There are enough for `_LOADERS` loads at
+        the same time, so no part waits for another."""
         targets = {f"load-{number}": self._run_loads for number in range(_LOADERS)} | {
             "store": self._run_stores
         }
