@@ -6,10 +6,10 @@ same in all groups. A group of full attention needs every chunk of a prefix. A g
 needs only the last ones, its *tail*: the chunks that the window reaches into, or the one chunk whose object
 is the state at the prefix's end.
 
-Some draft models compute a token's KV from the token after it, so the last KV of a chunk depends on the first
-token of the next chunk. The group of such layers is *ahead*: the object of a chunk lies under the name of the
-chunk after it, which covers that token. So a prefix cannot include the last whole chunk: no chunk after it
-names its object.
+Some draft models compute a token's KV from this token and the next. In the group of such layers, the KV of
+chunk 0 depends on the first token of chunk 1. So the object of chunk 0 has the name of chunk 1, which covers
+that token. Such a group is *ahead* by one name. Of a prompt with the whole chunks 0, 1 and 2, it has objects
+for chunks 0 and 1, under the names of chunks 1 and 2. A prefix then ends before the last whole chunk.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def longest_prefix(groups: LayerGroups, statuses: Sequence[Status]) -> Found:
             run = run + 1 if shards.count(Status.OK) == len(shards) else 0
             runs.append(run)
         by_group.append((space.tail, chunks, runs))
+    # groups that need all chunks have them up to `leading`; up to `reach`, the other groups have their tails
     leading = min(([*runs, 0].index(0) for tail, _, runs in by_group if not tail), default=count)
     reach = leading
     while reach and not all(

@@ -225,11 +225,8 @@ class PrefixLookup(Versioned):
     def find(
         self, names: Names, *, chunks_at_hand: int = 0, session: str = "", timeout: Timeout = None
     ) -> Found:
-        """Returns how many leading chunks the tiers hold with every shard, and why they hold no more.
-
-        The first `chunks_at_hand` chunks are not looked up and count as found. `session` has no effect: a
-        lookup protects nothing here. `timeout` is in seconds. Raises ValueError for names that chunks cannot
-        have.
+        """Returns how many leading chunks the tiers hold, and why no more; see `BlockCache.find`. A lookup
+        protects nothing here, so `session` has no effect. Raises ValueError for names that no chunk can have.
         """
         check_names(names)
         at_hand = only_at_hand(names, chunks_at_hand, "not_asked")

@@ -1,8 +1,8 @@
 """Whether the pool and its peers answer: the breaker of a pool, and the silent peers. Nothing here waits.
 
-A *peer* is a node with a segment. Each read from a peer that hangs stalls for seconds, but other peers and
-the master may be well. So the pool counts as down only after calls to the master have failed, and each peer
-has a breaker of its own.
+A *peer* is a node with a segment. If a peer hangs, each read from it takes seconds and fails, but other peers
+and the master may be well. So the pool counts as down only if the master does not answer, and each peer has a
+breaker of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from transfer.settings import TransferSettings
 log = logging.getLogger(__name__)
 
 _FAIR = 0.9
-"""A time-out counts against the pool only if the call had at least this share of the usual time."""
+"""A call that timed out counts as failed only if it had at least this share of the usual time: its caller may
+have come with little time left."""
 _WELL_S = 5.0
 """After each answer to Mooncake's client, lookups may ask the master directly for this time."""
 
@@ -154,12 +155,9 @@ class Peers:
                 self._trial = ""
 
     def may_ask(self, peer: str, now: float, busy: Collection[str] = ()) -> bool:
-        """Returns whether to read an object from `peer`: it is not silent, or this is its trial, which begins
-        now.
-
-        Only one trial is under way at a time, because it may hold its thread for as long as `TRIAL_S`. A peer
-        that already holds a thread (`busy`) gets none.
-        """
+        """Returns whether to read an object from `peer`. If the peer is silent, this begins its *trial* and
+        returns True, but only after the pause, and only if no other trial is under way: a trial may hold its
+        thread for `TRIAL_S`. The `busy` peers already hold a thread, so they get no trial."""
         with self._lock:
             silence = self._silent.get(peer)
             if silence is None:

@@ -3,14 +3,13 @@ promotes.
 
 1. All tiers share one memory, so an object is gathered once, written everywhere from there, and promoted
    without a copy.
-2. A key is read from the first tier that knows it. The last tier, the pool, is asked only for keys that all
-   other tiers lack. If a tier wrongly claims to have a key, that is counted, and the next tier is asked.
+2. A key is read from the first tier that has it. The last tier, usually the pool, is asked only for keys
+   that all other tiers lack. If a tier has lost a key meanwhile, that is counted, and the next tier is asked.
    Damage of a payload is found only after its use; its tier then forgets the object.
-3. A reader that waits for memory holds none itself: only one tier at a time reads ahead for it.
-4. A put waits for the blocking tiers. Its outcome is the outcome of the last tier, which is the pool if there
-   is one. Objects that another tier did not take are counted, and do not change the outcome. Other tiers
-   are written in the background, within half of the staging memory. Objects that do not fit are dropped and
-   counted.
+3. A reader that waits for memory holds none itself. So only one tier at a time reads ahead for it.
+4. A put waits for the *blocking* tiers, and has the outcome of the last of them. The other tiers are written
+   in the background, with at most half of the staging memory. Objects that a tier does not take are counted;
+   only those of the last blocking tier change the outcome.
 """
 
 from __future__ import annotations
@@ -182,11 +181,12 @@ class HybridBackend(StorageBackend):
     # --- reading --------------------------------------------------------------------------------------------
 
     def _read(self, keys: Keys, size: int, floor: int, end: End) -> Generator[list[Fetched], None, None]:
-        """Yields each key's outcome from the first tier that knows it, beginning with tier number `floor`.
+        """Yields each key's outcome from the first tier that has it, beginning with tier number `floor`.
 
-        Keys that a tier lacks after all are read from the later tiers, adjacent misses together. Then the
-        tier is asked for the remaining keys, because it may be the only tier that still has them. It is asked
-        for one key, then two, then four, so that the total work stays linear in the keys.
+        Adjacent keys of one tier are fetched together. If the tier lacks some of them after all, adjacent
+        misses are read from the later tiers. Then the tier is asked for the rest, because it may be the only
+        tier that has it: for one key, then for two, then for four. If it were asked for the whole rest each
+        time, the work could grow with the square of the keys.
         """
         start = 0
         for level, run in groupby(self._levels(keys, floor, end)):
@@ -223,8 +223,8 @@ class HybridBackend(StorageBackend):
                 start += lacking
 
     def _levels(self, keys: Keys, floor: int, end: End) -> list[int]:
-        """Returns, for each key, the number of the first tier from `floor` on that knows it, or the last
-        tier's if no other does."""
+        """Returns, for each key, the number of the first tier from `floor` on that has it, or the last
+        tier's number if no other has it."""
         last = len(self.tiers) - 1
         levels = [last] * len(keys)
         unknown = list(range(len(keys)))
