@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import socket
 import statistics
 import sys
@@ -31,9 +30,6 @@ import aiohttp
 import click
 
 from bench.lib.report import Rows, all_at_most, at_most, finish, output_options, tracked
-from bench.lib.stats import timed
-from launch.proxy.bodies import Completion
-from launch.proxy.routing.node_pool import NodePool
 from launch.run.supervise import Program, Supervisor
 from launch.run.up import program_of, quiet
 from pd_cache.cluster import (
@@ -41,7 +37,6 @@ from pd_cache.cluster import (
     DecodeNode,
     MasterNode,
     ModelConfig,
-    NodeRecord,
     PrefillNode,
     ProxyConfig,
     ProxyNode,
@@ -55,8 +50,6 @@ from pd_cache.runtime import temporary_folder
 
 _STREAM_S = 120.0
 _ROUNDS = 7
-_PROMPT = 32_768
-"""Tokens of the prompt for which `decision` chooses a node."""
 _HEADERS = {"Content-Type": "application/json"}
 _ENVOY = """\
 static_resources:
@@ -253,24 +246,6 @@ def processor_times(supervisor: Supervisor) -> Rows:
     return rows
 
 
-def decision() -> float:
-    """Returns the milliseconds to choose among 16 nodes that each know half of the prompt."""
-    rng = random.Random(0)
-    prompt = [rng.randrange(128_000) for _ in range(_PROMPT)]
-    body, half = (
-        json.dumps({"model": "bench", "prompt": some}).encode() for some in (prompt, prompt[: _PROMPT // 2])
-    )
-    pool = NodePool("prefill", "prefix_aware")
-    urls = [f"http://10.0.0.{index}:8000" for index in range(16)]
-    pool.update(NodeRecord(name=url, role="prefill", address=url) for url in urls)
-    for url in urls:
-        with pool.working(url, Completion(half).prompt()):
-            pass
-
-    asked = iter([Completion(body) for _ in range(200)])
-    return statistics.median(timed(lambda: pool.pick(0.0, next(asked).prompt())) for _ in range(200)) * 1e3
-
-
 @click.command()
 @output_options
 def main(**output: Any) -> None:
@@ -283,9 +258,8 @@ def main(**output: Any) -> None:
     results |= {
         "open_streams": len(timings),
         "open_streams_longest_ms": max(timing.total for timing in timings),
-        "decision_ms": decision(),
     }
-    checks = all_at_most(results, proxy_adds_total_ms=3.0, proxy_adds_first_ms=3.0, decision_ms=1.0)
+    checks = all_at_most(results, proxy_adds_total_ms=3.0, proxy_adds_first_ms=3.0)
     events_us = {row["program"]: row["event_with_requests_us"] for row in results["processor"]}
     if "envoy" in events_us:
         checks.append(

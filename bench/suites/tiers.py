@@ -1,5 +1,5 @@
 """How fast is each storage tier? Ratios to memcpy, to plain loops of disk calls, and to a hybrid's first
-tier; microseconds of `contains`.
+tier.
 
 pd-cache bench tiers --json
 """
@@ -21,7 +21,7 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.lib.report import all_at_least, all_at_most, finish, option, output_options
+from bench.lib.report import all_at_least, finish, option, output_options
 from bench.lib.stats import Steps, gbps, in_turn
 from pd_cache.config import CacheConfig, DiskTier, LocalTier, NodeSettings, StorageTier
 from pd_cache.tiers import open_backend
@@ -146,27 +146,6 @@ def measure_local(payload: int) -> dict[str, float]:
     return compared(_OBJECTS * payload, seconds, limits)
 
 
-def measure_contains(folder: Path) -> dict[str, float]:
-    """Returns the microseconds of one `contains` over 512 keys, of which half exist."""
-    payload, asked, entries = 64, 512, 4096
-    keys = names(entries)
-    asked_keys = [*keys[:: 2 * entries // asked], *names(asked // 2)]
-    figures = {}
-    capacity = room(entries, payload)
-    tiers: dict[str, StorageTier] = {
-        "local": LocalTier(capacity=capacity),
-        "disk": DiskTier(path=str(folder), capacity=capacity),
-    }
-    for name, tier in tiers.items():
-        with opened([tier], payload, staging=256) as (_, first):
-            for start in range(0, entries, 128):
-                put(first, keys[start : start + 128])
-            assert first.batched_contains(asked_keys).count(Status.OK) == asked // 2
-            (seconds,) = in_turn(20 * ROUNDS, {"": partial(first.batched_contains, asked_keys)}).values()
-            figures[f"{name}_contains_us"] = 1e6 * statistics.median(seconds)
-    return figures
-
-
 # --- disk ---------------------------------------------------------------------------------------------------
 
 
@@ -235,11 +214,9 @@ def main(path: Path, **output: Any) -> None:
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-", dir=path) as folder:
         figures |= measure_local(CHUNK_BYTES)
-        figures |= measure_contains(Path(folder) / "contains")
         figures |= measure_disk(CHUNK_BYTES, Path(folder))
     # a local get reads the bytes once, for the checksum: without the copy, it is faster than memcpy
     checks = all_at_least(
         figures, local_get_copied_ratio=0.8, disk_get_ratio=0.8, disk_put_ratio=0.8, hybrid_get_ratio=0.95
     )
-    checks += all_at_most(figures, local_contains_us=200.0, disk_contains_us=1000.0)
     finish(figures, checks, **output)

@@ -20,10 +20,10 @@ RUNS = {
         (),
         "empty_lookup_p50_us zmq_echo_p50_us lookup_p50_ms memory_ratio store_ratio retrieve_ratio",
     ),
-    "proxy": ((), "proxy_adds_first_ms proxy_adds_total_ms processor decision_ms"),
+    "proxy": ((), "proxy_adds_first_ms proxy_adds_total_ms processor"),
     "tiers": (
         (),
-        "local_get_ratio disk_get_ratio disk_put_ratio hybrid_get_ratio disk_contains_us",
+        "local_get_ratio disk_get_ratio disk_put_ratio hybrid_get_ratio",
     ),
     "bandwidth": (("--size", "64KiB", "--rounds", "1", "--at-once"), "about results at_once"),
     "lookup": (("--clients", "2", "--clients", "1"), "about results clients"),
