@@ -205,6 +205,8 @@ class Moves:
         return codes
 
     def _get_part(self, part: Batch, replicas: dict[str, Replica], leased: Watch) -> list[int]:
+        """Reads the objects of a step. `replicas`: where the batch's objects lie, if that is known already.
+        `leased`: measures the time since the master has leased them."""
         now = time.monotonic()
         # 1. objects of silent peers are left out, because each would hold this thread for seconds
         if not replicas and self.peers.any_silent(now):

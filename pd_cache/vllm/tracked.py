@@ -431,7 +431,7 @@ class PromptNames:
         trusts all clients. vLLM's numbers never count, because each process begins with 0.
         """
         self._digest = b""
-        """The adapter's digest, once it is known: names depend on it."""
+        """The adapter's digest, as `possible` found it last: names depend on it."""
         self._names: list[bytes] = []
         """The names of the request's whole chunks so far; grows with the request."""
 
@@ -440,10 +440,10 @@ class PromptNames:
         """Whether the chunks can be named now. A prompt of embeddings has no tokens to hash, and an adapter
         without a digest cannot be identified."""
         if self.adapter is not None:
-            digest = self.adapter.digest  # other threads set it
+            digest = self.adapter.digest
             if not digest:
                 return False
-            self._digest = digest
+            self._digest = digest  # names use this copy: another thread may take the digest away meanwhile
         return self.identified and not (self._by_tokens and self._request.prompt_embeds is not None)
 
     def first(self, count: int) -> list[bytes]:
