@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import ssl
+import time
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pd_cache.cluster import ClusterConfig
 from pd_cache.decoding import one_line
 
 ANSWER_S = 2.0
+_PIECE = 1 << 16
 _END = "-----END CERTIFICATE-----"
 
 
@@ -106,17 +108,22 @@ def fetch(url: str, timeout: float = ANSWER_S, access: Access = NOBODY, body: by
 
     `access`: key and certificates for the node.
 
-    `timeout` bounds connecting, and then each wait for more of the answer. Redirects are not followed and
-    `http_proxy` is ignored, so that a key goes only to the node.
+    `timeout` bounds connecting, then each wait for the head of the answer, and then the whole body. Redirects
+    are not followed and `http_proxy` is ignored, so that a key goes only to the node.
 
     Raises BadStatus for another status than 2xx; OSError, which names the address, if there is no answer;
     ValueError if the answer is not HTTP.
     """
+    answered = bytearray()
     with _asked(url, timeout, access, body) as answer:
-        answered = answer.read()
+        end = time.monotonic() + timeout
+        while part := answer.read1(_PIECE):
+            answered += part
+            if time.monotonic() > end:
+                raise TimeoutError
     if 200 <= answer.status < 300:
-        return answered
-    raise BadStatus(answer.status, answered)
+        return bytes(answered)
+    raise BadStatus(answer.status, bytes(answered))
 
 
 def healthy(host: str, port: int) -> bool:
@@ -131,15 +138,13 @@ def healthy(host: str, port: int) -> bool:
 def fetch_lines(url: str, timeout: float) -> Iterator[bytes]:
     """Yields the lines of a body as they arrive, and keeps none. For lists that are too long for `fetch`.
 
-    `timeout` is as for `fetch`. Raises as `fetch`.
+    `timeout` bounds connecting, and then each wait for more of the answer. Raises as `fetch`.
     """
     with _asked(url, timeout, NOBODY, None) as answer:
         if answer.status != 200:
             raise BadStatus(answer.status)
         for line in answer:
             yield line.removesuffix(b"\n")
-        if answer.length:  # http.client raises only if the whole body is read at once
-            raise http.client.IncompleteRead(b"", answer.length)
 
 
 @contextlib.contextmanager
@@ -165,10 +170,18 @@ def _asked(
             headers["Content-Type"] = "application/json"
         try:
             connection.request("GET" if body is None else "POST", path, body, headers)
-            yield connection.getresponse()
+            answer = connection.getresponse()
+            yield answer
+            if answer.length:  # http.client raises only if the whole body is read at once
+                raise http.client.IncompleteRead(b"", answer.length)
         except TimeoutError:
             raise TimeoutError(f"{parts.netloc}: no whole answer within {timeout:g} s") from None
+        except http.client.RemoteDisconnected:
+            raise ConnectionResetError(
+                f"{parts.netloc}: it closed the connection without an answer"
+            ) from None
         except http.client.IncompleteRead as error:
-            raise ConnectionResetError(f"its answer ended {error.expected} bytes early") from None
+            lacks = f"{error.expected} bytes " if error.expected else ""  # unknown if it came in chunks
+            raise ConnectionResetError(f"its answer ended {lacks}early") from None
         except http.client.HTTPException as error:
             raise ValueError(f"it does not speak HTTP ({type(error).__name__})") from None

@@ -23,7 +23,7 @@ from launch.masters import LEADER, MasterHealth, segments_at
 from launch.watch.figures import read_node, read_samples
 from launch.watch.state import ClusterStatus, NodeStatus, RoleShown, WatchedNodes, page_of, shown_version
 from pd_cache.cluster import ClusterConfig, NodeRecord, read_about
-from pd_cache.decoding import decode_json, one_line
+from pd_cache.decoding import UndecodableError, decode_json, one_line
 from pd_cache.errors import PdCacheError
 from pd_cache.versions import FIRST
 
@@ -85,9 +85,9 @@ def ask_node(record: NodeRecord, access: Access) -> NodeStatus:
                 f"/health answers {error.status}: {one_line(said.reason or said.status)}".removesuffix(": ")
             )
     except (OSError, ValueError) as error:
-        return NodeStatus(
-            record=record, at=time.monotonic(), state="down", why=one_line(str(error)) or repr(error)
-        )
+        what = "/health: " if isinstance(error, UndecodableError) else ""  # it may be another program's
+        why = what + (one_line(str(error)) or repr(error))
+        return NodeStatus(record=record, at=time.monotonic(), state="down", why=why)
     found.at = time.monotonic()
     # otherwise this machine has no readable key for its metrics
     if not proxy or access.key or not access.guarded:

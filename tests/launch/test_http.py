@@ -38,6 +38,16 @@ def broken_off(data):
     return serve
 
 
+def drop_by_drop(data):
+    def serve(connection, over):
+        for index in range(len(data)):
+            if over.wait(0.02):
+                return
+            connection.sendall(data[index : index + 1])
+
+    return serve
+
+
 def whole(data):
     return lambda connection, _: connection.sendall(data)
 
@@ -51,12 +61,16 @@ def all_lines(url, timeout):
     [
         (fetch, broken_off(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"), TimeoutError, "no whole answer within 0.3 s"),
         (fetch, broken_off(b"HTTP/1.1 200 OK\r\nX: "), TimeoutError, "no whole answer"),
+        (fetch, drop_by_drop(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 5000), TimeoutError, "no whole answer within 0.3 s"),
         (fetch, whole(b"SSH-2.0-x\r\n"), ValueError, "does not speak HTTP"),
+        (fetch, whole(b""), ConnectionResetError, "closed the connection without an answer"),
         (fetch, whole(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"), ConnectionResetError, "6 bytes early"),
+        (fetch, whole(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\nabc"), ConnectionResetError, "bytes early"),
+        (fetch, whole(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nabc"), ConnectionResetError, "answer ended early"),
         (all_lines, broken_off(b"HTTP/1.1 200 OK\r\n\r\na\nb"), TimeoutError, "no whole answer"),
         (all_lines, whole(b"HTTP/1.1 503 Not Now\r\nContent-Length: 0\r\n\r\n"), BadStatus, "503"),
     ],
-    ids=["half a body", "half of the headers", "no HTTP", "not all of it", "half a list", "a list refused"],
+    ids=["half a body", "half of the headers", "a body drop by drop", "no HTTP", "nothing", "not all of it", "an absurd length", "half a chunk", "half a list", "a list refused"],
 )  # fmt: skip
 def test_an_answer_has_a_deadline_and_must_be_http_and_a_list_a_good_status(ask, serve, error, why):
     with answering(serve) as (url, _), pytest.raises(error, match=why):
