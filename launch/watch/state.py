@@ -230,6 +230,7 @@ _TWO_LEADERS = {
     False: "end all but one, or have them elected: `master: {ha: true}`",
     True: "restart those whose address is not in etcd (`etcdctl get --prefix mooncake-store/`)",
 }
+_NO_PORTS = "no node is known, because the file gives no port"
 _NO_MEMORY = "start the nodes that do not run, and restart those that follow an earlier master"
 
 
@@ -314,7 +315,8 @@ class WatchedNodes:
                 node.segments = tuple(segment for segment in segments if segment.segment_name in names)
         source, stale = self._discovery, self._view.stale_since
         if not self._synced:
-            source += ", which does not answer: these are the nodes of the file"
+            known = "these are the nodes of the file"
+            source += f", which does not answer: {known if nodes else _NO_PORTS}"
         elif stale is not None:
             source += f", which has not answered for {now - stale:.0f} s: these are the nodes that were there before"
         return ClusterStatus(

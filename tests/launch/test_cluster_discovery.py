@@ -181,7 +181,9 @@ def test_status_is_not_well_while_nobody_can_say_who_is_there(tmp_path, monkeypa
     monkeypatch.setattr("launch.watch.asker.SYNC_S", 0.5)  # for an etcd that nobody answers for
     file = cluster_file(tmp_path, discovery={"kind": "etcd", "endpoints": ["127.0.0.1:1"]})
     found = cli_json("status", "-c", file, code=1)
-    assert found["discovery"] == "etcd, which does not answer: these are the nodes of the file"
+    assert (
+        found["discovery"] == "etcd, which does not answer: no node is known, because the file gives no port"
+    )
     assert (found["well"], found["nodes"]) == (False, []), "every port of the file is one that `up` chooses"
 
 
