@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib
 import io
 import logging
@@ -572,14 +573,18 @@ def explain(
         _answer(as_json, {"nodes": nodes}, explained.prompt_text(nodes), well=known)
 
 
-def _hint_options(command: F) -> F:
-    """The options of `pin`, `release` and `prefetch`, except for their own."""
+def _hint_options(command: F, by_request: bool = True) -> F:
+    """The options of `pin`, `release` and `prefetch`, except for their own. `by_request`: whether the id of a
+    request can name the prompt."""
     for option in (
         _json_option,
         click.option("--id", "action_id", help="The pin's name; by default a new pin gets a random name."),
         click.option("--cache-salt", help="The `cache_salt` of requests with this prompt."),
         click.option(
-            "--request", "request_id", help="The `X-Request-Id` of a recent request with this prompt."
+            "--request",
+            "request_id",
+            hidden=not by_request,
+            help="The `X-Request-Id` of a recent request with this prompt.",
         ),
         click.option("--text", "prompt", help="The prompt as text, which a node tokenizes."),
         click.option(
@@ -617,7 +622,7 @@ def release(**options: Any) -> None:
 
 
 @main.command()
-@_hint_options
+@functools.partial(_hint_options, by_request=False)
 def prefetch(**options: Any) -> None:
     """Make a decode node load a prompt before its request comes.
 
@@ -633,6 +638,10 @@ def _send_hint(
 
     if kind == "kv.release" and action_id is not None:
         payload["action_id"] = action_id
+    elif kind == "kv.prefetch" and (tokens is None) == (payload["prompt"] is None):
+        raise click.UsageError(
+            "a node needs the prompt itself: give it with exactly one of --tokens FILE and --text TEXT"
+        )
     elif [tokens, payload["prompt"], payload["request_id"]].count(None) != 2:
         raise click.UsageError(
             "give the prompt with exactly one of --tokens FILE, --text TEXT and --request ID"

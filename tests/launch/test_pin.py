@@ -143,3 +143,10 @@ def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path):
 )
 def test_wrong_pins_end_with_one_line(tmp_path, arguments, code, says):
     assert says in cli("pin", "-c", cluster_file(tmp_path), *arguments, code=code, input="no list").output
+
+
+def test_a_prefetch_needs_the_prompt_itself(tmp_path):
+    for given in ((), ("--request", "a"), ("--text", "x", "--tokens", "-")):
+        done = cli("prefetch", "-c", cluster_file(tmp_path), *given, code=2, input="[1]")
+        assert "exactly one of --tokens FILE and --text TEXT" in done.output
+    assert "--request" not in cli("prefetch", "--help").output
