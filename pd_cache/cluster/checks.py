@@ -76,6 +76,10 @@ def consistency_problems(config: ClusterConfig) -> Iterator[Problem]:
         yield Problem(
             ("cache", "tiers"), "prefill and decode nodes share chunks through the pool; add {kind: mooncake}"
         )
+    if not config.transfer.staging_size and (caching := config.caching_nodes()):
+        yield Problem(
+            ("transfer", "staging_size"), f"holds no chunk, and {caching[0].name} needs room for at least one"
+        )
     yield from _placement_problems(config)
 
 

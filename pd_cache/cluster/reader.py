@@ -242,12 +242,14 @@ def _problems_in_section(
         allowed = [tag, *named[0].__struct_encode_fields__]
         structs = named
     fields = {field.encode_name: field for field in msgspec.structs.fields(structs[0])}
+    listed = f" (allowed here: {', '.join(allowed)})"
     for key, part in value.items():
         if key in fields:
             yield from _problems(fields[key].type, part, (*path, key))
         elif key != tag:
             hint = _near(key, allowed, "; did you mean {}?")
-            yield Problem((*path, key), f"unknown key{hint} (allowed here: {', '.join(allowed)})")
+            yield Problem((*path, key), f"unknown key{hint}{listed}")
+            listed = ""  # the file may be another program's: its first unknown key is enough
     for name, field in fields.items():
         if field.required and name not in value:
             yield _missing(name, allowed, value, path)

@@ -115,6 +115,7 @@ def test_the_files_that_ship_show_every_key_that_there_is():
         ("size: 256", "size: 100", "cache.chunk_size: 100: must be a multiple of engine.block_size 16, e.g. 96 or 112"),
         ("chunk_size: 256", "hash_mode: blocks", "the reference engine has no block hashes; use tokens"),
         ("1GiB", "1Gib3", "c.yaml:2: transfer.segment_size: '1Gib3': expected a size such as 512MiB, 4GiB"),
+        ("1GiB", "1GiB, staging_size: 0", "c.yaml:2: transfer.staging_size: 0: holds no chunk, and p0 needs room"),
         ("1GiB", "1MiB", "c.yaml:2: transfer: segment_size: must be 0 for none, or at least 16MiB, got 1MiB"),
         ("segment_size: 1GiB", "metadata: nonsense", "metadata: 'nonsense' is neither P2PHANDSHAKE nor an address"),
         ("segment_size: 1GiB", "devices: [mlx5_0]", "only protocol: rdma uses devices"),
@@ -161,6 +162,10 @@ def test_all_mistakes_are_in_one_message_a_line_for_each_and_those_of_values_com
         "nodes[2].name",
         "cache.chunk_size",
     ]
+    with pytest.raises(ConfigError) as caught:
+        load("chunk_size: 256\nlocal_cpu: true\nremote_url: lm://h:1\n" + GOOD)
+    unknown = str(caught.value).splitlines()
+    assert ["allowed here" in line for line in unknown] == [True, False, False], "once is enough"
 
 
 @pytest.mark.parametrize(
