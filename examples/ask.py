@@ -7,6 +7,9 @@ import json
 import sys
 import urllib.request
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
+
 prompt = "Once upon a time, in a machine room far away, two nodes shared one cache. " * 20
 
 for attempt in ("first", "again"):

@@ -11,6 +11,9 @@ import torch
 
 from pd_cache import CacheEngineBuilder, CacheMetadata, KVLayout, NodeSettings, PromptCache
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
+
 LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM = 4, 128, 16, 8, 64
 PROMPT = list(range(1000))  # token ids: three chunks of 256, and 232 that are no whole chunk
 

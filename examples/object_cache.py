@@ -12,6 +12,9 @@ import torch
 
 from pd_cache import NodeSettings, ObjectCache
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
+
 prompt, embedding = b"What is the capital of France?", torch.arange(12.0).reshape(3, 4)
 with ObjectCache.open(
     NodeSettings(master=sys.argv[1]), "embeddings of my-model@3f2a"

@@ -30,4 +30,6 @@ def main(model: str, cluster_file: str) -> None:
 
 
 if __name__ == "__main__":  # vLLM starts processes that import this file
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

@@ -48,6 +48,12 @@ def test_bytes_and_tensors_by_name_are_there_the_second_time(pool):
     assert output_of("object_cache.py", pool.address).startswith("there before: True\nfound: True\n")
 
 
+@pytest.mark.parametrize("example", ["ask.py", "embed_engine.py", "object_cache.py"])
+def test_without_its_argument_an_example_says_how_to_run_it(example):
+    with pytest.raises(SystemExit, match=f"python {example} "):
+        output_of(example)
+
+
 class Machine(Process):
     """`pd-cache up` on a host."""
 
