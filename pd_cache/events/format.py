@@ -5,10 +5,11 @@ A batch is a msgpack array of a time, events and a rank; an event is a map with 
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Callable
+
 from msgspec import Struct
 
-from pd_cache.decoding import UndecodableError, msgpack_decoder
+from pd_cache.decoding import msgpack_decoder
 
 MEDIUM_GPU = "GPU"
 MEDIUM_STORAGE = "STORAGE"
@@ -56,40 +57,9 @@ class EventBatch(Struct, array_like=True, omit_defaults=True, gc=False):
     events: list[KvEvent]
 
 
-class _RawBatch(Struct, array_like=True, gc=False):
-    ts: float
-    events: list[msgspec.Raw]
-
-
-class _OtherEvent(Struct, gc=False):
-    type: str
-
-
-_whole_batch = msgpack_decoder(EventBatch)
-_raw_batch = msgpack_decoder(_RawBatch)
-_one_event = msgpack_decoder(KvEvent)
-_other_event = msgpack_decoder(_OtherEvent)
-
-
-def read_batch(raw: bytes) -> tuple[EventBatch, int]:
-    """Returns the batch of a message, and how many of its events were skipped.
-
-    An unreadable event of stored blocks is skipped: an unknown block does no harm. Mooncake's master sends
-    such events, with a `block_size` of null. Any other unreadable event may say that blocks are gone, and
-    counts as `ClearedEvent`. Raises UndecodableError if `raw` is no batch.
-    """
-    try:
-        return _whole_batch(raw), 0
-    except UndecodableError:
-        batch = _raw_batch(raw)
-    events: list[KvEvent] = []
-    for event in batch.events:
-        try:
-            events.append(_one_event(event))
-        except UndecodableError:
-            if _other_event(event).type != "BlockStored":
-                events.append(ClearedEvent())
-    return EventBatch(batch.ts, events), len(batch.events) - len(events)
+read_batch: Callable[[bytes], EventBatch] = msgpack_decoder(EventBatch)
+"""Returns the batch of a message. Raises UndecodableError if any of it is unknown here. The subscriber then
+takes the publisher's cache for empty."""
 
 
 def short_hash(value: BlockHash) -> int:

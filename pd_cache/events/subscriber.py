@@ -153,8 +153,6 @@ class _Feed:
         self.due = 0.0
         """When to ask for the next replay, if no batch is known to be missing."""
         self.batches = 0
-        self.skipped = 0
-        """How many unreadable events of stored blocks were skipped."""
         self._context = context
         with ExitStack() as stack:
             self.stream = self._connected(zmq.SUB, endpoints.stream)
@@ -249,13 +247,12 @@ class EventSubscriber:
             self._thread.start()
 
     def describe(self) -> dict[Hashable, dict[str, int | bool]]:
-        """Returns, for each publisher, how many batches came, how many gaps could not be closed, how many
-        unreadable events were skipped, and whether no batch is missing."""
+        """Returns, for each publisher, how many batches came, how many gaps could not be closed, and
+        whether no batch is missing."""
         return {
             key: {
                 "batches": feed.batches,
                 "losses": feed.order.losses,
-                "skipped": feed.skipped,
                 "in_order": feed.order.in_order,
             }
             for key, feed in self._feeds.copy().items()
@@ -360,9 +357,7 @@ class EventSubscriber:
             return None
         number = int.from_bytes(frames[1], "big")
         try:
-            batch, skipped = read_batch(frames[2])
-            feed.skipped += skipped
-            return number, batch
+            return number, read_batch(frames[2])
         except UndecodableError as error:
             # the batch may be about any block, so the node's cache counts as empty
             if (count := self._sparse.admit()) is not None:

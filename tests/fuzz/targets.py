@@ -426,7 +426,7 @@ _EVENTS = _PACK(
 
 
 def _kv_events(data):
-    batch, _ = kv_events.read_batch(data)
+    batch = kv_events.read_batch(data)
     order, cache = StreamOrder(), KnownRank(lambda: 100 - len(cache))
     steps = [*order.live(0, batch), *order.replayed(2, batch), *order.replay_ended(whole=True)]
     cache.apply(steps)
