@@ -122,25 +122,20 @@ def keys_at(metrics: str, timeout: float) -> Iterator[bytes]:
     return fetch_lines(f"{metrics}/get_all_keys", timeout)
 
 
-def keys_in(metrics: str, endpoint: str, timeout: float) -> tuple[list[str], list[str]]:
-    """Returns two lists: the keys that have a copy at `endpoint`, and the keys that may have a copy there.
-    The master cannot be asked about the keys of the second list, because they contain a comma or are too long
-    for a URL; they belong to other programs. Takes two seconds for each 100,000 keys of the pool; `timeout`
-    is as for `keys_at`. Raises OSError or ValueError if the master does not answer.
+def keys_in(metrics: str, endpoint: str, timeout: float) -> list[str]:
+    """Returns the keys that have a copy at `endpoint`. Leaves out keys of other programs about which the
+    master cannot be asked, because they contain a comma or are too long for a URL. Takes two seconds for each
+    100,000 keys of the pool; `timeout` is as for `keys_at`. Raises OSError or ValueError if the master does
+    not answer.
     """
-    keys = (key.decode(errors="replace") for key in keys_at(metrics, timeout))
-    found, unknown = list[str](), list[str]()
+    listed = (key.decode(errors="replace") for key in keys_at(metrics, timeout))
+    keys, found = (key for key in listed if len(key) <= LONGEST_IN_A_URL and "," not in key), list[str]()
     while some := list(itertools.islice(keys, KEYS_IN_A_URL)):
-        asked = [key for key in some if len(key) <= LONGEST_IN_A_URL and "," not in key]
-        unknown += [key for key in some if key not in asked]
-        if asked:
-            copies = copies_at(metrics, asked)
-            found += [
-                key
-                for key in asked
-                if any(copy.transport_endpoint_ == endpoint for copy in copies.get(key, ()))
-            ]
-    return found, unknown
+        copies = copies_at(metrics, some)
+        found += [
+            key for key in some if any(copy.transport_endpoint_ == endpoint for copy in copies.get(key, ()))
+        ]
+    return found
 
 
 # --- drain jobs ---------------------------------------------------------------------------------------------

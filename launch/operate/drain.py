@@ -172,7 +172,7 @@ class _Follower:
             state.outcome = "canceled" if canceled else "failed"
         left, limit_s = set[str](), _CANCEL_S if canceled else _LISTING_S
         if state.outcome != "drained":
-            left.update(keys_in(self._metrics, self._own.te_endpoint, limit_s)[0])
+            left.update(keys_in(self._metrics, self._own.te_endpoint, limit_s))
         state.left = len(left)
         state.moved += len(self._asked_for - left)
         if not self._targets and state.outcome != "drained":
@@ -221,10 +221,8 @@ class _Follower:
     def _move_leased(self) -> None:
         """Moves some objects that the job leaves alone. A reader that has just looked an object up still
         finds its bytes at the old place, because nothing new is put there."""
-        store, listed = self._store, self._listed
-        if not listed:
-            here, unknown = keys_in(self._metrics, self._own.te_endpoint, _LISTING_S)
-            listed = here + unknown  # the master refuses to move a key that lies elsewhere
+        store = self._store
+        listed = self._listed or keys_in(self._metrics, self._own.te_endpoint, _LISTING_S)
         store.wait_open(_CALL_S)
         keys, self._listed = listed[:_LEASED_AT_A_TIME], listed[_LEASED_AT_A_TIME:]
         store.batched_contains(keys, end_in(_CALL_S))  # a lease keeps the job from moving them
@@ -239,7 +237,7 @@ class _Follower:
         if self._job is None:
             return status
         deadline = time.monotonic() + _CANCEL_S
-        keys, _ = keys_in(self._metrics, self._own.te_endpoint, _CANCEL_S)
+        keys = keys_in(self._metrics, self._own.te_endpoint, _CANCEL_S)
         self._store.wait_open(_CALL_S)
         while status == "DRAINING" and time.monotonic() < deadline:
             # the master cancels only while no move is under way, and begins no move of a leased object
