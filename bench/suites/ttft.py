@@ -9,8 +9,7 @@ plain server. Then, for each connector, A computes and stores, and B loads what 
 turns with our A, because a machine's speed drifts by more than storing costs. With `--link`, the pool and A
 are on one side of a link, and B is on the other; the link gets one rate after the other. `auto` and `always`
 are values of `connector.load`. Before each rate is measured, B computes a prompt and loads three long prompts
-from the pool. In the end, the link becomes ten times slower while an engine with `auto` loads one prompt
-again and again. Runs in an environment that has vLLM (`make test-vllm` sets one up).
+from the pool. Runs in an environment that has vLLM (`make test-vllm` sets one up).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import json
 import random
 import statistics
 import tempfile
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +33,7 @@ import click
 from bench.lib.kv import RawPool
 from bench.lib.links import Place, check_rates, limit, linked
 from bench.lib.pool import local_pool, raw_client
-from bench.lib.report import Check, Report, at_least, at_most, finish, option, output_options, tracked
+from bench.lib.report import Report, at_least, at_most, finish, option, output_options, tracked
 from bench.lib.small_models import ModelKind, random_prompts, write_model
 from bench.lib.stats import timed
 from bench.lib.vllm_server import BLOCK, CHUNK, ENV, OpenAIServer, connector_flag, vllm_server
@@ -90,7 +88,6 @@ LOADED = {"ours": (*_OURS, "retrieve"), "theirs": (*_THEIRS, "load_get")}
 """The connectors' own counters on vLLM's `/metrics`: name, label and the label's value."""
 LOAD = ("vllm:pd_cache_op_seconds_total", "op", "retrieve")
 """The seconds that our connector spends on loads."""
-DECLINED = "vllm:pd_cache_loads_declined_tokens_total"
 
 
 def arguments(positions: int, kind: ModelKind, *, gpu: bool) -> dict[str, Any]:
@@ -321,7 +318,6 @@ def measure_links(
                         mean = statistics.mean(threads.map(server.first_token, together))
                         found[rate, f"{at_once} at once", way].append(1000 * mean)
                         server.forget()
-        slower, noticed = measure_slowdown(ours, (here, there), prompts[lengths[0]][0], new(lengths[0], 3))
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for (rate, what, way), values in found.items():
         row = rows.setdefault((rate, what), {"link": rate, "prompt": what})
@@ -334,38 +330,7 @@ def measure_links(
         )
         for (rate, what), row in rows.items()
     ]
-    return {"results": list(rows.values()), "slower": [slower]}, [*checks, noticed]
-
-
-def measure_slowdown(
-    start: Start, places: Sequence[Place], prompt: Sequence[int], others: Sequence[Sequence[int]]
-) -> tuple[dict[str, Any], Check]:
-    """Measures how soon an engine with `auto` computes a prompt of the pool after the link has become ten
-    times slower. Before that, loading the prompt takes a third of the time of computing one of the `others`.
-    Returns the figures and the target."""
-    with start("b") as url:
-        server, loads = OpenAIServer(url), 0
-        computed_ms = statistics.median([alone(server, other) for other in others])
-        kbit = 3 * 8 * len(prompt) * _LINK_KV_BYTES / computed_ms
-        limit(places, f"{kbit:.0f}kbit")
-        loaded_ms = statistics.median([alone(server, prompt) for _ in range(5)])
-        declined = server.total(DECLINED)
-        limit(places, f"{kbit / 10:.0f}kbit")
-        begin = time.monotonic()
-        while loads < 9:
-            seconds = time.monotonic() - begin
-            alone(server, prompt)
-            if server.total(DECLINED) > declined:
-                break
-            loads += 1
-    row = {
-        "mbit": kbit / 1000,
-        "computed_ms": computed_ms,
-        "loaded_ms": loaded_ms,
-        "loads": loads,
-        "seconds": seconds,
-    }
-    return row, at_most("loads over a link that has become ten times slower, until it is noticed", loads, 3)
+    return {"results": list(rows.values())}, checks
 
 
 @click.command()
