@@ -1,9 +1,11 @@
 """The simulation of the proxy's policies, on traces small enough to know the answer."""
 
+from itertools import pairwise
+
 import pytest
 
 from bench.lib.trace import BLOCK_TOKENS, Request
-from bench.suites.routing import compare, simulate
+from bench.suites.routing import agent_trace, compare, simulate
 from tests.support.cli import cli_json
 from tests.support.traces import conversations, write_trace
 
@@ -33,3 +35,12 @@ def test_a_trace_is_reported_as_json(tmp_path):
     policies = ["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
     assert [row["policy"] for row in report["results"]] == policies
     assert {(row["workload"], row["requests"]) for row in report["results"]} == {("trace", 32)}
+
+
+def test_each_agents_prompt_goes_on_from_its_last_one_behind_one_system_prompt():
+    (first, *others), alone = agent_trace(3), agent_trace(1)
+    assert all(request.hash_ids[:22] == first.hash_ids[:22] for request in others)
+    assert len({request.hash_ids[22] for request in [first, *others]}) == 3
+    for before, after in pairwise(alone):
+        assert after.whole_blocks[: len(before.whole_blocks)] == before.whole_blocks
+        assert after.timestamp > before.timestamp
