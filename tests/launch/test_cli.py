@@ -26,10 +26,18 @@ def refused(*arguments):
     return result.stderr
 
 
+def checked(file, **options):
+    """What `config check` says of a file by itself."""
+    return cli("config", "check", "--file-only", "-c", file, **options)
+
+
+MASTER = {"name": "m", "role": "master", "port": 1}
+
+
 def test_config_example_prints_a_file_that_config_check_takes(tmp_path):
     (tmp_path / "cluster.yaml").write_text(cli("config", "example", "two-machines").output)
-    checked = cli("config", "check", "--file-only", "-c", tmp_path / "cluster.yaml").output
-    assert "ok: two-machines: 1 master, 1 prefill, 1 decode, 1 proxy" in checked
+    shown = checked(tmp_path / "cluster.yaml").output
+    assert "ok: two-machines: 1 master, 1 prefill, 1 decode, 1 proxy" in shown
     assert "'nothing' is not one of 'cluster', 'local', 'pool'" in refused("config", "example", "nothing")
 
 
@@ -64,7 +72,7 @@ def test_a_variable_names_the_file_in_place_of_c_but_not_for_demo(tmp_path):
         ["pool", "ls"],
     ):
         assert "missing.yaml: cannot be read" in cli(*command, code=2, **named).stderr, command
-    assert "ok: test: " in cli("config", "check", "--file-only", "-c", cluster_file(tmp_path), **named).stdout
+    assert "ok: test: " in checked(cluster_file(tmp_path), **named).stdout
     shown = cli("demo", "--help", **named).output
     assert "PD_CACHE_CONFIG" not in shown
 
@@ -80,7 +88,7 @@ def test_up_refuses_a_file_whose_nodes_all_live_elsewhere(tmp_path):
 
 
 def test_a_model_or_a_vllm_that_is_not_there_is_refused_before_anything_starts(tmp_path):
-    nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "d", "role": "decode"}]
+    nodes = [MASTER, {"name": "d", "role": "decode"}]
     for model, executable, told in (
         (str(tmp_path / "nowhere"), sys.executable, "nowhere': is not a Hugging Face model folder"),
         ("m", "no-such-vllm", "engine.executable: 'no-such-vllm': is not installed"),
@@ -89,11 +97,11 @@ def test_a_model_or_a_vllm_that_is_not_there_is_refused_before_anything_starts(t
         file = cluster_file(tmp_path, engine=engine, nodes=nodes)
         for command in (["launch", "decode", "-c"], ["config", "check", "-c"], ["up", "-c"]):
             assert told in refused(*command, file)
-        cli("config", "check", "--file-only", "-c", file)
+        checked(file)
 
 
 def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path):
-    nodes = [{"name": "m", "role": "master", "port": 1}, {"name": "d", "role": "decode", "port": 0}]
+    nodes = [MASTER, {"name": "d", "role": "decode", "port": 0}]
     file = cluster_file(tmp_path, nodes=nodes, transfer={"staging_size": "4KiB"})
     done = run_program("launch", "decode", "-c", file, code=2)
     assert "transfer.staging_size: 4KiB: the staging memory holds no slot of" in done.stderr
@@ -101,7 +109,7 @@ def test_staging_memory_that_holds_no_chunk_of_the_model_is_refused(tmp_path):
 
 def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path):
     nodes = [
-        {"name": "m", "role": "master", "port": 1},
+        MASTER,
         {"name": "s", "role": "store", "segment_size": "16MiB"},
     ]
     file = cluster_file(tmp_path, nodes=nodes)
@@ -180,14 +188,14 @@ def test_names_of_nodes_and_of_files_may_be_no_utf_8_and_a_prompt_may_not(tmp_pa
     file, odd = cluster_file(tmp_path), "\udcff"
     assert "got \\udcff" in refused("drain", odd, "-c", file)
     assert "'utf-8' codec can't decode" in refused("explain", "--prompt", sys.executable, "-c", file)
-    cli("config", "check", "--file-only", "-c", file.rename(tmp_path / odd))
+    checked(file.rename(tmp_path / odd))
 
 
 def test_config_check_warns_of_nodes_that_take_prompts_of_other_lengths(tmp_path):
     engine = {"kind": "vllm", "model": "m", "args": {"max-model-len": 8192}}
     for args, warned in (({"max-model-len": 4096}, True), ({}, False)):
         nodes = [free_node("master"), free_node("prefill-0", args=args), free_node("decode-0")]
-        done = cli("config", "check", "--file-only", "-c", cluster_file(tmp_path, engine=engine, nodes=nodes))
+        done = checked(cluster_file(tmp_path, engine=engine, nodes=nodes))
         assert ("warning: max-model-len differs: prefill-0 4096, decode-0 8192;" in done.stderr) == warned
 
 

@@ -7,6 +7,8 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -23,7 +25,7 @@ from tests.support.cluster import (
     nodes_of_every_role,
     started,
 )
-from tests.support.waiting import PATIENCE_S, wait_for
+from tests.support.waiting import PATIENCE_S, beside, wait_for
 from transfer.settings import mooncake_version
 
 pytestmark = pytest.mark.slow(seconds=90)
@@ -230,34 +232,38 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
 # --- limits that hold ---------------------------------------------------------------------------------------
 
 
+@contextmanager
+def eight_clients(url, tokens):
+    """While the block runs, each asks again and again, with a salt of its own, so that the pool has nothing
+    of it. Yields the list of clients and their answers."""
+    answers, stop = [], threading.Event()
+
+    def ask(client):
+        for number in itertools.count():
+            answers.append((client, complete(url, tokens, cache_salt=f"{client}.{number}")))
+            if stop.is_set():
+                return
+
+    with beside(*(partial(ask, client) for client in range(8))):
+        try:
+            yield answers
+        finally:
+            stop.set()
+
+
 def test_an_overload_is_refused_in_part_and_answered_right_in_part(tmp_path, alone, prompt):
     settings = {"direct_tokens": 0, "limits": {"ttft_s": 0.01}}
     nodes = [free_node(name) for name in ("master", "store-0", "prefill-0", "decode-0", "proxy")]
     with started(tmp_path, nodes=nodes, proxy=settings) as cluster:
         url, tokens = cluster.urls["proxy"], prompt(6 * CHUNK + 6)
-        answers, stop = [], threading.Event()
-
-        def ask(client):
-            for number in itertools.count():
-                if stop.is_set():
-                    return
-                # a salt of its own, so that the pool has nothing of it
-                answers.append(complete(url, tokens, cache_salt=f"{client}.{number}"))
-
-        with ThreadPoolExecutor(8) as threads:
-            asking = [threads.submit(ask, client) for client in range(8)]
-            try:
-                for status in (200, 429):
-                    wait_for(lambda status=status: sum(one.status == status for one in answers) > 8, "answers of both kinds")  # fmt: skip
-            finally:
-                stop.set()
-        for client in asking:
-            client.result()
-        refused = [answer for answer in answers if answer.status != 200]
+        with eight_clients(url, tokens) as answers:
+            for status in (200, 429):
+                wait_for(lambda status=status: sum(one.status == status for _, one in answers) > 8, "answers of both kinds")  # fmt: skip
+        refused = [answer for _, answer in answers if answer.status != 200]
         assert {(one.status, one.body["error"]["code"]) for one in refused} == {(429, "over_ttft_s")}
         assert all(int(one.headers["Retry-After"]) >= 1 for one in refused)
         expected = alone(tokens)
-        assert all(answer.tokens == expected for answer in answers if answer.status == 200)
+        assert all(answer.tokens == expected for _, answer in answers if answer.status == 200)
         assert complete(url, tokens, cache_salt="after").status == 200
         assert metric_at(url, "pd_cache_proxy_refused_total") == len(refused)
 
@@ -271,44 +277,29 @@ def test_nodes_take_the_places_of_dead_ones_and_every_token_stays_right(tmp_path
     settings = {"direct_tokens": 0, "roles": {"auto": True, "min_prefill": 2}}
     with started(tmp_path, nodes=nodes, proxy=settings, **OUTAGES) as cluster:
         url, tokens = cluster.urls["proxy"], prompt(6 * CHUNK + 6)
-        expected, living, stop = alone(tokens), [node["name"] for node in engines], threading.Event()
-        answers = []
+        expected, living = alone(tokens), [node["name"] for node in engines]
 
         def prefilling():
             roles = fetched(f"{url}/health").body["roles"]
             return [name for name in living if roles[cluster.urls[name]]["does"] == "prefill"]
 
-        def ask(client):
-            for number in itertools.count():
-                # a salt of its own, so that the pool has nothing of it
-                answer = complete(url, tokens, cache_salt=f"{client}.{number}")
-                answers.append((client, answer.status, answer.tokens))
-                if stop.is_set():
-                    return
-
         assert prefilling() == ["engine-0", "engine-1"]
-        with ThreadPoolExecutor(8) as threads:
-            asking = [threads.submit(ask, client) for client in range(8)]
-            try:
-                for victim, left in (
-                    ("engine-0", ["engine-1", "engine-2"]),
-                    ("engine-1", ["engine-2"]),
-                    ("engine-3", []),
-                ):
-                    kill(cluster, victim)
-                    living.remove(victim)
-                    wait_for(lambda left=left: prefilling() == left, "another node in its place")
-                    count = len(answers)
-                    # so that no request, which is tried on two nodes only, meets two deaths
-                    wait_for(
-                        lambda count=count: len({client for client, *_ in answers[count:]}) == 8,
-                        "an answer for each client",
-                    )
-            finally:
-                stop.set()
-        for client in asking:
-            client.result()
-        assert [answer[1:] for answer in answers] == [(200, expected)] * len(answers)
+        with eight_clients(url, tokens) as answers:
+            for victim, left in (
+                ("engine-0", ["engine-1", "engine-2"]),
+                ("engine-1", ["engine-2"]),
+                ("engine-3", []),
+            ):
+                kill(cluster, victim)
+                living.remove(victim)
+                wait_for(lambda left=left: prefilling() == left, "another node in its place")
+                count = len(answers)
+                # so that no request, which is tried on two nodes only, meets two deaths
+                wait_for(
+                    lambda count=count: len({client for client, _ in answers[count:]}) == 8,
+                    "an answer for each client",
+                )
+        assert {(one.status, tuple(one.tokens)) for _, one in answers} == {(200, tuple(expected))}
         assert metric_at(url, "pd_cache_proxy_node_role", hop="decode") >= 1
         shown = cli("status", "-c", tmp_path / "cluster.yaml", code=1).stdout
         assert "engine-2: decode for " in shown

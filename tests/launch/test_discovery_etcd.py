@@ -32,8 +32,14 @@ def record(name, instance="1"):
     return NodeRecord(name=name, role="prefill", address="http://10.0.0.2:8100", instance=instance)
 
 
+def watching(etcd, **options):
+    return EtcdWatch(etcd.settings(), CLUSTER, **options)
+
+
 @contextmanager
-def registered(settings, name, instance="1"):
+def registered(etcd, name, instance="1", **changed):
+    """`changed`: how this node reaches etcd, if not in the usual way."""
+    settings = etcd.settings(**changed)
     with closing(EtcdRegistration(settings, CLUSTER)) as registration, EtcdWatch(settings, CLUSTER) as watch:
         registration.announce(one := record(name, instance))
         wait_for(lambda: one in watch.view().nodes, f"{name} registered")
@@ -54,10 +60,13 @@ def becomes(watch, what):
 
 
 def test_a_node_is_seen_once_it_registers_and_gone_once_it_leaves(etcd):
-    settings = etcd.settings(endpoints=("127.0.0.1:1", etcd.endpoint))  # the other one is tried
-    with EtcdWatch(settings, CLUSTER) as watch, EtcdWatch(etcd.settings(), CLUSTER + "-2") as other:
+    endpoints = ("127.0.0.1:1", etcd.endpoint)  # the other one is tried
+    with (
+        EtcdWatch(etcd.settings(endpoints=endpoints), CLUSTER) as watch,
+        EtcdWatch(etcd.settings(), CLUSTER + "-2") as other,
+    ):
         assert watch.wait_synced(60)
-        with registered(settings, "prefill-0"):
+        with registered(etcd, "prefill-0", endpoints=endpoints):
             wait_for(sees(watch, "prefill-0"), "the node is seen")
             assert watch.view().nodes[0] == record("prefill-0")
             assert other.wait_synced(60)
@@ -68,8 +77,8 @@ def test_a_node_is_seen_once_it_registers_and_gone_once_it_leaves(etcd):
 def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away(etcd):
     seen = []  # it may be gone for a moment only
     with (
-        registered(etcd.settings(), "a") as registration,
-        EtcdWatch(etcd.settings(), CLUSTER, on_change=lambda view: seen.append(names(view))) as watch,
+        registered(etcd, "a") as registration,
+        watching(etcd, on_change=lambda view: seen.append(names(view))) as watch,
     ):
         wait_for(sees(watch, "a"), "seen")
         with closing(etcd.client()) as client:
@@ -84,8 +93,8 @@ def test_a_node_registers_again_when_its_lease_or_its_record_is_taken_away(etcd)
 
 
 def test_a_name_that_is_used_twice_is_told_and_not_fought_over(etcd, caplog):
-    with registered(etcd.settings(), "a", "first"), EtcdWatch(etcd.settings(), CLUSTER) as watch:
-        with registered(etcd.settings(), "a", "second"):
+    with registered(etcd, "a", "first"), watching(etcd) as watch:
+        with registered(etcd, "a", "second"):
             wait_for(lambda: "another process registered as a" in caplog.text, "the first one logs it")
             assert [node.instance for node in watch.view().nodes] == ["second"]
         wait_for(lambda: [node.instance for node in watch.view().nodes] == ["first"], "the first one is back")
@@ -101,9 +110,9 @@ def test_an_outage_changes_nothing_but_the_mark_and_is_repaired(wiped, make_etcd
     etcd = make_etcd().start()
     views = []
     with (
-        registered(etcd.settings(), "a"),
-        registered(etcd.settings(), "b") as leaves,
-        EtcdWatch(etcd.settings(), CLUSTER, on_change=views.append) as watch,
+        registered(etcd, "a"),
+        registered(etcd, "b") as leaves,
+        watching(etcd, on_change=views.append) as watch,
     ):
         wait_for(sees(watch, "a", "b"), "both seen")
         views.clear()
@@ -129,7 +138,7 @@ def test_a_watch_and_a_registration_go_on_after(after, make_etcd):
     etcd = make_etcd().start()
     if after != "a compaction":
         etcd.enable_users(CLUSTER)
-    with EtcdWatch(etcd.settings(), CLUSTER) as watch, registered(etcd.settings(), "a"):
+    with watching(etcd) as watch, registered(etcd, "a"):
         wait_for(sees(watch, "a"), "seen")
         etcd.stop()
         becomes(watch, "stale")
@@ -140,13 +149,13 @@ def test_a_watch_and_a_registration_go_on_after(after, make_etcd):
                     client.put("/elsewhere", value)
                 client.compact(client.get("/elsewhere")[1].mod_revision)
         becomes(watch, "fresh")
-        with registered(etcd.settings(), "b"):
+        with registered(etcd, "b"):
             wait_for(sees(watch, "a", "b"), "news arrive")
 
 
 def test_with_etcd_away_at_the_start_the_nodes_of_the_file_count(make_etcd):
     etcd = make_etcd()
-    with EtcdWatch(etcd.settings(), CLUSTER, seeds=[record("a")]) as watch, closing(EtcdRegistration(etcd.settings(), CLUSTER)) as late:  # fmt: skip
+    with watching(etcd, seeds=[record("a")]) as watch, closing(EtcdRegistration(etcd.settings(), CLUSTER)) as late:  # fmt: skip
         late.announce(record("b"))
         becomes(watch, "stale")
         assert names(watch.view()) == ["a"]
@@ -157,7 +166,7 @@ def test_with_etcd_away_at_the_start_the_nodes_of_the_file_count(make_etcd):
 
 def test_closing_with_etcd_away_takes_no_longer_than_a_call(make_etcd):
     etcd = make_etcd().start()
-    with EtcdWatch(etcd.settings(), CLUSTER), registered(etcd.settings(), "a"):
+    with watching(etcd), registered(etcd, "a"):
         etcd.send(signal.SIGSTOP)
         started = time.monotonic()
     assert time.monotonic() - started < 60, "a bound, not a measurement"
@@ -181,18 +190,18 @@ UNREADABLE = {
 def test_unreadable_records_concern_the_nodes_of_their_names_only(etcd, caplog):
     with ExitStack() as stack:
         client = stack.enter_context(closing(etcd.client()))
-        stack.enter_context(registered(etcd.settings(), "a"))
-        follows = stack.enter_context(EtcdWatch(etcd.settings(), CLUSTER))
+        stack.enter_context(registered(etcd, "a"))
+        follows = stack.enter_context(watching(etcd))
         wait_for(sees(follows, "a"), "seen")
         for name, (value, _) in UNREADABLE.items():
             client.put(prefix_of(CLUSTER) + name, value)
-        lists = stack.enter_context(EtcdWatch(etcd.settings(), CLUSTER))
+        lists = stack.enter_context(watching(etcd))
         assert lists.wait_synced(60)
         for name, (_, why) in UNREADABLE.items():
             line = re.compile(rf"{name} in etcd is left out: .*({why})")
             wait_for(lambda: len(line.findall(caplog.text)) >= 2, f"both say so of {name}")  # noqa: B023 - called at once
-        stack.enter_context(registered(etcd.settings(), "b"))  # beside them
-        stack.enter_context(registered(etcd.settings(), "text"))  # in the place of one
+        stack.enter_context(registered(etcd, "b"))  # beside them
+        stack.enter_context(registered(etcd, "text"))  # in the place of one
         for watch in (follows, lists):
             wait_for(sees(watch, "a", "b", "text"), "the other two, and the repaired one")
         for name in UNREADABLE:
@@ -203,7 +212,7 @@ def test_unreadable_records_concern_the_nodes_of_their_names_only(etcd, caplog):
 
 def test_neither_megabytes_of_junk_nor_thousands_of_records_hide_a_node(make_etcd):
     etcd = make_etcd().start()
-    with closing(etcd.client()) as client, registered(etcd.settings(), "a"):
+    with closing(etcd.client()) as client, registered(etcd, "a"):
         for number in range(84):
             client.put(f"{prefix_of(CLUSTER)}junk-{number}", b"x" * 1_000_000)
         for first in range(0, 4200, 100):
@@ -214,7 +223,7 @@ def test_neither_megabytes_of_junk_nor_thousands_of_records_hide_a_node(make_etc
                 for number in range(first, first + 100)
             ]
             client.transaction(compare=[], success=puts, failure=[])
-        with EtcdWatch(etcd.settings(), CLUSTER) as watch:
+        with watching(etcd) as watch:
             assert watch.wait_synced(60)
             view = watch.view()
             assert len(view.nodes) == 4201
@@ -235,8 +244,8 @@ def test_every_way_to_reach_etcd(users, tls, make_etcd, certificates):
     etcd = make_etcd(tls=config, server=certificates["server"]).start()
     if users:
         etcd.enable_users(CLUSTER)
-    with EtcdWatch(etcd.settings(), CLUSTER) as watch:
-        with registered(etcd.settings(), "a"):
+    with watching(etcd) as watch:
+        with registered(etcd, "a"):
             wait_for(sees(watch, "a"), "seen")
         wait_for(sees(watch), "gone")
 
@@ -245,7 +254,7 @@ def test_a_wrong_password_is_told_and_nothing_ends(make_etcd, caplog, tmp_path):
     etcd = make_etcd().start()
     etcd.enable_users(CLUSTER)
     (tmp_path / "password").write_text("wrong")
-    with EtcdWatch(etcd.settings(), CLUSTER, seeds=[record("a")]) as watch:
+    with watching(etcd, seeds=[record("a")]) as watch:
         wait_for(lambda: "authentication failed" in caplog.text, "the log says so")
         assert names(watch.view()) == ["a"]
     assert PASSWORD not in caplog.text

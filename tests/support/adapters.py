@@ -49,20 +49,24 @@ class _Plain(AdapterSubject):
     def __init__(self, settings, namespace):
         self.cache = ObjectCache.open(settings, namespace, part_bytes=PAGE)
 
+    def _answer(self, call):
+        return call
+
     def store(self, values):
-        return [status is Status.OK for status in self.cache.put_many(list(values), list(values.values()))]
+        statuses = self._answer(self.cache.put_many(list(values), list(values.values())))
+        return [status is Status.OK for status in statuses]
 
     def has(self, names):
-        return [status is Status.OK for status in self.cache.exists_many(names)]
+        return [status is Status.OK for status in self._answer(self.cache.exists_many(names))]
 
     def load(self, names):
-        return [outcome.value for outcome in self.cache.get_many(names)]
+        return [outcome.value for outcome in self._answer(self.cache.get_many(names))]
 
     def wait_available(self):
         self.cache.wait_available(60)
 
     def close(self):
-        self.cache.close()
+        self._answer(self.cache.close())
 
 
 class _IntoMemory(_Plain):
@@ -77,7 +81,7 @@ class _IntoMemory(_Plain):
         return [None if reason else bytes(buffer) for reason, buffer in zip(reasons, buffers, strict=True)]
 
 
-class _Async(AdapterSubject):
+class _Async(_Plain):
     """The asyncio client, on a loop of its own."""
 
     def __init__(self, settings, namespace):
@@ -86,24 +90,11 @@ class _Async(AdapterSubject):
         self._thread = threading.Thread(target=self._loop.run_forever, name="loop-of-a-test")
         self._thread.start()
 
-    def _run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(300)
-
-    def store(self, values):
-        statuses = self._run(self.cache.put_many(list(values), list(values.values())))
-        return [status is Status.OK for status in statuses]
-
-    def has(self, names):
-        return [status is Status.OK for status in self._run(self.cache.exists_many(names))]
-
-    def load(self, names):
-        return [outcome.value for outcome in self._run(self.cache.get_many(names))]
+    def _answer(self, call):
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(300)
 
     def wait_available(self):
         self.cache.cache.wait_available(60)
-
-    def close(self):
-        self._run(self.cache.close())
 
     def end(self):
         """Ends the loop."""

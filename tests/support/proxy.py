@@ -9,6 +9,7 @@ from random import Random
 from unittest.mock import patch
 
 import aiohttp
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -29,6 +30,10 @@ NAMESPACE = Namespace(
 )  # fmt: skip
 PARAMS = {"do_remote_prefill": True, "stored": 512}
 EVENTS = [f'data: {{"choices": [{{"text": "{n}"}}]}}\n\n'.encode() for n in range(3)] + [b"data: [DONE]\n\n"]
+
+
+both_faces = pytest.mark.usefixtures("face")
+"""For tests whose clients talk to the proxy, and then to Envoy, which asks its picker."""
 
 
 def scenario(test):

@@ -462,35 +462,39 @@ def test_block_hashes_without_vllm_are_those_of_vllm(seed, monkeypatch):
         assert len(theirs) == 6
 
 
-def test_block_hashes_with_a_random_seed_are_refused(file, monkeypatch):
+@pytest.fixture
+def decode_settings(file):
+    return read_settings({"config_file": str(file), "node": "decode-0"}, "kv_consumer")
+
+
+def test_block_hashes_with_a_random_seed_are_refused(decode_settings, monkeypatch):
     from vllm.config import VllmConfig
 
     from pd_cache.vllm.model import fitted
 
-    settings = read_settings({"config_file": str(file), "node": "decode-0"}, "kv_consumer")
     vllm_config = VllmConfig()
     vllm_config.cache_config.prefix_caching_hash_algo = "xxhash"
     layers = [KeptLayers(0, 16)]
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ConfigError, match="draws a random seed in every process"):
-        fitted(settings, vllm_config, layers, 16)
+        fitted(decode_settings, vllm_config, layers, 16)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    seeded = fitted(settings, vllm_config, layers, 16).node.cache.hash_seed
+    seeded = fitted(decode_settings, vllm_config, layers, 16).node.cache.hash_seed
     vllm_config.cache_config.prefix_caching_hash_algo = "sha256"
-    plain = fitted(settings, vllm_config, layers, 16).node.cache.hash_seed
-    assert len({seeded, plain, fitted(settings, vllm_config, layers, 8).node.cache.hash_seed}) == 3
+    plain = fitted(decode_settings, vllm_config, layers, 16).node.cache.hash_seed
+    assert len({seeded, plain, fitted(decode_settings, vllm_config, layers, 8).node.cache.hash_seed}) == 3
 
 
-def test_loads_end_with_a_block_beside_routed_experts_which_vllm_keeps_for_blocks(file):
+def test_loads_end_with_a_block_beside_routed_experts_which_vllm_keeps_for_blocks(decode_settings):
     from vllm.config import VllmConfig
 
     from pd_cache.vllm.model import fitted
 
-    settings = read_settings({"config_file": str(file), "node": "decode-0"}, "kv_consumer")
     vllm_config = VllmConfig()
-    assert fitted(settings, vllm_config, [KeptLayers(0, 16)], 16).connector.recompute == "token"
-    vllm_config.aux_output_config.enable_return_routed_experts = True
-    assert fitted(settings, vllm_config, [KeptLayers(0, 16)], 16).connector.recompute == "block"
+    for returned, recompute in ((False, "token"), (True, "block")):
+        vllm_config.aux_output_config.enable_return_routed_experts = returned
+        settings = fitted(decode_settings, vllm_config, [KeptLayers(0, 16)], 16)
+        assert settings.connector.recompute == recompute
 
 
 HITS = (
@@ -509,6 +513,16 @@ HITS = (
 """Of each group of a model: what it keeps, its blocks' size, and its window."""
 
 
+def groups_of(shape):
+    """As vLLM has them."""
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+    return [
+        KVCacheGroupSpec([str(at)], further_spec(*one), is_eagle_group=one[0] == "draft")
+        for at, one in enumerate(shape)
+    ]
+
+
 def kept_of(shape):
     return [
         KeptLayers(at, size, "full", drafts="next") if kind == "draft" else KeptLayers(at, size, kind, window)
@@ -525,14 +539,8 @@ def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape, chunk):
         ExternalCachedBlockPool,
         MooncakeStoreCoordinator,
     )
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
-    specs = [further_spec(kind, size, window) for kind, size, window in shape]
-    kinds = [kind for kind, _, _ in shape]
-    groups = [
-        KVCacheGroupSpec([str(at)], spec, is_eagle_group=kinds[at] == "draft")
-        for at, spec in enumerate(specs)
-    ]
+    kinds, groups = [kind for kind, _, _ in shape], groups_of(shape)
     theirs = MooncakeStoreCoordinator(
         groups, scheduler_block_size=chunk, hash_block_size=16, use_eagle="draft" in kinds
     )
@@ -552,7 +560,7 @@ def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape, chunk):
         exists = {
             (at, bytes(value))
             for at, (kind, size, _) in enumerate(shape)
-            for block, value in enumerate(theirs.block_hashes_for_spec(hashes, specs[at]))
+            for block, value in enumerate(theirs.block_hashes_for_spec(hashes, groups[at].kv_cache_spec))
             if there[at][block * size // chunk] and (kind != "state" or (block + 1) * size % chunk == 0)
         }
         _, length = theirs.find_longest_cache_hit(hashes, chunks * chunk, ExternalCachedBlockPool(16, exists))
@@ -569,18 +577,12 @@ def test_a_prefix_is_as_long_as_vllms_own_coordinator_finds_it(shape, chunk):
 def test_what_vllms_own_cache_leaves_of_a_prompt_is_known(shape):
     """`connector.recompute: block` leaves as much. A coordinator of vLLM that has every block is asked."""
     from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    specs = [further_spec(kind, size, window) for kind, size, window in shape]
-    kinds = [kind for kind, _, _ in shape]
-    groups = [
-        KVCacheGroupSpec([str(at)], spec, is_eagle_group=kinds[at] == "draft")
-        for at, spec in enumerate(specs)
-    ]
-    sizes = [size for _, size, _ in shape]
+    kinds, sizes, _ = zip(*shape, strict=True)
     hashed = math.gcd(*sizes)
     theirs = get_kv_cache_coordinator(
-        KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups),
+        KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups_of(shape)),
         max_model_len=4096,
         max_in_flight_tokens=256,
         use_eagle="draft" in kinds,
@@ -721,25 +723,23 @@ def test_a_draft_model_is_its_weights_and_method_but_not_how_many_tokens_it_draf
 def test_states_and_split_blocks_move_as_opaque_pages_if_they_are_one_run_of_bytes():
     memory = torch.arange(4096, dtype=torch.int16)
     conv, ssm = memory.as_strided((8, 10), (64, 1)), memory.as_strided((8, 4, 4), (64, 4, 1), 12)
-    state = group_tensors(KeptLayers(0, 64, "state"), {"0": [conv, ssm]}, ["0"], 8, "m", 64)
+
+    def moved(tensors, size, kind="full"):
+        return group_tensors(KeptLayers(0, size, kind), {"0": tensors}, ["0"], 8, "m", size)
+
+    state = moved([conv, ssm], 64, "state")
     assert state.layout.page_bytes == state.layout.block_bytes == 2 * 28
     assert state.tensors[0][3].tolist() == list(memory[3 * 64 : 3 * 64 + 28].view(torch.uint8))
     split = torch.arange(16 * 2 * 16 * 4, dtype=torch.float32).view(16, 2, 16, 4)
-    pages = group_tensors(KeptLayers(0, 32), {"0": split}, ["0"], 8, "m", 32)
+    pages = moved(split, 32)
     assert (pages.layout.block_size, pages.layout.blocks) == (32, 8)
     assert torch.equal(pages.tensors[0][5], split[10:12].reshape(-1).view(torch.uint8))
     with pytest.raises(UnsupportedModelError, match=r"m: .* are not contiguous"):
-        group_tensors(
-            KeptLayers(0, 32), {"0": split.as_strided((16, 2, 8, 4), (128, 64, 4, 1))}, ["0"], 8, "m", 32
-        )
+        moved(split.as_strided((16, 2, 8, 4), (128, 64, 4, 1)), 32)
     with pytest.raises(UnsupportedModelError, match="lie apart"):
-        group_tensors(
-            KeptLayers(0, 64, "state"), {"0": [conv, memory.as_strided((8, 4), (32, 1))]}, ["0"], 8, "m", 64
-        )
+        moved([conv, memory.as_strided((8, 4), (32, 1))], 64, "state")
     with pytest.raises(UnsupportedModelError, match="does not hold 8 blocks"):
-        group_tensors(
-            KeptLayers(0, 64, "state"), {"0": [memory.as_strided((9, 4), (32, 1))]}, ["0"], 8, "m", 64
-        )
+        moved([memory.as_strided((9, 4), (32, 1))], 64, "state")
 
 
 def specs_of_model(model):
@@ -800,18 +800,17 @@ class Copied:
     def mark(self):
         return None
 
+    def _planned(self, names, blocks):
+        return zip(names, plan_named(names, blocks, self._layout, 256, loads=False, tail=0), strict=True)
+
     def store(self, names, blocks, **_):
-        for name, chunk in zip(
-            names, plan_named(names, blocks, self._layout, 256, loads=False, tail=0), strict=True
-        ):
+        for name, chunk in self._planned(names, blocks):
             self._payloads[name] = torch.empty(self._layout.chunk_bytes(256), dtype=torch.uint8)
             self._copier.gather(chunk, self._payloads[name]).wait()
         return [StoreOutcome.NEW] * len(names)
 
     def load(self, names, blocks, **_):
-        for name, chunk in zip(
-            names, plan_named(names, blocks, self._layout, 256, loads=False, tail=0), strict=True
-        ):
+        for name, chunk in self._planned(names, blocks):
             self._copier.scatter(chunk, self._payloads[name]).wait()
         return Loaded(len(names))
 

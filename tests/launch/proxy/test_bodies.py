@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 
 from launch.openai import ApiError
 from launch.proxy.bodies import SAMPLING, BodyMemory, BodyShare, Completion, HandedOver, read_handoff
-from tests.support.proxy import Node, answers, cluster, decode_at, error_of, proxy_process, scenario, until
+from tests.support.proxy import (
+    Node,
+    answers,
+    both_faces,
+    cluster,
+    decode_at,
+    error_of,
+    proxy_process,
+    scenario,
+    until,
+)
 from transfer.settings import ByteSize
 
 MIB = 1 << 20
@@ -177,7 +187,7 @@ def test_large_bodies_leave_a_quarter_of_the_memory_to_small_ones():
     assert large.grow(1 << 20)
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_body_without_room_is_refused_and_a_small_one_still_served():
     def body(mib):
@@ -192,7 +202,7 @@ async def test_a_body_without_room_is_refused_and_a_small_one_still_served():
         await c.ask(data=body(15))
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_the_body_of_a_failed_request_is_freed_without_the_garbage_collector():
     async with cluster(0, 1) as c:

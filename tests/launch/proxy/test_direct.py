@@ -24,7 +24,18 @@ from pd_cache.cluster import About, NodeRecord, ProxyConfig
 from pd_cache.lookup import LookupClient
 from pd_cache.reasons import Found
 from pd_cache.versions import Weights
-from tests.support.proxy import NAMESPACE, answers, cluster, hangs, says, scenario, spelled, until, view
+from tests.support.proxy import (
+    NAMESPACE,
+    answers,
+    both_faces,
+    cluster,
+    hangs,
+    says,
+    scenario,
+    spelled,
+    until,
+    view,
+)
 
 
 class Lookups(LookupClient):
@@ -84,7 +95,7 @@ async def tokenizes(request):
     return web.json_response({"count": 1000, "max_model_len": 8192, "tokens": IDS})
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @pytest.mark.parametrize(
     "body, found, went, looked_up",
     [
@@ -138,7 +149,7 @@ async def test_a_prompt_of_which_little_is_left_to_compute_goes_to_the_decode_no
     assert client.closed
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_prompt_that_its_decode_node_would_not_load_goes_there_alone_while_the_node_says_so():
     async with cluster(1, 2) as c:
@@ -163,7 +174,7 @@ async def test_a_prompt_that_its_decode_node_would_not_load_goes_there_alone_whi
         assert c.metric("handoffs_total", result="not_worth") == 1
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_prompt_without_tokens_gets_its_nodes_answer():
     async with cluster(**looks_up(Lookups(0))) as c:
@@ -185,7 +196,7 @@ MEDIA = [MediaItem(NAMES[0], 300, 8), MediaItem(NAMES[1], 500, 30), MediaItem(NA
 PICTURES = [{"role": "user", "content": [PICTURE, {**PICTURE, "uuid": "mine"}, "How many ships are there?"]}]
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @pytest.mark.parametrize("mode", ["tokens", "blocks"])
 @scenario
 async def test_a_chat_with_media_is_looked_up_by_what_a_decode_node_renders(mode):
@@ -308,7 +319,7 @@ async def test_a_lookup_of_more_objects_than_any_model_has_is_not_made():
             assert len(client.asked) == 1
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_lookup_that_hangs_costs_its_deadline_and_nothing_more():
     client = Lookups(1024)

@@ -35,6 +35,7 @@ from tests.support.proxy import (
     NAMESPACE,
     answers,
     bearer,
+    both_faces,
     cluster,
     decodes,
     error_of,
@@ -319,7 +320,7 @@ async def test_an_action_with_far_too_many_fields_is_refused_before_objects_are_
         assert (action["status"], action["reason"]) == ("refused", "The body has more than 1000 fields")
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_completion_may_bring_as_much_as_a_message_of_its_own():
     hints = json.loads(message("kv.retain", {"tokens": [1] * (LARGEST_HINTS // 3 + 1), "ttl_s": 9}))
@@ -339,7 +340,7 @@ async def pinning(decode=1, pool=POOL, **config):
         yield c
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @pytest.mark.parametrize(
     "body, tokens",
     [
@@ -409,7 +410,7 @@ def test_a_bounded_number_of_requests_is_remembered_for_their_own_clients():
     k.lookups.close()
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_prefetched_prompt_is_loaded_by_a_decode_node_and_its_request_goes_there(monkeypatch):
     async with pinning(2, streams=True) as c:

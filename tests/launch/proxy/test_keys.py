@@ -22,6 +22,7 @@ from pd_cache.errors import ConfigError
 from tests.support.proxy import (
     Node,
     bearer,
+    both_faces,
     cluster,
     decode_at,
     decodes,
@@ -184,7 +185,7 @@ def test_a_file_of_keys_that_becomes_unusable_leaves_the_old_ones_in_force_and_i
     assert keys.client(f"{KEY}-of-bob") == "bob"
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_running_proxy_notices_new_keys_and_sends_nodes_theirs(tmp_path):
     async with cluster(0, 1, **files_of(tmp_path, api_keys=f"alice {KEY}", node_key="first\n")) as c:

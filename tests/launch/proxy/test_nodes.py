@@ -21,6 +21,7 @@ from tests.support.proxy import (
     Node,
     answers,
     begin,
+    both_faces,
     cluster,
     decode_at,
     decodes,
@@ -49,7 +50,7 @@ def pauses(go):
     return behaviour
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_prompts_with_a_common_beginning_go_to_one_prefill_node():
     async with cluster(3, 1, policy="prefix_aware") as c:

@@ -36,6 +36,7 @@ from tests.support.proxy import (
     answers,
     bearer,
     begin,
+    both_faces,
     cluster,
     decodes,
     disconnects,
@@ -67,7 +68,7 @@ TRAP = json.dumps({"text": '"report": {"asked": 1}'})
 # --- answers pass -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_stream_is_passed_on_chunk_by_chunk():
     async with cluster() as c:
@@ -121,7 +122,7 @@ async def test_a_node_that_dies_at_any_byte_is_replaced_until_the_first_of_its_a
                 assert whole.startswith(text.removesuffix(b"\n\n")) if cut else text == whole
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_large_prompt_and_a_large_answer_pass():
     prompt, answer = list(range(400_000)), os.urandom(3 << 20)
@@ -219,7 +220,7 @@ async def test_a_queue_of_tokens_that_is_full_at_one_node_costs_no_request_and_a
             assert response.headers["Retry-After"] == "1", "which vLLM does not send"
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @pytest.mark.parametrize("status", [400, 404, 413, 429])
 @scenario
 async def test_what_prefill_nodes_refuse_another_one_or_the_decode_node_computes(status):
@@ -316,7 +317,7 @@ async def test_a_stream_that_breaks_off_within_an_event_ends_with_an_error_event
         assert c.metric("answers_cut_total", code="node_failed") == 1
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_an_answer_that_is_no_stream_breaks_off_with_the_node():
     async def half(request):
@@ -427,7 +428,7 @@ def test_clients_that_leave_in_the_middle_of_streams_are_no_errors_of_the_event_
 # --- what the proxy itself answers, and logs ----------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_body_that_turns_out_to_be_too_large_is_a_413():
     async def chunks():
@@ -438,7 +439,7 @@ async def test_a_body_that_turns_out_to_be_too_large_is_a_413():
         assert (response.status, (await error_of(response))["code"]) == (413, "request_too_large")
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_fault_of_the_proxy_is_a_500_without_its_traceback(monkeypatch):
     def broken(body):
@@ -451,7 +452,7 @@ async def test_a_fault_of_the_proxy_is_a_500_without_its_traceback(monkeypatch):
         assert "secret" not in error["message"]
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_the_log_of_the_proxy_tells_each_request_by_its_id_and_no_key(caplog, tmp_path):
     caplog.set_level("INFO", logger="launch.proxy")
@@ -534,7 +535,7 @@ async def test_web_pages_of_the_origins_in_the_file_may_ask_and_read_also_stream
         assert (await shared("POST", "/v1/completions", {}, stream))[:2] == (200, None)
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_the_root_leads_to_the_page():
     async with cluster(0, 1) as c, c.get("/") as response:
@@ -571,7 +572,7 @@ async def test_connections_without_a_file_descriptor_are_one_line_in_the_log_and
         assert not any(record.exc_info for record in refused())
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_request_id_that_is_missing_or_strange_is_replaced():
     async with cluster() as c:
@@ -639,7 +640,7 @@ async def test_without_prefill_nodes_the_metric_and_the_request_say_so():
         assert (hop["hop"], hop["direct"]) == ("decode", "no_prefill_nodes")
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_prefill_node_that_computes_what_it_finds_is_known_until_it_loads_again():
     reports = [
@@ -652,7 +653,7 @@ async def test_a_prefill_node_that_computes_what_it_finds_is_known_until_it_load
             assert c.proxy.hops.pools["prefill"].node(c.prefill[0].url).loads == loads
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @pytest.mark.parametrize("monitors", [False, True])
 @scenario
 async def test_clients_that_use_the_same_id_each_see_their_own_request_and_a_monitor_the_last(

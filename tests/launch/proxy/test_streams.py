@@ -11,6 +11,7 @@ from launch.proxy.routing.direct import DirectRule
 from tests.support.proxy import (
     PARAMS,
     answers,
+    both_faces,
     cluster,
     decodes,
     disconnects,
@@ -37,7 +38,7 @@ def params_of(node):
     return [body.get("kv_transfer_params") for body in node.bodies]
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_the_decode_node_gets_the_prompt_at_once_and_the_stream_ends_with_the_answers_first_byte():
     computed, answered = asyncio.Event(), asyncio.Event()
@@ -63,7 +64,7 @@ async def test_the_decode_node_gets_the_prompt_at_once_and_the_stream_ends_with_
         response.close()
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_nodes_take_turns_as_ever_and_a_stream_counts_as_work():
     async with streaming(decode=2) as running:
@@ -76,7 +77,7 @@ async def test_nodes_take_turns_as_ever_and_a_stream_counts_as_work():
         assert not any(node.load for node in running.proxy._pools.pools["decode"].nodes.values())
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @pytest.mark.parametrize(
     "tokens, streams", [(101, True), (None, True), (50, False)], ids=["too short", "never", "the node cannot"]
 )
@@ -87,7 +88,7 @@ async def test_nothing_is_sent_early(tokens, streams):
         assert params_of(running.decode[0]) == [PARAMS]
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @pytest.mark.parametrize("prefill", [disconnects, answers(500, {}), answers(200, {"id": "p"})])
 @scenario
 async def test_a_prompt_that_nobody_has_computed_is_answered_without_its_stream(prefill):
@@ -99,7 +100,7 @@ async def test_a_prompt_that_nobody_has_computed_is_answered_without_its_stream(
         await until(lambda: running.decode[0].hung_up == 1, "the stream is cancelled")
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @pytest.mark.parametrize("fails", [disconnects, answers(500, {}), answers(400, {}), decodes])
 @scenario
 async def test_a_stream_that_fails_or_is_answered_counts_for_nothing(fails):
@@ -121,7 +122,7 @@ def late(running, asking):
         task.cancel()
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @pytest.mark.parametrize("end", [gone, late], ids=["its client", "the proxy"])
 @scenario
 async def test_a_stream_ends_with_its_request(end):
@@ -136,7 +137,7 @@ async def test_a_stream_ends_with_its_request(end):
         await asyncio.gather(asking, return_exceptions=True)
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_node_that_is_well_again_is_tried_with_the_request_and_not_with_its_stream():
     async with streaming() as running:
@@ -147,7 +148,7 @@ async def test_a_node_that_is_well_again_is_tried_with_the_request_and_not_with_
         assert pool.health(time.monotonic()) == {running.decode[0].url: True}
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_streams_leave_half_of_the_memory_for_bodies_to_requests():
     async with streaming() as running:

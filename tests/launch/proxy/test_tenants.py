@@ -13,7 +13,7 @@ from pd_cache.cluster import ProxyConfig, TenantConfig, read_tenants
 from pd_cache.errors import ConfigError
 from tests.launch.proxy.test_direct import IDS, looks_up
 from tests.launch.proxy.test_hints import Renewing
-from tests.support.proxy import NAMESPACE, bearer, error_of, files_of, look_twice, scenario, until
+from tests.support.proxy import NAMESPACE, bearer, both_faces, error_of, files_of, look_twice, scenario, until
 from tests.support.proxy import cluster as proxied
 
 OF_A, OF_B, PLAIN, GATE, WATCH = (
@@ -94,7 +94,7 @@ def test_every_tenants_salt_is_its_own_and_within_what_vllm_takes(own, other, te
         tenant_salt(salt, "")
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @pytest.mark.parametrize(
     "headers, sent, got",
     [
@@ -118,7 +118,7 @@ async def test_nodes_get_a_salt_that_is_the_tenants(tmp_path, headers, sent, got
         assert all("X-Tenant" not in one for one in c.decode[0].headers)
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @pytest.mark.parametrize(
     "headers, raw, status, code",
     [
@@ -175,7 +175,7 @@ async def test_hints_name_no_prompts_by_hashes_where_those_of_other_tenants_can_
 # --- bounds -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path):
     async with tenants(tmp_path) as c:
@@ -213,7 +213,7 @@ async def test_a_tenants_requests_and_pins_are_bounded_whoever_asks(tmp_path):
         await c.ask(body(), headers=bearer(GATE, X_Tenant="a"))
 
 
-@pytest.mark.usefixtures("face")
+@both_faces
 @scenario
 async def test_a_tenants_requests_and_what_the_pool_had_of_them_are_counted(tmp_path):
     async with tenants(tmp_path, 256) as c:
