@@ -26,7 +26,7 @@ from tests.support.proxy import (
     files_of,
     hangs,
     jump,
-    message,
+    one_hint,
     says,
     scenario,
     streams_then,
@@ -80,6 +80,13 @@ class Recorder:
                 self._note(node.url + there, headers, json.dumps(sent))
         self._note(str(response.status), response.headers, text)
 
+    async def post(self, name, body=PROMPT, **options):
+        """Notes the answer to a completion."""
+        await self.ask(name, "POST", "/v1/completions", body, **options)
+
+    async def get(self, name, path, **options):
+        await self.ask(name, "GET", path, **options)
+
     async def announce(self, name, size):
         """Notes the answer to the head of a request whose body of `size` bytes never comes."""
         host, _, port = self._cluster.url.removeprefix("http://").rpartition(":")
@@ -125,25 +132,25 @@ async def _record_good_ones(found):
     async with cluster() as c:
         to = Recorder(c, found)
         ids = {"headers": {"X-Request-Id": "a-request:1", "Authorization": "Bearer x", "Cookie": "a=b"}}
-        await to.ask("completion", "POST", "/v1/completions", PROMPT, **ids)
+        await to.post("completion", **ids)
         stream = {**PROMPT, "stream": True, "stream_options": {"include_usage": True}}
-        await to.ask("completion, streamed", "POST", "/v1/completions", stream)
+        await to.post("completion, streamed", stream)
         await to.ask("chat", "POST", "/v1/chat/completions", CHAT)
         await to.ask("chat, streamed", "POST", "/v1/chat/completions", {**CHAT, "stream": True})
         smuggled = {**PROMPT, "kv_transfer_params": {"remote_host": "elsewhere"}}
-        await to.ask("kv_transfer_params of a client", "POST", "/v1/completions", smuggled)
+        await to.post("kv_transfer_params of a client", smuggled)
         c.decode[0].script = [answers(200, {"pd_cache": {"report": msgspec.to_builtins(REPORT)}})]
         reported = {"headers": {"X-Request-Id": "reported"}}
-        await to.ask("completion with a report", "POST", "/v1/completions", PROMPT, **reported)
-        await to.ask("request", "GET", "/requests/reported")
-        await to.ask("request that is not known", "GET", "/requests/nothing")
-        await to.ask("models", "GET", "/v1/models")
-        await to.ask("health", "GET", "/health")
-        await to.ask("metrics", "GET", "/metrics")
+        await to.post("completion with a report", **reported)
+        await to.get("request", "/requests/reported")
+        await to.get("request that is not known", "/requests/nothing")
+        await to.get("models", "/v1/models")
+        await to.get("health", "/health")
+        await to.get("metrics", "/metrics")
         c.proxy.update(View(()))
-        await to.ask("health without nodes", "GET", "/health")
+        await to.get("health without nodes", "/health")
         c.proxy.update(view([], [c.decode[0].url]))
-        await to.ask("completion without prefill nodes", "POST", "/v1/completions", PROMPT)
+        await to.post("completion without prefill nodes")
 
 
 async def _record_refusals(found):
@@ -163,28 +170,28 @@ async def _record_refusals(found):
         gzip = {"headers": {"Content-Encoding": "gzip"}}
         await to.ask("body: not gzip", "POST", "/v1/completions", data=b"this is not gzip", **gzip)
         await to.announce("body: too large", (16 << 20) + 1)
-        await to.ask("path that is not known", "GET", "/v1/nothing")
-        await to.ask("method that is not allowed", "GET", "/v1/completions")
+        await to.get("path that is not known", "/v1/nothing")
+        await to.get("method that is not allowed", "/v1/completions")
         await to.ask("query without a namespace", "POST", "/query", {"token_ids": [1]})
         await to.ask("query: no query", "POST", "/query", {"token_ids": "x"})
-        hints = json.loads(message("kv.retain", {"tokens": [1], "ttl_s": 9}))
+        hints = one_hint("kv.retain", {"tokens": [1], "ttl_s": 9})
         await to.ask("hints without a namespace", "POST", "/hints", hints)
         await to.ask("hints: no hints", "POST", "/hints", {"actions": []})
-        await to.ask("completion with hints", "POST", "/v1/completions", {**PROMPT, "kv_hints": hints})
+        await to.post("completion with hints", {**PROMPT, "kv_hints": hints})
         c.proxy.update(View(()))
-        await to.ask("completion without nodes", "POST", "/v1/completions", PROMPT)
-        await to.ask("models without nodes", "GET", "/v1/models")
+        await to.post("completion without nodes")
+        await to.get("models without nodes", "/v1/models")
     async with cluster(request_timeout_s=1) as c:
         await Recorder(c, found).ask("body: too slow", "POST", "/v1/completions", data=slow())
     async with cluster(request_timeout_s=60) as c:
         c.decode[0].default = hangs
         to = Recorder(c, found)
-        asking = asyncio.ensure_future(to.ask("decode node too slow", "POST", "/v1/completions", PROMPT))
+        asking = asyncio.ensure_future(to.post("decode node too slow"))
         await until(lambda: len(c.decode[0].bodies) == 1, "the node has it")
         jump(60)
         await asking
     async with cluster(0, 1, max_requests=1) as c, c.stuck_at(c.decode[0]):
-        await Recorder(c, found).ask("too many requests", "POST", "/v1/completions", PROMPT)
+        await Recorder(c, found).post("too many requests")
 
 
 async def _record_failures(found):
@@ -204,38 +211,36 @@ async def _record_failures(found):
         async with cluster() as c:
             c.prefill[0].default = prefill or c.prefill[0].default
             c.decode[0].default = decode or c.decode[0].default
-            await Recorder(c, found).ask(name, "POST", "/v1/completions", {**PROMPT, "stream": stream})
+            await Recorder(c, found).post(name, {**PROMPT, "stream": stream})
     async with cluster(0, 3) as c:
         for node in c.decode:
             node.default = disconnects
-        await Recorder(c, found).ask("two decode nodes disconnect", "POST", "/v1/completions", PROMPT)
+        await Recorder(c, found).post("two decode nodes disconnect")
 
 
 async def _record_keys(found, folder):
     files = files_of(folder, api_keys=f"alice {KEY}\nbob {OTHER_KEY}\n", node_key="the-nodes-own-key\n")
     async with cluster(**files, max_requests_per_key=1) as c:
         to = Recorder(c, found)
-        await to.ask("no key", "POST", "/v1/completions", PROMPT)
-        await to.ask("wrong key", "POST", "/v1/completions", PROMPT, **key("sk-wrong-0123456789abcdef"))
-        await to.ask(
-            "right key", "POST", "/v1/completions", PROMPT, headers=bearer(KEY, X_Request_Id="of-alice")
-        )
-        await to.ask("her request", "GET", "/requests/of-alice", **key(KEY))
-        await to.ask("her request for another", "GET", "/requests/of-alice", **key(OTHER_KEY))
-        await to.ask("her request without a key", "GET", "/requests/of-alice")
-        await to.ask("health without a key", "GET", "/health")
-        await to.ask("health with a key", "GET", "/health", **key(KEY))
-        await to.ask("metrics without a key", "GET", "/metrics")
+        await to.post("no key")
+        await to.post("wrong key", **key("sk-wrong-0123456789abcdef"))
+        await to.post("right key", headers=bearer(KEY, X_Request_Id="of-alice"))
+        await to.get("her request", "/requests/of-alice", **key(KEY))
+        await to.get("her request for another", "/requests/of-alice", **key(OTHER_KEY))
+        await to.get("her request without a key", "/requests/of-alice")
+        await to.get("health without a key", "/health")
+        await to.get("health with a key", "/health", **key(KEY))
+        await to.get("metrics without a key", "/metrics")
         await to.ask("query without a key", "POST", "/query", {"token_ids": [1]})
-        await to.ask("models without a key", "GET", "/v1/models")
+        await to.get("models without a key", "/v1/models")
         async with c.stuck_at(c.decode[0], **key(KEY)):
-            await to.ask("too many requests of a key", "POST", "/v1/completions", PROMPT, **key(KEY))
+            await to.post("too many requests of a key", **key(KEY))
     async with cluster(**files, **files_of(folder, monitor_keys=f"prometheus {MONITOR}\n")) as c:
         to = Recorder(c, found)
-        await to.ask("metrics for a client, with monitors", "GET", "/metrics", **key(KEY))
-        await to.ask("metrics for a monitor", "GET", "/metrics", **key(MONITOR))
-        await to.ask("health for a client, with monitors", "GET", "/health", **key(KEY))
-        await to.ask("completion for a monitor", "POST", "/v1/completions", PROMPT, **key(MONITOR))
+        await to.get("metrics for a client, with monitors", "/metrics", **key(KEY))
+        await to.get("metrics for a monitor", "/metrics", **key(MONITOR))
+        await to.get("health for a client, with monitors", "/health", **key(KEY))
+        await to.post("completion for a monitor", **key(MONITOR))
 
 
 @scenario

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tests.soak.cluster import FACES, REQUEST_S
 from tests.soak.oracle import VOCABULARY
-from tests.support.proxy import hints
+from tests.support.proxy import one_hint
 
 ALLOWANCE_S = 2.0
 """Seconds beyond its deadline that every answer may take, for scheduling on a busy machine."""
@@ -214,7 +214,7 @@ def complete(address, prompt, expected, pin_s=0.0, **more):
         **more,
     }
     if pin_s:
-        body["kv_hints"] = hints("kv.retain", {"ttl_s": pin_s}, str(prompt[0]))
+        body["kv_hints"] = one_hint("kv.retain", {"ttl_s": pin_s}, str(prompt[0]))
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         answer = connection.getresponse()

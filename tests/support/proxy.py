@@ -290,7 +290,7 @@ class Cluster:
         return self.proxy.metrics.registry.get_sample_value(f"pd_cache_proxy_{name}", labels) or 0.0
 
 
-def hints(kind, payload, action_id="a", version="1.0"):
+def one_hint(kind, payload, action_id="a", version="1.0"):
     """A message with one hint."""
     action = {"action_id": action_id, "action_type": kind, "action_version": version, "payload": payload}
     return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
@@ -298,7 +298,7 @@ def hints(kind, payload, action_id="a", version="1.0"):
 
 def message(*hint, **named):
     """The same, as a body."""
-    return json.dumps(hints(*hint, **named)).encode()
+    return json.dumps(one_hint(*hint, **named)).encode()
 
 
 def spelled(text, **words):

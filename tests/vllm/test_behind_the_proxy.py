@@ -21,7 +21,7 @@ from tests.support.adapter import write_adapter
 from tests.support.cli import cli, cli_json
 from tests.support.cluster import fetched, with_ports
 from tests.support.pool import ROOT, Node, free_port
-from tests.support.proxy import bearer, files_of, hints
+from tests.support.proxy import bearer, files_of, one_hint
 from tests.support.waiting import wait_for
 from tests.vllm.servers import (
     ARGS,
@@ -395,7 +395,7 @@ def test_through_envoy_answers_and_handoffs_are_the_same_whatever_node_the_clien
 
 def hint(served, kind, **payload):
     """The answer to one action."""
-    return dict(served.proxy.ask("/hints", hints(f"kv.{kind}", payload))["actions"][0])
+    return dict(served.proxy.ask("/hints", one_hint(f"kv.{kind}", payload))["actions"][0])
 
 
 def targets(name, tokens):
@@ -436,7 +436,7 @@ def test_a_prompt_is_retained_released_and_prefetched(served, new_prompt, by):
 
 def test_a_hint_in_a_body_is_about_its_prompt_and_vllm_does_not_get_it(served, new_prompt):
     body = {"prompt": new_prompt(LENGTH)}
-    answer = served.asked({**body, "kv_hints": hints("kv.retain", {"ttl_s": 60, "once": True}, "b")})
+    answer = served.asked({**body, "kv_hints": one_hint("kv.retain", {"ttl_s": 60, "once": True}, "b")})
     (told,) = json.loads(answer.headers["X-KV-Hints"])["actions"]
     assert (answer.status, told["status"], told["tokens"]) == (200, "accepted", WHOLE)
     served.asked(body)

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from launch.proxy.bodies import Completion
-from tests.support.proxy import hints
+from tests.support.proxy import one_hint
 from tests.support.waiting import wait_for
 from tests.vllm.media_models import GEMMA, LLAVA, PATCH, QWEN, SIDE, WORDS
 from tests.vllm.servers import (
@@ -232,7 +232,7 @@ def test_chats_with_images_come_by_the_proxy_like_texts(servers):
 
     def hinted(kind, chat, **options):
         payload = {"messages": chat.body()["messages"], **options}
-        answer = servers.proxy.ask("/hints", hints(kind, payload))["actions"][0]
+        answer = servers.proxy.ask("/hints", one_hint(kind, payload))["actions"][0]
         return answer["status"], answer["in_pool"]
 
     ask(servers.blocks, later, proxied=True)

@@ -42,6 +42,7 @@ from tests.support.proxy import (
     files_of,
     hangs,
     message,
+    one_hint,
     scenario,
     spelled,
     until,
@@ -323,7 +324,7 @@ async def test_an_action_with_far_too_many_fields_is_refused_before_objects_are_
 @both_faces
 @scenario
 async def test_a_completion_may_bring_as_much_as_a_message_of_its_own():
-    hints = json.loads(message("kv.retain", {"tokens": [1] * (LARGEST_HINTS // 3 + 1), "ttl_s": 9}))
+    hints = one_hint("kv.retain", {"tokens": [1] * (LARGEST_HINTS // 3 + 1), "ttl_s": 9})
     body = io.BytesIO(json.dumps({"prompt": IDS, "kv_hints": hints}).encode())
     async with pinning() as c, c.post(data=body) as response:
         assert response.status == 200
@@ -353,7 +354,7 @@ async def pinning(decode=1, pool=POOL, **config):
 @scenario
 async def test_a_completion_brings_hints_about_itself_and_its_nodes_do_not_get_them(body, tokens):
     async with pinning() as c:
-        hints = json.loads(message("kv.retain", {"ttl_s": 60}))
+        hints = one_hint("kv.retain", {"ttl_s": 60})
         async with c.post({**body, "kv_hints": hints}) as response:
             assert response.status == 200
             (action,) = json.loads(response.headers[HINTS_HEADER])["actions"]
@@ -506,7 +507,7 @@ async def test_a_hint_that_comes_while_many_prompts_are_looked_up_is_refused_for
     reason = "the prompt cannot be named: 0 others are being looked up; try again"
     async with pinning() as c:
         assert (await c.hint("kv.retain", {"tokens": IDS, "ttl_s": 9}))["reason"] == reason
-        hints = json.loads(message("kv.retain", {"ttl_s": 9}))
+        hints = one_hint("kv.retain", {"ttl_s": 9})
         async with c.post({"prompt": IDS, "kv_hints": hints}) as response:
             assert json.loads(response.headers[HINTS_HEADER])["actions"][0]["reason"] == reason
 

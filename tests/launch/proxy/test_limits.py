@@ -4,7 +4,7 @@ import asyncio
 import math
 import random
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from unittest.mock import patch
 
 import pytest
@@ -249,19 +249,22 @@ def test_nothing_is_in_front_once_all_are_answered_or_given_up(requests):
 KEY, OF_A = "key-of-nobody-0123456789", "key-of-a-0123456789"
 
 
-def slow(limits):
-    """Every prefill and decode node has been seen to take a second a token."""
-    for hop, pool in limits._pools.items():
-        for url in pool.nodes:
-            for now in range(3):
-                with limits.asking(hop, url, 1.0, now) as asked:
-                    asked.answered(now + 1.0)
+@asynccontextmanager
+async def slow(*nodes, over="refuse", **options):
+    """A cluster, and its limits. Every prefill and decode node has been seen to take a second a token."""
+    async with cluster(*nodes, limits=LimitsConfig(ttft_s=3, over=over), **options) as c:
+        limits = c.proxy.hops.limits
+        for hop, pool in limits._pools.items():
+            for url in pool.nodes:
+                for now in range(3):
+                    with limits.asking(hop, url, 1.0, now) as asked:
+                        asked.answered(now + 1.0)
+        yield c, limits
 
 
 @scenario
 async def test_what_would_be_late_gets_a_429_before_a_node_is_asked():
-    async with cluster(limits=LimitsConfig(ttft_s=3)) as c:
-        slow(c.proxy.hops.limits)
+    async with slow() as (c, _):
         await c.ask()  # nothing is in front of it
         async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}):
             asked = len(c.prefill[0].bodies)
@@ -275,9 +278,7 @@ async def test_what_would_be_late_gets_a_429_before_a_node_is_asked():
 
 @scenario
 async def test_only_the_first_tokens_of_streamed_answers_are_measured():
-    async with cluster(limits=LimitsConfig(ttft_s=3)) as c:
-        limits = c.proxy.hops.limits
-        slow(limits)
+    async with slow() as (c, limits):
         for behaviour, stream in ((decodes, False), (answers(400), True)):
             c.decode[0].script = [behaviour]
             await c.ask({"prompt": [1], "stream": stream}, status=200 if behaviour is decodes else 400)
@@ -291,9 +292,8 @@ async def test_only_the_first_tokens_of_streamed_answers_are_measured():
 @scenario
 async def test_requests_that_end_while_a_node_is_slow_to_report_are_not_taken_for_another_proxys(monkeypatch):
     monkeypatch.setattr(nodes, "HEALTH_TIMEOUT_S", 60.0)
-    async with cluster(2, 1, limits=LimitsConfig(ttft_s=3)) as c:
-        limits, go, (node, slow_one) = c.proxy.hops.limits, asyncio.Event(), c.prefill
-        slow(limits)
+    async with slow(2, 1) as (c, limits):
+        go, (node, slow_one) = asyncio.Event(), c.prefill
         async with c.stuck_at(node, {"prompt": [1, 2, 3]}):
             node.script = [says("vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n")]
             slow_one.script = [waits_for(go, answers(404))]
@@ -306,9 +306,7 @@ async def test_requests_that_end_while_a_node_is_slow_to_report_are_not_taken_fo
 
 @scenario
 async def test_what_may_wait_goes_by_its_priority_once_there_is_room_and_others_overtake_it():
-    async with cluster(limits=LimitsConfig(ttft_s=3, over="best_effort")) as c:
-        limits = c.proxy.hops.limits
-        slow(limits)
+    async with slow(over="best_effort") as (c, limits):
         async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}):
             waiting, turns = [], c.proxy.hops.pools["prefill"]._turns
             for number, priority in enumerate((7, None, -5, 7)):
@@ -325,11 +323,9 @@ async def test_what_may_wait_goes_by_its_priority_once_there_is_room_and_others_
 
 @scenario
 async def test_what_waits_is_refused_in_the_end_and_too_many_at_once():
-    async with cluster(limits=LimitsConfig(ttft_s=3, over="best_effort")) as c:
-        slow(c.proxy.hops.limits)
+    async with slow(over="best_effort") as (c, limits):
         async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}):
-            limits, url = c.proxy.hops.limits, c.prefill[0].url
-            place = limits.place
+            url, place = c.prefill[0].url, limits.place
 
             def longer(*args):
                 limits.look(time.monotonic(), url, NodeReport(200, 1, 0, 0))
@@ -342,7 +338,7 @@ async def test_what_waits_is_refused_in_the_end_and_too_many_at_once():
             limits.look(time.monotonic(), url, NodeReport(0, 1, 0, 0))
             with patch.object(limits_module, "_MOST_WAITING", 1):
                 waits = asyncio.ensure_future(c.ask({"prompt": [1, 2]}))
-                await until(lambda: c.proxy.hops.limits.waiting, "it waits")
+                await until(lambda: limits.waiting, "it waits")
                 await c.ask({"prompt": [1, 2]}, status=429)
         await waits
 
@@ -353,11 +349,9 @@ async def test_what_waits_is_refused_in_the_end_and_too_many_at_once():
 @scenario
 async def test_a_tenants_and_a_keys_own_limits_count_for_it(tmp_path, tenants):
     files = files_of(tmp_path, api_keys=f"pat {KEY}\nann {OF_A} a\n", tenants=tenants)
-    async with cluster(limits=LimitsConfig(ttft_s=3), **files) as c:
-        slow(c.proxy.hops.limits)
-        async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}, headers=bearer(KEY)):
-            await c.ask({"prompt": [1]}, status=429, headers=bearer(KEY))
-            await c.ask({"prompt": [1]}, headers=bearer(OF_A))
+    async with slow(**files) as (c, _), c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}, headers=bearer(KEY)):
+        await c.ask({"prompt": [1]}, status=429, headers=bearer(KEY))
+        await c.ask({"prompt": [1]}, headers=bearer(OF_A))
 
 
 @scenario
@@ -367,9 +361,7 @@ async def test_what_waits_for_a_strict_limit_holds_up_nobody_who_has_another(tmp
         api_keys=f"pat {KEY}\nann {OF_A} a\n",
         tenants="tenants: {a: {limits: {ttft_s: 0.001, over: best_effort}}}",
     )
-    async with cluster(limits=LimitsConfig(ttft_s=3, over="best_effort"), **files) as c:
-        limits = c.proxy.hops.limits
-        slow(limits)
+    async with slow(over="best_effort", **files) as (c, limits):
         async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}, headers=bearer(KEY)):
             strict = asyncio.ensure_future(c.ask({"prompt": [1]}, headers=bearer(OF_A)))
             await until(lambda: limits.waiting, "the strict one waits")
