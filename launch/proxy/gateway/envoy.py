@@ -29,7 +29,7 @@ _TEMPLATE = Path(__file__).with_name("envoy.yaml")
 _TYPES = "type.googleapis.com/envoy.extensions.transport_sockets"
 _POLL_S = 0.1
 _LATER_S = 5.0
-"""Envoy ends a silent request this much later than the proxy would."""
+"""Envoy ends a request this much later than the proxy would."""
 
 
 def configuration(folder: Path, node: ProxyNode, settings: ProxyConfig) -> str:
@@ -54,7 +54,7 @@ def configuration(folder: Path, node: ProxyNode, settings: ProxyConfig) -> str:
         host=node.host,
         port=node.port,
         timeout_s=settings.request_timeout_s,
-        idle_s=settings.request_timeout_s + _LATER_S,
+        late_s=settings.request_timeout_s + _LATER_S,
         max_requests=settings.max_requests,
         transport=msgspec.json.encode(transport).decode(),
     )

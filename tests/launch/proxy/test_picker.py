@@ -138,16 +138,33 @@ async def test_a_gateway_that_sends_its_picker_the_answers_too_passes_them_on_wh
                     await response.read()
 
 
+@asynccontextmanager
+async def impatient_envoy(monkeypatch):
+    """An Envoy that has half a second for a picker, and an hour for everything else."""
+    monkeypatch.setattr(gateway_module, "_LATER_S", 0.0)
+    waits = [(f"{name}_timeout: 0.5s", f"{name}_timeout: 3600s") for name in ("message", "stream_idle")]
+    limits = {"request_timeout_s": 0.5, "prefill_timeout_s": 0.2}
+    with tempfile.TemporaryDirectory(prefix="pdc-") as folder, envoy(Path(folder), waits, **limits) as it:
+        yield it
+
+
 @scenario
 async def test_a_picker_that_hangs_hangs_no_request(monkeypatch):
-    monkeypatch.setattr(gateway_module, "_LATER_S", 0.0)
-    with tempfile.TemporaryDirectory(prefix="pdc-") as folder, socket.socket(socket.AF_UNIX) as hung:
-        hung.bind(f"{folder}/picker")
-        hung.listen()
-        with envoy(Path(folder), request_timeout_s=0.5, prefill_timeout_s=0.2) as running:
-            page = f"{running.url}/v1/completions"
-            async with aiohttp.ClientSession() as session, session.post(page, data=BODY) as response:
-                assert (response.status, await code_of(response)) == (504, "node_failed")
+    async with impatient_envoy(monkeypatch) as running, aiohttp.ClientSession(running.url) as session:
+        with socket.socket(socket.AF_UNIX) as hung:
+            hung.bind(f"{running.folder}/picker")
+            hung.listen()
+            async with session.post("/v1/completions", data=BODY) as response:
+                assert (response.status, await code_of(response)) == (503, "node_failed")
+
+
+@scenario
+async def test_a_picker_that_hangs_when_the_node_answers_hangs_no_request(monkeypatch):
+    monkeypatch.setattr(picker, "_answer", lambda *_: asyncio.Event().wait())
+    async with impatient_envoy(monkeypatch) as running:
+        monkeypatch.setattr(support, "GATEWAY", running)
+        async with cluster(0, 1) as c, c.post() as response:
+            assert (response.status, await code_of(response)) == (503, "node_failed")
 
 
 @scenario
