@@ -22,7 +22,7 @@ from launch.http import NOBODY, Access, BadStatus, fetch, proxy_access
 from launch.masters import LEADER, MasterHealth, segments_at
 from launch.watch.figures import read_node, read_samples
 from launch.watch.state import ClusterStatus, NodeStatus, RoleShown, WatchedNodes, page_of, shown_version
-from pd_cache.cluster import ClusterConfig, NodeRecord, read_about
+from pd_cache.cluster import About, ClusterConfig, NodeRecord
 from pd_cache.decoding import UndecodableError, decode_json, one_line
 from pd_cache.errors import PdCacheError
 from pd_cache.versions import FIRST
@@ -73,7 +73,11 @@ def ask_node(record: NodeRecord, access: Access) -> NodeStatus:
             health = decode_json(body, MasterHealth)
             waits = health.role == LEADER and not health.service_ready
             found.leads = "leads, but does not serve yet" if waits else health.role
-        found.record = record.telling(read_about(body))
+        try:
+            about = decode_json(body, About) if body.startswith("{") else About()  # a plain vLLM says nothing
+            found.record = record.telling(about)
+        except UndecodableError as error:
+            troubles.append(f"/health: {error}")
         if proxy:
             found.roles = decode_json(body, _Told).roles
     except BadStatus as error:

@@ -149,6 +149,26 @@ def test_a_health_of_503_is_degraded_with_the_reason_that_it_gives(body, why, wa
     assert (row.state, row.why, row.reading.pool_up) == ("degraded", f"/health answers 503{why}", True)
 
 
+@pytest.mark.parametrize(
+    "role, body, state",
+    [
+        ("decode", b'{"weights": "of another version"}', "degraded"),
+        ("decode", b'{"status": "ok", "fing', "degraded"),
+        ("proxy", b"<html>log in</html>", "down"),
+        ("master", b"null", "down"),
+    ],
+)
+def test_a_health_that_cannot_be_read_is_named(role, body, state):
+    def respond(path):
+        return Response(200, body if path == "/health" else b"pd_cache_pool_up 1\n")
+
+    with serving("127.0.0.1", 0, respond, 8) as (_, port):
+        url = f"http://127.0.0.1:{port}"
+        asked = NodeRecord(name="n", role=role, address="h:1" if role == "master" else url, metrics=url)
+        row = ask_node(asked, NOBODY)
+    assert (row.state, row.why.partition(": ")[0]) == (state, "/health")
+
+
 def test_a_store_is_asked_where_it_answers(well):
     store = NodeRecord(name="s", role="store", address="http-1:12345")
     assert not page_of(store)
