@@ -126,6 +126,14 @@ def test_a_node_that_is_not_reached_is_named_and_the_exit_code_is_1(c):
     assert c.a.labels == ["w1"]
 
 
+def test_an_engine_that_does_not_take_the_label_is_said_to_have_its_own(c):
+    def fail():
+        raise ConnectionError
+
+    c.a.before = fail
+    assert "prefill-a: weights of its files: it has not taken the label" in c.run("--all", code=1).stdout
+
+
 def test_without_an_answer_of_discovery_the_exit_code_says_that_engines_may_be_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("launch.watch.asker.SYNC_S", 0.5)  # for an etcd that nobody answers for
     cluster = Cluster(tmp_path, discovery={"kind": "etcd", "endpoints": ["127.0.0.1:1"]})
