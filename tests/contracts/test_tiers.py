@@ -28,6 +28,8 @@ from tests.support.waiting import beside, together, wait_for
 from transfer.deadlines import end_in
 from transfer.errors import Status
 
+OK, MISSING, CLOSED = Status.OK, Status.MISSING, Status.CLOSED
+
 PAYLOAD = 2 * 4096 - TRAILER_BYTES
 """Bytes; an object fills its pages to the last byte."""
 MISSES = {"missing", "busy", "lease_expired", "transfer_failed"}
@@ -67,14 +69,14 @@ def value(seed):
 def put(subject, *keys):
     """Stores a value under each key. Returns the values."""
     values = {key: value(key) for key in keys}
-    assert subject.put(values) == [Status.OK] * len(keys)
+    assert subject.put(values) == [OK] * len(keys)
     return list(values.values())
 
 
 def test_payloads_have_one_of_a_few_sizes(subject, key):
     largest = subject.backend.payload_bytes
     small = value("small")[: largest // 3]
-    assert subject.put({f"{key}-small": small, f"{key}-none": b""}, sized=True) == [Status.OK] * 2
+    assert subject.put({f"{key}-small": small, f"{key}-none": b""}, sized=True) == [OK] * 2
     large = put(subject, f"{key}-large")
     assert subject.get([f"{key}-large"]) == large
     (nothing,) = subject.backend.batched_get([f"{key}-none"], payload_bytes=0)
@@ -95,7 +97,7 @@ def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it
     payloads = {
         f"{key}-{size}": struct.pack("<Q", size) + value(size)[: size - 8] for size in (8, 100, 4096, PAYLOAD)
     }
-    assert subject.put(payloads, sized=True) == [Status.OK] * 4
+    assert subject.put(payloads, sized=True) == [OK] * 4
     for _ in range(2):  # the second time, tiers before the last may have it
         fetches = subject.backend.batched_get([*payloads, f"{key}-none"], payload_bytes=SELF_SIZED)
         for fetched, payload in zip(fetches, [*payloads.values(), None], strict=True):
@@ -105,9 +107,7 @@ def test_a_payload_that_begins_with_its_size_is_read_by_one_who_does_not_know_it
     with pytest.raises(ValueError):
         subject.backend.stage(payload_bytes=SELF_SIZED)
     for wrong in (0, 7, 99, 101, PAYLOAD + 1, 2**63, 2**64 - 1):
-        assert subject.put({f"{key}-{wrong}": struct.pack("<Q", wrong) + bytes(92)}, sized=True) == [
-            Status.OK
-        ]
+        assert subject.put({f"{key}-{wrong}": struct.pack("<Q", wrong) + bytes(92)}, sized=True) == [OK]
         (fetched,) = subject.backend.batched_get([f"{key}-{wrong}"], payload_bytes=SELF_SIZED)
         assert fetched.payload is None
         assert subject.backend.check(fetched) in ("truncated", "foreign")
@@ -233,7 +233,7 @@ def test_the_pools_damaged_object_is_replaced_from_a_tier_whose_copy_is_good(
     plant(subject.bases["mooncake"], keys[2], flipped_bit, raw_client_of_module)
     assert subject.get(keys) == values, "the good copy wins"
     assert pool.get(keys) == [*values[:2], "corrupt", values[3]], "another node finds the damage"
-    assert subject.backend.batched_wants(keys) == [Status.OK, Status.OK, Status.MISSING, Status.OK]
+    assert subject.backend.batched_wants(keys) == [OK, OK, MISSING, OK]
     put(subject, keys[2])
     assert pool.get(keys) == values
 
@@ -244,8 +244,8 @@ def test_a_chunk_that_is_damaged_in_every_tier_is_wanted_again_and_healed(make, 
     values = put(subject, *keys)
     subject.plant(keys[1], flipped_bit, raw_client_of_module)
     assert subject.get(keys) == [values[0], "corrupt", values[2]]
-    assert subject.backend.batched_contains(keys) == [Status.OK, Status.MISSING, Status.OK]
-    assert subject.backend.batched_wants(keys) == [Status.OK, Status.MISSING, Status.OK]
+    assert subject.backend.batched_contains(keys) == [OK, MISSING, OK]
+    assert subject.backend.batched_wants(keys) == [OK, MISSING, OK]
     put(subject, keys[1])
     assert subject.get(keys) == values
     assert hits(subject)[-1] == 0
@@ -332,12 +332,12 @@ def test_after_close_every_call_answers_at_once_and_finds_nothing(make_own, kind
     assert not subject.backend.available
     assert bytes(held.payload) == there, "what a reader holds stays its own until it lets go"
     held.release()
-    assert subject.backend.batched_contains([key]) == [Status.CLOSED]
+    assert subject.backend.batched_contains([key]) == [CLOSED]
     assert subject.get([key, f"{key}-1"]) == ["closed", "closed"]
-    assert subject.backend.batched_put([f"{key}-2"], [staged]).results() == [Status.CLOSED]
-    assert subject.backend.batched_remove([key]) == [Status.CLOSED]
+    assert subject.backend.batched_put([f"{key}-2"], [staged]).results() == [CLOSED]
+    assert subject.backend.batched_remove([key]) == [CLOSED]
     assert subject.backend.stage(end=0.0) is None
-    assert subject.backend.annotate("note", b"x") is Status.CLOSED
+    assert subject.backend.annotate("note", b"x") is CLOSED
     subject.backend.close()
 
 
@@ -370,7 +370,7 @@ def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key)
         wait_for(lambda: len(statuses) > 20 and len(read) > 20)
         stop.set()
         subject.backend.close()
-    assert set(statuses) <= {Status.OK, Status.CLOSED, Status.NO_SPACE, Status.OVERLOADED}
+    assert set(statuses) <= {OK, CLOSED, Status.NO_SPACE, Status.OVERLOADED}
     for n, outcome in read:
         assert outcome == value(n) or outcome in MISSES | {"closed", "no_staging"}
     wait_for(lambda: subject.backend.memory.pool.in_use == 0, "all memory free after close")
@@ -382,9 +382,9 @@ def test_close_while_others_write_and_read_ends_all_of_them(make_own, kind, key)
 def test_one_key_put_read_and_removed_by_many_at_once_is_whole_or_not_there(subject, key):
     content = value("one")
     allowed = {
-        "put": (lambda: subject.put({key: content}), {Status.OK, Status.BUSY}),
+        "put": (lambda: subject.put({key: content}), {OK, Status.BUSY}),
         "get": (lambda: subject.get([key]), MISSES | {content}),
-        "remove": (lambda: subject.backend.batched_remove([key]), {Status.OK, Status.MISSING, Status.BUSY}),
+        "remove": (lambda: subject.backend.batched_remove([key]), {OK, MISSING, Status.BUSY}),
     }
 
     def repeat(what):
@@ -419,7 +419,7 @@ class Model(RuleBasedStateMachine):
     @rule(chosen=st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True))
     def put(self, chosen):
         values = {self.name(n): value(n) for n in chosen}
-        assert self.subject.put(values) == [Status.OK] * len(chosen)
+        assert self.subject.put(values) == [OK] * len(chosen)
         self.model.update(values)
 
     @rule(chosen=st.lists(st.integers(0, 11), max_size=8, unique=True))
@@ -434,8 +434,8 @@ class Model(RuleBasedStateMachine):
         names, backend = [self.name(n) for n in chosen], self.subject.backend
         statuses = backend.batched_wants(names) if wants else backend.batched_contains(names)
         for name, status in zip(names, statuses, strict=True):
-            expected = Status.OK if name in self.model else Status.MISSING
-            assert status is expected or (not self.whole and status is Status.MISSING)
+            expected = OK if name in self.model else MISSING
+            assert status is expected or (not self.whole and status is MISSING)
 
     @rule(chosen=st.lists(st.integers(0, 11), max_size=2, unique=True))
     def remove(self, chosen):
@@ -447,7 +447,7 @@ class Model(RuleBasedStateMachine):
                 assert name in self.model
                 continue
             if self.whole:
-                assert (status is Status.OK) == (name in self.model)
+                assert (status is OK) == (name in self.model)
             self.model.pop(name, None)
 
     @rule()

@@ -77,6 +77,12 @@ def of_kind(documents, *kinds):
     return [document for document in documents if document["kind"] in kinds]
 
 
+def workloads(documents):
+    """The Deployment or DaemonSet of each role."""
+    found = of_kind(documents, "Deployment", "DaemonSet")
+    return {one["metadata"]["labels"]["app.kubernetes.io/component"]: one for one in found}
+
+
 def policy_of(documents, name="try-pd-cache"):
     """The only rule for what may come in, of a NetworkPolicy."""
     (policy,) = [one for one in of_kind(documents, "NetworkPolicy") if one["metadata"]["name"] == name]
@@ -117,8 +123,7 @@ def test_each_role_has_a_workload_a_file_that_can_be_read_and_probes(tmp_path, v
     documents = rendered(tmp_path, VARIANTS[variant])
     kinds = {"store": "DaemonSet", "cache-server": "DaemonSet"}
     found = {}
-    for workload in of_kind(documents, "Deployment", "DaemonSet"):
-        role = workload["metadata"]["labels"]["app.kubernetes.io/component"]
+    for role, workload in workloads(documents).items():
         assert workload["kind"] == kinds.get(role, "Deployment")
         found[role] = workload["spec"]["template"]["spec"]
     expected = {"master", "prefill", "decode", "proxy"}
@@ -170,8 +175,7 @@ def test_vllm_publishes_events_where_a_role_has_a_port_for_them_and_the_pods_may
 def test_a_pod_takes_the_nics_of_its_node(tmp_path):
     devices = "[{nodes: gpu-a-*, devices: [mlx5_0, mlx5_1]}, {nodes: gpu-b-1, devices: [mlx5_2]}]"
     documents = rendered(tmp_path, f"rdma: {{enabled: true, devices: {devices}}}")
-    (store,) = [one for one in of_kind(documents, "DaemonSet") if one["metadata"]["name"].endswith("-store")]
-    (container,) = store["spec"]["template"]["spec"]["containers"]
+    (container,) = workloads(documents)["store"]["spec"]["template"]["spec"]["containers"]
     script = (
         container["args"][0]
         .replace("/etc/pd-cache", str(tmp_path))
@@ -214,10 +218,7 @@ def test_an_upgrade_restarts_only_the_roles_that_read_what_changed(tmp_path, val
     """Above all no store, which forgets what it held."""
     fixed = "{cacheServer: {enabled: true}, master: {imageTag: 0.2.0}, store: {imageTag: 0.2.0}}"
     before, after = (
-        {
-            one["metadata"]["labels"]["app.kubernetes.io/component"]: one["spec"]["template"]
-            for one in of_kind(rendered(tmp_path, fixed, *more), "Deployment", "DaemonSet")
-        }
+        {role: one["spec"]["template"] for role, one in workloads(rendered(tmp_path, fixed, *more)).items()}
         for more in ((), (values,))
     )
     assert {role for role, pod in after.items() if pod != before[role]} == set(restarted.split())
@@ -243,8 +244,7 @@ def test_monitors_choose_the_services_of_each_role_and_name_it(tmp_path):
         }
         roles.add(labels["role"])
         pods = [
-            one["spec"]["template"]["metadata"]["labels"].items()
-            for one in of_kind(documents, "Deployment", "DaemonSet")
+            one["spec"]["template"]["metadata"]["labels"].items() for one in workloads(documents).values()
         ]
         assert sum(service["spec"]["selector"].items() <= labels for labels in pods) == 1
     assert roles == {"master", "store", "cache-server", "prefill", "decode", "proxy"}
@@ -284,8 +284,8 @@ def test_a_gateways_pool_has_the_decode_nodes_and_asks_the_proxies(tmp_path):
     documents = rendered(tmp_path, VARIANTS["everything"])
     (pool,) = of_kind(documents, "InferencePool")
     chosen = [
-        one["metadata"]["labels"]["app.kubernetes.io/component"]
-        for one in of_kind(documents, "Deployment", "DaemonSet")
+        role
+        for role, one in workloads(documents).items()
         if pool["spec"]["selector"]["matchLabels"].items()
         <= one["spec"]["template"]["metadata"]["labels"].items()
     ]

@@ -18,6 +18,8 @@ from tests.support.waiting import beside, wait_for
 from transfer.deadlines import end_in
 from transfer.errors import Status
 
+OK = Status.OK
+
 PAYLOAD = 64 << 10
 SLOTS = 32
 PATIENT = {"exist_ms": 60_000, "get_ms": 60_000, "put_ms": 60_000, "close_ms": 60_000}
@@ -90,9 +92,9 @@ def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_cal
     pool = two_stores
     lost, kept = fresh(24), fresh(24)
     with backend(pool, pool.segment(0)) as writer:
-        assert set(put(writer, lost)) == {Status.OK}
+        assert set(put(writer, lost)) == {OK}
     with backend(pool, pool.segment(1), get_ms=9000, put_ms=9000) as node:
-        assert set(put(node, kept)) == {Status.OK}
+        assert set(put(node, kept)) == {OK}
         # a peer that is met for the first time while it is stopped holds the call for Mooncake's handshake, a
         # minute more
         assert get(node, lost[:1]) == [""]
@@ -100,7 +102,7 @@ def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_cal
             with beside(*[lambda: get(node, lost)] * 6):
                 wait_for(lambda: node.staging.in_use >= SLOTS // 4, "readers that hold memory")
                 # meanwhile
-                assert set(put(node, fresh(4))) == {Status.OK}
+                assert set(put(node, fresh(4))) == {OK}
                 assert node.available
             assert node.available, "a peer that does not deliver says nothing about the pool"
             wait_for(lambda: node.store._moves.peers.any_silent(time.monotonic()), "the first call to end")
@@ -109,7 +111,7 @@ def test_a_store_node_that_is_stopped_takes_neither_memory_nor_the_pool_from_cal
                 "the readers' calls to end; it is not asked, or fails",
             )
             assert set(get(node, kept)) == {""}
-            assert set(put(node, fresh(4))) == {Status.OK}
+            assert set(put(node, fresh(4))) == {OK}
         wait_for(lambda: set(get(node, lost)) == {""}, "the peer being asked again")
         wait_for(lambda: node.staging.in_use == 0, "the last calls to end")
 
@@ -118,10 +120,10 @@ def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads
     pool = two_stores
     kept = fresh(8)
     with backend(pool, pool.segment(1)) as writer:
-        assert set(put(writer, kept)) == {Status.OK}
+        assert set(put(writer, kept)) == {OK}
     with backend(pool, pool.segment(0)) as node:
         assert set(get(node, kept)) == {""}
-        assert set(put(node, fresh(2))) == {Status.OK}
+        assert set(put(node, fresh(2))) == {OK}
         held_up, done = threading.Semaphore(0), threading.Event()
 
         def pile_up():
@@ -144,7 +146,7 @@ def test_puts_that_pile_up_at_a_store_node_that_is_stopped_leave_memory_to_reads
             finally:
                 done.set()
         wait_for(lambda: node.staging.in_use == 0, "the last calls to end")
-        assert set(put(node, fresh(4))) == {Status.OK}
+        assert set(put(node, fresh(4))) == {OK}
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["flipped", "larger"])
@@ -177,7 +179,7 @@ def test_a_damaged_object_under_a_popular_prefix_is_healed_by_the_next_round(poo
 def test_a_damaged_object_that_was_replaced_meanwhile_is_not_removed(pool, monkeypatch):
     with backend(pool) as node, pool.bare_client() as client:
         keys = fresh(2)
-        assert put(node, keys) == [Status.OK] * 2
+        assert put(node, keys) == [OK] * 2
         good = client.get(keys[0])
         pool.damage(keys[0])
         start_get, looks = node.store.start_get, 0
@@ -201,7 +203,7 @@ def test_what_came_whole_is_used_before_a_damaged_object_of_its_batch_is_read_ag
     with backend(pool) as node, pool.bare_client() as client:
         monkeypatch.setattr(node, "batch_size", 3)
         keys = fresh(3)
-        assert put(node, keys) == [Status.OK] * 3
+        assert put(node, keys) == [OK] * 3
         whole = client.get(keys[1])
         cut = whole[:-1] + bytes([whole[-1] ^ 1])  # its key's checksum
         assert (client.remove(keys[1], True), client.put(keys[1], cut)) == (0, 0)
@@ -223,7 +225,7 @@ def test_what_came_whole_is_used_before_a_damaged_object_of_its_batch_is_read_ag
 def test_removing_damage_takes_no_longer_than_the_reader_has(pool, monkeypatch):
     with backend(pool) as node:
         keys = fresh(1)
-        assert put(node, keys) == [Status.OK]
+        assert put(node, keys) == [OK]
         pool.damage(*keys)
         given = []
 

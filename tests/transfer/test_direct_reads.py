@@ -15,6 +15,8 @@ from transfer.errors import Status, status_of
 from transfer.staging import StagingPool
 from transfer.store import GetResult, MooncakeStore
 
+OK = Status.OK
+
 FAILED = -800
 
 
@@ -133,7 +135,7 @@ def ways(monkeypatch):
 def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_and_are_the_same(pool, ways):
     with opened(pool, slots=16) as (store, staging):
         keys = fresh(12)
-        assert put(store, staging, keys) == [Status.OK] * 12
+        assert put(store, staging, keys) == [OK] * 12
         for _ in range(2):
             slots = leased(staging, 12, b"\0")
             assert get(store, keys, slots) == [FOUND] * 12
@@ -144,11 +146,11 @@ def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_an
         ways.clear()
         [slot, larger] = leased(staging, 2)
         small = fresh(1)
-        assert store.start_put(small, [slot], [100], end_in(60)).results() == [Status.OK]
-        assert get(store, small, [larger]) == [GetResult(Status.OK, 100)]
+        assert store.start_put(small, [slot], [100], end_in(60)).results() == [OK]
+        assert get(store, small, [larger]) == [GetResult(OK, 100)]
         assert ways == ["direct"]
         missing = get(store, [*small, *fresh(1)], [slot, larger])
-        assert [result.status for result in missing] == [Status.OK, Status.MISSING]
+        assert [result.status for result in missing] == [OK, Status.MISSING]
         assert ways == ["direct"], "what the master does not know is Mooncake's client's to answer"
 
 
@@ -158,17 +160,17 @@ def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_wh
     pool = make_pool(client_ttl_s=600).start()
     with opened(pool, timeouts={"get_ms": 2000, "put_ms": 2000}) as (store, staging):
         keys = fresh(4)
-        assert put(store, staging, keys) == [Status.OK] * 4
+        assert put(store, staging, keys) == [OK] * 4
         slots = leased(staging, 4)
 
         def got(timeout):
             return [result.status for result in store.start_get(keys, slots, end_in(timeout)).results()]
 
-        assert got(20) == got(20) == [Status.OK] * 4
+        assert got(20) == got(20) == [OK] * 4
         with pool.nodes["store-0"].stopped():
             assert got(0.5) == [Status.TIMEOUT] * 4
             wait_for(lambda: store._moves.peers.any_silent(time.monotonic()), "a silent peer")
-        wait_for(lambda: got(20) == [Status.OK] * 4, "the peer's objects")
+        wait_for(lambda: got(20) == [OK] * 4, "the peer's objects")
         assert ways[:3] == ["client", "direct", "direct"]
         assert set(ways[3:]) == {"client"}
 
@@ -177,7 +179,7 @@ def test_a_store_that_closes_while_bytes_come_waits_for_them(make_pool):
     pool = make_pool(client_ttl_s=600).start()
     with opened(pool, timeouts={"get_ms": 3000, "put_ms": 3000, "close_ms": 30_000}) as (store, staging):
         keys = fresh(4)
-        assert put(store, staging, keys) == [Status.OK] * 4
+        assert put(store, staging, keys) == [OK] * 4
         slots = leased(staging, 4, b"\0")
         assert get(store, keys, slots) == [FOUND] * 4
         with pool.nodes["store-0"].stopped():
@@ -185,7 +187,7 @@ def test_a_store_that_closes_while_bytes_come_waits_for_them(make_pool):
             closing = threading.Thread(target=MooncakeStore.close, args=(store,))
             closing.start()
             wait_for(lambda: not store.available)
-        assert {result.status for result in pending.results()} <= {Status.OK, Status.TRANSFER_FAILED}
+        assert {result.status for result in pending.results()} <= {OK, Status.TRANSFER_FAILED}
         closing.join(60)
         assert staging.in_use == 4
         release(slots)

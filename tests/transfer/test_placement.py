@@ -8,6 +8,8 @@ from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import Placement
 
+OK = Status.OK
+
 MIB = 1 << 20
 
 
@@ -16,7 +18,7 @@ def readable(store, staging, keys, fill):
     try:
         results = get(store, keys, slots)
         return all(
-            result.status is Status.OK and bytes(slot.view) == bytes([fill[0] + index]) * SLOT
+            result.status is OK and bytes(slot.view) == bytes([fill[0] + index]) * SLOT
             for index, (result, slot) in enumerate(zip(results, slots, strict=True))
         )
     finally:
@@ -30,8 +32,8 @@ def test_of_two_replicas_the_one_that_counts_as_read_is_the_one_that_is_read(mak
         for index in range(2):
             segment = pool.segment(index)
             some = keys[8 * index : 8 * (index + 1)]
-            assert put(store, staging, some, replicas=2, preferred_segment=segment) == [Status.OK] * 8
-            assert put(store, staging, [probes[index]], preferred_segment=segment) == [Status.OK]
+            assert put(store, staging, some, replicas=2, preferred_segment=segment) == [OK] * 8
+            assert put(store, staging, [probes[index]], preferred_segment=segment) == [OK]
         replicas = store._moves._replicas([*probes, *keys])
         dead, alive = (replicas[probe].peer for probe in probes)
         read_from = {key: replicas[key].peer for key in keys}
@@ -56,7 +58,7 @@ def test_a_copy_in_the_own_segment_is_read_whichever_the_master_names_first(pool
         opened(pool) as (other, _),
     ):
         keys = fresh(8)
-        assert put(owner, memory, keys) == [Status.OK] * 8
+        assert put(owner, memory, keys) == [OK] * 8
         assert set(other._moves._replicas(keys)) == set(keys)
         assert owner._moves.own_peer
         assert owner._moves._replicas(keys) == {}, "a read of them concerns no peer"
@@ -72,7 +74,7 @@ def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_su
         with opened(pool, placement=Placement(**placement)) as (store, staging):
             keys = fresh(40)
             for start in range(0, 40, 8):
-                assert put(store, staging, keys[start : start + 8], b"r") == [Status.OK] * 8
+                assert put(store, staging, keys[start : start + 8], b"r") == [OK] * 8
             return keys
 
     def used():
@@ -80,9 +82,9 @@ def test_a_preferred_segment_gets_the_bytes_any_spreads_them_and_two_replicas_su
 
     with opened(pool, placement=Placement(preferred_segment=first)) as (store, staging):
         one, other = fresh(1), fresh(1)
-        assert put(store, staging, one, preferred_segment=second) == [Status.OK]
+        assert put(store, staging, one, preferred_segment=second) == [OK]
         assert used() == (0, SLOT), "a put may have a placement of its own"
-        assert put(store, staging, other) == [Status.OK]
+        assert put(store, staging, other) == [OK]
         assert used() == (SLOT, SLOT)
         store.remove([*one, *other], end_in(60), force=True)
     with opened(pool) as (store, staging):
@@ -108,15 +110,15 @@ def test_pinned_objects_survive_pressure_that_evicts_the_others(make_pool):
         pinned, plain, brief = fresh(4), fresh(60), fresh(1)
         pins = ("soft", "soft", "hard", "hard")
         for key, pin in zip(pinned, pins, strict=True):
-            assert put(store, staging, [key], pin=pin) == [Status.OK]
-        assert put(store, staging, brief, pin="soft", soft_pin_ttl_s=1) == [Status.OK]
+            assert put(store, staging, [key], pin=pin) == [OK]
+        assert put(store, staging, brief, pin="soft", soft_pin_ttl_s=1) == [OK]
         for key in plain[:8]:
-            assert put(store, staging, [key]) == [Status.OK]
+            assert put(store, staging, [key]) == [OK]
         time.sleep(1.1)
         later = [put(store, staging, [key])[0] for key in plain[8:]]
-        assert set(later) <= {Status.OK, Status.NO_SPACE}
-        assert later.count(Status.OK) > 16, "eviction goes on: more was stored than there is room for"
+        assert set(later) <= {OK, Status.NO_SPACE}
+        assert later.count(OK) > 16, "eviction goes on: more was stored than there is room for"
         assert store.available, "a full pool is not a pool that is down"
-        assert store.batched_contains(pinned, end_in(60)) == [Status.OK] * 4
+        assert store.batched_contains(pinned, end_in(60)) == [OK] * 4
         assert Status.MISSING in store.batched_contains(plain[:8], end_in(60))
         assert store.batched_contains(brief, end_in(60)) == [Status.MISSING], "a soft pin holds for its time"

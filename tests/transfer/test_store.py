@@ -16,8 +16,10 @@ from transfer.settings import Placement, TransferSettings
 from transfer.staging import StagingPool
 from transfer.store import GetResult, MooncakeStore
 
+OK, MISSING = Status.OK, Status.MISSING
+
 SLOT = 4096
-FOUND = GetResult(Status.OK, SLOT)
+FOUND = GetResult(OK, SLOT)
 """What a read of a whole slot returns."""
 
 
@@ -71,9 +73,9 @@ def release(slots):
 def test_bytes_that_were_put_come_back_until_they_are_removed_and_missing_keys_say_so(pool):
     with opened(pool) as (store, staging):
         keys = fresh(3)
-        assert put(store, staging, keys[:2]) == [Status.OK, Status.OK]
+        assert put(store, staging, keys[:2]) == [OK, OK]
         slots = leased(staging, 3)
-        assert get(store, keys, slots) == [FOUND, FOUND, GetResult(Status.MISSING, 0)]
+        assert get(store, keys, slots) == [FOUND, FOUND, GetResult(MISSING, 0)]
         assert bytes(slots[0].view) == b"a" * SLOT
         assert bytes(slots[1].view) == b"b" * SLOT
         for bad, sizes in (([], []), (["a", "b"], [1, 1]), (["a"], [0]), (["a"], [SLOT + 1])):
@@ -82,11 +84,11 @@ def test_bytes_that_were_put_come_back_until_they_are_removed_and_missing_keys_s
         release(slots)
         assert staging.in_use == 0
         # which leases the first two
-        assert store.batched_contains(keys, end_in(60)) == [Status.OK, Status.OK, Status.MISSING]
-        assert store.remove(keys, end_in(60)) == [Status.BUSY, Status.BUSY, Status.MISSING]
-        assert store.remove(keys, end_in(60), force=True) == [Status.OK, Status.OK, Status.MISSING]
+        assert store.batched_contains(keys, end_in(60)) == [OK, OK, MISSING]
+        assert store.remove(keys, end_in(60)) == [Status.BUSY, Status.BUSY, MISSING]
+        assert store.remove(keys, end_in(60), force=True) == [OK, OK, MISSING]
         assert store.get_small(keys[2], end_in(60)) is None
-        assert store.put_small(keys[2], b"in words", end_in(60)) is Status.OK
+        assert store.put_small(keys[2], b"in words", end_in(60)) is OK
         assert store.get_small(keys[2], end_in(60)) == b"in words"
         for _ in range(10):
             store.batched_contains(["k"], end_in(0.0))
@@ -97,10 +99,10 @@ def test_a_put_with_a_segment_lands_on_the_writers_own_node_whose_memory_is_resi
     caplog.set_level("INFO", logger="transfer.staging")
     key = fresh(1)
     with opened(pool, segment_size=32 << 20, prefault=True) as (store, staging):
-        assert put(store, staging, key) == [Status.OK]
+        assert put(store, staging, key) == [OK]
         assert [record for record in caplog.records if "33554432 bytes prefaulted in" in record.getMessage()]
     with opened(pool) as (store, _):
-        assert store.batched_contains(key, end_in(60)) == [Status.MISSING], "unmounted with its segment"
+        assert store.batched_contains(key, end_in(60)) == [MISSING], "unmounted with its segment"
 
 
 def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool):

@@ -9,10 +9,7 @@ alone determine what it should have. A layer with a state keeps the sum of what 
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
-
-Words = npt.NDArray[np.uint64]
 
 BLOCK = 16
 VOCABULARY = 997

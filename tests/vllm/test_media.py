@@ -59,14 +59,18 @@ def looked_up(prefill, decode):
         yield proxy
 
 
+def pair_of(folder, pool, model):
+    """The file of a prefill and a decode node, of which only the latter has a prefix cache."""
+    nodes = {"prefill-0": {"args": HASHING}, "decode-0": {"args": RENDERING}}
+    handoff = {"wait_ms": HANDOFF_MS, "stream": "always"}
+    return cluster_file(folder, pool, model, nodes, handoff=handoff)
+
+
 @pytest.fixture(scope="module")
 def servers(vllm_pool, tmp_path_factory):
     model, folder = tmp_path_factory.mktemp("llava"), tmp_path_factory.mktemp("media")
     LLAVA.write(model)
-    by_blocks = cluster_file(
-        folder, vllm_pool, model, {"prefill-0": {"args": HASHING}, "decode-0": {"args": RENDERING}},
-        handoff={"wait_ms": HANDOFF_MS, "stream": "always"},
-    )  # fmt: skip
+    by_blocks = pair_of(folder, vllm_pool, model)
     by_tokens = cluster_file(
         folder, vllm_pool, model, {"prefill-0": {"args": HASHING}, "prefill-1": {"args": NUMBERING}},
         connector={"trust_media_ids": True}, cache={"chunk_size": CHUNK, "hash_mode": "tokens"},
@@ -268,15 +272,10 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module", params=[QWEN, GEMMA], ids=["qwen", "gemma"])
 def images(request, vllm_pool, tmp_path_factory):
-    """A model with images, and a prefill and a decode node of it, of which only the latter has a prefix
-    cache."""
-    model, folder = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("images")
+    """A model with images, and a prefill and a decode node of it."""
+    model = tmp_path_factory.mktemp("model")
     request.param.write(model)
-    file = cluster_file(
-        folder, vllm_pool, model,
-        {"prefill-0": {"args": HASHING}, "decode-0": {"args": RENDERING}},
-        handoff={"wait_ms": HANDOFF_MS, "stream": "always"},
-    )  # fmt: skip
+    file = pair_of(tmp_path_factory.mktemp("images"), vllm_pool, model)
     with (
         begun(by_hand(model, "--no-enable-prefix-caching")) as plain,
         running(file) as nodes,

@@ -20,6 +20,8 @@ from tests.support.made import made
 from tests.support.waiting import together, wait_for
 from transfer.errors import Status
 
+OK = Status.OK
+
 PART = 4096
 MOST = 40_000
 POOL = (MooncakeTier(),)
@@ -58,7 +60,7 @@ def some(count):
 
 @pytest.mark.parametrize("count", [0, 1, PART - 1, PART, PART + 1, 3 * PART, 3 * PART + 5, MOST])
 def test_values_of_any_size_up_to_the_bound(shared, name, count):
-    assert shared.put(name, some(count)) is Status.OK
+    assert shared.put(name, some(count)) is OK
     assert shared.get(name) == some(count)
     into = bytearray(count)
     assert shared.read_into([name], [into]) == [""]
@@ -83,7 +85,7 @@ def test_values_of_any_size_up_to_the_bound(shared, name, count):
     ids=lambda one: f"{one.dtype}{list(one.shape)}",
 )
 def test_tensors_come_back_as_they_were(shared, name, tensor):
-    assert shared.put(name, tensor) is Status.OK
+    assert shared.put(name, tensor) is OK
     found = shared.get_tensor(name)
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
     plain = tensor.resolve_conj().clone(memory_format=torch.contiguous_format)
@@ -123,7 +125,7 @@ LENGTHS = ([1], [0, 5, 0], [PART], [PART - 1, 1, 1], [400, 900, 3, 9000, 0, 7], 
 def test_a_scattered_value_is_its_pieces_one_after_another_whatever_the_parts_are(shared, name, lengths):
     given = [some(length) for length in lengths]
     whole = b"".join(given)
-    assert shared.put(name, Scattered([memoryview(piece) for piece in given])) is Status.OK
+    assert shared.put(name, Scattered([memoryview(piece) for piece in given])) is OK
     assert shared.get(name) == whole
     for other in LENGTHS:
         memory = [bytearray(length) for length in other]
@@ -142,7 +144,7 @@ def test_text_and_bytes_are_two_names_and_any_text_is_one(shared, name):
 
 def test_a_name_that_occurs_twice_is_read_and_stored_as_often(shared, name):
     names = [f"{name} 1", f"{name} 2", f"{name} 1", f"{name} 1"]
-    assert shared.put_many(names, [b"one", b"two", b"one", b"one"]) == [Status.OK] * 4
+    assert shared.put_many(names, [b"one", b"two", b"one", b"one"]) == [OK] * 4
     assert shared.get_many(names) == [ObjectOutcome(one) for one in (b"one", b"two", b"one", b"one")]
 
 
@@ -150,14 +152,14 @@ def test_a_name_that_occurs_twice_is_read_and_stored_as_often(shared, name):
 
 
 def test_the_first_value_of_a_name_stays_until_it_is_removed(shared, name):
-    assert shared.put(name, b"first") is Status.OK
+    assert shared.put(name, b"first") is OK
     assert shared.exists(name), "which leases it"
-    assert shared.put(name, b"second") is Status.OK
+    assert shared.put(name, b"second") is OK
     assert shared.get(name) == b"first"
-    assert shared.remove(name) is Status.OK
+    assert shared.remove(name) is OK
     assert (shared.exists(name), shared.get(name)) == (False, None)
     assert shared.remove(name) is Status.MISSING
-    assert shared.put(name, b"second") is Status.OK
+    assert shared.put(name, b"second") is OK
     assert shared.get(name) == b"second"
 
 
@@ -173,7 +175,7 @@ def test_two_long_values_put_under_one_name_at_once_never_mix(make, name):
 
         together(*(partial(put, *pair) for pair in zip((one, other), long, strict=True)))
         assert one.get(f"{name} {turn}") in (*long, None)
-        assert one.put(f"{name} {turn}", long[0]) is Status.OK
+        assert one.put(f"{name} {turn}", long[0]) is OK
         assert other.get(f"{name} {turn}") in long
 
 
@@ -185,7 +187,7 @@ def test_a_long_value_of_which_a_part_is_gone_is_a_miss_and_the_next_put_stores_
     assert shared.exists(name), "the head is there"
     assert shared.get_many([name]) == [ObjectOutcome(None, "incomplete")]
     assert not shared.exists(name)
-    assert shared.put(name, value) is Status.OK
+    assert shared.put(name, value) is OK
     assert shared.get(name) == value
 
 
@@ -214,7 +216,7 @@ def test_a_planted_form_that_is_no_tensor_is_a_miss_and_never_raises(pool, share
 def test_after_its_deadline_a_read_of_thousands_of_parts_ends(shared, name, monkeypatch):
     cache = ObjectCache(shared.backend, "small parts", part_bytes=8)
     value, deadline, asked = some(8 * 500), Deadline(None), 0
-    assert cache.put(name, value) is Status.OK
+    assert cache.put(name, value) is OK
     reads = cache.backend.batched_get
 
     def cut_soon(keys, **options):
@@ -285,7 +287,7 @@ def test_many_more_values_than_staging_memory_holds(pool, name):
     with ObjectCache.open(settings, "shared", part_bytes=PART) as cache:
         cache.wait_available(60)
         names, values = [f"{name} {n}" for n in range(60)], [some(3 * PART + n) for n in range(60)]
-        assert cache.put_many(names, values) == [Status.OK] * 60
+        assert cache.put_many(names, values) == [OK] * 60
         assert [one.value for one in cache.get_many(names)] == values
         wait_for(lambda: cache.backend.memory.pool.in_use == 0, "all memory free")
 
@@ -299,7 +301,7 @@ def test_with_disk_alone_no_pool_is_needed(tmp_path, pool, name):
         with ObjectCache.open(settings, "shared", part_bytes=PART) as cache:
             cache.wait_available(60)
             assert cache.get(name) == (b"kept" if turn else None)
-            assert cache.put(name, b"kept") is Status.OK
+            assert cache.put(name, b"kept") is OK
             wait_for(lambda cache=cache: cache.get(name) == b"kept", "the write behind")
 
 
@@ -378,7 +380,7 @@ def test_a_loop_puts_and_gets_many_at_once(make, name):
     async def use():
         async with AsyncObjectCache(make()) as cache:
             put = await asyncio.gather(*(cache.put(f"{name} {n}", some(n)) for n in range(40)))
-            assert put == [Status.OK] * 40
+            assert put == [OK] * 40
             assert await asyncio.gather(*(cache.get(f"{name} {n}") for n in range(40))) == [
                 some(n) for n in range(40)
             ]
@@ -386,7 +388,7 @@ def test_a_loop_puts_and_gets_many_at_once(make, name):
             await cache.put(f"{name} t", torch.arange(3))
             tensor = await cache.get_tensor(f"{name} t")
             assert tensor.tolist() == [0, 1, 2]
-            assert await cache.remove(f"{name} 3") is Status.OK
+            assert await cache.remove(f"{name} 3") is OK
             with pytest.raises(ValueError, match="got int"):
                 await cache.put(f"{name} t", 5)
 

@@ -18,6 +18,8 @@ from tests.support.waiting import beside, together, wait_for
 from transfer.deadlines import end_in
 from transfer.errors import Status
 
+OK = Status.OK
+
 KEYS = [f"k{n}" for n in range(8)]
 IMPATIENT = msgspec.structs.replace(TIMEOUTS, put_ms=300, get_ms=300)
 
@@ -120,9 +122,9 @@ def test_processes_that_share_a_path_have_folders_of_their_own(open_disk):
 @pytest.mark.parametrize("options", [{"direct": False}, {"threads": 1}])
 def test_every_option_stores_and_reads_also_for_a_caller_that_would_wait_for_ever(open_disk, options):
     subject = open_disk(**options)
-    assert put(subject, *KEYS) == [Status.OK] * 8
+    assert put(subject, *KEYS) == [OK] * 8
     assert subject.get(KEYS) == expected()
-    assert put_one(subject, "k", math.inf).results() == [Status.OK]
+    assert put_one(subject, "k", math.inf).results() == [OK]
     (fetched,) = subject.backend.batched_get(["k"], end=end_in(math.inf))
     assert subject.backend.check(fetched) == ""
     fetched.release()
@@ -138,7 +140,7 @@ def test_a_file_system_without_direct_io_is_used_through_the_page_cache(open_dis
 
     monkeypatch.setattr(os, "open", refuse)
     subject = open_disk()
-    assert put(subject, "k") == [Status.OK]
+    assert put(subject, "k") == [OK]
     assert subject.get(["k"]) == [value("k")]
 
 
@@ -163,12 +165,12 @@ def test_a_write_that_is_removed_under_way_is_not_published(open_disk, faults):
     assert put_one(subject, "k", 0.05).results() == [Status.BUSY], "it would wait for less long"
     joined = put_one(subject, "k")
     assert subject.backend.memory.pool.in_use == 1
-    assert subject.backend.batched_remove(["k"]) == [Status.OK]
+    assert subject.backend.batched_remove(["k"]) == [OK]
     faults.go_on.set()
-    assert outcome.results() == joined.results() == [Status.OK]
+    assert outcome.results() == joined.results() == [OK]
     assert not subject.has("k")
     wait_for(lambda: files(subject) == [])
-    assert put(subject, "k") == [Status.OK]
+    assert put(subject, "k") == [OK]
     assert subject.get(["k"]) == [value("k")]
 
 
@@ -190,7 +192,7 @@ def test_close_flushes_the_writes_that_were_accepted(open_disk):
     first = open_disk(threads=1)
     outcomes = [put_one(first, key) for key in KEYS]
     first.backend.close()
-    assert [outcome.results() for outcome in outcomes] == [[Status.OK]] * 8
+    assert [outcome.results() for outcome in outcomes] == [[OK]] * 8
     assert open_disk().get(KEYS) == expected()
 
 
@@ -219,7 +221,7 @@ def test_a_full_disk_refuses_writes_is_read_and_comes_back(open_disk, small_disk
     assert subject.get(["early"]) == [value("early")]
     ballast.unlink()
     wait_for(lambda: subject.count("pd_cache_tier_off", tier="disk") == 0, "the tier in use again")
-    assert put(subject, "late") == [Status.OK]
+    assert put(subject, "late") == [OK]
     assert subject.get(["late", "early"]) == [value("late"), value("early")]
     assert temporaries(subject) == []
 
@@ -257,7 +259,7 @@ def test_what_an_error_says_is_told_by_its_number_and_by_how_many_there_are_in_a
     assert subject.get(KEYS) == (expected() if readable else ["tier_off"] * 8)
     assert subject.count("pd_cache_tier_failures_total") == 1
     faults.fail(0)
-    wait_for(lambda: put(subject, "new") == [Status.OK], "writes accepted again")
+    wait_for(lambda: put(subject, "new") == [OK], "writes accepted again")
     faults.fail(number, "read", "probe")
     assert subject.get(KEYS)[:3] == read
     faults.fail(0)
@@ -310,7 +312,7 @@ def test_a_file_that_cannot_be_deleted_stops_writes_until_it_can_be_and_the_budg
     assert subject.count("pd_cache_tier_failures_total", reason="eperm") == 1
     assert len(files(subject)) == 8
     faults.fail(0)
-    wait_for(lambda: put(subject, "new") == [Status.OK], "writes accepted again")
+    wait_for(lambda: put(subject, "new") == [OK], "writes accepted again")
     assert len(files(subject)) == len(subject.backend.index) == 8
     subject.check_integrity()
 
@@ -337,7 +339,7 @@ def test_a_path_that_cannot_be_used_is_off_until_it_can(open_disk, tmp_path):
     assert put(subject, "k") == [Status.TIER_OFF]
     path.unlink()
     wait_for(lambda: subject.backend.available)
-    assert put(subject, "k") == [Status.OK]
+    assert put(subject, "k") == [OK]
 
 
 def test_a_folder_that_was_deleted_is_made_again_and_no_other_process_gets_it(open_disk):
@@ -348,7 +350,7 @@ def test_a_folder_that_was_deleted_is_made_again_and_no_other_process_gets_it(op
     assert set(subject.get(KEYS)) == {"tier_off"}, "the first read finds out"
     wait_for(lambda: subject.backend.available, "the tier in use again")
     assert subject.backend.batched_contains(KEYS) == [Status.MISSING] * 8
-    assert put(subject, *KEYS) == [Status.OK] * 8
+    assert put(subject, *KEYS) == [OK] * 8
     assert subject.get(KEYS) == expected()
     assert subject.backend.folder.root == root
     assert open_disk().backend.folder.root != root
@@ -400,7 +402,7 @@ def test_writes_to_a_disk_that_hangs_hold_half_of_the_memory_at_most(open_disk, 
     )
     faults.go_on.set()
     statuses = [status for outcome in outcomes for status in outcome.results()]
-    assert statuses == [Status.OK] * 12 + [Status.OVERLOADED] * 18
+    assert statuses == [OK] * 12 + [Status.OVERLOADED] * 18
     staged = subject.backend.stage(end=end_in(5.0))
     staged.release()
 
@@ -454,7 +456,7 @@ def test_a_damaged_file_goes_although_others_are_reading_it(open_disk):
     other = index.pin(digest_of("k"))
     assert subject.get(["k"]) == ["corrupt"]
     assert not subject.has("k")
-    assert put(subject, "k") == [Status.OK]
+    assert put(subject, "k") == [OK]
     assert file.exists()
     subject.backend._unpin(other)
     wait_for(lambda: not file.exists(), "the damaged file gone")

@@ -20,6 +20,8 @@ from transfer.deadlines import end_in
 from transfer.errors import Status
 from transfer.settings import TransferSettings
 
+OK, MISSING, TIER_OFF = Status.OK, Status.MISSING, Status.TIER_OFF
+
 PAYLOAD = 5000
 
 
@@ -39,16 +41,16 @@ def make(tmp_path):
 
 
 def holds(subject, tier, key):
-    return subject.bases[tier].batched_contains([key]) == [Status.OK]
+    return subject.bases[tier].batched_contains([key]) == [OK]
 
 
 def switch_off_disk(subject):
-    subject.bases["disk"].state = Status.TIER_OFF  # the keeper does not hear of it
+    subject.bases["disk"].state = TIER_OFF  # the keeper does not hear of it
 
 
 def only_on_disk(subject, *keys):
     put(subject, *keys)
-    assert subject.bases["local"].batched_remove(list(keys)) == [Status.OK] * len(keys)
+    assert subject.bases["local"].batched_remove(list(keys)) == [OK] * len(keys)
 
 
 # --- promotion ----------------------------------------------------------------------------------------------
@@ -123,12 +125,12 @@ def test_later_tiers_are_asked_once_and_only_for_what_earlier_ones_lack(make, mo
     subject.bases["local"].batched_remove(["b", "d"])
     asked = Asked(subject.bases["disk"], monkeypatch, "batched_contains", "batched_fetch")
     assert subject.backend.batched_contains(["a", "b", "c", "x", "d"]) == [
-        Status.OK, Status.OK, Status.OK, Status.MISSING, Status.OK,
+        OK, OK, OK, MISSING, OK,
     ]  # fmt: skip
     assert asked.calls == [("batched_contains", ["b", "x", "d"])]
     assert subject.backend.near(["a", "b", "c", "x", "d"]) == TierChunks(memory=2, disk=2)
     asked.calls.clear()
-    assert subject.backend.batched_contains(["a", "c"]) == [Status.OK] * 2
+    assert subject.backend.batched_contains(["a", "c"]) == [OK] * 2
     assert asked.calls == []
     assert subject.get(["a", "b", "c"]) == [value(key) for key in "abc"]
     assert asked.calls == [("batched_fetch", ["b"])]
@@ -138,10 +140,10 @@ def test_a_tier_that_is_off_is_passed_over_and_its_absence_is_no_plain_miss(make
     subject = make()
     only_on_disk(subject, "k")
     switch_off_disk(subject)
-    assert subject.backend.batched_contains(["k"]) == [Status.TIER_OFF]
+    assert subject.backend.batched_contains(["k"]) == [TIER_OFF]
     assert subject.get(["k"]) == ["tier_off"]
     assert subject.backend.available, "memory still is"
-    assert put(subject, "new") == [Status.TIER_OFF], "it blocks, and is the last"
+    assert put(subject, "new") == [TIER_OFF], "it blocks, and is the last"
     assert subject.get(["new"]) == [value("new")]
     assert subject.count("pd_cache_tier_dropped_writes_total", tier="disk", reason="tier_off") == 1
 
@@ -154,14 +156,14 @@ def test_a_put_is_wanted_where_the_last_tier_lacks_the_key_or_cannot_tell_and_no
     subject.bases["disk"].batched_remove(["memory"])
     subject.bases["local"].batched_remove(["disk"])
     keys = ["both", "memory", "disk", "none"]
-    assert subject.backend.batched_contains(keys) == [Status.OK, Status.OK, Status.OK, Status.MISSING]
-    assert subject.backend.batched_wants(keys) == [Status.OK, Status.MISSING, Status.OK, Status.MISSING]
+    assert subject.backend.batched_contains(keys) == [OK, OK, OK, MISSING]
+    assert subject.backend.batched_wants(keys) == [OK, MISSING, OK, MISSING]
     switch_off_disk(subject)
     assert subject.backend.batched_wants(keys) == [
-        Status.TIER_OFF,
-        Status.TIER_OFF,
-        Status.MISSING,
-        Status.MISSING,
+        TIER_OFF,
+        TIER_OFF,
+        MISSING,
+        MISSING,
     ]
 
 
@@ -191,7 +193,7 @@ def test_a_tier_that_lost_files_is_given_each_key_a_constant_number_of_times(mak
     lost = [key for n, key in enumerate(keys) if not kept or n % kept == 0]
     # known to the index when it is asked, and gone when they are read
     local.batched_remove(lost)
-    monkeypatch.setattr(local, "batched_contains", lambda asked, *_: [Status.OK] * len(asked))
+    monkeypatch.setattr(local, "batched_contains", lambda asked, *_: [OK] * len(asked))
     first, second = (Asked(one, monkeypatch, "batched_contains", "batched_fetch") for one in (local, disk))
     assert subject.get(keys) == [value(key) for key in keys]
     assert len(named(first.calls, "batched_contains")) == 1
@@ -232,7 +234,7 @@ def test_a_store_waits_for_a_blocking_disk_that_is_slower_before_it_takes_memory
         last = hybrid.stage(end=end_in(20.0))
         assert last is not None, "it waited for the disk"
         last.release()
-        assert [outcome.results() for outcome in outcomes] == [[Status.OK]] * 5
+        assert [outcome.results() for outcome in outcomes] == [[OK]] * 5
     finally:
         faults.go_on.set()
         hybrid.close()
@@ -244,8 +246,8 @@ def test_a_put_does_not_wait_for_a_tier_that_writes_behind_and_what_exceeds_the_
     subject = make_behind(tmp_path, backlog=3)
     try:
         faults.go_on.clear()
-        assert subject.put({f"k{n}": value(n) for n in range(2)}) == [Status.OK] * 2
-        assert subject.put({f"k{n}": value(n) for n in range(2, 5)}) == [Status.OK] * 3
+        assert subject.put({f"k{n}": value(n) for n in range(2)}) == [OK] * 2
+        assert subject.put({f"k{n}": value(n) for n in range(2, 5)}) == [OK] * 3
         assert not holds(subject, "disk", "k0")
         assert subject.get(["k0"]) == [value(0)]
         assert subject.count("pd_cache_tier_dropped_writes_total", tier="disk", reason="overloaded") == 2
@@ -310,7 +312,7 @@ def test_local_tiers_alone_need_no_pool_but_staging_for_one_chunk(tmp_path):
     try:
         backend.wait_available(60)
         subject = Subject(backend, {}, metrics)
-        assert put(subject, "k") == [Status.OK]
+        assert put(subject, "k") == [OK]
         assert subject.get(["k"]) == [value("k")]
         wait_for(lambda: count(metrics, "pd_cache_tier_bytes", tier="disk-1") == 8192)
     finally:
@@ -360,7 +362,7 @@ def test_metrics_say_how_much_staging_memory_is_in_use_besides_what_local_tiers_
         assert levels(metrics) == {"staging_bytes": staging, "staging_used_bytes": 0, "pool_up": 1}
         staged = backend.stage()
         assert levels(metrics)["staging_used_bytes"] == 8192
-        assert backend.tiers[0].backend.batched_put(["kept"], [staged]).results() == [Status.OK]
+        assert backend.tiers[0].backend.batched_put(["kept"], [staged]).results() == [OK]
         assert levels(metrics)["staging_used_bytes"] == 0, "the local tier keeps it"
     finally:
         backend.close()

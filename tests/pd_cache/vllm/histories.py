@@ -75,7 +75,7 @@ class Pool:
     """vLLM's pool of blocks, with a count of references for each."""
 
     def __init__(self):
-        self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0, block_hash=None) for number in range(64)]
+        self.blocks = [SimpleNamespace(block_id=number, ref_cnt=0) for number in range(64)]
         self.null_block = self.blocks[0]
         self.num_gpu_blocks = len(self.blocks)
         self.evicted = set()
@@ -96,22 +96,6 @@ class Pool:
 
     def evict_blocks(self, ids):
         self.evicted |= ids
-        for number in ids:
-            self.blocks[number].block_hash = None
-
-    def cache_full_blocks(
-        self, *, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id
-    ):
-        assert (block_size, kv_cache_group_id) == (BLOCK, 0)
-        assert num_full_blocks * BLOCK <= request.num_tokens
-        for block in blocks[num_cached_blocks:num_full_blocks]:
-            assert block.block_hash is None
-            block.block_hash = request.request_id
-
-    @property
-    def cached(self):
-        """The blocks in vLLM's own prefix cache."""
-        return [block.block_id for block in self.blocks if block.block_hash is not None]
 
     @property
     def used(self):
@@ -151,12 +135,6 @@ class Manager:
         self.block_pool.free_blocks(
             self.block_pool.blocks[block] for group in groups for block in group if block
         )
-
-    def get_blocks(self, request_id):
-        groups = (
-            [self.block_pool.blocks[block] for block in group] for group in self.get_block_ids(request_id)
-        )
-        return SimpleNamespace(blocks=tuple(groups))
 
     def get_block_ids(self, request_id):
         return self._of.get(request_id, ([],))
