@@ -680,7 +680,6 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
     from launch.engines import vllm_command as vllm
     from launch.run.supervise import RoleError
     from pd_cache.cluster import EngineNode, ProxyNode, VllmEngineConfig, machine
-    from pd_cache.cluster.schema import max_model_lens
 
     if old_file is not None:
         click.echo("`config check FILE` ends with the next version; use `config check -c FILE`", err=True)
@@ -692,12 +691,6 @@ def config_check(file: Path | None, old_file: Path | None, file_only: bool) -> N
     size = config.cache.chunk_size
     chunks = "chunk size by the model" if size == "auto" else f"chunks of {size} tokens"
     fine = f"{file}: ok: {config.name}: {', '.join(counts)}; {chunks}, {config.transfer.protocol}"
-    if len(set((lengths := max_model_lens(config)).values())) > 1:
-        shown = ", ".join(f"{name} {length or 'unset'}" for name, length in lengths.items())
-        click.echo(
-            f"warning: max-model-len differs: {shown}; a node refuses prompts that are longer than its own limit",
-            err=True,
-        )
     if file_only:
         click.echo(fine)
         return

@@ -319,16 +319,6 @@ def tensor_parallel(engine: VllmEngineConfig, node: EngineNode) -> int:
     return _number(engine, node, "tensor-parallel-size") or 1
 
 
-def max_model_lens(config: ClusterConfig) -> dict[str, int | None]:
-    """Returns the `max-model-len` of each node that runs vLLM, by its name; None if the file leaves it to
-    vLLM."""
-    engine = config.engine
-    if not isinstance(engine, VllmEngineConfig):
-        return {}
-    nodes = [node for node in config.nodes if isinstance(node, EngineNode)]
-    return {node.name: _number(engine, node, "max-model-len") for node in nodes}
-
-
 def data_parallel(engine: EngineConfig | None, node: EngineNode) -> tuple[int, range]:
     """Returns the data-parallel size of a node, and the ranks that run on its host."""
     if not isinstance(engine, VllmEngineConfig):

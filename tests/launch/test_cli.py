@@ -191,14 +191,6 @@ def test_names_of_nodes_and_of_files_may_be_no_utf_8_and_a_prompt_may_not(tmp_pa
     checked(file.rename(tmp_path / odd))
 
 
-def test_config_check_warns_of_nodes_that_take_prompts_of_other_lengths(tmp_path):
-    engine = {"kind": "vllm", "model": "m", "args": {"max-model-len": 8192}}
-    for args, warned in (({"max-model-len": 4096}, True), ({}, False)):
-        nodes = [free_node("master"), free_node("prefill-0", args=args), free_node("decode-0")]
-        done = checked(cluster_file(tmp_path, engine=engine, nodes=nodes))
-        assert ("warning: max-model-len differs: prefill-0 4096, decode-0 8192;" in done.stderr) == warned
-
-
 def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures():
     done = run_program("bench", "lookup", "--help")
     assert done.stdout.startswith("Usage: pd-cache bench lookup ")
