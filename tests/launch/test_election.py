@@ -13,6 +13,12 @@ pytestmark = needs_etcd
 KEY, OURS = "mooncake-store/elected/master_view", "10.0.0.1:50051"
 
 
+def watched(etcd, leads):
+    """The watch of a master that leads, or does not, and its clock."""
+    clock = Clock()
+    return ElectionWatch(etcd.settings(), "elected", OURS, lambda: leads, clock), clock
+
+
 def name(etcd, leader):
     """What an election leaves in etcd."""
     with closing(etcd.client()) as client:
@@ -33,8 +39,7 @@ def name(etcd, leader):
 )
 def test_a_master_is_started_anew_if_it_and_etcd_differ_for_long_enough(etcd, named, leads, expected):
     name(etcd, named)
-    clock = Clock()
-    watch = ElectionWatch(etcd.settings(), "elected", OURS, lambda: leads, clock)
+    watch, clock = watched(etcd, leads)
     for clock.now in (0.0, 1.0):
         assert not watch.lost()
     clock.now = 1.0 + DISAGREES_S
@@ -43,8 +48,7 @@ def test_a_master_is_started_anew_if_it_and_etcd_differ_for_long_enough(etcd, na
 
 
 def test_a_master_is_started_anew_if_others_take_turns_to_be_named_and_none_stays(etcd):
-    clock = Clock()
-    watch = ElectionWatch(etcd.settings(), "elected", OURS, lambda: False, clock)
+    watch, clock = watched(etcd, False)
     for clock.now in (0.0, DISAGREES_S / 2, DISAGREES_S):
         name(etcd, None)
         name(etcd, "10.0.0.2:50051")
@@ -56,8 +60,7 @@ def test_a_master_is_started_anew_if_others_take_turns_to_be_named_and_none_stay
 
 def test_while_etcd_is_away_no_master_is_started_anew(make_etcd):
     etcd = make_etcd().start()
-    clock = Clock()
-    watch = ElectionWatch(etcd.settings(), "elected", OURS, lambda: True, clock)
+    watch, clock = watched(etcd, True)
     assert not watch.lost()
     etcd.stop()
     clock.now = DISAGREES_S

@@ -78,6 +78,15 @@ def load(request, blocks=BLOCKS):
     return LoadOp(request, [GroupChunks(0, NAMES, blocks)], blocks)
 
 
+def start(side, *loads):
+    side.start(Step(loads=list(loads)))
+
+
+def report(side):
+    """The next one."""
+    return wait_for(lambda: side.take_report(Step()))
+
+
 def ended(side, *requests):
     """Waits until these loads have ended."""
     all_of = EndedLoads(set(), set(), set())
@@ -94,7 +103,7 @@ def ended(side, *requests):
 def begun(side, cache, *requests):
     """These loads have begun, and go on until the gate opens."""
     cache.gate.clear()
-    side.start(Step(loads=[load(request) for request in requests]))
+    start(side, *map(load, requests))
     wait_for(lambda: len(cache.calls) == len(requests))
 
 
@@ -113,12 +122,12 @@ def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv_and_its
     cache.loads, cache.reason = loads, reason
     side = make()
     cache.gate.clear()
-    side.start(Step(loads=[load("a", [-1, *BLOCKS[1:]])]))
+    start(side, load("a", [-1, *BLOCKS[1:]]))
     wait_for(lambda: cache.calls)
     clock.now += 2
     cache.gate.set()
     assert ended(side, "a") == EndedLoads({"a"}, set(), bad)
-    assert wait_for(lambda: side.take_report(Step())) == StepReport(loads={"a": (2.0, told)})
+    assert report(side) == StepReport(loads={"a": (2.0, told)})
     assert (side.take_ended_loads(Step(), set()), side.take_report(Step())) == (
         EndedLoads(set(), set(), set()),
         None,
@@ -130,7 +139,7 @@ def test_a_load_is_reported_once_with_the_blocks_that_it_left_without_kv_and_its
 
 def test_a_load_without_names_has_failed(make, cache):
     side = make()
-    side.start(Step(loads=[LoadOp("a", [], BLOCKS)]))
+    start(side, LoadOp("a", [], BLOCKS))
     assert ended(side, "a").bad_blocks == set(BLOCKS)
     assert not cache.calls
 
@@ -138,7 +147,7 @@ def test_a_load_without_names_has_failed(make, cache):
 def test_a_load_that_waited_for_longer_than_its_deadline_is_not_begun(make, cache, clock):
     side = make()
     begun(side, cache, "a", "b")  # as many as there are threads
-    side.start(Step(loads=[load("late")]))
+    start(side, load("late"))
     clock.now += 5.0
     cache.gate.set()
     assert ended(side, "a", "b", "late").bad_blocks == set(BLOCKS)
@@ -153,7 +162,7 @@ def test_a_load_of_an_aborted_request_is_given_up_before_it_began_and_else_repor
 ):
     side = make()
     begun(side, cache, "a", "b")
-    side.start(Step(loads=[load("aborted")]))
+    start(side, load("aborted"))
     assert side.take_ended_loads(Step(), {"aborted", "a"}).finished == set(), (
         "the cache may still write to blocks of a"
     )
@@ -169,7 +178,7 @@ def test_groups_load_at_the_same_time_and_a_failed_one_is_reported_when_the_othe
     side = make(groups=[[(failed, True)], [(slow, True)]])
     parts = [GroupChunks(0, NAMES, BLOCKS), GroupChunks(1, NAMES, BLOCKS)]
     for first in (parts, parts[::-1]):
-        side.start(Step(loads=[LoadOp("a", first, [])]))
+        start(side, LoadOp("a", first, []))
         wait_for(lambda: failed.calls and slow.calls, "both groups to be loading")
         assert side.take_ended_loads(Step(), set()).finished == set()
         slow.gate.set()
@@ -182,7 +191,7 @@ def test_groups_load_at_the_same_time_and_a_failed_one_is_reported_when_the_othe
 
 def test_a_rank_without_layers_of_a_group_loads_the_others(make, cache):
     side = make(groups=[[(cache, True)], []])
-    side.start(Step(loads=[LoadOp("a", [GroupChunks(place, NAMES, BLOCKS) for place in (1, 0)], [])]))
+    start(side, LoadOp("a", [GroupChunks(place, NAMES, BLOCKS) for place in (1, 0)], []))
     assert ended(side, "a") == EndedLoads({"a"}, set(), set())
     assert cache.calls == [("a", 5.0)]
 
@@ -191,14 +200,14 @@ def test_of_the_parts_of_a_group_the_one_that_did_least_counts(make):
     most, least, elsewhere = Cache(), Cache(), Cache()
     most.loads, least.loads = 2, 1
     side = make(groups=[[(most, True), (least, True), (elsewhere, False)]])
-    side.start(Step(loads=[load("a")]))
+    start(side, load("a"))
     assert ended(side, "a").bad_blocks == set(BLOCKS[2:])
-    assert wait_for(lambda: side.take_report(Step())).loads == {"a": (0.0, Loaded(1, "evicted"))}
+    assert report(side).loads == {"a": (0.0, Loaded(1, "evicted"))}
     assert elsewhere.calls, "what another rank stores is loaded, too"
     least.loads = RuntimeError("no")
     for job, outcome in ((1, StoreOutcome.NOT), (2, StoreOutcome.NEW)):
         side.save(Step(stores=[StoreOp(job, CHUNKS)]))
-        assert wait_for(lambda: side.take_report(Step())).jobs == {job: (1, [outcome] * 3)}
+        assert report(side).jobs == {job: (1, [outcome] * 3)}
         least.loads = 3
     assert len(elsewhere.calls) == 1
 
@@ -218,7 +227,7 @@ def test_the_end_of_a_store_is_reported_so_that_its_blocks_are_given_back(
     cache.loads = loads
     side = make(groups=[[(cache, stores)]])
     side.save(Step(stores=[StoreOp(7, CHUNKS)]))
-    assert wait_for(lambda: side.take_report(Step())).jobs == {7: (1, [outcome] * 3)}
+    assert report(side).jobs == {7: (1, [outcome] * 3)}
     assert cache.calls == calls
 
 
@@ -227,7 +236,7 @@ def test_close_gives_up_what_is_queued_and_waits_for_what_runs(make, cache):
     begun(side, cache, "a", "b")
     side.save(Step(stores=[StoreOp(1, CHUNKS), StoreOp(2, CHUNKS)]))
     wait_for(lambda: len(cache.calls) == 3)
-    side.start(Step(loads=[load("queued")]))
+    start(side, load("queued"))
     assert not side.close(0.0), "a store and two loads still run"
     cache.gate.set()
     assert side.close(PATIENCE_S)

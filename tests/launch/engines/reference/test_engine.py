@@ -46,9 +46,19 @@ def ends_as(kind, generation):
     assert caught.value.kind == kind
 
 
+def stream_of(length, seed=1):
+    """The request that loads a prompt as its chunks appear."""
+    return request_of(length, seed, max_tokens=1, streams=True)
+
+
+def all_back(engine, blocks=64):
+    """Waits until nobody holds any of its blocks."""
+    wait_for(lambda: (engine.pool.free, engine.lent_blocks) == (blocks, 0))
+
+
 def streaming(engine, loaded, length=64):
     """A stream of a prompt, of which so many tokens are loaded."""
-    stream = engine.submit(request_of(length, max_tokens=1, streams=True))
+    stream = engine.submit(stream_of(length))
 
     def there():
         return [getattr(one.load or one.result, "loaded", one.result.tokens) for one in engine._streams]
@@ -122,7 +132,7 @@ def test_a_load_that_hangs_is_left_behind_and_cannot_harm_the_blocks_of_others(m
     finally:
         gate.opened.set()
     assert tokens_of(generation) == expected(request_of(50, max_tokens=40))
-    wait_for(lambda: (engine.pool.free, engine.lent_blocks) == (64, 0))
+    all_back(engine)
 
 
 def test_stores_that_hang_hold_up_no_answer_and_keep_at_most_half_of_all_blocks(make_engine, expected):
@@ -139,7 +149,7 @@ def test_stores_that_hang_hold_up_no_answer_and_keep_at_most_half_of_all_blocks(
     finally:
         gate.opened.set()
     cache.wait_for_chunks(15)
-    wait_for(lambda: (engine.pool.free, engine.lent_blocks) == (64, 0))
+    all_back(engine)
 
 
 # --- the handoff --------------------------------------------------------------------------------------------
@@ -169,7 +179,7 @@ def test_nobody_waits_for_an_announced_prefix_while_the_pool_is_down(make_engine
 def test_a_request_takes_over_what_a_stream_of_its_prompt_has_loaded(make_engine, expected):
     cache = FakeCache()
     decode = make_engine(cache, wait_ms=FOR_EVER)
-    stream = decode.submit(request_of(64, max_tokens=1, streams=True))
+    stream = decode.submit(stream_of(64))
     half = GenerationRequest(prompt=prompt_of(64)[:40], max_tokens=1)
     answered(make_engine(cache), half)
     cache.wait_for_chunks(2)
@@ -197,7 +207,7 @@ def test_a_request_that_nobody_announced_takes_over_what_was_prefetched_and_wait
 
 def test_streams_together_hold_a_quarter_of_the_blocks_and_the_others_end(make_engine):
     engine = make_engine(FakeCache(), max_running=8)
-    streams = [engine.submit(request_of(40, seed=seed, max_tokens=1, streams=True)) for seed in range(4)]
+    streams = [engine.submit(stream_of(40, seed=seed)) for seed in range(4)]
     for stream in streams[2:]:
         ends_as("aborted", stream)
     assert 64 - engine.pool.free == 12, "two of six blocks each"
@@ -209,7 +219,7 @@ def test_streams_together_hold_a_quarter_of_the_blocks_and_the_others_end(make_e
 def test_a_stream_gives_way_if_a_request_lacks_blocks_and_nothing_else_goes_on(make_engine, expected):
     """The request that would end the stream waits behind the one that lacks blocks."""
     engine = make_engine(FakeCache(), num_blocks=32)
-    stream = engine.submit(request_of(60, max_tokens=1, streams=True))
+    stream = engine.submit(stream_of(60))
     wait_for(lambda: engine.pool.free == 24)
     large = request_of(200, seed=5, max_tokens=40)
     before, own = engine.submit(large), engine.submit(request_of(60))
@@ -227,7 +237,7 @@ def test_a_request_loads_what_the_pool_has_if_the_load_of_its_stream_broke_off(m
 
     cache.before = lose
     engine = make_engine(cache, wait_ms=1)
-    stream = engine.submit(request_of(64, max_tokens=1, streams=True))
+    stream = engine.submit(stream_of(64))
     wait_for(lambda: engine._streams and engine._streams[0].result.tokens == 16)
     cache.before = lambda call: None
     cache.chunks.update(moved)
@@ -332,5 +342,5 @@ def test_under_an_erratic_cache_and_cancels_every_answer_is_right_and_no_block_i
             streams.pop(chance.randrange(len(streams))).cancel()
     for stream in streams:
         stream.cancel()
-    wait_for(lambda: (engine.pool.free, engine.lent_blocks) == (48, 0))
+    all_back(engine, 48)
     assert engine.healthy
