@@ -93,8 +93,8 @@ def _source(node: NodeStatus, name: str) -> str:
     return percent(sources[name]) if sources[name] else "-"
 
 
-def _moved(node: NodeStatus, what: Literal["load", "store", "lookups"]) -> float | None:
-    return None if node.moves is None else getattr(node.moves, what)
+def _traffic(node: NodeStatus, what: Literal["load", "store", "lookups"]) -> float | None:
+    return None if node.traffic is None else getattr(node.traffic, what)
 
 
 def _queue(node: NodeStatus) -> str:
@@ -131,9 +131,9 @@ COLUMNS = (
     Column("memory", 6, 6, lambda node: _source(node, "memory")),
     Column("disk", 4, 6, lambda node: _source(node, "disk")),
     Column("pool", 4, 6, lambda node: _source(node, "pool")),
-    Column("load/s", 6, 0, lambda node: rate(_moved(node, "load"))),
-    Column("store/s", 7, 0, lambda node: rate(_moved(node, "store"))),
-    Column("look/s", 6, 0, lambda node: rate(_moved(node, "lookups"))),
+    Column("load/s", 6, 0, lambda node: rate(_traffic(node, "load"))),
+    Column("store/s", 7, 0, lambda node: rate(_traffic(node, "store"))),
+    Column("look/s", 6, 0, lambda node: rate(_traffic(node, "lookups"))),
     Column("p50   p99", 11, 0, lambda node: _pair(node, "first byte", "first token", "lookup")),
     Column("lookup 50 99", 12, 7, lambda node: _pair(node, "lookup")),
     Column("queue", 6, 0, _queue),

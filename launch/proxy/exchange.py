@@ -32,27 +32,31 @@ class Exchange:
         share: BodyShare,
         tracing: Tracing,
     ) -> None:
-        """`path` and `headers`: what the client sent."""
+        """`path` and `headers`: what the client sent. `share`: the memory that its body takes."""
         self.id = request_id
         self.path = path
         self.headers = headers
         self.started = time.monotonic()
-        self.trial = Trial(budget)
         self.client = Client()
         """The client and its tenant, if keys name them."""
-        self.nodes: dict[Hop, str] = {}
-        self.reports: dict[Hop, RequestReport | None] = {}
-        """The reports in the nodes' answers; None for an answer without one."""
-        self.first_byte_s: float | None = None
-        """How long the decode node's first byte took; None before it."""
-        self.prefill_s: float | None = None
-        """How long the prefill hop took; None without one."""
+        self.excluded: Collection[str] = ()
+        """The decode nodes that its gateway does not allow."""
         self.body = b""
         """The client's body until the request is prepared, then that for the decode node until it answers."""
+        self.share = share
         self.prompt = NO_PROMPT
         """A completion's prompt, once the body is read. The lookup adds its names, or why it has none."""
-        self.predicted = Predicted()
-        """What was predicted when it was admitted."""
+        self.direct = ""
+        """Why no prefill node has to compute the prompt; empty if one has to."""
+        self.decode_node: str | None = None
+        """The decode node to try first, if it loads the prompt before it is asked."""
+        self.trial = Trial(budget)
+        self.until_answered = ExitStack()
+        """Ends the streams that the decode node needs until its first byte."""
+        self.hinted: asyncio.Task[str] | None = None
+        """Makes the answer to the request's hints; None without hints."""
+
+        # for the client, the log, counters, reports and traces
         self.status = 499
         """The status that its client gets; 499 until there is one."""
         self.answer_status: int | None = None
@@ -61,26 +65,25 @@ class Exchange:
         """The status of the error with which its answer ended after the first byte; None if it did not."""
         self.streamed = False
         """Whether its answer comes token by token."""
-        self.share = share
-        """The memory that its body takes."""
+        self.predicted = Predicted()
+        """What was predicted when it was admitted."""
+        self.prefill_s: float | None = None
+        """How long the prefill hop took; None without one."""
+        self.first_byte_s: float | None = None
+        """How long the decode node's first byte took; None before it."""
+        self.nodes: dict[Hop, str] = {}
+        self.reports: dict[Hop, RequestReport | None] = {}
+        """The reports in the nodes' answers; None for an answer without one."""
         self.tracing = tracing
         self.span = tracing.begin(
-            "pd_cache.proxy",
-            trace_headers(headers),
-            kind="server",
-            request_id=self.id,
-            path=path,
+            "pd_cache.proxy", trace_headers(headers), kind="server", request_id=self.id, path=path
         )
-        self.excluded: Collection[str] = ()
-        """The decode nodes that its gateway does not allow."""
-        self.direct = ""
-        """Why no prefill node has to compute the prompt; empty if one has to."""
-        self.decode_node: str | None = None
-        """The decode node to try first, if it was chosen before the prompt is computed."""
-        self.until_answered = ExitStack()
-        """Ends the streams that the decode node needs until its first byte."""
-        self.hinted: asyncio.Task[str] | None = None
-        """Makes the answer to the request's hints; None without hints."""
+
+    def free(self) -> None:
+        """Frees what the request needs only until its answer begins."""
+        self.until_answered.close()
+        self.share.close()
+        self.body = b""
 
     def summary(self) -> str:
         """Returns, for the log, which client asked, which nodes answered, and why they did not find more of

@@ -133,13 +133,13 @@ class Hops:
         if node is None:
             raise ValueError("no decode node " + ("returns its tokens" if plain else "renders chats"))
         headers, limit_s = exchange.node_headers(self._keys, exchange.span), self._lookups.timeout_s
-        try:
-            if plain:
-                return await self.whole(
-                    node + "/tokenize", headers, completion.for_tokenize(), read_tokens, limit_s
-                )
+        if plain:
+            url, body, read = node + "/tokenize", completion.for_tokenize(), read_tokens
+        else:
             body = await asyncio.to_thread(completion.for_render)
-            return await self.whole(f"{node}{completion.path}/render", headers, body, read_rendered, limit_s)
+            url, read = f"{node}{completion.path}/render", read_rendered
+        try:
+            return await self.whole(url, headers, body, read, limit_s)
         except HopError as error:
             if self._sparse.admit((node, "tokens")) is not None:
                 log.info("request %s: node %s did not return a prompt's tokens: %s", exchange.id, node, error)

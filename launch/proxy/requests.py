@@ -233,9 +233,7 @@ class Requests:
             error = self.hops.limits.measured(exchange.predicted, exchange.first_byte_s)
             if error is not None:
                 self.metrics.prediction_error.observe(error)
-        exchange.until_answered.close()
-        exchange.share.close()
-        exchange.body = b""
+        exchange.free()
 
     @asynccontextmanager
     async def _until_its_deadline(self, exchange: Exchange) -> AsyncIterator[None]:
@@ -283,11 +281,9 @@ class Requests:
             self.metrics.refused.labels(error.code).inc()
 
     def _ended(self, exchange: Exchange) -> None:
-        exchange.until_answered.close()
+        exchange.free()
         if exchange.hinted is not None:
             exchange.hinted.cancel()
-        exchange.share.close()
-        exchange.body = b""
         status = exchange.status
         self.metrics.requests.labels(str(status)).inc()
         exchange.span.note(status=status, **{f"{hop}_node": node for hop, node in exchange.nodes.items()})

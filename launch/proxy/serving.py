@@ -52,7 +52,7 @@ class Serving:
         """Answers a completion or a chat."""
         exchange = self._requests.new(request[REQUEST_ID], request.path, request.headers)
         relay = Relay(exchange, request)
-        read = _body(exchange, request, LARGEST_BODY, self._limit_s)
+        read = _reader(exchange, request, LARGEST_BODY, self._limit_s)
         try:
             async with self._requests.accepted(exchange, read):
                 await self._requests.prepare(exchange)
@@ -65,7 +65,7 @@ class Serving:
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Answers with the models of a decode node."""
         exchange = self._requests.new(request[REQUEST_ID], request.path, request.headers)
-        async with self._requests.accepted(exchange, _body(exchange, request, 0, self._limit_s)):
+        async with self._requests.accepted(exchange, _reader(exchange, request, 0, self._limit_s)):
             response = await self._models(exchange)
             exchange.status = response.status
             return response
@@ -73,7 +73,7 @@ class Serving:
     async def hint(self, request: web.Request) -> web.StreamResponse:
         """Answers a message of hints."""
         exchange = self._requests.new(request[REQUEST_ID], request.path, request.headers)
-        async with self._requests.accepted(exchange, _body(exchange, request, LARGEST_HINTS, HINTS_S)):
+        async with self._requests.accepted(exchange, _reader(exchange, request, LARGEST_HINTS, HINTS_S)):
             answer = await self._requests.hints.take(exchange.body, exchange)
             exchange.status = 200
             return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
@@ -140,7 +140,7 @@ class Serving:
         raise overloaded("No decode node could answer")
 
 
-def _body(
+def _reader(
     exchange: Exchange, request: web.Request, most: int, limit_s: float
 ) -> Callable[[], Awaitable[bytes]]:
     """Returns a function that reads a client's body (`read_body`)."""
@@ -218,10 +218,11 @@ class Relay:
 
 
 class _Shortcut(asyncio.Protocol):
-    """Writes a node's bytes to the client at once, as long as the client keeps up. The proxy thus
-    passes a token on in half of the time.
+    """Writes a node's bytes to the client as soon as they arrive, while the client keeps up. So a token
+    passes the proxy in half of the time.
 
-    It replaces aiohttp's protocol of the node's connection, which still parses the bytes.
+    It stands between the node's connection and aiohttp's protocol. It hands every event to the protocol,
+    which parses the bytes.
     """
 
     def __init__(self, relay: Relay, answer: aiohttp.ClientResponse, response: web.StreamResponse) -> None:
@@ -231,11 +232,8 @@ class _Shortcut(asyncio.Protocol):
         self._over: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def taken(self) -> bytes:
-        """Returns when the answer has ended or broken off, or the client is too slow: bytes that were read,
-        but not written yet.
-
-        The rest is in `answer.content`.
-        """
+        """Passes the answer on until it ends, breaks off, or the client is too slow. Returns the bytes that
+        it has read and not written. All that follows them is in `answer.content`."""
         relay, connection = self._relay, self._answer.connection
         node, client = connection and connection.transport, relay.request.transport
         if connection is None or node is None or client is None:

@@ -107,7 +107,7 @@ class NodeStatus(msgspec.Struct, kw_only=True):
         return None if self.rates is None else self.rates.hit
 
     @property
-    def moves(self) -> Rates | None:
+    def traffic(self) -> Rates | None:
         """Its rates, if it is of a role that loads and stores."""
         return None if self.role in ("proxy", "master") else self.rates
 
@@ -122,7 +122,7 @@ class NodeStatus(msgspec.Struct, kw_only=True):
         under those of `NodeReading`."""
         reading, rates = self.reading, self.rates
         shown = dict.fromkeys(Rates.__struct_fields__) if rates is None else msgspec.to_builtins(rates)
-        if self.moves is None:
+        if self.traffic is None:
             shown |= dict.fromkeys(("load", "store", "lookups"))
         return {
             "name": self.name,

@@ -22,9 +22,10 @@ A node that cannot be reached, or that is too slow, is at fault itself. A failur
 requests all day. So it counts against the node only if another node then answers the same request well. A
 request that two nodes fail is answered with its error, and no node is blamed.
 
-A lost connection may mean that the request brought the node down. No request may lose more than two nodes, of
-either kind. A node that had already failed `BREAKER_FAILURES` other requests since its last good answer does
-not count here: a broken group of prefill nodes must not stop decode nodes from answering.
+A lost connection may mean that the request brought the node down. So a request may lose at most two nodes, of
+either kind. A lost node counts only if it worked before: if it had failed fewer than `BREAKER_FAILURES` other
+requests since its last good answer. Otherwise a broken group of prefill nodes would stop decode nodes from
+answering.
 """
 
 from __future__ import annotations

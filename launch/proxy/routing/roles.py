@@ -4,15 +4,15 @@ time comes from the caller.
 1. The nodes of the role `both` stand in the order of their addresses. Those before the *cut* prefill, the
    others decode. Proxies do not talk to one another, so they may cut at different places. A node in between
    then does both.
-2. Work is counted in nodes, that is, in seconds of work a second. A prefill node that always computes has the
-   work of one node, and so has a decode node that is full. Waiting requests add work: prompts add the seconds
-   that they take, spread over 10 s; answers add the room that they need.
-3. The cost of a cut is the work of each node of the busier kind. While the present cut costs less than 0.7,
-   nothing changes. Otherwise, each look adds what the cheapest cut would have saved since the last look,
-   less half a node's work. Once the sum reaches 10 s of a node's work, that cut is taken, but at the
-   earliest 10 s after the last change. After a change, only later reports count.
+2. Work is measured in nodes. A prefill node that computes all the time has the work of one node, and so has a
+   decode node that is full. Waiting requests add work. A prompt adds the seconds that it takes to compute,
+   divided by `_CATCH_UP_S`. An answer adds the share of a node's room that it needs.
+3. The cost of a cut is the work per node of the busier kind. While the present cut costs less than `_FULL`,
+   nothing changes. Otherwise the proxy adds up the work that the cheapest cut would have saved, less that of
+   `_SLACK` nodes, in seconds of a node's work. Once the sum is `_WORTH_S`, it takes the cheapest cut. After a
+   change, it forgets all earlier reports, and changes nothing for `_SETTLE_S`.
 4. If too few nodes of a kind are alive, a cut with enough nodes of this kind is taken at once.
-5. A node that changes gets nothing new until it has finished what it has, but for 20 s at most.
+5. A node that changes gets nothing new until it has finished what it has, for `_DRAIN_S` at most.
 """
 
 from __future__ import annotations
@@ -26,9 +26,17 @@ from launch.proxy.routing.node_pool import Hop
 from pd_cache.cluster import RolesConfig
 
 _SETTLE_S = 10.0
+"""The least time between two changes. Reports that are older than this are forgotten."""
 _CATCH_UP_S = 10.0
-_DRAIN_S, _MIXED_S = 20.0, 120.0
-_FULL, _SLACK, _WORTH_S = 0.7, 0.5, 10.0
+"""The time in which prefill nodes should have computed the prompts that wait."""
+_DRAIN_S = 20.0
+"""How long a node that changes gets nothing new."""
+_MIXED_S = 120.0
+"""How long a node that is never idle after its change counts as one with work of both kinds."""
+_FULL = 0.7
+"""The cost from which another cut is considered."""
+_SLACK, _WORTH_S = 0.5, 10.0
+"""A change pays if it saves `_WORTH_S` seconds of a node's work, beyond the work of `_SLACK` nodes."""
 _IDLE = 0.02
 """The work of each kind that is assumed of each node, so that single requests decide nothing."""
 _ABSURD = 1e15
