@@ -121,7 +121,7 @@ async def read_body(
 
 
 _TRANSFER, _HINTS = "kv_transfer_params", "kv_hints"
-_Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _ZERO, _ONE, _NULL = msgspec.Raw(b"0"), msgspec.Raw(b"1"), msgspec.Raw(b"null")
 _TOKENIZED = (
@@ -298,7 +298,7 @@ class Completion:
 
     def token_ids(self) -> list[int] | None:
         """Returns the prompt's token ids if it is given as token ids, otherwise None."""
-        return self._value(self._field, list[_Token])
+        return self._value(self._field, list[Token])
 
     def model(self) -> str | None:
         """Returns the model that should answer; None if the request names none, or not by a string."""
@@ -430,7 +430,7 @@ def _too_many_fields() -> ApiError:
 
 
 class _Tokenized(msgspec.Struct, frozen=True):
-    tokens: list[_Token]
+    tokens: list[Token]
 
 
 def read_tokens(answer: bytes) -> PromptTokens:
@@ -450,7 +450,7 @@ class _Features(msgspec.Struct, frozen=True):
 
 
 class _Rendered(msgspec.Struct, frozen=True):
-    token_ids: list[_Token]
+    token_ids: list[Token]
     features: _Features | None = None
 
 

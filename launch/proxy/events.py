@@ -21,13 +21,13 @@ from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from launch.openai import ApiError, overloaded
-from launch.proxy.bodies import BodyMemory, BodyShare, read_body, tenant_salt
+from launch.proxy.bodies import BodyMemory, BodyShare, Token, read_body, tenant_salt
 from launch.proxy.keys import Keys
 from launch.proxy.lookups import PoolLookups
 from launch.proxy.routing.prefixes import NamedPrompt, leading
@@ -55,7 +55,6 @@ _LARGEST = 4 << 20
 _MOST_AT_ONCE = 8
 _READ_S = 10.0
 _TENANT = "default"
-_Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class KnownRank:
@@ -268,7 +267,7 @@ class CacheView:
 class Query(msgspec.Struct, frozen=True):
     """The question how much of a prompt each node has. Mooncake Conductor calls a node an instance."""
 
-    token_ids: list[_Token]
+    token_ids: list[Token]
     model: str | None = None
     lora_name: str | None = None
     lora_id: int | None = None

@@ -85,10 +85,7 @@ class Hops:
         self, exchange: Exchange, completion: Completion, prompt: RoutedPrompt, *, name: bool
     ) -> RoutedPrompt:
         """Returns the prompt with its names and with what the pool holds of it, or with the reason why it has
-        no names. Asks a decode node for the prompt's tokens if necessary.
-
-        `name`: whether the caller needs the names even of a prompt that is too short for a lookup.
-        """
+        no names. With `name`, also names a prompt that is too short for a lookup."""
         lookups = self._lookups
         if why := self._why_unnamed(completion, prompt, name=name):
             return prompt._replace(unnamed=why)
@@ -206,11 +203,10 @@ class Hops:
 
     async def prefill(self, exchange: Exchange, body: bytes) -> tuple[str, HandedOver | None]:
         """Asks prefill nodes until one computes the prompt. Returns the outcome, and what the node handed
-        over; None if none computed the prompt.
+        over; None if none computed it.
 
-        The decode node gets the request even if prefill nodes refuse it. It may accept longer prompts or
-        other adapters, or have a shorter queue. If it refuses, too, its answer is about the client's own
-        request.
+        A request that prefill nodes refuse still goes to the decode node. That node may accept longer prompts
+        or other adapters, and its refusal is about the client's own request.
         """
         limit_s, refused = self._config.prefill_timeout_s, 0
         until, pool = time.monotonic() + limit_s, self.pools["prefill"]
@@ -234,17 +230,16 @@ class Hops:
                 if error.reason == "refused":
                     refused += 1
                     attempts.answered(node, time.monotonic(), well=False)
-                    self._refused(exchange, node, error)
+                    free_frames(error)
+                    if self._sparse.admit((node, "refused")) is not None:
+                        log.info(
+                            "request %s: prefill node %s refused the prompt: %s", exchange.id, node, error
+                        )
                 else:
                     # a second node is not to blame if the first one left it too little time
                     blamed = error.reason != "timeout" or left_s > limit_s / 2
                     self.failed(exchange, "prefill", node, attempts if blamed else None, error)
         return "prefill_refused" if refused else "prefill_failed", None
-
-    def _refused(self, exchange: Exchange, node: str, error: HopError) -> None:
-        free_frames(error)
-        if self._sparse.admit((node, "refused")) is not None:
-            log.info("request %s: prefill node %s refused the prompt: %s", exchange.id, node, error)
 
     # --- loads at the decode node ---------------------------------------------------------------------------
 
