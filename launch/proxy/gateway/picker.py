@@ -142,6 +142,8 @@ class _Picker:
             with requests.hops.asking(exchange, "decode", node) as (headers, asked):
                 left_s = max(0.001, limit_s - (time.monotonic() - exchange.started))
                 sent = {ENDPOINT: address, _DEADLINE: str(int(left_s * 1000)), **headers}
+                # if a deadline cut the write that also sends these, gRPC could no longer end the stream
+                await stream.send_initial_metadata(())
                 for message in _decision(exchange, sent, pieces.trailers):
                     await stream.write(message)
                 exchange.body = b""

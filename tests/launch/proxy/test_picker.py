@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import ssl
+import struct
 import tempfile
 import time
 from contextlib import asynccontextmanager, suppress
@@ -401,6 +402,53 @@ async def test_a_stream_ends_at_its_deadline_also_if_its_gateway_does_not_read_t
         with suppress(grpc.aio.AioRpcError):  # UNAVAILABLE, unless the decision was just written
             while await call.read() is not grpc.aio.EOF:
                 pass
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def frame(kind, stream, payload, flags=0):
+    """A frame of HTTP/2."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+@scenario
+async def test_a_stream_ends_at_its_deadline_also_if_its_gateway_had_no_room_for_a_decision(
+    tmp_path, caplog, monkeypatch
+):
+    decision, begun = picker._decision, []
+
+    def noted(*of):
+        begun.append(of)
+        yield from decision(*of)
+
+    monkeypatch.setattr(picker, "_decision", noted)
+    pairs = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": b"/envoy.service.ext_proc.v3.ExternalProcessor/Process",
+        b":authority": b"picker",
+        b"te": b"trailers",
+        b"content-type": b"application/grpc",
+    }
+    headers = b"".join(
+        b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in pairs.items()
+    )
+    async with picking(tmp_path, 0, 1, request_timeout_s=20) as (c, _):
+        reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/picker")
+        no_window = (4).to_bytes(2, "big") + bytes(4)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, no_window) + frame(1, 1, headers, 4))
+        for message in (head(), piece(BODY)):
+            data = message.SerializeToString()
+            writer.write(frame(0, 1, b"\0" + len(data).to_bytes(4, "big") + data))
+        await until(lambda: begun, "the decision waits for its reader")
+        jump(20)
+        await until(lambda: c.metric("requests_total", status="504") == 1, "its time is over")
+        writer.write(frame(8, 1, (1 << 20).to_bytes(4, "big")))
+        ended = False
+        while not ended:
+            length, kind, flags, stream = struct.unpack(">3sBBI", await reader.readexactly(9))
+            await reader.readexactly(int.from_bytes(length, "big"))
+            ended = stream == 1 and (kind == 3 or flags & 1)
+        writer.close()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
