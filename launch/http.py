@@ -170,10 +170,10 @@ def _asked(
             headers["Content-Type"] = "application/json"
         try:
             connection.request("GET" if body is None else "POST", path, body, headers)
-            answer = connection.getresponse()
-            yield answer
-            if answer.length:  # http.client raises only if the whole body is read at once
-                raise http.client.IncompleteRead(b"", answer.length)
+            with connection.getresponse() as answer:
+                yield answer
+                if answer.length:  # http.client raises only if the whole body is read at once
+                    raise http.client.IncompleteRead(b"", answer.length)
         except TimeoutError:
             raise TimeoutError(f"{parts.netloc}: no whole answer within {timeout:g} s") from None
         except http.client.RemoteDisconnected:
