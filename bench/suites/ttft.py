@@ -3,6 +3,7 @@ and with vLLM's own MooncakeStoreConnector.
 
     pd-cache bench ttft [--model-kind KIND] [--json] [--check]
     pd-cache bench ttft --link 10gbit --link 1gbit      over links of these rates, against no cache
+    pd-cache bench ttft --pd [--link 1gbit] [--peer mooncake] [--peer nixl]      `ttft_pd.py`
 
 Servers run one after the other, because several servers on one machine slow each other down. First comes a
 plain server. Then, for each connector, A computes and stores, and B loads what A stored. A plain server takes
@@ -26,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import click
 
@@ -36,7 +37,8 @@ from bench.lib.pool import local_pool, raw_client
 from bench.lib.report import Report, at_least, at_most, finish, option, output_options, tracked
 from bench.lib.small_models import ModelKind, random_prompts, write_model
 from bench.lib.stats import timed
-from bench.lib.vllm_server import BLOCK, CHUNK, ENV, OpenAIServer, connector_flag, vllm_server
+from bench.lib.vllm_server import BLOCK, CHUNK, ENV, OpenAIServer, Peer, connector_flag, vllm_server
+from bench.suites.ttft_pd import measure_handoffs
 from pd_cache.cluster import (
     ClusterConfig,
     ConnectorConfig,
@@ -294,7 +296,7 @@ def measure_links(
     stored = [*warming, *together, *itertools.chain(*prompts.values())]
     found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     size = 5 * sum(map(len, stored)) * _LINK_KV_BYTES // 2
-    with linked(rates[0]) as (here, there), local_pool(size, host=here.host) as master:
+    with linked(rates[0], gpu=has_gpu()) as (here, there), local_pool(size, host=here.host) as master:
         first, second, third = (there._replace(port=there.port + number) for number in range(3))
         ours = servers.ours(master, "auto", first)
         beside = {"always": servers.ours(master, "always", second), "no cache": servers.plain(third)}
@@ -337,25 +339,39 @@ def measure_links(
 @option("--tokens", "lengths", multiple=True, default=(4096, 8192), type=click.IntRange(CHUNK))
 @option("--rounds", default=5, type=click.IntRange(1))
 @option("--model-kind", "kind", default="llama", type=click.Choice(tuple(TOKEN_BYTES)))
-@option("--link", "links", multiple=True, callback=check_rates, help="A link of this rate, such as 1gbit, before the node that loads; needs root. May be given several times, the fastest first. By default loopback.")  # fmt: skip
+@option(
+    "--pd", is_flag=True, help="Through a prefill and a decode node, with and without streaming the hand-off."
+)
+@option("--link", "links", multiple=True, callback=check_rates, help="A link of this rate, such as 1gbit, before the node that loads; needs root. Several, the fastest first, without --pd. By default loopback.")  # fmt: skip
 @option("--at-once", default=16, type=click.IntRange(1), help="With --link: prompts that come together.")
+@option("--peer", "peers", multiple=True, type=click.Choice(get_args(Peer)), help="With --pd: vLLM's own connectors to compare with.")  # fmt: skip
 @output_options
 def main(
     lengths: tuple[int, ...],
     rounds: int,
     kind: ModelKind,
+    pd: bool,
     links: tuple[str, ...],
     at_once: int,
+    peers: tuple[Peer, ...],
     **output: Any,
 ) -> None:
     """Time to first token with vLLM: from the pool, from vLLM's own connector, and computed."""
     if any(tokens % CHUNK for tokens in lengths):
         raise click.UsageError(f"--tokens must be whole chunks of {CHUNK}")
+    if pd and len(links) > 1:
+        raise click.UsageError("--pd takes one --link")
     with tempfile.TemporaryDirectory(prefix="pd-cache-bench-") as name:
-        folder = Path(name)
-        model = write_model(folder / "model", kind=kind, **(_LINK_SHAPE if links else SHAPE))
-        servers = Servers(model, arguments(2 * max(lengths), kind, gpu=has_gpu()), folder)
-        if links:
+        folder, gpu = Path(name), has_gpu()
+        shape = _LINK_SHAPE if links and not pd else SHAPE
+        model = write_model(folder / "model", kind=kind, **shape)
+        servers = Servers(model, arguments(2 * max(lengths), kind, gpu=gpu), folder)
+        if pd:
+            link = links[0] if links else None
+            found = measure_handoffs(
+                model, servers.flags, folder, lengths, rounds, link, peers, TOKEN_BYTES[kind], gpu=gpu
+            )
+        elif links:
             found = measure_links(servers, links, lengths, rounds, at_once)
         else:
             found = measure(servers, kind, lengths, rounds)

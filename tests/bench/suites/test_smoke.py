@@ -53,6 +53,16 @@ QUICKLY = {
 
 
 @pytest.mark.slow
+def test_limits_are_compared_on_nodes_that_sleep(monkeypatch):
+    sizes = {"_PROMPTS": (300, 600), "_AT_ONCE": 2, "_WARM_S": 0.0, "_COUNTED_S": 4.0, "_LOADS": (1.0, 3.0)}
+    for constant, value in sizes.items():
+        monkeypatch.setattr(f"bench.lib.overload.{constant}", value)
+    report = cli_json("bench", "proxy", "--limits")
+    assert report["capacity"] > 0
+    assert [set(row) for row in report["results"]] == [{"load", "rate", "without", "limits"}] * 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("bench", RUNS)
 def test_a_bench_runs_and_has_its_figures(bench, tmp_path, monkeypatch):
     arguments, figures = RUNS[bench]
