@@ -139,7 +139,7 @@ class ChunkMover:
         statuses = [Status.CLOSED] * len(run.keys)
         with self._moving() as may_move, self.metrics.timed("store"):
             if outdated := self.outdated(run):
-                self.metrics.trouble("store", outdated, len(run.keys))
+                self.metrics.trouble("store", outdated, len(run.names))
             elif may_move:
                 statuses = self.backend.batched_wants(run.keys, end)
                 self.metrics.outages("store", statuses)
@@ -184,7 +184,7 @@ class ChunkMover:
                 kinds, reason = self._load_all(run, end)
             if outdated := self.outdated(run):
                 reason = outdated
-                self.metrics.trouble("retrieve", reason, len(run.keys))
+                self.metrics.trouble("retrieve", reason, len(run.names))
                 kinds.clear()
         shards, loaded = run.shards, len(kinds) // run.shards
         self.metrics.moved("retrieve", len(kinds) * self._payload_bytes, self._database.namespace.group)
@@ -241,7 +241,8 @@ class ChunkMover:
             indices = missing[done : done + (self.backend.batch_size if done else 1)]
             staged = self._gather(run, indices, end)
             if not staged:
-                self.metrics.trouble("store", "no_staging", len(missing) - done)
+                left = {index // run.shards for index in missing[done:]}
+                self.metrics.trouble("store", "no_staging", len(left))
                 break
             keys = [run.keys[index] for index in indices[: len(staged)]]
             outcomes.append(self.backend.batched_put(keys, staged, end))
@@ -294,7 +295,7 @@ class ChunkMover:
                 damages, damage = 0, ""
             # the damaged object was removed, so its absence is no further trouble
             if reason != "none" and not (damage and reason in (damage, Status.MISSING.value)):
-                late = len(run.keys) - len(kinds) if reason == "deadline" else 1
+                late = len(run.names) - len(kinds) // run.shards if reason == "deadline" else 1
                 self.metrics.trouble("retrieve", reason, late)
             if not damaged:
                 return kinds, damage or reason

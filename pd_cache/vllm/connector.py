@@ -464,9 +464,15 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Returns the workers' loads and stores of this step."""
+        # not guarded, because requests wait for these loads; it only takes what `allocated` has planned
         step = self._scheduling().begin_step(scheduler_output)
+        self._plan_streams(step)
         self._plan_stores(step, scheduler_output)
         return step
+
+    @never_fails("stream")
+    def _plan_streams(self, step: Step) -> None:
+        self._scheduling().plan_streams(step)
 
     @never_fails("store")
     def _plan_stores(self, step: Step, output: SchedulerOutput) -> None:

@@ -217,8 +217,8 @@ class SchedulerSide:
         return earlier
 
     def _match_stream(self, tracked: TrackedRequest, now: float) -> int | None:
-        """Returns how many tokens a stream can load; None while it waits for blocks. If nobody cancels it,
-        vLLM computes its prompt in the end."""
+        """Returns how many tokens a stream can load; None while it waits for blocks. vLLM computes the
+        prompt of a stream that nobody cancels."""
         if now >= tracked.arrived + self.streams.longest_s:
             return 0
         if tracked.may_load and tracked.names.possible and self._lookup.available:
@@ -250,12 +250,16 @@ class SchedulerSide:
         tracked.span = request_span(self._tracing, "pd_cache.load", request, asked=external)
 
     def begin_step(self, output: SchedulerOutput) -> Step:
-        """Returns this step's loads."""
+        """Returns the step with the loads that `allocated` has planned."""
         self._follow()
-        now = self._clock()
         step, self._next = self._next, Step()
         step.label = self._outdated.weights.label
         step.nothing_to_compute = not output.total_num_scheduled_tokens
+        return step
+
+    def plan_streams(self, step: Step) -> None:
+        """Adds to `step` the loads of streams."""
+        now = self._clock()
         # a request that waits for blocks of streams may block the requests that would end these streams
         self.streams.give_way(now, needed=self._unallocated and step.nothing_to_compute)
         self._unallocated = False
@@ -263,7 +267,6 @@ class SchedulerSide:
             self.streams.look_up(self._lookup, step.label, now)
         step.loads += self.streams.take_ops()
         step.expecting |= self.streams.under_way
-        return step
 
     def plan_stores(self, step: Step, output: SchedulerOutput) -> None:
         """Adds to `step` the stores of the chunks that this step completes."""

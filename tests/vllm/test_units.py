@@ -372,6 +372,28 @@ def test_the_layer_groups_of_an_engine_are_those_of_all_stages_and_the_ranks_of_
         of_all_stages({(stage, 0): told("0-1", 0) for stage in (0, 1)}, cache, "llama")
 
 
+def test_if_streams_or_stores_raise_the_step_has_its_loads_and_the_engine_goes_on():
+    from pd_cache.vllm.connector import PdCacheConnector
+
+    class Raises:
+        def begin_step(self, output):
+            return Move(loads=[load])
+
+        def plan_streams(self, step):
+            raise RuntimeError("a stream")
+
+        def plan_stores(self, step, output):
+            raise RuntimeError("a store")
+
+    load = LoadOp("request", [], [], "")
+    connector = PdCacheConnector.__new__(PdCacheConnector)
+    connector._metrics = CacheMetrics()
+    connector._scheduler = Raises()
+    assert connector.build_connector_meta(None).loads == [load]
+    totals = connector._metrics.totals()
+    assert [totals["troubles", op, "error_RuntimeError"] for op in ("stream", "store")] == [1, 1]
+
+
 def test_a_scheduler_that_hears_nothing_of_its_workers_says_why():
     """As behind a MultiConnector whose first connector is another one."""
     from pd_cache.vllm.connector import PdCacheConnector

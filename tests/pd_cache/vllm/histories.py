@@ -262,6 +262,7 @@ class Scene:
             kv_connector_block_state=SimpleNamespace(boundary_state_offloads=states or {}),
         )
         step = self.side.begin_step(output)
+        self.side.plan_streams(step)
         self.side.plan_stores(step, output)
         return step
 
