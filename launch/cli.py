@@ -638,7 +638,9 @@ def _send_hint(
 
     if kind == "kv.release" and action_id is not None:
         payload["action_id"] = action_id
-    elif kind == "kv.prefetch" and (tokens is None) == (payload["prompt"] is None):
+    elif kind == "kv.prefetch" and (
+        payload["request_id"] is not None or (tokens is None) == (payload["prompt"] is None)
+    ):
         raise click.UsageError(
             "a node needs the prompt itself: give it with exactly one of --tokens FILE and --text TEXT"
         )

@@ -172,7 +172,8 @@ def _asked(
             connection.request("GET" if body is None else "POST", path, body, headers)
             with connection.getresponse() as answer:
                 yield answer
-                if answer.length:  # http.client raises only if the whole body is read at once
+                # http.client raises only if the whole body is read at once, and for lines not between chunks
+                if answer.length or (answer.chunked and answer.chunk_left is not None):
                     raise http.client.IncompleteRead(b"", answer.length)
         except TimeoutError:
             raise TimeoutError(f"{parts.netloc}: no whole answer within {timeout:g} s") from None

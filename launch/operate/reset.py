@@ -82,7 +82,8 @@ def _outcome(row: NodeStatus, label: str, seen: Collection[str], *, everywhere: 
     shown = ", ".join(sorted({shown_version(state.label or FIRST) for state in others}))
     if not everywhere and all(state.id in seen or state.label == FIRST for state in others):
         return f"{shown}: it has not reported a change", True
-    if any(state.id in seen for state in others):
+    # without `everywhere`, only engines that were out should take it
+    if everywhere and any(state.id in seen for state in others):
         return f"{shown}: it has not taken the label", False
     return f"{shown}: it has a label from another command, or was started meanwhile", False
 

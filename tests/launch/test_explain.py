@@ -86,6 +86,9 @@ def test_for_nodes_of_vllm_the_pool_is_asked_in_the_namespace_of_each(pool, tmp_
         assert other["detail"].startswith("decode-0, which would find 24 tokens, has another namespace: ")
         assert unknown["found"] is None
         assert unknown["detail"] == "it does not report the namespace of its chunks"
+        (tmp_path / "prompt.txt").write_text(json.dumps([5] * 3 * SMALL))
+        reasons = [one["reason"] for one in cli_json(*asked)["nodes"][:2]]
+        assert reasons == ["missing"] * 2, "of namespaces that find as little, none is the other"
 
 
 # --- wrong input --------------------------------------------------------------------------------------------

@@ -68,9 +68,10 @@ def all_lines(url, timeout):
         (fetch, whole(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\nabc"), ConnectionResetError, "bytes early"),
         (fetch, whole(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nabc"), ConnectionResetError, "answer ended early"),
         (all_lines, broken_off(b"HTTP/1.1 200 OK\r\n\r\na\nb"), TimeoutError, "no whole answer"),
+        (all_lines, whole(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\na\nb\r\n"), ConnectionResetError, "answer ended early"),
         (all_lines, whole(b"HTTP/1.1 503 Not Now\r\nContent-Length: 0\r\n\r\n"), BadStatus, "503"),
     ],
-    ids=["half a body", "half of the headers", "a body drop by drop", "no HTTP", "nothing", "not all of it", "an absurd length", "half a chunk", "half a list", "a list refused"],
+    ids=["half a body", "half of the headers", "a body drop by drop", "no HTTP", "nothing", "not all of it", "an absurd length", "half a chunk", "half a list", "a list without its last chunk", "a list refused"],
 )  # fmt: skip
 def test_an_answer_has_a_deadline_and_must_be_http_and_a_list_a_good_status(ask, serve, error, why):
     with answering(serve) as (url, _), pytest.raises(error, match=why):

@@ -146,7 +146,8 @@ def test_wrong_pins_end_with_one_line(tmp_path, arguments, code, says):
 
 
 def test_a_prefetch_needs_the_prompt_itself(tmp_path):
-    for given in ((), ("--request", "a"), ("--text", "x", "--tokens", "-")):
+    two = ("--text", "x", "--tokens", "-"), ("--text", "x", "--request", "a")
+    for given in ((), ("--request", "a"), *two):
         done = cli("prefetch", "-c", cluster_file(tmp_path), *given, code=2, input="[1]")
         assert "exactly one of --tokens FILE and --text TEXT" in done.output
     assert "--request" not in cli("prefetch", "--help").output

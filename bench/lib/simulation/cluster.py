@@ -270,19 +270,16 @@ class SimulatedCluster:
                 proxy.budget.asked(self.time.now)
                 why, found = yield from self._needs_no_prefill(proxy, request)
                 prefills = not why and bool(self.nodes["prefill"])
-                prompt, first, predicted = request.routed, None, Predicted()
+                prompt, predicted = request.routed, Predicted()
                 if self.limited:
                     prompt = prompt._replace(named=NamedPrompt("", request.tokens, pool_tokens=found))
                     now = self.time.now
-                    if prefills:
-                        first = proxy.pools["prefill"].cheapest(now, prompt)
+                    first = proxy.pools["prefill"].cheapest(now, prompt) if prefills else None
                     predicted = proxy.limits.predict(first, prompt, now, now - request.due)
                     if over := proxy.limits.missed(predicted, self.plan.proxy.limits):
                         raise over
-                    if first is not None:
-                        proxy.pools["prefill"].take(first)
                 if prefills:
-                    announced, outcome.cached = yield from self._prefill(proxy, prompt, request, trial, first)
+                    announced, outcome.cached = yield from self._prefill(proxy, prompt, request, trial)
                 yield from self._decode(proxy, request, trial, announced, outcome, predicted)
         except ApiError as error:
             outcome.error = f"http {error.status}"
@@ -301,16 +298,11 @@ class SimulatedCluster:
         return direct.why(request.tokens, found), found
 
     def _prefill(
-        self,
-        proxy: _Proxy,
-        prompt: RoutedPrompt,
-        request: SimulatedRequest,
-        trial: Trial,
-        first: str | None,
+        self, proxy: _Proxy, prompt: RoutedPrompt, request: SimulatedRequest, trial: Trial
     ) -> Process:
         """Returns how long a prefix a prefill node has announced, and how much of it that node had loaded."""
         pool = proxy.pools["prefill"]
-        attempts = Attempts(pool, trial, prompt, first=first)
+        attempts = Attempts(pool, trial, prompt)
         while (url := attempts.next(self.time.now)) is not None:
             yield proxy.loop.run(proxy.costs.node_s * len(self.nodes["prefill"]))
             node = self.by_url[url]
