@@ -223,8 +223,7 @@ class CacheView:
         return self._most_blocks - self.blocks
 
     def load_cost(self, namespaces: Iterable[Namespace]) -> float:
-        """Returns the cost of a token of these layer groups that is loaded: at most 1, which a computed token
-        costs."""
+        """Returns the cost of loading a token of these layer groups: at most 1, the cost of computing one."""
         a_token = sum(space.chunk_bytes / space.chunk_size for space in namespaces)
         return min(1.0, a_token / self._load_bytes)
 

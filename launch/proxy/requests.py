@@ -152,8 +152,8 @@ class Requests:
         return "not_worth" if declines else ""
 
     def _choose_decode_node(self, exchange: Exchange) -> str | None:
-        """Chooses the decode node already now if it has prefetched the prompt, or should load it while a
-        prefill node computes it. Returns the node in the latter case."""
+        """Sets `exchange.decode_node` if a node has prefetched the prompt, or should load it while a prefill
+        node computes it. Returns the node in the second case."""
         hops, prompt, pool = self.hops, exchange.prompt, self.hops.pools["decode"]
         exchange.decode_node = self.hints.prefetches.take(exchange)
         if exchange.direct or not hops.rule.streams(prompt.tokens, prompt.found):

@@ -52,7 +52,7 @@ class StorageBackend(ABC):
     batch_size: int
     """The best number of payloads for a call."""
     kind: TierKind = "pool"
-    """Where the tier keeps objects. A write into memory has ended when `batched_put` returns."""
+    """Where the tier keeps objects. A tier in memory has written them when `batched_put` returns."""
     near: Callable[[Keys], TierChunks] | None = None
     """Returns how many of these keys are in tiers of this host. Does not ask the pool, whose number is 0.
     None if there is no such tier."""

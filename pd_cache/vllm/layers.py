@@ -39,8 +39,8 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 
 
 class KeptLayers(NamedTuple):
-    """A layer group: the layers of one of vLLM's groups. If only some of these layers belong to a draft
-    model, they and the others are two layer groups."""
+    """A layer group: the layers of one of vLLM's groups. A draft model's layers are a layer group of their
+    own."""
 
     number: int
     """The index of vLLM's group."""

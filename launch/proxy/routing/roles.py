@@ -63,7 +63,7 @@ class NodeReport(NamedTuple):
     tokens: float = 0.0
     """The tokens of answers since its start, without each answer's first."""
     token_s: float = 0.0
-    """The seconds between each of these tokens and the token before it, added up."""
+    """The sum of the seconds between each of these tokens and the token before it."""
 
     @property
     def busy(self) -> bool:

@@ -63,7 +63,7 @@ class Minute(msgspec.Struct):
     """The minute, counted from the clock's zero."""
     requests: int = 0
     untold: int = 0
-    """How many requests were answered without a report, such as streams of vLLM."""
+    """How many answers came without a report, as streams from vLLM do."""
     failed: Counter[int] = msgspec.field(default_factory=Counter)
     """How many requests ended with a status of 400 or more, by status."""
     first_token: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=200))

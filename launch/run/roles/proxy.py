@@ -38,8 +38,8 @@ def run_proxy(
     """Serves until asked to stop (`stop_signals`), then drains. Main thread only.
 
     Calls `ready` with the base URL once it accepts connections; port 0 takes a free one. Calls `on_stop` on
-    a thread when the drain begins. Raises OSError if the address cannot be bound, ConfigError for the same
-    reasons as `Proxy`, `ServerTls` and `open_directory`, RoleError for the same as `serve_through_envoy`.
+    a thread when the drain begins. Raises OSError if the address cannot be bound, ConfigError as `Proxy`,
+    `ServerTls` and `open_directory` do, RoleError as `serve_through_envoy` does.
     """
     unmap_freed_bodies()
     timeout_s = config.transfer.timeouts.exist_ms / 1000 + 0.1
