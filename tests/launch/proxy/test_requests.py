@@ -320,17 +320,20 @@ async def test_a_stream_that_breaks_off_within_an_event_ends_with_an_error_event
 @both_faces
 @scenario
 async def test_an_answer_that_is_no_stream_breaks_off_with_the_node():
+    arrived = asyncio.Event()
+
     async def half(request):
         response = await begin(
             request, b'{"id": ', **{"Content-Type": "application/json", "Content-Length": "100"}
         )
-        await asyncio.sleep(0.05)
+        await arrived.wait()
         abort(request)
         return response
 
     async with cluster() as c:
         c.decode[0].script = [half]
         async with c.post() as response:
+            arrived.set()
             assert response.status == 200
             with pytest.raises(aiohttp.ClientPayloadError):
                 await response.read()
