@@ -27,7 +27,7 @@ def refused(*arguments):
 
 
 def checked(file, **options):
-    """What `config check` says of a file by itself."""
+    """The output of `config check` for a file alone."""
     return cli("config", "check", "--file-only", "-c", file, **options)
 
 

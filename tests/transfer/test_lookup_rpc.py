@@ -30,7 +30,7 @@ def later():
 
 
 def status_of_key(store, seconds=PATIENCE):
-    """What the store says of a key that it does not hold."""
+    """The answer of a store that does not hold the key."""
     (status,) = store.batched_contains(["k"], end_in(seconds))
     return status
 
