@@ -43,7 +43,7 @@ def comments(shared: int) -> tuple[str, ...]:
     """Returns what each of `prompts` shows; the first two share `shared` tokens."""
     return (
         "new. The prefill node computes it, and the decode node loads its whole chunks.",
-        f"shares its first {shared} tokens with prompt 1, which the prefill node loads.",
+        f"shares its first {shared} tokens with prompt 1. The prefill node loads these.",
         "prompt 1 again.",
         "the shared part alone. All of it is in the pool; its last token is always computed.",
         "shorter than a chunk, so nothing of it is stored.",

@@ -243,8 +243,7 @@ class MasterNode(_AnyNode, frozen=True, kw_only=True, tag="master"):
     port: Port = 50051
     metrics_port: Port = 9003
     lease_ttl_ms: Annotated[int, Meta(ge=100, le=86_400_000)] = 10_000
-    """How long a key that was looked up is safe from eviction: at least 3 times as long as the slowest
-    batch."""
+    """How long a key that was looked up is safe from eviction: at least `get_ms` and `put_ms`."""
     client_ttl_s: TtlS = 5
     """The seconds of silence after which a node's segment counts as gone."""
     eviction_high_watermark: Annotated[float, Meta(gt=0, le=1)] = 0.9
