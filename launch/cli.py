@@ -221,7 +221,7 @@ def _log_what_happens() -> None:
 def launch(role: str, file: Path, name: str | None) -> None:
     """Run one node in the foreground until SIGTERM. Prints `ready NODE ADDRESS` when it can be used."""
     from launch.run.roles import run_role
-    from launch.run.up import choose_ports, pick_node, unresolved_port
+    from launch.run.up import chosen_ports, pick_node, unresolved_port
     from pd_cache.cluster.machine import check_machine
 
     _log_what_happens()
@@ -230,10 +230,10 @@ def launch(role: str, file: Path, name: str | None) -> None:
     if problem := unresolved_port(config, node):
         raise source.error(problem)
     check_machine(config, source, [node])
-    config = choose_ports(config, [node])
-    chosen = config.node(node.name)
-    assert chosen is not None
-    run_role(config, chosen, lambda url: click.echo(f"ready {node.name} {url}".rstrip()))
+    with chosen_ports(config, [node]) as config:
+        chosen = config.node(node.name)
+        assert chosen is not None
+        run_role(config, chosen, lambda url: click.echo(f"ready {node.name} {url}".rstrip()))
 
 
 @main.command()

@@ -24,7 +24,7 @@ from bench.lib.report import Report, at_least, tracked
 from launch.cli import main
 from launch.engines.reference.model import PagedModel, StepPart
 from launch.run.supervise import Program, Supervisor
-from launch.run.up import choose_ports, program_of, quiet
+from launch.run.up import chosen_ports, program_of, quiet
 from pd_cache.cluster import LimitsConfig, dump_config, parse_config
 from pd_cache.runtime import temporary_folder
 
@@ -56,9 +56,12 @@ _AT_ONCE, _WARM_S, _COUNTED_S = 40, 10.0, 120.0
 def limits_on_nodes() -> Report:
     """Returns the capacity in requests a second, a row for each load, and the target."""
     config = parse_config(_CLUSTER, "bench.yaml")[0]
-    config = choose_ports(config, config.nodes)
     section = msgspec.structs.replace(config.proxy, limits=LimitsConfig())
-    with temporary_folder() as folder, Supervisor(config.supervisor, sink=quiet) as supervisor:
+    with (
+        chosen_ports(config, config.nodes) as config,
+        temporary_folder() as folder,
+        Supervisor(config.supervisor, sink=quiet) as supervisor,
+    ):
         limits, without = folder / "limits.yaml", folder / "without.yaml"
         limits.write_text(dump_config(config))
         without.write_text(dump_config(msgspec.structs.replace(config, proxy=section)))

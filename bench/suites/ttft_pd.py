@@ -29,7 +29,7 @@ from bench.lib.report import Check, Report, Rows, at_most
 from bench.lib.small_models import random_prompts
 from bench.lib.vllm_server import BLOCK, CHUNK, READY_S, OpenAIServer, Peer, connector_flag, vllm_server
 from launch.run.supervise import Program, Supervisor
-from launch.run.up import choose_ports, program_of, quiet
+from launch.run.up import chosen_ports, program_of, quiet
 from pd_cache.cluster import (
     ClusterConfig,
     DecodeNode,
@@ -79,10 +79,7 @@ def ours(
             *(ProxyNode(name=stream, host=here.host, port=0) for stream in STREAM),
         ),
     )
-    config = choose_ports(config, [node for node in config.nodes if node.host == here.host])
-    for stream in STREAM:
-        streaming = msgspec.structs.replace(config, handoff=HandoffConfig(stream=stream))
-        (folder / f"{stream}.yaml").write_text(dump_config(streaming))
+    mine = [node for node in config.nodes if node.host == here.host]
 
     def program(node: Node) -> Program:
         # a proxy has the name of its file
@@ -95,7 +92,10 @@ def ours(
         first = proxy.first_token(prompt)
         return proxy.total("pd_cache_proxy_prefill_seconds_sum") - before, first
 
-    with Supervisor(config.supervisor, sink=quiet) as supervisor:
+    with chosen_ports(config, mine) as config, Supervisor(config.supervisor, sink=quiet) as supervisor:
+        for stream in STREAM:
+            streaming = msgspec.structs.replace(config, handoff=HandoffConfig(stream=stream))
+            (folder / f"{stream}.yaml").write_text(dump_config(streaming))
         master, store, prefill, decode, *proxies = map(program, config.nodes)
         supervisor.start([master, store, [prefill, decode], proxies])
         urls = supervisor.ready_urls

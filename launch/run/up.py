@@ -95,9 +95,11 @@ def running(
         raise ConfigError(
             f"{source.file}: no node of this file belongs on this machine; its hosts are {hosts}"
         )
-    resolved = choose_ports(config, mine)
-    text = f"# pid {os.getpid()}\n{dump_config(resolved)}"
-    with temporary_folder() as folder, note(_note_of(source.file), text) as other:
+    with ExitStack() as stack:
+        resolved = stack.enter_context(chosen_ports(config, mine))
+        text = f"# pid {os.getpid()}\n{dump_config(resolved)}"
+        folder = stack.enter_context(temporary_folder())
+        other = stack.enter_context(note(_note_of(source.file), text))
         if other is not None:
             runs = other.partition("\n")[0].removeprefix("# ")
             raise ConfigError(
@@ -156,28 +158,34 @@ def program_of(node: Node, file: Path) -> Program:
 # --- which node, and on which ports -------------------------------------------------------------------------
 
 
-def choose_ports(config: ClusterConfig, nodes: Iterable[Node]) -> ClusterConfig:
-    """Returns the same cluster with a free port wherever one of `nodes` has port 0. It also has the address
+@contextmanager
+def chosen_ports(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[ClusterConfig]:
+    """Yields the same cluster with a free port wherever one of `nodes` has port 0. It also has the address
     of each cache server, because a process with another environment would choose another folder for the
-    socket."""
+    socket.
+
+    While the block runs, a socket that does not listen is bound to each of these ports, so that the kernel
+    gives none of them to a server or a connection of another program: not before the node starts, and not
+    while it is started again. The node itself sets SO_REUSEADDR, as most servers do, and can bind its port.
+    """
     mine = {node.name for node in nodes}
     with ExitStack() as stack:
         chosen: list[Node] = []
         for node in config.nodes:
-            ports = {}
-            for key, port in node.ports.items():
-                if node.name in mine and port == 0:
-                    # kept until all are chosen, so that no two nodes get the same port
-                    ports[key] = stack.enter_context(bound_socket(node.host, 0)).getsockname()[1]
+            ports = {
+                key: stack.enter_context(bound_socket(node.host, 0)).getsockname()[1]
+                for key, port in node.ports.items()
+                if node.name in mine and port == 0
+            }
             chosen.append(msgspec.structs.replace(node, **ports))
         config = msgspec.structs.replace(config, nodes=tuple(chosen))
-    written = (
-        msgspec.structs.replace(node, url=config.server_url(node))
-        if isinstance(node, CacheServerNode)
-        else node
-        for node in config.nodes
-    )
-    return msgspec.structs.replace(config, nodes=tuple(written))
+        written = (
+            msgspec.structs.replace(node, url=config.server_url(node))
+            if isinstance(node, CacheServerNode)
+            else node
+            for node in config.nodes
+        )
+        yield msgspec.structs.replace(config, nodes=tuple(written))
 
 
 def pick_node(config: ClusterConfig, role: str, name: str | None) -> Node:

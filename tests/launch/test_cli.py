@@ -114,7 +114,7 @@ def test_a_store_node_that_waits_for_its_master_stops_on_sigterm(tmp_path):
     ]
     file = cluster_file(tmp_path, nodes=nodes)
     with Process("store", program("launch", "store", "-c", file)) as store:
-        wait_for(lambda: "trying again" in "".join(store.errors), "it waits")
+        store.wait_for(lambda: "trying again" in "".join(store.errors), "it waits")
         assert store.stop() == 0
 
 
@@ -124,7 +124,7 @@ def test_up_serves_and_restarts_a_dead_node_and_if_it_is_killed_nothing_outlives
     nodes = [free_node("master"), free_node("decode-0", segment_size="32MiB"), free_node("proxy")]
     file = cluster_file(tmp_path, nodes=nodes)
     with Process("up", program("up", "-c", file)) as up:
-        wait_for(lambda: len(up.lines) >= len(nodes), "all nodes ready")
+        up.wait_for(lambda: len(up.lines) >= len(nodes), "all nodes ready")
         urls = dict(line.split()[1:3] for line in up.lines[: len(nodes)])
         assert set(urls) == {"master", "decode-0", "proxy"}
         assert complete(urls["proxy"], [1, 2, 3]).status == 200
@@ -150,7 +150,7 @@ def test_ctrl_c_while_up_starts_says_so_and_is_exit_code_130(tmp_path):
     nobody = {"kind": "etcd", "endpoints": ["127.0.0.1:1"]}
     file = cluster_file(tmp_path, discovery=nobody, nodes=[free_node("store-0")])
     with Process("up", program("up", "-c", file)) as up:
-        wait_for(lambda: "starting store-0" in "".join(up.errors), "it starts")
+        up.wait_for(lambda: "starting store-0" in "".join(up.errors), "it starts")
         assert up.stop(signal.SIGINT) == 130
     assert up.lines == []
     assert "stopping store-0" in "".join(up.errors)

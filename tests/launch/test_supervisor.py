@@ -340,8 +340,8 @@ class Up(Process):
         assert self.lines[0].startswith("up "), self.errors
         return self
 
-    def __exit__(self, *_):
-        self.kill()
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
         for pid in self.pids():
             wait_for(lambda pid=pid: not alive(pid), f"{pid} gone")
 

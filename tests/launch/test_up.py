@@ -1,6 +1,7 @@
 """Which nodes run here, on which ports, and how they start."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,21 +10,35 @@ from types import SimpleNamespace
 import pytest
 
 from launch.run import up
-from pd_cache.cluster import DecodeNode, ProxyNode, StoreNode
+from launch.run.supervise import StopFlag
+from pd_cache.cluster import DecodeNode, ProxyNode, StoreNode, read_config
 from pd_cache.cluster.machine import local_nodes
 from pd_cache.errors import ConfigError
 from tests.pd_cache.cluster.test_machine import ELSEWHERE, cluster
+from tests.support.cluster import cluster_file, free_node
 
 
 def test_port_zero_becomes_a_free_port_for_each_local_node_and_others_stay():
     here = [DecodeNode(name="a"), DecodeNode(name="b"), DecodeNode(name="c", port=7)]
     whole = cluster(*here, DecodeNode(name="d", host=ELSEWHERE))
     assert local_nodes(whole) == list(whole.nodes[:4])
-    config = up.choose_ports(whole, local_nodes(whole))
-    chosen = [config.master.port, config.master.metrics_port, *(node.port for node in config.nodes[1:3])]
+    with up.chosen_ports(whole, local_nodes(whole)) as config:
+        chosen = [config.master.port, config.master.metrics_port, *(node.port for node in config.nodes[1:3])]
     assert all(chosen)
     assert len(set(chosen)) == 4
     assert [node.port for node in config.nodes[3:]] == [7, 0]
+
+
+def test_while_up_runs_no_other_program_is_given_the_port_of_a_node_that_does_not_run(tmp_path):
+    stop = StopFlag()
+    stop.set()  # after the master, no node is started
+    file = cluster_file(tmp_path, nodes=[free_node("master"), free_node("decode-0")])
+    with up.running(*read_config(file), stop=stop) as cluster:
+        address = "127.0.0.1", cluster.config.by_role("decode")[0].port
+        with socket.socket() as another, pytest.raises(OSError, match="in use"):
+            another.bind(address)
+        for _ in ("started", "started again"):
+            socket.create_server(address).close()  # as the node does
 
 
 def test_when_all_nodes_are_ready_up_says_where_to_look_and_what_to_try():

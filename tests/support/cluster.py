@@ -117,8 +117,7 @@ def cluster_file(folder, **changes):
 
 
 def with_ports(config):
-    """Ports that nobody else is given: one that `up` chooses may be taken by a connection of another test
-    before its node begins."""
+    """The same cluster, with a port that no other test is given wherever a node has port 0."""
     nodes = (
         msgspec.structs.replace(node, **{key: free_port() for key, port in node.ports.items() if port == 0})
         for node in config.nodes

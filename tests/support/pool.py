@@ -117,6 +117,14 @@ class Process:
         finally:
             self.send(signal.SIGCONT)
 
+    def wait_for(self, condition, what):
+        """Waits as the function of this name; AssertionError, too, if the process ends and it is not so."""
+        wait_for(lambda: condition() or self.process.poll() is not None, what)
+        if self.process.poll() is not None:
+            for reader in self.readers:
+                reader.join(60)  # what it said last counts
+            assert condition(), f"{self.name} ended with {self.process.poll()}, not: {what}"
+
     def stop(self, number=signal.SIGTERM, timeout=90.0):
         """Send the signal, wait for the end, and return the exit status."""
         if self.process.poll() is None:
@@ -139,8 +147,11 @@ class Process:
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, _, error, __):
+        """A test that fails shows what the process printed."""
         self.kill()
+        if error is not None:
+            error.add_note(f"{self.name} printed {self.lines}, and:\n{''.join(self.errors)[-4000:]}")
 
 
 class Node(Process):
@@ -165,8 +176,9 @@ class Node(Process):
             raise AssertionError(f"{self.role} {self.name} did not get ready: {''.join(self.errors)[-4000:]}")
         self.address = [*line.split(), ""][2]
 
-    def __exit__(self, *_):
+    def __exit__(self, *raised):
         self.stop()
+        super().__exit__(*raised)
 
 
 class Pool:
