@@ -42,7 +42,9 @@ class Exchange:
         self.excluded: Collection[str] = ()
         """The decode nodes that its gateway does not allow."""
         self.body = b""
-        """The client's body until the request is prepared, then that for the decode node until it answers."""
+        """The client's body, until the request is prepared."""
+        self.decode_body = b""
+        """The body for the decode node, until it answers."""
         self.share = share
         self.prompt = NO_PROMPT
         """A completion's prompt, once the body is read. The lookup adds its names, or why it has none."""
@@ -83,7 +85,7 @@ class Exchange:
         """Frees what the request needs only until its answer begins."""
         self.until_answered.close()
         self.share.close()
-        self.body = b""
+        self.body = self.decode_body = b""
 
     def summary(self) -> str:
         """Returns, for the log, which client asked, which nodes answered, and why they did not find more of

@@ -202,8 +202,8 @@ class Hops:
     # --- the prefill hop ------------------------------------------------------------------------------------
 
     async def prefill(self, exchange: Exchange, body: bytes) -> tuple[str, HandedOver | None]:
-        """Asks prefill nodes until one computes the prompt. Returns the outcome, and what the node handed
-        over; None if none computed it.
+        """Asks prefill nodes until one computes the prompt, for `prefill_timeout_s` in all. Returns the
+        outcome, and what the node handed over; None if none computed it.
 
         A request that prefill nodes refuse still goes to the decode node. That node may accept longer prompts
         or other adapters, and its refusal is about the client's own request.

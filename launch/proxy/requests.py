@@ -79,19 +79,18 @@ class Requests:
     @asynccontextmanager
     async def accepted(self, exchange: Exchange, read: Callable[[], Awaitable[bytes]]) -> AsyncIterator[None]:
         """Checks the client's key, reads the body, and holds a place for the request while the block answers
-        it. Ends the block at the request's deadline.
+        it. In the end, frees what the request holds, counts it and logs it.
 
-        In the end, frees what the request holds, counts it and logs it. Raises ApiError with the error for
-        the client, ClientGone if the client hung up.
+        Raises ApiError with the error for the client, ClientGone if the client hung up.
         """
-        keys, headers = self.keys, exchange.headers
         try:
-            client = exchange.client = keys.client(headers.get("Authorization"))
-            exchange.client = keys.in_tenant(client, headers)
-            self.admission.check(exchange.client)  # so that no body is read only to be refused
-            exchange.body = await read()
+            exchange.client = self.keys.client(exchange.headers.get("Authorization"))
+            exchange.client = self.keys.in_tenant(exchange.client, exchange.headers)
+            # 503 if the proxy is full, 429 if the client has its share: no body is read only to be refused
+            self.admission.check(exchange.client)
+            exchange.body = await read()  # 408 if it comes too slowly
             with self.admission.admitted(exchange.client), self.metrics.running.track_inprogress():
-                async with self._until_its_deadline(exchange):
+                async with self._until_its_deadline(exchange):  # cancels the block, and raises 504
                     yield
         except ApiError as error:
             self._note_error(exchange, error)
@@ -102,21 +101,32 @@ class Requests:
     # --- until its decode node ------------------------------------------------------------------------------
 
     async def prepare(self, exchange: Exchange) -> None:
-        """Does all that comes before the decode node. Then `exchange.body` is the body for that node. Raises
-        ApiError if the request is refused, or if no node can answer it."""
-        completion = await self._read(exchange)
-        await self._decide(exchange, completion)
+        """Does all that comes before the decode node. Then `exchange.decode_body` is the client's body with
+        the `kv_transfer_params` of a prefill node's answer. Raises ApiError if the request is refused, or if
+        no node can answer it."""
+        completion = await self._parse(exchange)
+        hinted = bool(completion.hints) or self.hints.prefetches.any_of(exchange.client)
+        with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
+            exchange.prompt = await self.hops.look_up(exchange, completion, exchange.prompt, name=hinted)
+            # a prefill node would save too little, there is none, or the decode node would compute anyway
+            exchange.direct = self._why_direct(exchange, completion)
+            span.note(direct=exchange.direct)
         self._count_for_tenant(exchange)
-        await self._within_limits(exchange, completion.priority())
+        await self._within_limits(exchange, completion.priority())  # may wait, or raise 429
         self.hints.begin(exchange, completion.hints)
-        streaming = self._choose_decode_node(exchange)
+        # a decode node that holds the prompt already, or loads it during the prefill hop, is chosen now
+        prefetched = self.hints.prefetches.take(exchange)
+        loading = None if exchange.direct else self._loading_node(exchange, prefetched)
+        exchange.decode_node = loading or prefetched
         result, handoff = exchange.direct, None
         if not exchange.direct:
-            result, handoff = await self._prefill(exchange, completion, streaming)
+            # no handoff if prefill nodes fail, refuse, or take `prefill_timeout_s`: the decode node computes
+            result, handoff = await self._prefill(exchange, completion, loading)
         self.metrics.handoffs.labels(result).inc()
-        exchange.body = await self._computed(exchange, lambda: completion.for_decode(handoff))
+        exchange.decode_body = await self._computed(exchange, lambda: completion.for_decode(handoff))
+        exchange.body = b""
 
-    async def _read(self, exchange: Exchange) -> Completion:
+    async def _parse(self, exchange: Exchange) -> Completion:
         """Returns the client's request. Raises ApiError if no node could answer it."""
         chat, tenant = exchange.path == CHAT, exchange.client.tenant
         completion = await self._computed(
@@ -128,14 +138,6 @@ class Requests:
             raise overloaded("No decode node could answer")
         exchange.trial.budget.asked(time.monotonic())
         return completion
-
-    async def _decide(self, exchange: Exchange, completion: Completion) -> None:
-        """Looks the prompt up in the pool, and decides whether a prefill node has to compute it."""
-        name = bool(completion.hints) or self.hints.prefetches.any_of(exchange.client)
-        with exchange.tracing.begin("pd_cache.proxy_lookup", exchange.span.headers) as span:
-            exchange.prompt = await self.hops.look_up(exchange, completion, exchange.prompt, name=name)
-            exchange.direct = self._why_direct(exchange, completion)
-            span.note(direct=exchange.direct)
 
     def _why_direct(self, exchange: Exchange, completion: Completion) -> str:
         """Returns why no prefill node has to compute the prompt; empty if one has to."""
@@ -151,29 +153,29 @@ class Requests:
         declines = node is not None and prompt.tokens <= decode.node(node).record.declines
         return "not_worth" if declines else ""
 
-    def _choose_decode_node(self, exchange: Exchange) -> str | None:
-        """Sets `exchange.decode_node` if a node has prefetched the prompt, or should load it while a prefill
-        node computes it. Returns the node in the second case."""
+    def _loading_node(self, exchange: Exchange, prefetched: str | None) -> str | None:
+        """Returns the decode node that should load a long prompt while a prefill node computes it: the node
+        that has `prefetched` it, or else the cheapest. Returns None if none should."""
         hops, prompt, pool = self.hops, exchange.prompt, self.hops.pools["decode"]
-        exchange.decode_node = self.hints.prefetches.take(exchange)
-        if exchange.direct or not hops.rule.streams(prompt.tokens, prompt.found):
+        if not hops.rule.streams(prompt.tokens, prompt.found):
             return None
         if hops.bodies.used > hops.bodies.limit // 2:
             return None  # the other half is for requests that are to be answered
-        if exchange.decode_node is None:
-            exchange.decode_node = pool.pick(time.monotonic(), tried=exchange.excluded)
-        node = exchange.decode_node
-        return node if node is not None and pool.node(node).record.streams else None
+        node = prefetched or pool.cheapest(time.monotonic(), tried=exchange.excluded)
+        if node is None or not pool.node(node).record.streams:
+            return None
+        pool.take(node)
+        return node
 
     async def _prefill(
-        self, exchange: Exchange, completion: Completion, streaming: str | None
+        self, exchange: Exchange, completion: Completion, loading: str | None
     ) -> tuple[str, HandedOver | None]:
-        """Has a prefill node compute the prompt, while the decode node `streaming` loads it. Returns the
+        """Has a prefill node compute the prompt, while the decode node `loading` loads it. Returns the
         outcome, and what the prefill node handed over."""
         stream = None
-        if streaming is not None:
+        if loading is not None:
             body = await self._computed(exchange, completion.for_stream)
-            stream = asyncio.create_task(self.hops.load(exchange, streaming, completion.path, body))
+            stream = asyncio.create_task(self.hops.load(exchange, loading, completion.path, body))
             exchange.until_answered.callback(stream.cancel)
         body = await self._computed(exchange, completion.for_prefill)
         result, handoff = await self.hops.prefill(exchange, body)
@@ -298,7 +300,8 @@ class Requests:
             self._recent.note(ended)
 
     async def drain(self) -> None:
-        """Refuses new requests, waits up to `drain_s` for those under way to end, then cuts off the rest."""
+        """Refuses new requests, waits up to `drain_s` for those under way to end, then cuts off the rest.
+        Requests whose bodies are still arriving count as new."""
         self.admission.closing = True
         self.hints.prefetches.end()
         if self.running:

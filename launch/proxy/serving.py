@@ -59,8 +59,8 @@ class Serving:
                 return await self._decode(exchange, relay)
         except ApiError as error:
             if relay.response is None:
-                raise
-            return await relay.cut(relay.response, error)
+                raise  # `openai.errors` answers with it
+            return await relay.cut(relay.response, error)  # by an event in a stream, or by breaking off
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Answers with the models of a decode node."""
@@ -79,38 +79,40 @@ class Serving:
             return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
     async def _decode(self, exchange: Exchange, relay: Relay) -> web.StreamResponse:
-        """Passes a decode node's answer on, or returns the refusal of all. Raises ApiError if no node could
-        answer, or if the answer breaks off."""
+        """Passes a decode node's answer on. If a node fails before its first byte, asks another. If all fail,
+        returns a 5xx answer of theirs. Raises ApiError if none gave one, or if the answer breaks off."""
         hops, refusals = self._requests.hops, dict[Reason, web.Response]()
         attempts = Attempts(hops.pools["decode"], exchange.trial, first=exchange.decode_node)
+        # None if no node is left, if two failed after they got the request, or without retry budget
         while (node := attempts.next(time.monotonic())) is not None:
             try:
                 return await self._ask(exchange, relay, node, attempts)
             except HopError as error:
-                begun = exchange.first_byte_s is not None
+                begun = relay.response is not None
                 hops.failed(exchange, "decode", node, None if begun else attempts, error)
-                if begun:
+                if begun:  # the client has a part of the answer
                     what = f"The decode node failed while it answered: {error.reason}"
                     raise ApiError(502, what, code="node_failed") from error
                 if error.refusal is not None:
                     refusals[error.reason] = error.refusal
         # a 503 invites the client to try again, which a blamed request should not be
-        reasons: tuple[Reason, ...] = ("error",) if attempts.blamed else ("busy", "error")
-        for refusal in (refusals[reason] for reason in reasons if reason in refusals):
-            exchange.status = refusal.status
-            return refusal
-        raise no_answer(attempts)
+        busy = None if attempts.blamed else refusals.get("busy")
+        if (refusal := busy or refusals.get("error")) is None:
+            raise no_answer(attempts)
+        exchange.status = refusal.status
+        return refusal
 
     async def _ask(
         self, exchange: Exchange, relay: Relay, node: str, attempts: Attempts
     ) -> web.StreamResponse:
-        """Passes the answer of a decode node on. Raises HopError if the node fails."""
+        """Passes the answer of a decode node on. Raises HopError if no connection is made, if it breaks, or
+        if the answer is a 5xx or empty. Silence is no failure: the node may have a long queue."""
         hops = self._requests.hops
         with hops.asking(exchange, "decode", node) as (headers, asked):
-            answer = await send(hops.session, "POST", node + exchange.path, headers, exchange.body)
+            answer = await send(hops.session, "POST", node + exchange.path, headers, exchange.decode_body)
             with closing(answer):
-                await check_status(answer)
-                first = await read_some(answer)  # a node that dies before this can still be replaced
+                await check_status(answer)  # a 4xx is an answer
+                first = await read_some(answer)
                 well = answer.status < 300
                 if well and not first:
                     raise HopError("garbage", "the answer is empty")

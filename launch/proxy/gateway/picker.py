@@ -146,7 +146,7 @@ class _Picker:
                 await stream.send_initial_metadata(())
                 for message in _decision(exchange, sent, pieces.trailers):
                     await stream.write(message)
-                exchange.body = b""
+                exchange.decode_body = b""
                 head = await stream.read()
                 if head is grpc.aio.EOF or not head.HasField("response_headers"):
                     raise ClientGone
@@ -234,7 +234,7 @@ def _streamed(what: str, body: bytes, last: bool) -> Any:
 def _decision(exchange: Exchange, sent: Mapping[str, str], trailers: bool) -> Iterable[Any]:
     """Yields the messages that make the gateway send the request to the node, with the headers `sent` and no
     other headers of the client."""
-    body = exchange.body
+    body = exchange.decode_body
     kept = {name.lower() for name in sent} | {"host", "content-length"}
     others = {name.lower() for name in exchange.headers} - kept
     removed = [name for name in others if not name.startswith((":", "x-envoy-"))]
