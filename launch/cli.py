@@ -280,7 +280,7 @@ def demo(file: Path | None, as_json: bool) -> None:
 def status(file: Path, as_json: bool) -> None:
     """Show each node: role, state, hit rate, requests and errors.
 
-    Exits with 1 if discovery or a node does not answer, or if namespaces differ.
+    Exits with 1 if anything is wrong.
     """
     from launch.operate.status import as_dict, status_table
     from launch.watch.asker import cluster_status

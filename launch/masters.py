@@ -24,7 +24,7 @@ LONGEST_IN_A_URL = 256
 
 
 class MasterHealth(msgspec.Struct, frozen=True):
-    """What a master's `/health` says."""
+    """A master's `/health`."""
 
     role: Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,40}\Z")] = ""
     """`leader`, `standby` or such; empty if it does not say."""

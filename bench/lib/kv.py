@@ -20,7 +20,7 @@ from transfer.staging import StagingPool
 
 _ALL = slice(None)
 _COPIED_TOGETHER = 64 << 20
-"""Bytes of a batch of `CopiedPool`. The engine moves as many bytes at a time."""
+"""Bytes of a batch of `CopiedPool`, the same as in the engine."""
 
 
 CHUNK, BLOCK = 256, 16

@@ -8,9 +8,9 @@ prompts are equal up to the end of that block. Public traces are in https://gith
 under FAST25-release/traces.
 
 A simulated cache takes in a prompt's blocks, and returns how many leading blocks it held before. It keeps as
-many blocks as it has room for. The **hit rate** of a trace is the found tokens divided by all prompt
-tokens. Only whole blocks have names in the pool. So the tokens of a partial block, and those after a missing
-block, count only in the denominator.
+many blocks as it has room for. The **hit rate** of a trace is the found tokens divided by all prompt tokens.
+Only whole blocks have names in the pool. So tokens of a partial block, and tokens after a missing block, are
+never found.
 """
 
 from __future__ import annotations

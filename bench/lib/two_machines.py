@@ -56,8 +56,8 @@ class PeerError(PdCacheError):
 
 @dataclass(frozen=True)
 class Location:
-    """Where a site is: the name of its machine, the address at which the other machine reaches it, and its
-    machine's cluster file."""
+    """The place of a site: the name of its machine, the address at which the other machine reaches it, and
+    its machine's cluster file."""
 
     node: str
     host: str

@@ -59,8 +59,8 @@ class Member:
         self._node = node
         self._registration: Any = None
         self.about = About(version=pd_cache.__version__, mooncake=mooncake_version())
-        """What other nodes learn about this node; with static discovery they read it from the node's
-        `/health`. A node with a cache, or with a program in another environment, replaces it before
+        """The facts that other nodes learn about this node; with static discovery they read these from the
+        node's `/health`. A node with a cache, or with a program in another environment, replaces it before
         `announce`."""
         self.master: str | None = None
         """The address at which a client of the pool expects the master. Set it before `announce`."""

@@ -39,8 +39,8 @@ _CALL_S = 2.0
 """How long a call may take: an etcd in the same network takes milliseconds."""
 _LONGEST_TICK_S = 1.0
 DISAGREES_S = 30.0
-"""How long a master and etcd may disagree. In a normal election they disagree for a second or two, and for
-longer if the next leader has many keys to take over. A restart at that time would lose these keys."""
+"""How long a master and etcd may disagree. In a normal election they disagree for a second or two, or longer
+if the next leader takes over many keys. A restart at that time would lose these keys."""
 _ELECTION_POLL_S = 1.0
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # etcd is in our own network

@@ -23,7 +23,7 @@ class View:
     nodes: tuple[NodeRecord, ...]
     """The nodes, sorted by name."""
     stale_since: float | None = None
-    """The `time.monotonic()` of the last answer from the source of the view; None while it answers."""
+    """When the source of the view answered last (`time.monotonic()`); None while it answers."""
     doubted: frozenset[str] = frozenset()
     """The names of nodes that have been missing since an outage."""
 

@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 _PER_S = 16
 """How many moves a node begins in a second, whatever the objects' size."""
 _AT_A_TIME = 2 * _PER_S
-"""How many moves wait or are under way: so many that a node that looks for new moves always finds some."""
+"""How many moves wait or are under way: enough for a node to find some whenever it looks."""
 _LEASED_AT_A_TIME = 64
-"""How many leased objects move at a time: so few that they are moved before their leases end (by default,
-after ten seconds)."""
+"""How many leased objects move at a time: few enough to move before their leases end (by default, after ten
+seconds)."""
 _POLL_S = 0.5
 _CALL_S = 10.0
 _CANCEL_S = 20.0

@@ -25,7 +25,7 @@ _CURVE = ((0.0, 0.0), (0.1235, 0.031), (0.2235, 0.0625), (0.3005, 0.125), (0.359
 """Pairs of a hit rate and the share of all different tokens for which the pool then has room, from the
 FAST'25 conversation trace on a real pool (docs/performance.md, "Replay"). `pd-cache bench replay` measures
 the curve of another trace."""
-_ROUNDED_UP = 9 / 8  # what Mooncake's allocator sets aside for an object, at most (docs/mooncake.md)
+_ROUNDED_UP = 9 / 8  # the most that Mooncake's allocator sets aside for an object (docs/mooncake.md)
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 
 

@@ -58,7 +58,7 @@ _TENANT = "default"
 
 
 class KnownRank:
-    """What the cache of one data-parallel rank of a node holds."""
+    """The contents of the cache of one data-parallel rank of a node."""
 
     def __init__(self, room: Callable[[], int]) -> None:
         """`room()`: how many more blocks may be noted, of all caches together."""

@@ -49,8 +49,8 @@ class ProxyMetrics:
         )
         self.handoffs = counter(
             "pd_cache_proxy_handoffs",
-            "Prompts, by what came of the prefill hop: handed_over, nothing_stored, prefill_failed, prefill_refused, "
-            "or by why there was none: short, in_pool, scored, no_prefill_nodes, not_worth",
+            "Prompts, by the result of the prefill hop: handed_over, nothing_stored, prefill_failed, prefill_refused, "
+            "or by the reason for none: short, in_pool, scored, no_prefill_nodes, not_worth",
             ["result"],
         )
         self.running = gauge("pd_cache_proxy_requests_running", "Requests in flight")

@@ -195,7 +195,7 @@ class NodePools:
         self.gateways = False
         """Whether gateways ask decode nodes. Then only the nodes know how many answers are under way."""
         self.caches = CacheView(config.index_blocks, config.load_bytes)
-        """What the nodes' events say."""
+        """The contents of the nodes' caches according to their events."""
         self._lookups = lookups
         self._master = master or (lambda view: None)
         self._view = View(())

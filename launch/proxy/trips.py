@@ -13,7 +13,7 @@ class HopReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """One node's report on a request."""
 
     hop: str
-    """What the node did: `prefill` or `decode`."""
+    """The node's work: `prefill` or `decode`."""
     node: str
     """The node's URL, or its name; empty for a client that may not see it."""
     report: RequestReport | None

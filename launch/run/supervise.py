@@ -294,8 +294,8 @@ def _read_lines(stream: Stream, pipe: IO[bytes], on_line: OnLine) -> None:
 
 
 class ForeignProgram:
-    """A program that is not ours and that a role runs: Mooncake's master, or vLLM. Entering the context
-    starts it, leaving ends it."""
+    """A foreign program that a role runs: Mooncake's master, or vLLM. Entering the context starts it, leaving
+    ends it."""
 
     def __init__(
         self, name: str, spawn: Callable[[], Process], grace_s: float, hint: Callable[[], str]

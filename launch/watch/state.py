@@ -39,7 +39,7 @@ NO_READING = NodeReading(at=0.0)
 
 
 class RoleShown(msgspec.Struct, frozen=True):
-    """What a node of the role `both` does for a proxy, since when, and why this changed last."""
+    """The work of a node of the role `both` for a proxy, since when, and why it changed last."""
 
     does: str = ""
     for_s: float = 0.0
@@ -158,8 +158,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     nodes: list[NodeStatus]
     """The nodes, in the order in which a request passes them."""
     weights: list[str] = []
-    """What to do about nodes whose weights are not those of their files, or that have been out for a
-    minute."""
+    """Advice about nodes whose weights are not those of their files, or that have been out for a minute."""
     segments: tuple[Segment, ...] | None = None
     """The pool's memory, as the leading master reports it; None if no master reports it."""
     elected: bool = False

@@ -170,7 +170,7 @@ class PdCacheTierManager(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Returns the jobs that have ended. A key that a load did not find counts as missing for its
-        requests, which otherwise would look it up and load it again for ever."""
+        requests. Otherwise these would look it up and load it for ever."""
         results = []
         for ended in self._jobs.finished():
             done = [OffloadKey(name) for name, ok in zip(ended.names, ended.done, strict=True) if ok]

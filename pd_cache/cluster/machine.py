@@ -1,9 +1,8 @@
 """Checks whether this machine can run the nodes of a file: addresses, ports, devices, memory and files.
 
-`config check`, `launch`, `up` and `doctor` all use these checks, so that none of them accepts what another
-refuses. Only `config check` refuses problems with which nodes start (`further_problems`). Memory is compared
-with limits only: free memory changes by the minute, and only `doctor` knows which nodes already have their
-memory.
+`config check`, `launch`, `up` and `doctor` all use these checks, so that they agree. Only `config check`
+refuses problems with which nodes start (`further_problems`). Memory is compared with limits only: free memory
+changes by the minute, and only `doctor` knows which nodes already have their memory.
 """
 
 from __future__ import annotations
@@ -317,7 +316,7 @@ class MachineMemory(NamedTuple):
     free: int
     """The part of them that is free now. The page cache counts as free."""
     limiter: str
-    """What sets the total: `the machine` or `its cgroup`."""
+    """The limit that sets the total: `the machine` or `its cgroup`."""
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:

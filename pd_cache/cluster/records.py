@@ -46,7 +46,7 @@ class RecordError(PdCacheError):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node has room for. 0 means none or unknown."""
+    """The capacity of a node. 0 means none or unknown."""
 
     segment_bytes: Count = 0
     """The memory that the node gives to the pool."""
@@ -239,7 +239,7 @@ class Skew(NamedTuple):
 
     found: str
     fails: bool
-    """Whether they are known not to work together. Otherwise nobody has tried them."""
+    """Whether they are known not to work together. Otherwise they were not tried."""
 
 
 def mooncake_skew(records: Iterable[NodeRecord]) -> Skew | None:

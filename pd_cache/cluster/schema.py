@@ -188,8 +188,8 @@ class ConnectorConfig(Section, frozen=True, kw_only=True):
     """The `connector` section: pd-cache inside vLLM."""
 
     load: Literal["auto", "always", "never"] = "auto"
-    """Which prefixes to load. `auto`: those for which earlier loads and steps show that loading is probably
-    faster than computing; or at most twice as slow, if a prefill node hands them over."""
+    """Which prefixes to load. `auto`: those that earlier loads and steps show to be probably faster to load
+    than to compute; a hand-off may take twice as long."""
     lookup_timeout_ms: Annotated[int, Meta(ge=1, le=10_000)] = 50
     """How long a lookup may delay the scheduler."""
     recompute: Literal["token", "block"] = "token"
@@ -205,7 +205,7 @@ class ConnectorConfig(Section, frozen=True, kw_only=True):
     trust_media_ids: bool = False
     """Whether the names that clients give to images, audio and video (`uuid`) are unique among all clients,
     and change with the content. If not, a prompt with media is stored and found only if it has a
-    `cache_salt`, or comes through a proxy, which removes these names."""
+    `cache_salt`, or comes through a proxy, because the proxy removes these names."""
     revision: LineOrEmpty = ""
     """Identifies the weights in place of the digest of their files, for models that are not in files."""
 
@@ -478,13 +478,13 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
     decode node's answer begins. A quarter of the memory is reserved for bodies of at most 256KiB. At least
     48MiB are needed, so that the largest body fits."""
     policy: Literal["prefix_aware", "least_loaded", "round_robin"] = "prefix_aware"
-    """Decides which prefill node computes a prompt; see `launch/proxy/routing/node_pool.py`."""
+    """How the proxy chooses among nodes; see `launch/proxy/routing/node_pool.py`."""
     direct_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """A prompt with fewer tokens than this left to compute goes directly to the decode node. None means
     `cache.chunk_size`."""
     index_blocks: Positive = 4_000_000
-    """The most blocks that the proxy knows from KV events, of all nodes and the pool together. Each takes
-    about 100 bytes of memory."""
+    """The most blocks that the proxy knows from KV events, of all nodes together. Each takes about 100 bytes
+    of memory."""
     load_bytes: Bytes = ByteSize(1 << 20)
     """How many bytes a prefill node loads from the pool in the time in which it computes one token of a
     prompt."""

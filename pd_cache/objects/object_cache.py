@@ -56,8 +56,8 @@ PART_BYTES = 4 << 20
 MOST_BYTES = 1 << 30
 """The longest value, unless the caller chooses another length or the parts are small."""
 _BATCH_BYTES = 12 << 20
-"""About how many bytes a transfer call moves. The number is small, because a peer's task is short, and
-because the bytes of one call are copied while the next call runs."""
+"""About how many bytes a transfer call moves. It is small, so that a peer's task is short, and the bytes of
+one call can be copied while the next call runs."""
 _RETRIES = 8
 """How often a damaged object is read again. Each tier that returns it damaged removes it, so the next read
 comes from another tier."""

@@ -48,7 +48,7 @@ class SimulatedRequest(NamedTuple):
     names: Sequence[bytes]
     """The names of its whole chunks."""
     routed: RoutedPrompt
-    """What the proxy knows of the prompt."""
+    """The prompt as the proxy knows it."""
 
 
 def of_arrival(arrival: Arrival, chunk_tokens: int) -> SimulatedRequest:

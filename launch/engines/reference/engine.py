@@ -462,8 +462,8 @@ class ReferenceEngine:
         active.position = min(result.tokens, len(active.prompt) - 1)
 
     def _leave_load(self, active: _Active) -> None:
-        """Starts over without the cache, because the load took too long. Uses other blocks, because the load
-        may still write to the old ones."""
+        """Starts over without the cache and on other blocks: the load took too long, and may still write to
+        the old blocks."""
         assert active.load is not None
         _logger.warning("a load did not end in time; its request computes the whole prompt")
         self.metrics.loads.labels("timeout").inc()

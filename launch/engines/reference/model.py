@@ -109,7 +109,7 @@ class StepPart(NamedTuple):
 
 
 class _Step:
-    """What the attention of every layer needs to know about the step that is being computed."""
+    """The step that is being computed, as every layer's attention needs it."""
 
     def __init__(self, kv: PagedKV, group: int, parts: Sequence[StepPart]) -> None:
         """`group`: query heads that share a KV head."""

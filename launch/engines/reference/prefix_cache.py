@@ -34,7 +34,7 @@ class LoadResult(NamedTuple):
 
     outcome: Literal["hit", "nothing", "unavailable", "failed", "cancelled"]
     """For the metrics. `nothing`: no prefix is there, or the pool did not answer; the cache's own counters
-    say which."""
+    distinguish these."""
     tokens: int = 0
     """Length of the prompt's prefix whose KV is in the pages now: whole chunks."""
     found: int = 0
@@ -210,8 +210,8 @@ class BlockPool:
     """The blocks of the paged buffer: free, or in use by one or more holders (a request, a load into them, a
     store out of them).
 
-    A block is free again when its last holder releases it, so a cache call that outlives its request keeps
-    its blocks from being handed to another. Thread-safe; never waits.
+    A block is free again when its last holder releases it. So while a cache call outlives its request, no
+    other request gets its blocks. Thread-safe; never waits.
     """
 
     def __init__(self, total: int) -> None:

@@ -6,8 +6,8 @@ chunks' names: the proxy asks for all of them again and again, before their leas
 the pool yet are kept as soon as they come.
 
 1. Pins never fill the pool. All pins of all proxies together take at most `max_share` of it. They count in
-   full, whether the pool has them or not, and a chunk counts once, however many of a holder's pins it is in.
-   If the pool shrinks, the newest pins end.
+   full, whether the pool has them or not. A chunk that several of a holder's pins contain counts once. If the
+   pool shrinks, the newest pins end.
 2. A pin ends when its time is over, when a client releases it, at the next request for its prompt (`once`),
    when the weights change, and when this proxy stops. Leases cannot be given back: they end by themselves.
 3. An action never fails the completion that it comes with, nor the actions beside it.

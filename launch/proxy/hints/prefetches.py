@@ -92,7 +92,7 @@ class Prefetches:
             self._under_way[last].stream.cancel()
         self._under_way[last] = prefetch
         await asyncio.wait({prefetch.stream}, timeout=_REFUSED_S)
-        # a cancelled one has given way to its request, or to another of the same prompt
+        # a cancelled stream has given way to its request, or to another prefetch of the prompt
         if prefetch.stream.done() and not prefetch.stream.cancelled():
             raise HintRefusedError(f"the decode node does not load it: {prefetch.stream.result()}")
         return node

@@ -133,7 +133,7 @@ class Asked:
         """Takes the prompt out of the queue."""
         if self in self._queue.asked:
             if self is self._queue.asked[0]:
-                self._queue.since = math.inf  # nobody knows when the node begins the next prompt
+                self._queue.since = math.inf  # it is unknown when the node begins the next prompt
             self._queue.asked.remove(self)
 
 

@@ -52,13 +52,13 @@ an invalid answer; a status that says that it refuses this request."""
 NO_PROMPT = RoutedPrompt(1)
 BREAKER_FAILURES = 5
 """A node that fails this many requests in a row is skipped for a while: so many are no accident, and few
-clients have met them. One that refuses connections is skipped at once."""
+clients have met them. A node that refuses connections is skipped at once."""
 _KV_TOKENS = 1_000_000
 """The assumed size of a node's own cache if the node does not report it. Both engines report it."""
 
 
 class RoutedNode:
-    """What a pool knows about a node."""
+    """A node, and what a pool knows about it."""
 
     def __init__(self, record: NodeRecord, turn: float) -> None:
         self.record = record
@@ -79,7 +79,7 @@ class RoutedNode:
         """Whether the node loaded the tokens that it last found in the pool; it computes them if that is
         faster."""
         self.cache: KnownCache | None = None
-        """What its KV events say, if it has any."""
+        """The contents of its cache according to its KV events, if it has any."""
 
     def reached(self) -> None:
         """Notes that the node answered, perhaps with a refusal. A node can do that and still fail every good
@@ -329,7 +329,7 @@ _MOST = 2
 
 @dataclass
 class Trial:
-    """What one request has done so far to nodes of all kinds."""
+    """The effects of one request so far on nodes of all kinds."""
 
     budget: RetryBudget
     lost: int = 0

@@ -49,7 +49,7 @@ class NamedPrompt(NamedTuple):
 
 
 class RoutedPrompt(NamedTuple):
-    """What routing knows about a prompt."""
+    """A prompt as routing knows it."""
 
     tokens: int
     """The prompt's length: counted if it is token ids, otherwise estimated."""

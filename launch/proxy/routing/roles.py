@@ -12,7 +12,7 @@ time comes from the caller.
    `_SLACK` nodes, in seconds of a node's work. Once the sum is `_WORTH_S`, it takes the cheapest cut. After a
    change, it forgets all earlier reports, and changes nothing for `_SETTLE_S`.
 4. If too few nodes of a kind are alive, a cut with enough nodes of this kind is taken at once.
-5. A node that changes gets nothing new until it has finished what it has, for `_DRAIN_S` at most.
+5. A node that changes gets nothing new until it has finished its work, for `_DRAIN_S` at most.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SAMPLE = re.compile(
 
 
 class NodeReport(NamedTuple):
-    """What a node reports at one moment."""
+    """A node's report at one moment."""
 
     queued: float
     """Requests that wait for room."""
@@ -104,7 +104,7 @@ def read_metrics(page: bytes, max_running: int) -> NodeReport | None:
 
 
 class RoleNow(NamedTuple):
-    """What a node of the role `both` does now."""
+    """The present work of a node of the role `both`."""
 
     does: Hop
     since: float

@@ -90,8 +90,8 @@ def raise_limit_of_files() -> None:
 
 @contextlib.contextmanager
 def _imports() -> Iterator[None]:
-    """Imports without garbage collection: large modules such as torch make many lasting objects, and the
-    collector's search through them takes a sixth of a start."""
+    """Imports without garbage collection: large modules such as torch make many lasting objects, and
+    collecting among these takes a sixth of a start."""
     gc.disable()
     try:
         yield

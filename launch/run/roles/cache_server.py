@@ -20,7 +20,7 @@ def run_cache_server(
     config: ClusterConfig, node: CacheServerNode, ready: Callable[[str], None], member: Member
 ) -> None:
     """Serves the cache of this host's engines until asked to stop."""
-    # copying and answering threads share the interpreter; this keeps a lookup from waiting 5 ms for its turn
+    # copying and answering threads share the interpreter; without this, a lookup would wait 5 ms for its turn
     sys.setswitchinterval(0.0005)
     metrics = CacheMetrics()
     ProcessCollector(registry=metrics.registry)
