@@ -811,8 +811,12 @@ _BENCHES = {
 def bench(name: str, arguments: Sequence[str]) -> None:
     """Measure pd-cache and, in the same run, the raw calls or a peer. Each bench has its own --help."""
     try:
-        command = importlib.import_module(f"bench.suites.{name}").main
-        command.main(list(arguments), prog_name=f"pd-cache bench {name}")
+        command: click.Command = importlib.import_module(f"bench.suites.{name}").main
+        # its errors and Ctrl-C end as those of our other commands
+        with command.make_context(
+            f"pd-cache bench {name}", list(arguments), help_option_names=["-h", "--help"]
+        ) as context:
+            command.invoke(context)
     except ModuleNotFoundError as error:
         if error.name not in ("tokenizers", "transformers"):
             raise

@@ -39,7 +39,7 @@ def send_action(
             answered = fetch(f"{row.record.address}/hints", _ASK_S, access, body)
             (answer,) = decode_json(answered, HintsAnswer).actions
         except (OSError, ValueError) as error:
-            why = f"{row.name}: {error}"
+            why = f"{row.name}: {error if row.answers else row.why}"
         else:
             if answer.status != "refused":
                 return answer

@@ -173,7 +173,7 @@ def leading_metrics(status: ClusterStatus) -> str:
 
 def no_leader(status: ClusterStatus) -> PdCacheError:
     """Returns the error of commands that need the leading master, with what each master said."""
-    said = "; ".join(f"{node.name}: {node.state} {node.why}".rstrip() for node in status.masters)
+    said = "; ".join(": ".join(filter(None, (node.name, node.state, node.why))) for node in status.masters)
     return PdCacheError(
         f"no master that leads has answered ({said or 'none is known'}): see `pd-cache status`"
     )

@@ -190,7 +190,7 @@ def _port_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Pro
                 yield Problem(
                     ("nodes", config.nodes.index(node), key),
                     f"another process uses this port of {node.host}; choose another port, or 0 for any free one "
-                    "(if the node itself runs already, `--file-only` does not look)",
+                    "(if the node itself runs already, all is well: `config check --file-only` does not look)",
                 )
 
 

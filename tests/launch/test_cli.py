@@ -8,6 +8,7 @@ import sys
 import psutil
 import pytest
 
+from bench.suites import lookup
 from launch.cli import _under_way as under_way
 from launch.run.up import running_config
 from tests.support.cli import cli, cli_json, program, run_program
@@ -192,12 +193,21 @@ def test_names_of_nodes_and_of_files_may_be_no_utf_8_and_a_prompt_may_not(tmp_pa
 
 
 def test_bench_passes_its_arguments_on_and_says_what_each_bench_measures():
-    done = run_program("bench", "lookup", "--help")
+    done = run_program("bench", "lookup", "-h")
     assert done.stdout.startswith("Usage: pd-cache bench lookup ")
     assert "--clients" in done.stdout
     assert refused("bench", "nothing")
+    assert "No such option '--client-s'" in refused("bench", "lookup", "--client-s")
     shown = cli("bench", "--help").output
     assert re.search(r"^  ttft +time to first token", shown, re.MULTILINE)
+
+
+def test_ctrl_c_ends_a_bench_as_every_command(monkeypatch):
+    def interrupted(**options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lookup.main, "callback", interrupted)
+    assert cli("bench", "lookup", code=130).output == ""
 
 
 def test_config_check_does_not_promise_a_download_that_it_refuses(tmp_path):

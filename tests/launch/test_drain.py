@@ -184,7 +184,7 @@ def test_a_node_cannot_be_drained_into_too_little_room_nor_into_nothing_and_a_se
     assert "the master knows no segment of store-0: does store-0 run?" in refused()
     two_stores.kill("master")
     metrics = two_stores.metrics.removeprefix("http://")
-    assert f"no master that leads has answered (master: down {metrics}: Connection refused)" in refused()
+    assert f"no master that leads has answered (master: down: {metrics}: Connection refused)" in refused()
 
 
 def test_a_second_drain_that_is_stopped_leaves_the_first_alone(make_pool):

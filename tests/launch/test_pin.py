@@ -138,7 +138,7 @@ def test_a_prompt_is_pinned_prefetched_and_released_by_command(tmp_path):
         (["--ttl", "9", "--tokens", "-"], 2, "expected a JSON list of token ids"),
         (["--ttl", "0", "--text", "x"], 2, "Invalid value for '--ttl'"),
         (["--text", "x"], 2, "Missing option '--ttl'"),
-        (["--ttl", "9", "--text", "x"], 1, "no proxy has answered"),
+        (["--ttl", "9", "--text", "x"], 1, "no proxy has answered: proxy: its port is 0 in this file"),
     ],
 )
 def test_wrong_pins_end_with_one_line(tmp_path, arguments, code, says):

@@ -260,7 +260,7 @@ def test_rm_of_nothing_and_a_pool_without_a_master_are_errors(filled, monkeypatc
     for command in (("ls",), ("ls", "--json"), ("rm", "*", "--yes"), ("verify",)):
         result = run(filled, *command, code=1)
         assert re.fullmatch(
-            r"pd-cache: no master that leads has answered \(master: down .*\): see `pd-cache status`\n",
+            r"pd-cache: no master that leads has answered \(master: down: .*\): see `pd-cache status`\n",
             result.output,
         )
 

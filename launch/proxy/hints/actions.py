@@ -222,6 +222,8 @@ class Hints:
             raise HintRefusedError("block_hashes name prompts of any tenant, and this proxy has tenants")
         if known.request_id is not None:
             recent = self._recent.get((exchange.client, known.request_id))
+            if recent is None and lookups.blind:
+                raise HintRefusedError(f"the prompt cannot be named: {lookups.blind}")
             if recent is None:
                 raise HintRefusedError("this proxy knows no such request of this client, or none any more")
             named = await lookups.look_up_again(recent, known.request_id)
