@@ -63,7 +63,7 @@ def machine_problems(
 
 def further_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[Problem]:
     """Yields problems with which `nodes` start all the same: hosts that cannot be resolved, disks that cannot
-    be written."""
+    be written or are too small."""
     named: list[tuple[KeyPath, str]] = [
         (("nodes", n, "host"), node.host) for n, node in enumerate(config.nodes)
     ]
@@ -77,13 +77,20 @@ def further_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
             socket.getaddrinfo(host, None, socket.AF_INET)
         except OSError as error:
             yield Problem(path, f"this machine finds no IPv4 address for it: {error.strerror}")
-    caching = config.caching_nodes()
+    all_caching = config.caching_nodes()
+    caching = [node for node in nodes if node in all_caching]
     for index, tier in enumerate(config.cache.tiers):
-        if isinstance(tier, DiskTier) and any(node in caching for node in nodes):
+        if isinstance(tier, DiskTier) and caching:
             folder = next(path for path in (Path(tier.path), *Path(tier.path).parents) if path.exists())
             if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
                 what = "cannot be written by this user" if folder.is_dir() else "is no folder"
                 yield Problem(("cache", "tiers", index, "path"), f"{folder} {what} on this machine")
+            elif (size := shutil.disk_usage(folder).total) < len(caching) * tier.capacity:
+                yield Problem(
+                    ("cache", "tiers", index, "capacity"),
+                    f"the disk of {folder} has {shown_bytes(size)}, too little for {len(caching)} x "
+                    f"{shown_bytes(tier.capacity)}; a full disk switches the tier off",
+                )
 
 
 def missing_model(engine: VllmEngineConfig) -> Path | None:

@@ -292,6 +292,7 @@ def test_config_check_says_all_that_this_machine_cannot_do_for_its_nodes(tmp_pat
     (tmp_path / "file").touch()
     tiers = [
         {"kind": "disk", "path": str(tmp_path / "file" / "tier"), "capacity": "1GiB"},
+        {"kind": "disk", "path": str(tmp_path / "tier"), "capacity": "1000000GiB"},
         {"kind": "mooncake"},
     ]
     nodes = [free_node("master"), free_node("prefill-0"), free_node("decode-0", host="no-such-host.invalid")]
@@ -302,8 +303,12 @@ def test_config_check_says_all_that_this_machine_cannot_do_for_its_nodes(tmp_pat
     assert (
         f"cache.tiers[0].path: '{tmp_path}/file/tier': {tmp_path}/file is no folder on this machine" in told
     )
+    assert re.search(
+        rf"cache\.tiers\[1\]\.capacity: .*: the disk of {tmp_path} has .*, too little for 1 x 1000000\.0 GiB;",
+        told,
+    )
     assert "nodes[0]: mooncake.store cannot be imported: " in told
-    assert len(told.splitlines()) == 3
+    assert len(told.splitlines()) == 4
     assert all(line.startswith(f"pd-cache: {file}:") for line in told.splitlines())
     old = cli("config", "check", "--file-only", file)
     assert "`config check FILE` ends with the next version" in old.stderr
