@@ -81,14 +81,15 @@ class Requests:
         """Checks the client's key, reads the body, and holds a place for the request while the block answers
         it. In the end, frees what the request holds, counts it and logs it.
 
-        Raises ApiError with the error for the client, ClientGone if the client hung up.
+        Raises ApiError with the error for the client. If the client hangs up, it is cancelled, or a read or a
+        write raises ClientGone.
         """
         try:
-            exchange.client = self.keys.client(exchange.headers.get("Authorization"))
-            exchange.client = self.keys.in_tenant(exchange.client, exchange.headers)
-            # 503 if the proxy is full, 429 if the client has its share: no body is read only to be refused
+            exchange.client = self.keys.client(exchange.headers.get("Authorization"))  # 401
+            exchange.client = self.keys.in_tenant(exchange.client, exchange.headers)  # 400 or 403
+            # 503 if the proxy is full, 429 if the client has its share; again when it takes its place
             self.admission.check(exchange.client)
-            exchange.body = await read()  # 408 if it comes too slowly
+            exchange.body = await read()  # 408 if it is too slow, 413 if too large, 503 without memory
             with self.admission.admitted(exchange.client), self.metrics.running.track_inprogress():
                 async with self._until_its_deadline(exchange):  # cancels the block, and raises 504
                     yield
@@ -120,7 +121,8 @@ class Requests:
         exchange.decode_node = loading or prefetched
         result, handoff = exchange.direct, None
         if not exchange.direct:
-            # no handoff if prefill nodes fail, refuse, or take `prefill_timeout_s`: the decode node computes
+            # meanwhile `loading` loads it from the pool; nobody waits for that. No handoff if prefill nodes
+            # fail, refuse, or take `prefill_timeout_s` in all: then the decode node computes
             result, handoff = await self._prefill(exchange, completion, loading)
         self.metrics.handoffs.labels(result).inc()
         exchange.decode_body = await self._computed(exchange, lambda: completion.for_decode(handoff))
@@ -257,7 +259,7 @@ class Requests:
             raise overloaded("The proxy is shutting down") from None
         except Exception as error:  # the client gets an error in OpenAI's shape for every failure
             if limit.expired():
-                what = f"No complete answer within {limit_s:.3g} s"
+                what = f"No complete answer within {self.config.request_timeout_s:.3g} s"
                 raise ApiError(504, what, code="timeout") from error
             log.exception("request %s: unexpected error", exchange.id)
             raise ApiError(500, "Internal error of the proxy", code="internal_error") from error

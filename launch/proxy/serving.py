@@ -83,7 +83,8 @@ class Serving:
         returns a 5xx answer of theirs. Raises ApiError if none gave one, or if the answer breaks off."""
         hops, refusals = self._requests.hops, dict[Reason, web.Response]()
         attempts = Attempts(hops.pools["decode"], exchange.trial, first=exchange.decode_node)
-        # None if no node is left, if two failed after they got the request, or without retry budget
+        # None if no node is left, if the request failed two, if two lost their connections (those of the
+        # prefill hop included), or without retry budget. Refused connections and 503s count for neither
         while (node := attempts.next(time.monotonic())) is not None:
             try:
                 return await self._ask(exchange, relay, node, attempts)
@@ -117,7 +118,7 @@ class Serving:
                 if well and not first:
                     raise HopError("garbage", "the answer is empty")
                 attempts.answered(node, time.monotonic(), well=well)
-                self._requests.answering(exchange, asked, well=well)
+                self._requests.answering(exchange, asked, well=well)  # frees the body, ends its loads
                 return await relay.pass_on(answer, first, self._requests)
 
     async def _models(self, exchange: Exchange) -> web.Response:
