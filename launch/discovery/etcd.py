@@ -436,7 +436,9 @@ class ElectionWatch:
         if now - self._at_odds_since < DISAGREES_S:
             return False
         self._at_odds_since = None
-        log.warning("for %g s the master %s and etcd have differed on who leads", DISAGREES_S, self._address)
+        log.warning(
+            "for %g s the master %s and etcd have differed on which master leads", DISAGREES_S, self._address
+        )
         return True
 
     def _agree(self) -> bool:

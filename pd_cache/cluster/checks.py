@@ -191,7 +191,7 @@ def _proxy_problems(config: ClusterConfig) -> Iterator[Problem]:
     proxy, grace = config.proxy, config.supervisor.stop_grace_s
     if isinstance(config.discovery, StaticDiscovery):
         if not config.by_role("decode", "both"):
-            yield Problem(("nodes",), "a proxy needs at least one decode or both node to send requests to")
+            yield Problem(("nodes",), "a proxy needs at least one node of the role decode or both")
         yield from _role_problems(config)
     if proxy.drain_s >= grace:
         yield Problem(

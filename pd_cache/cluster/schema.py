@@ -555,7 +555,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
     transfer: TransferSettings = TransferSettings()
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig | None = None
-    """Needed if there are prefill, decode or both nodes."""
+    """Needed if there are nodes of the role prefill, decode or both."""
     connector: ConnectorConfig = ConnectorConfig()
     handoff: HandoffConfig = HandoffConfig()
     proxy: ProxyConfig = ProxyConfig()

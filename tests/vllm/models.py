@@ -352,20 +352,19 @@ def in_words(results):
 
 _PAGE = """# Models
 
-`make models` wrote this page, with vLLM {} on a CPU. It makes a small model, of four layers with random weights, of each architecture for text in
-vLLM's registry. *Keeps* lists the kinds of layers: how many layers of a kind the model has, and how many bytes they all keep for a token or, if they keep
-states, for the states.
+`make models` wrote this page, with vLLM {} on a CPU. It makes a small model, of four layers with random weights, for each text
+architecture in vLLM's registry. *Keeps* lists the model's layers by kind, and the bytes that all layers of a kind keep: for a token, or as states.
 """
 _RAN = """
 ## Models that ran
 
-A plain vLLM answers three prompts of 100, 200 and 330 tokens. A second engine has the connector: it computes and stores the prompts, empties its own
-prefix cache and answers again. A third engine answers from the pool alone. It has a prefix cache of its own only if the model has states. Blocks,
+A plain vLLM answers three prompts of 100, 200 and 330 tokens. Three rounds follow. An engine with the connector computes and stores the prompts; it
+empties its own prefix cache and answers again; another engine answers from the pool alone, without a prefix cache unless the model has states. Blocks,
 chunks and steps have 64 tokens, and loads end with a block.
 
 - right: all three rounds had the plain vLLM's tokens and log probabilities. If a model with latents is wrong, this is not the connector's fault: on a
   CPU without AMX, vLLM's kernel ignores the KV of earlier steps. So pd-cache refuses such models there.
-- found: tokens that the third engine did not compute. The prompts have 576 tokens in whole blocks.
+- found: tokens that the last engine did not compute. The prompts have 576 tokens in whole blocks.
 - stored, loaded: stored bytes divided by 576, and loaded bytes divided by the found tokens. Layers with windows or states need only a prompt's end.
 
 After a model's name, `fp8` means KV in fp8, `lora` an adapter, and `ngram` speculation from the prompt.

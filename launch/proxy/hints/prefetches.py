@@ -110,7 +110,7 @@ class Prefetches:
         if not (streams := pool.node(node).record.streams):
             if not self._lookups.grouped:
                 raise HintRefusedError(
-                    "decode nodes load nothing before its request comes (handoff.stream, docs/hints.md)"
+                    "decode nodes load no prompt before its request comes (handoff.stream, docs/hints.md)"
                 )
             if not self._hops.rule.why(named.tokens, named.pool_tokens):
                 raise HintRefusedError(

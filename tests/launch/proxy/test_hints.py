@@ -259,7 +259,7 @@ def hint_of(text):
         ('kv.prefetch {"request_id": "r"}', "a node needs the prompt itself"),
         ('kv.prefetch {"tokens": IDS, "prompt": TEXT}', "exactly one of"),
         ('kv.prefetch {"tokens": SHORT}', "no whole chunk"),
-        ('kv.prefetch {"tokens": IDS}', "load nothing before its request comes"),
+        ('kv.prefetch {"tokens": IDS}', "load no prompt before its request comes"),
         ('kv.share {"tokens": IDS}', "kv.share 1.0 is not supported"),
         (message("kv.retain", {"tokens": IDS, "ttl_s": 9}, version="2.0"), "kv.retain 2.0 is not supported"),
         ('kv.retain {"tokens": IDS}', "ttl_s"),
@@ -496,7 +496,7 @@ async def test_only_those_who_may_see_nodes_are_given_the_address_of_one(tmp_pat
         told = await prefetch()
         assert (told["status"], "node" in told) == ("accepted", False)
         c.proxy.update(view([], [c.decode[0].url]))  # which takes no streams
-        assert "load nothing before its request" in (await prefetch())["reason"]
+        assert "load no prompt before its request" in (await prefetch())["reason"]
         c.proxy._hints._asked, c.proxy._hints._pool = -math.inf, None
         with patch.object(c.proxy._hints, "_pool_bytes", side_effect=OSError("10.0.0.1:9003: refused")):
             retain = c.hint("kv.retain", {"tokens": IDS, "ttl_s": 9}, headers=bearer("key-of-ann-0123456789"))

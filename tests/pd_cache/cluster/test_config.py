@@ -134,7 +134,7 @@ def test_the_files_that_ship_show_every_key_that_there_is():
         ("port: 8000", "port: 80000", "nodes[3].port: 80000: expected a whole number <= 65535"),
         ("port: 8000", "port: 010051", "nodes[3].port: '010051': expected a whole number, got text"),
         ("port: 8000", "port: 8000}\n  - {name: q, role: proxy, port: 8000", "proxy already uses this port of 127.0.0.1"),
-        ("role: decode", "role: prefill", "a proxy needs at least one decode or both node"),
+        ("role: decode", "role: prefill", "a proxy needs at least one node of the role decode or both"),
         ("role: decode", "role: decode, cache_server: p0", "nodes[2].cache_server: 'p0': is not a cache-server node"),
         ("role: decode", "role: decode, args: {a: 1}", "nodes[2].args: is for vLLM, and engine.kind is reference"),
         ("role: decode", "role: decode, events_port: 5570", "the reference engine has no prefix cache of its own"),
