@@ -58,44 +58,48 @@ class LayerGroups:
         ]
 
 
-def longest_prefix(groups: LayerGroups, statuses: Sequence[Status]) -> Found:
-    """Returns how long a prefix can be, and why it is not longer. `statuses` are those of the objects, in the
-    order of `LayerGroups.keys`.
-
-    The chunks before the looked-up chunks are at hand in every group that needs them.
-    """
-    count = len(statuses) // groups.keys_per_chunk
-    if not groups.ahead and statuses.count(Status.OK) == len(statuses):
-        return Found(count, count)
-    by_group: list[tuple[int, list[Sequence[Status]], list[int]]] = []
-    """For each group: its tail; the statuses of each chunk's shards; and for each chunk, how many chunks in a
-    row are there up to it."""
-    start = 0
+def _by_group(
+    groups: LayerGroups, statuses: Sequence[Status], count: int
+) -> list[tuple[int, list[Sequence[Status]], list[int]]]:
+    """Returns for each group: its tail; the statuses of each chunk's shards; and for each chunk, how many
+    chunks in a row are there up to it."""
+    found, start = [], 0
     for database in groups.databases:
-        space, end = database.namespace, start + count * database.namespace.shards
+        space = database.namespace
+        end = start + count * space.shards
         first = start + space.ahead * space.shards
         chunks = [statuses[at : at + space.shards] for at in range(first, end, space.shards)]
         runs, run, start = [], 0, end
         for shards in chunks:
             run = run + 1 if shards.count(Status.OK) == len(shards) else 0
             runs.append(run)
-        by_group.append((space.tail, chunks, runs))
-    # groups that need all chunks have them up to `leading`; up to `reach`, the other groups have their tails
+        found.append((space.tail, chunks, runs))
+    return found
+
+
+def longest_prefix(groups: LayerGroups, statuses: Sequence[Status]) -> Found:
+    """Returns how long a prefix can be, and why it is not longer. Groups without a tail need all of its
+    chunks, other groups their tails before its end. A chunk is there if all of its shards are.
+
+    `statuses` are those of the objects, in the order of `LayerGroups.keys`. Earlier chunks are at hand.
+    """
+    count = len(statuses) // groups.keys_per_chunk
+    if not groups.ahead and statuses.count(Status.OK) == len(statuses):
+        return Found(count, count)
+    by_group = _by_group(groups, statuses, count)
     leading = min(([*runs, 0].index(0) for tail, _, runs in by_group if not tail), default=count)
     reach = leading
     while reach and not all(
         reach <= len(runs) and runs[reach - 1] >= min(tail, reach) for tail, _, runs in by_group if tail
     ):
         reach -= 1
-    if not groups.need_all:
-        leading = reach
-    if leading > reach:
+    if groups.need_all and leading > reach:
         reason = worst_reason(statuses)
         return Found(reach, leading, "no_tail" if reason == "missing" else reason)
-    behind = [
+    next_chunk = [
         status
         for tail, chunks, _ in by_group
         if reach < len(chunks) and not (tail and groups.need_all)
         for status in chunks[reach]
     ]
-    return Found(reach, leading, worst_reason(behind))
+    return Found(reach, reach, worst_reason(next_chunk))

@@ -5,7 +5,7 @@ Store and load are pipelines over the backend's memory. While a batch of chunks 
 gathers the next batch, and a load scatters the batch before.
 
     load   ->  _load_all: until nothing is damaged  ->  _scatter: one pass   ->  backend.batched_fetch
-    store  ->  _put: batch by batch                 ->  _gather: one batch   ->  backend.batched_put
+    store  ->  _store_all, _put: batch by batch     ->  _gather: one batch   ->  backend.batched_put
 
 The backend is the pool (`tiers/mooncake.py`), or several tiers (`tiers/hybrid.py`). It *fetches* objects into
 memory. The pool *gets* them from Mooncake, and a disk *reads* them. A *load* ends in the engine's blocks; the
@@ -31,7 +31,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.paged.base import BlocksOrSlots, PagedCopier, PendingCopy, plan_named
 from pd_cache.reasons import ChunkHistory, Loaded, StoreOutcome, TierChunks, miss_reason
 from pd_cache.tiers import PutOutcome, Staged, StorageBackend
-from pd_cache.tiers.memory import TierKind
+from pd_cache.tiers.memory import Fetched, TierKind
 from pd_cache.versions import FIRST, WeightsVersion
 from transfer.deadlines import End
 from transfer.errors import Status
@@ -99,6 +99,16 @@ def _checksums(copies: Iterable[PendingCopy]) -> list[int]:
         raise
 
 
+def _leading(together: Sequence[Fetched]) -> tuple[list[memoryview], str]:
+    """Returns the payloads up to the first missing object, and why that is missing; empty if none is."""
+    payloads: list[memoryview] = []
+    for fetched in together:
+        if fetched.payload is None:
+            return payloads, fetched.reason or Status.CLOSED.value
+        payloads.append(fetched.payload)
+    return payloads, ""
+
+
 class ChunkMover:
     """Moves runs of chunks between paged caches and a backend, in overlapping steps. Thread-safe.
 
@@ -135,31 +145,19 @@ class ChunkMover:
         The call ends by `end`, on the monotonic clock; without it, each transfer has the configured time-out.
         """
         shards, chunk_size = run.shards, self._database.chunk_size
-        self.metrics.tokens("store", "requested", len(run.keys) * chunk_size // shards)
-        statuses = [Status.CLOSED] * len(run.keys)
+        self.metrics.tokens("store", "requested", len(run.names) * chunk_size)
+        outcomes = [StoreOutcome.NOT] * len(run.keys)
         with self._moving() as may_move, self.metrics.timed("store"):
             if outdated := self.outdated(run):
                 self.metrics.trouble("store", outdated, len(run.names))
             elif may_move:
-                statuses = self.backend.batched_wants(run.keys, end)
-                self.metrics.outages("store", statuses)
-            missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
-            outcomes = [
-                StoreOutcome.BEFORE if status is Status.OK else StoreOutcome.NOT for status in statuses
-            ]
-            for index, status in zip(missing, self._put(run, missing, end), strict=False):
-                if status is Status.OK:
-                    outcomes[index] = StoreOutcome.NEW
-            stored = outcomes.count(StoreOutcome.NEW)
-            if stored and not self._annotated:  # stores the namespace's manifest beside its chunks
-                key, manifest = self._database.manifest_key, self._database.namespace.manifest()
-                self._annotated = self.backend.annotate(key, manifest, end) is Status.OK
+                outcomes = self._store_all(run, end)
+        stored = outcomes.count(StoreOutcome.NEW)
         self.metrics.moved("store", stored * self._payload_bytes, self._database.namespace.group)
         self.metrics.tokens("store", "stored", stored * chunk_size // shards)
-        if shards > 1:
-            outcomes = [
-                StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)
-            ]
+        outcomes = [
+            StoreOutcome.together(outcomes[at : at + shards]) for at in range(0, len(outcomes), shards)
+        ]
         self.history.note(
             [name for name, got in zip(run.names, outcomes, strict=True) if got is not StoreOutcome.NOT]
         )
@@ -172,7 +170,7 @@ class ChunkMover:
         No chunk counts as loaded if the engine has another label at the end. The call ends by `end`, as in
         `store`.
         """
-        self.metrics.tokens("retrieve", "requested", len(run.keys) * self._database.chunk_size // run.shards)
+        self.metrics.tokens("retrieve", "requested", len(run.names) * self._database.chunk_size)
         with self._moving() as may_move, self.metrics.timed("retrieve"):
             if not run.keys:
                 return Loaded(0)
@@ -231,6 +229,21 @@ class ChunkMover:
                 self._under_way -= begun
                 self._idle.notify_all()
 
+    def _store_all(self, run: ChunkRun, end: End) -> list[StoreOutcome]:
+        """Puts the objects that the backend lacks. Returns each object's outcome. An object that was not
+        stored is not tried again."""
+        statuses = self.backend.batched_wants(run.keys, end)
+        self.metrics.outages("store", statuses)
+        outcomes = [StoreOutcome.BEFORE if status is Status.OK else StoreOutcome.NOT for status in statuses]
+        missing = [index for index, status in enumerate(statuses) if status is Status.MISSING]
+        for index, status in zip(missing, self._put(run, missing, end), strict=False):
+            if status is Status.OK:
+                outcomes[index] = StoreOutcome.NEW
+        if StoreOutcome.NEW in outcomes and not self._annotated:  # stores the namespace's manifest, too
+            key, manifest = self._database.manifest_key, self._database.namespace.manifest()
+            self._annotated = self.backend.annotate(key, manifest, end) is Status.OK
+        return outcomes
+
     def _put(self, run: ChunkRun, missing: list[int], end: End) -> list[Status]:
         """Puts the objects with the indices `missing`. Returns a status for each, in order; fewer if there
         was no memory for the last objects."""
@@ -252,13 +265,10 @@ class ChunkMover:
         return statuses
 
     def _gather(self, run: ChunkRun, indices: list[int], end: End) -> list[Staged]:
-        """Stages the objects of `indices`, in order, as long as there is memory. Stages none if no memory
-        becomes free in time.
-
-        Only the first object waits for memory, so that two stores that hold memory never wait for each other.
-        Each object is sealed with the checksum of the engine's own bytes, so that any change of the memory is
-        detected.
-        """
+        """Stages the objects of `indices`, in order, as long as there is memory; none if no memory becomes
+        free in time. Only the first waits for memory, so that two stores that hold memory never wait for each
+        other. Each is sealed with the checksum of the engine's own bytes, so any change of the memory is
+        detected."""
         staged: list[Staged] = []
         try:
             for _ in indices:
@@ -305,12 +315,8 @@ class ChunkMover:
 
     def _scatter(self, run: ChunkRun, first: int, end: End) -> tuple[list[TierKind], str, bool]:
         """Reads the objects from number `first` on, and scatters them, up to the first that is missing or
-        damaged.
-
-        Returns the kind of each loaded object's tier, why the next object was not loaded, and whether it is
-        damaged; then its tier has removed it. Blocks into which a damaged object was scattered count as not
-        loaded, whatever they hold.
-        """
+        damaged. Returns the kind of each loaded object's tier, why the next object was not loaded, and
+        whether it is damaged. If so, its blocks count as not loaded, and `_load_all` tries other tiers."""
         kinds, keys, size = list[TierKind](), run.keys[first:], self._payload_bytes
         with contextlib.closing(self.backend.batched_fetch(keys, payload_bytes=size, end=end)) as fetches:
             for together in fetches:
@@ -319,13 +325,8 @@ class ChunkMover:
                         break
                     if end is not None and time.monotonic() >= end:
                         return kinds, "deadline", False
-                    reason, damaged, payloads = "", False, list[memoryview]()
-                    for fetched in together:
-                        if fetched.payload is None:
-                            reason = fetched.reason or Status.CLOSED.value
-                            break
-                        payloads.append(fetched.payload)
-                    copied: list[int] = []
+                    payloads, reason = _leading(together)
+                    copied, damaged = list[int](), False
                     if payloads:  # otherwise `lend` might raise, and hide the reason
                         with run.lend() as copiers:
                             copied = _checksums(

@@ -120,7 +120,7 @@ class CallThreads:
         self._count = count
         self._spare = spare
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._running: dict[int, float] = {}
         """For each thread, the deadline of its call."""
         self._closed = False
@@ -141,26 +141,30 @@ class CallThreads:
         spare threads, are late, if `limit` calls are under way, or after `close`."""
         call = Call(self, function, args, deadline, on_end)
         with self._lock:
-            self._relieve()
+            self.relieve()
             under_way = self._queue.qsize() + len(self._running)
-            accepted = not self._closed and self._late() < len(self._threads) and under_way < self._limit
-            if accepted:
+            if not self._closed and self.late < len(self._threads) and under_way < self._limit:
                 self._queue.put(call)  # type: ignore[arg-type]  # the queue ignores what the call returns
-        if not accepted:
-            call._end()
-            return None
-        return call
+                return call
+        call._end()
+        return None
 
     @property
     def late(self) -> int:
         """How many threads are late."""
         with self._lock:
-            return self._late()
+            now = time.monotonic()
+            return sum(end <= now for end in self._running.values())
 
     def relieve(self) -> None:
         """Starts a spare thread if calls are queued behind late threads."""
         with self._lock:
-            self._relieve()
+            if self._closed or len(self._running) < len(self._threads):
+                return
+            further = len(self._threads) - self._count
+            if self.late > further and further < self._spare:
+                with contextlib.suppress(RuntimeError):  # no more threads: calls wait for the late ones
+                    self._start_thread()
 
     def close(self, timeout: float) -> bool:
         """Refuses new calls, and waits for the accepted ones. Returns False if some still run after `timeout`
@@ -176,28 +180,12 @@ class CallThreads:
             thread.join(left(end))
         return not any(thread.is_alive() for thread in threads)
 
-    # --- with the lock held ---------------------------------------------------------------------------------
-
-    def _late(self) -> int:
-        now = time.monotonic()
-        return sum(end <= now for end in self._running.values())
-
-    def _relieve(self) -> None:
-        if self._closed or len(self._running) < len(self._threads):
-            return
-        if self._late() > len(self._threads) - self._count and len(self._threads) < self._count + self._spare:
-            with contextlib.suppress(RuntimeError):  # no more threads: calls wait for the late ones
-                self._start_thread()
-
     def _start_thread(self) -> None:
+        """Call with the lock held."""
         self._started += 1
         thread = threading.Thread(target=self._work, name=f"{self._name}-{self._started}", daemon=True)
         thread.start()
         self._threads.append(thread)
-
-    def _is_superfluous(self) -> bool:
-        """Returns whether the calling thread is no longer needed because late calls have ended."""
-        return not self._closed and len(self._threads) > self._count + self._late()
 
     # --- on the threads -------------------------------------------------------------------------------------
 
@@ -221,7 +209,9 @@ class CallThreads:
             finally:
                 with self._lock:
                     del self._running[me]
-                    if superfluous := self._is_superfluous():
+                    # late calls may have ended
+                    superfluous = not self._closed and len(self._threads) > self._count + self.late
+                    if superfluous:
                         self._threads.remove(threading.current_thread())
             del call
             if superfluous:

@@ -367,9 +367,7 @@ class MooncakeStore:
             return [Status.TIMEOUT] * len(keys)
         if verdicts is None:
             return self._ask_client(keys, end)
-        if verdicts.count(1) == len(verdicts):
-            return [Status.OK] * len(verdicts)
-        return [_EXISTS[verdict] for verdict in verdicts]
+        return list(map(_EXISTS.__getitem__, verdicts))
 
     def _ask_client(self, keys: Sequence[str], end: float) -> list[Status]:
         """As `batched_contains`, through Mooncake's client. Afterwards, opens a connection for `LookupRpc` if

@@ -111,12 +111,7 @@ class RemoteCache(Versioned):
     def name_chunks(
         self, tokens: Tokens | None, hashes: Names | None = None, extra_keys: Iterable[ExtraKey] = ()
     ) -> list[bytes]:
-        """Returns the names of a prompt's whole chunks, first to last, 8 to 16 bytes each.
-
-        The prompt is given as token ids or, in hash mode, as the engine's block hashes. `extra_keys` are the
-        request's isolation, and go with token ids only. Raises ValueError for both or neither, and for the
-        form that does not fit the namespace's hash mode.
-        """
+        """See `BlockCache.name_chunks`."""
         if (welcome := self.connection.welcome) is not None:
             self._namer.mode = welcome.hash_mode
         return self._namer.name_chunks(tokens, hashes, extra_keys)

@@ -4,8 +4,9 @@ Everything runs on the scheduler's thread. While requests wait for loads, this t
 and asks about each request hundreds of times a second. So all steps but a lookup are a few dictionary
 operations, and only a request that waits for other nodes is looked up again, after a pause.
 
-`tracked.py` has a request's state, `stores.py` the stores, `streams.py` the prompts that are loaded while
-other nodes compute them, and `own_cache.py` keeps KV of earlier weights out of vLLM's own cache.
+`tracked.py` decides by the state of a single request. Here is what also depends on other requests, on the
+pool or on vLLM's blocks. `stores.py` has the stores, `streams.py` the prompts that are loaded while other
+nodes compute them, and `own_cache.py` keeps KV of earlier weights out of vLLM's own cache.
 """
 
 from __future__ import annotations
@@ -175,21 +176,13 @@ class SchedulerSide:
 
     def _decide(self, tracked: TrackedRequest, proposed: int, now: float) -> int:
         """Returns how many of the proposed tokens to load: fewer if vLLM would compute them before their load
-        ends."""
+        ends. This is decided once for a request."""
         tracked.decided = True
         why = self._not_worth(tracked, tracked.by_tier(proposed), now)
         # a part of a window or a state is of no use
         if why is None or (why.probe and not self._plan.plain):
             return proposed
-        chunk = self._plan.chunk
-        size = sum(
-            space.chunk_bytes * min(proposed / chunk, space.tail or math.inf) for space in self._spaces
-        )
-        detail = (
-            f"{proposed:,} tokens would load in {why.load_s:.3g} s at {size / why.load_s / 1e6:.3g} MB/s; "
-            f"computing them takes {why.compute_s:.3g} s"
-        )
-        tracked.decline(detail, chunk if why.probe else 0)
+        tracked.decline(self._compared(proposed, why), self._plan.chunk if why.probe else 0)
         tokens = tracked.propose()
         self.metrics.counts.add("loads_declined_tokens", by=proposed - tokens)
         return tokens
@@ -205,6 +198,14 @@ class SchedulerSide:
         """Returns why these tokens, by tier, are not worth loading; None if they are."""
         margin = MARGIN if tracked.handoff.announced is None else HANDOFF_MARGIN
         return self.costs.not_worth(tokens, tracked.at_hand, self._earlier(tracked), now, margin)
+
+    def _compared(self, tokens: int, why: NotWorth) -> str:
+        chunks = tokens / self._plan.chunk
+        size = sum(space.chunk_bytes * min(chunks, space.tail or math.inf) for space in self._spaces)
+        return (
+            f"{tokens:,} tokens would load in {why.load_s:.3g} s at {size / why.load_s / 1e6:.3g} MB/s; "
+            f"computing them takes {why.compute_s:.3g} s"
+        )
 
     def _earlier(self, tracked: TrackedRequest | None = None) -> list[tuple[int, float]]:
         """Returns the prompts that vLLM would compute before `tracked`, as for `Costs.not_worth`."""
@@ -226,7 +227,8 @@ class SchedulerSide:
         return tracked.proposed or None
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Plans the load for this step. vLLM has allocated blocks for `external` of the proposed tokens."""
+        """Plans the load for this step. vLLM has allocated blocks for `external` of the proposed tokens, and
+        lets the request wait until `WorkerSide.take_ended_loads` returns it."""
         self._unallocated = False
         tracked = self.track(request)
         if external <= 0 or not tracked.proposed:
@@ -417,5 +419,7 @@ class SchedulerSide:
             self.costs.set_declines(self._earlier(), self._clock())
 
     def _storable(self, tracked: TrackedRequest) -> bool:
+        """Returns whether chunks of the request are stored. They are not if this engine only loads, if its
+        weights have no label or have changed since the request began, or if the chunks cannot be named."""
         known = self._outdated.weights.label is not None and tracked.id not in self._outdated
         return self._plan.stores and known and tracked.names.possible

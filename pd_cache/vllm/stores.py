@@ -105,11 +105,10 @@ class Stores:
         if job.remaining > 0:
             return None
         del self._jobs[number]
-        job.span.note(
-            stored=job.outcomes.count(StoreOutcome.NEW), missing=job.outcomes.count(StoreOutcome.NOT)
-        )
-        job.span.end()
         self._chunks_under_way -= len(job.outcomes)
+        count = job.outcomes.count
+        job.span.note(stored=count(StoreOutcome.NEW), missing=count(StoreOutcome.NOT))
+        job.span.end()
         pool = self._manager.block_pool
         # the last block first: vLLM evicts in the order of freeing, and later requests need a prompt's
         # beginning more than its end
@@ -159,6 +158,7 @@ class Stores:
         return room
 
     def _begin(self, chunks: GroupChunks, request: Request) -> StoreOp:
+        """Begins a store. Until `advance`, its references keep vLLM from giving the blocks to others."""
         pool, count = self._manager.block_pool, len(chunks.names)
         pool.touch([pool.blocks[block] for block in chunks.blocks if block >= 0])
         number = self._next_job

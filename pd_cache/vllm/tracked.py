@@ -8,7 +8,7 @@ Events come in this order; after a preemption, they begin again:
 3. vLLM computes tokens, in several steps (`computes`). After each step, chunks may be complete (`to_store`).
 4. The request ends (`report`, `announceable`).
 
-Times, answers to lookups, and blocks are arguments.
+Times, answers to lookups, and blocks are arguments: `scheduler.py` asks for them.
 """
 
 from __future__ import annotations
@@ -187,24 +187,22 @@ class TrackedRequest:
     # --- loads ----------------------------------------------------------------------------------------------
 
     def propose(self) -> int:
-        """Proposes to load the chunks that were found or are awaited. Returns the number of tokens; 0 if
-        there is nothing to load."""
+        """Proposes to load the chunks that were found or are awaited, within the request's limits and before
+        its last token. Returns the number of tokens; 0 if there is nothing to load."""
         request, found = self.request, self._found
-        if found is not None:
-            if found.leading > found.chunks:  # prompts diverge after the found prefix
-                # vLLM then ends a step there, so that states can be stored. It resets the field whenever it
-                # asks
-                request.shared_prefix_boundary = max(
-                    request.shared_prefix_boundary, found.leading * self._chunk
-                )
-            chunks = max(found.chunks, self.awaited)
-            if self._limit is not None:
-                chunks = min(chunks, self.most - self._plan.ahead)
-            end = min(chunks * self._chunk, self._plan.loadable(request))
-            self.proposed = max(0, end - self.at_hand)
-            if not self.handoff.allows(self.by_tier(self.proposed)):
-                self.proposed = 0
-                self.outcome.note_reason("limited")
+        if found is None:
+            return 0
+        if found.leading > found.chunks:  # prompts diverge after the found prefix
+            # vLLM then ends a step there, so that states can be stored. It resets the field whenever it asks
+            boundary = found.leading * self._chunk
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, boundary)
+        chunks = max(found.chunks, self.awaited)
+        if self._limit is not None:
+            chunks = min(chunks, self.most - self._plan.ahead)
+        self.proposed = max(0, min(chunks * self._chunk, self._plan.loadable(request)) - self.at_hand)
+        if not self.handoff.allows(self.by_tier(self.proposed)):
+            self.proposed = 0
+            self.outcome.note_reason("limited")
         return self.proposed
 
     def decline(self, detail: str, most: int) -> None:

@@ -122,7 +122,8 @@ class WorkerSide:
             self._store_queue.put((op, after))
 
     def take_ended_loads(self, step: Step, finished: set[str]) -> EndedLoads:
-        """Returns the loads that have ended. Gives up loads of `finished` requests that have not begun."""
+        """Returns the loads that have ended; vLLM then schedules their requests. Gives up loads of `finished`
+        requests that have not begun."""
         with self._changed:
             self._wanted -= finished
             something_ended = self._ended.finished or self._report.jobs or self._report.streams
@@ -156,6 +157,7 @@ class WorkerSide:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _run_loads(self) -> None:
+        """Runs one load after another, each until its deadline, and notes their ends for `take_*`."""
         own_stream(self._device)
         while (item := self._load_queue.get()) is not None:
             op, deadline = item
@@ -178,7 +180,8 @@ class WorkerSide:
                 self._changed.notify_all()
 
     def _note_failure(self, op: LoadOp, end: Loaded) -> None:
-        """Notes what vLLM has to compute if a load failed. Call with the lock held."""
+        """Notes what vLLM has to compute if a load failed: the blocks from the first that was not loaded, or
+        all tokens of the load. Call with the lock held."""
         if end.reason == "none":
             return
         if op.blocks:
@@ -212,7 +215,8 @@ class WorkerSide:
             blocks = _kept_blocks(part, cache)
             return cache.load(part.names, blocks, session=op.request_id, label=op.label, timeout=timeout)
         except Exception as error:  # noqa: BLE001 - see above
-            self._unexpected("retrieve", len(part.names), error)
+            reason = f"error_{type(error).__name__}"
+            cache.metrics.trouble("retrieve", reason, len(part.names), detail=str(error))
             return Loaded(0, "error")
 
     def _run_stores(self) -> None:
@@ -236,11 +240,8 @@ class WorkerSide:
             if not self._closing:
                 return cache.store(names, _kept_blocks(op.chunks, cache), after=after, label=op.label)
         except Exception as error:  # noqa: BLE001 - see above
-            self._unexpected("store", len(names), error)
+            cache.metrics.trouble("store", f"error_{type(error).__name__}", len(names), detail=str(error))
         return [StoreOutcome.NOT] * len(names)
-
-    def _unexpected(self, op: str, chunks: int, error: Exception) -> None:
-        self._first.metrics.trouble(op, f"error_{type(error).__name__}", chunks, detail=str(error))
 
 
 def _kept_blocks(chunks: GroupChunks, cache: BlockCache) -> list[int]:
