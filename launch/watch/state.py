@@ -195,7 +195,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
         mounted = sum(segment.size_bytes for segment in self.segments or ())
         if not leading and any(node.state not in ("asking", "not asked") for node in self.masters):
             what = f"none of {len(self.masters)} masters leads" if elected else "the master does not lead"
-            return [Trouble(f"{what}: there are no hits, and nothing is stored", _NO_LEADER[elected])]
+            return [Trouble(f"{what}: the pool gives no hits, and takes no chunks", _NO_LEADER[elected])]
         if len(leading) > 1:
             what = f"{len(leading)} masters lead ({', '.join(leading)}): each knows only some of the keys"
             return [Trouble(what, _TWO_LEADERS[elected])]
