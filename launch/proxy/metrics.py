@@ -42,7 +42,9 @@ class ProxyMetrics:
             ["status"],
         )
         self.cut = counter(
-            "pd_cache_proxy_answers_cut", "Answers that ended after their first byte with an error", ["code"]
+            "pd_cache_proxy_answers_cut",
+            "Answers that failed after their first byte, by the error's code",
+            ["code"],
         )
         self.hop_failures = counter(
             "pd_cache_proxy_hop_failures", "Requests that a node failed, by reason", ["hop", "reason"]

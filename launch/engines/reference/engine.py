@@ -129,7 +129,7 @@ class ReferenceEngine:
         self._changed = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         """Calls for the model thread. Each outstanding request and each running call of the cache posts at
-        most two, which bounds it."""
+        most two, so their number is bounded."""
         self._outstanding: set[Generation] = set()
         self._accepting = True
         self._stopping = False

@@ -114,7 +114,7 @@ class RecentRequests:
 
     def saved_s(self) -> float | None:
         """Returns how much longer the last hour's prompts with hits would have taken at the pace of prompts
-        without hits; None if there were none of either kind."""
+        without hits; None if one of the kinds is missing."""
         known = [minute for minute in self.minutes() if minute is not None]
         hit_tokens, hit_s, tokens, seconds = (
             sum(minute.pace[index] for minute in known) for index in range(4)
