@@ -38,7 +38,6 @@ docs: install
 test: install
 	bash tools/system-packages.sh test
 	VENV=$(VENV) bash tools/deploy-tools.sh
-	-$(BIN)/python -m pytest --collect-only -qq > /dev/null  # compiles the tests once: otherwise each job does
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder  # a file's tests share servers
 
 install-vllm: $(VLLM_VENV)/.installed

@@ -5,6 +5,7 @@ import importlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from functools import partial
@@ -18,6 +19,7 @@ from tests.support.made import made
 from tests.support.needs import NO_OPENSSL
 from tests.support.pool import Pool
 from tests.support.waiting import PATIENCE_S
+from tests.support.warm_jobs import warm
 from tests.support.warm_nodes import warm_nodes
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
@@ -121,6 +123,13 @@ def patient(monkeypatch):
         monkeypatch.setattr(
             importlib.import_module(module), constant, PATIENCE_S
         )  # a package may export what it is called
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """Jobs are forks of a process that has imported all tests."""
+    if sys.platform == "linux":
+        warm(config, specs)
 
 
 def pytest_collection_modifyitems(items):
