@@ -25,9 +25,17 @@ def hosts():
         yield {name: network.host(name) for name in "ab"}
 
 
+IMPATIENT = """
+from bench.lib import two_machines
+from launch.cli import main
+two_machines._HELLO_S = 5.0
+main(prog_name="pd-cache")
+"""
+
+
 @contextmanager
-def started(host, bench, *arguments):
-    command = host.inside(sys.executable, "-m", "launch", "bench", bench, *arguments)
+def started(host, bench, *arguments, program=("-m", "launch")):
+    command = host.inside(sys.executable, *program, "bench", bench, *arguments)
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -45,7 +53,7 @@ def report(host, bench, *arguments):
     return json.loads(out)
 
 
-@pytest.mark.slow(seconds=90)
+@pytest.mark.slow(seconds=40)
 def test_bandwidth_between_hosts_is_that_of_their_link_at_most(hosts):
     address = f"{hosts['b'].address}:50070"
     with started(hosts["b"], "bandwidth", "--serve", address, *SMALL) as serving:
@@ -63,7 +71,7 @@ def test_bandwidth_between_hosts_is_that_of_their_link_at_most(hosts):
 
 def test_a_machine_that_ends_in_the_middle_or_never_came_is_an_error_that_names_it(hosts):
     address = f"{hosts['b'].address}:50070"
-    with started(hosts["a"], "bandwidth", "--connect", address) as alone:
+    with started(hosts["a"], "bandwidth", "--connect", address, program=("-c", IMPATIENT)) as alone:
         _, errors = alone.communicate(timeout=120)
     assert alone.returncode == 1
     assert f"{address} does not answer; does it run, with --serve?" in errors
