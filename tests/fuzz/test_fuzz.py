@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from tests.fuzz.targets import TARGETS, Format
 
+pytestmark = pytest.mark.slow(seconds=30)
+
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 """For each target; with 0 three hundred, and the same ones each time, so that nobody's build fails by
 chance."""

@@ -21,7 +21,7 @@ from tests.support.pool import Pool, suspend
 from tests.support.waiting import wait_for
 from transfer.store import load_mooncake
 
-pytestmark = pytest.mark.slow(seconds=60)
+pytestmark = pytest.mark.slow(seconds=100)
 
 SLOTS = list(range(40))
 PROMPTS = [[100 * number + token for token in SLOTS] for number in range(16)]

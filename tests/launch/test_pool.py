@@ -26,6 +26,8 @@ from tests.support import pages
 from tests.support.cli import cli, drawn
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.slow(seconds=70)
+
 SPACE = Namespace(
     model="some/model@3f2a", kv_dtype="float16", layout="heads8.block16.bytes256x2", layers=2, block_size=16, page_bytes=64,
     chunk_size=32, shards=2, hash_mode="tokens",

@@ -18,6 +18,8 @@ from tests.support.waiting import beside, wait_for
 from transfer.deadlines import end_in
 from transfer.errors import Status
 
+pytestmark = pytest.mark.slow(seconds=70)
+
 OK = Status.OK
 
 PAYLOAD = 64 << 10
