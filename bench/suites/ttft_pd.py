@@ -25,7 +25,7 @@ from typing import Any, Literal
 import msgspec
 
 from bench.lib.links import Place, linked
-from bench.lib.report import Check, Report, Rows, at_most
+from bench.lib.report import Check, Report, Rows, at_most, tracked
 from bench.lib.small_models import random_prompts
 from bench.lib.vllm_server import BLOCK, CHUNK, READY_S, OpenAIServer, Peer, connector_flag, vllm_server
 from launch.run.supervise import Program, Supervisor
@@ -49,6 +49,8 @@ from transfer.settings import TransferSettings
 STREAM: tuple[Literal["never", "always"], ...] = ("never", "always")
 PEERS: dict[Peer, str] = {"mooncake": "MooncakeConnector", "nixl": "NixlConnector"}
 COMPUTED = ("vllm:prompt_tokens_by_source_total", "source", "local_compute")
+MISSED = "vllm:pd_cache_missed_tokens_total"
+"""The tokens that our decode node computed although it might have loaded them, by reason."""
 COLUMNS = ("prefill_ms", "after_prefill_ms", "first_token_ms", "step_ms", "computed")
 STEP = 512
 """The most tokens of a step. The last step's KV can only be moved after the prefill's end."""
@@ -165,7 +167,7 @@ def measure_handoffs(
     pool = len(STREAM) * (rounds + 1) * sum(lengths) * token_bytes * 5 // 4
 
     def measure(ways: Mapping[str, Ask], decode: OpenAIServer) -> None:
-        for number in range(rounds + 1):
+        for number in tracked(range(rounds + 1), ", ".join(ways)):
             # the first prompt touches memory that was never touched
             for tokens in lengths if number else lengths[:1]:
                 for way, asked in ways.items():
@@ -180,6 +182,11 @@ def measure_handoffs(
     with linked(rate, gpu=gpu) as places:
         with ours(model, flags, places, pool, folder) as (ways, decode):
             measure(ways, decode)
+            missed = {
+                reason: tokens
+                for labels, tokens in decode.metric(MISSED).items()
+                if tokens and (reason := labels.partition('reason="')[2].partition('"')[0]) != "none"
+            }
         for peer in peers:
             with theirs(peer, model, flags, places) as (asked, decode):
                 measure({peer: asked}, decode)
@@ -202,4 +209,4 @@ def measure_handoffs(
         if rate is not None:  # over loopback, a step is a large part of what comes after
             share = always["after_prefill_ms"] / never["after_prefill_ms"]
             checks.append(at_most(f"{tokens}: after prefill, always / never", share, 0.25))
-    return {"link": rate or "loopback", "results": rows}, checks
+    return {"link": rate or "loopback", "results": rows, "missed": missed}, checks
