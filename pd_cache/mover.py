@@ -231,7 +231,7 @@ class ChunkMover:
 
     def _store_all(self, run: ChunkRun, end: End) -> list[StoreOutcome]:
         """Puts the objects that the backend lacks. Returns each object's outcome. An object that was not
-        stored is not tried again."""
+        stored, for lack of memory or because its put failed, is not tried again."""
         statuses = self.backend.batched_wants(run.keys, end)
         self.metrics.outages("store", statuses)
         outcomes = [StoreOutcome.BEFORE if status is Status.OK else StoreOutcome.NOT for status in statuses]
@@ -334,7 +334,7 @@ class ChunkMover:
                                 for index, payload in enumerate(payloads, first + len(kinds))
                             )
                     for fetched, checksum in zip(together, copied, strict=False):
-                        # `check` removes a damaged object; later ones are removed, too
+                        # `check` removes a damaged object. Go on, so that it removes all of them
                         if damage := self.backend.check(fetched, checksum):
                             reason, damaged = damage, True
                         elif not damaged:

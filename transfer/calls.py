@@ -95,7 +95,8 @@ class Call(Generic[T]):
             self._end()
 
     def _end(self) -> None:
-        """Releases the call's resources. Call it once, with `_taken` held."""
+        """Releases the call's resources. Call it once: with `_taken` held, or before it is queued. Never
+        call it with the lock of `CallThreads` held, because `on_end` may take locks."""
         self._function, self._args = None, ()
         on_end, self._on_end = self._on_end, None
         try:

@@ -346,7 +346,8 @@ class MooncakeStore:
         """Returns OK or MISSING for each key, with one request to the master. Any other status says why the
         answer is unknown.
 
-        The master leases every key that it finds, so ask only for keys that will be read.
+        The master leases every key that it finds, so ask only for keys that will be read. Without `end`, the
+        call takes at most `exist_ms`; vLLM's lookups end by `connector.lookup_timeout_ms`.
         """
         if not keys:
             return []

@@ -326,7 +326,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @never_fails("wait_for_save")
     def wait_for_save(self) -> None:
-        """Queues the step's stores. The scheduler keeps their blocks until they have ended."""
+        """Queues the step's stores once the step is launched. Their thread waits for its computation, then
+        gathers. The scheduler keeps their blocks until they have ended."""
         if self._worker is not None:
             self._worker.save(self._step())
 

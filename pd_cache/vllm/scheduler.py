@@ -146,7 +146,7 @@ class SchedulerSide:
         return tokens, bool(tokens)
 
     def _look_up(self, tracked: TrackedRequest, now: float) -> None:
-        """Looks the prompt up if it was not, or if chunks for which the request waits may be there by now."""
+        """Looks the prompt up once. Again only if chunks for which the request waits may be there by now."""
         waits = tracked.handoff.announced is not None and self._outdated.weights.label is not None
         if waits and self._lookup.available:
             tracked.wait_for_announced(self._labelled(), now)

@@ -295,9 +295,9 @@ class TrackedRequest:
         return tokens if most is None else min(tokens, most)
 
     def to_store(self, computed: int, undrafted: bool) -> list[tuple[int, range]]:
-        """Returns the chunks that are complete with the first `computed` tokens and that no earlier call
-        returned: runs of chunks, each with the index of its layer group. `undrafted`: whether blocks of
-        vLLM's own cache may lack the draft model's KV."""
+        """Returns the chunks that are complete with the first `computed` tokens and that were neither loaded
+        nor returned before: runs of chunks, each with the index of its layer group. `undrafted`: whether
+        blocks of vLLM's own cache may lack the draft model's KV."""
         # vLLM's count includes drafted tokens, which may be rejected
         complete = self.storable(min(computed, self.request.num_tokens)) // self._chunk
         found: list[tuple[int, range]] = []

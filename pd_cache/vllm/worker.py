@@ -157,7 +157,8 @@ class WorkerSide:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _run_loads(self) -> None:
-        """Runs one load after another, each until its deadline, and notes their ends for `take_*`."""
+        """Runs on two threads: one load after another, all its groups at the same time, until its deadline.
+        Notes their ends for `take_*`."""
         own_stream(self._device)
         while (item := self._load_queue.get()) is not None:
             op, deadline = item
