@@ -367,8 +367,9 @@ def pool_ls(file: Path, as_json: bool) -> None:
     """List the namespaces in the pool and the memory of its segments.
 
     The keys of one model, layout and weights version begin with the same namespace. `used by` is the number
-    of running nodes with this namespace, or `old` if all of them have other weights. The pool does not know
-    when a key was last read, or the tenant or `cache_salt` of a chunk.
+    of running nodes with this namespace, or `old` if all of them have other weights. Engines that
+    discovery does not know are not counted. The pool does not know when a key was last read, or the tenant or
+    `cache_salt` of a chunk.
     """
     from launch.operate.pool import space_table
 
