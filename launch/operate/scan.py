@@ -20,7 +20,7 @@ import msgspec
 from launch.masters import KEYS_IN_A_URL, copies_at
 from launch.operate.pool import Space, keys_of, manifest_key, opened
 from launch.run.supervise import StopFlag
-from launch.watch.asker import cluster_status, leading_metrics
+from launch.watch.asker import cluster_status, leading_metrics, no_leader
 from pd_cache.chunks import Namespace
 from pd_cache.cluster import ClusterConfig
 from pd_cache.cluster.machine import shown_bytes
@@ -160,8 +160,10 @@ def copy(
 
     Raises PdCacheError if that pool has no room for them, or is the same, or if a master does not answer.
     """
-    status = cluster_status(target)
-    if leading_metrics(status) == leading_metrics(cluster_status(config)):
+    status, own = cluster_status(target), leading_metrics(cluster_status(config))
+    if not status.leading:
+        raise PdCacheError(f"the other pool: {no_leader(status)}")
+    if leading_metrics(status) == own:
         raise PdCacheError("both files have the same pool: nothing to copy")
     wanted = sum(space.bytes or 0 for space in chosen)
     room = _FULL * sum(segment.size_bytes for segment in status.segments or ())

@@ -419,7 +419,10 @@ def test_copy_goes_on_where_ctrl_c_ended_it_and_brings_all_that_is_intact(sound,
 def test_copy_into_the_same_pool_or_one_without_room_is_an_error_and_changes_nothing(sound, make_pool):
     same = run(sound, "copy", "--to", sound.file, code=1)
     assert same.stderr.endswith("pd-cache: both files have the same pool: nothing to copy\n")
-    target = make_pool().start("master")
+    target = make_pool()
+    absent = run(sound, "copy", "--to", target.file, code=1)
+    assert "pd-cache: the other pool: no master that leads has answered (" in absent.stderr
+    target.start("master")
     small = run(sound, "copy", "--to", target.file, code=1)
     assert "396.9 KiB are to be copied, but the other pool has room for 0 B: give it" in small.stderr
     assert target.keys() == set()
