@@ -224,14 +224,16 @@ class _Shortcut(asyncio.Protocol):
     """Writes a node's bytes to the client as soon as they arrive, while the client keeps up. So a token
     passes the proxy in half of the time.
 
-    It stands between the node's connection and aiohttp's protocol. It hands every event to the protocol,
-    which parses the bytes.
+    It stands between the node's connection and aiohttp's protocol, which parses the bytes. While the parser
+    is between two chunks, a chunk that is an event goes to the client unparsed.
     """
 
     def __init__(self, relay: Relay, answer: aiohttp.ClientResponse, response: web.StreamResponse) -> None:
         self._relay = relay
         self._answer = answer
         self._chunked = "Transfer-Encoding" in response.headers
+        self._between = False
+        """Whether the parser is between two chunks, and the client gets chunks, too."""
         self._over: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def taken(self) -> bytes:
@@ -245,18 +247,18 @@ class _Shortcut(asyncio.Protocol):
         self._node, self._parser, self._client = node, connection.protocol, client
         self._node.set_protocol(self)
         try:
-            self._pass_on()
+            self._pass_on(b"")
             return await self._over
         finally:
             self._end()
 
-    def _pass_on(self) -> None:
-        content, client = self._answer.content, self._client
-        while (
-            content.exception() is None
-            and not client.is_closing()
-            and client.get_write_buffer_size() <= _MOST_UNSENT
-        ):
+    def _keeps_up(self) -> bool:
+        return not self._client.is_closing() and self._client.get_write_buffer_size() <= _MOST_UNSENT
+
+    def _pass_on(self, parsed: bytes) -> None:
+        """Passes on all that the parser has. `parsed`: what it was handed last."""
+        content, self._between = self._answer.content, False
+        while content.exception() is None and self._keeps_up():
             data = content.read_nowait()  # meanwhile aiohttp may parse more, which it held back
             if content.is_eof():
                 self._end(data)
@@ -264,7 +266,8 @@ class _Shortcut(asyncio.Protocol):
             if not data:
                 return
             self._relay.note_sent(data)
-            client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+            self._between = self._chunked and data == _event_in(parsed)
+            self._client.write(_chunk(data) if self._chunked else data)
         self._end()
 
     def _end(self, unsent: bytes = b"") -> None:
@@ -276,8 +279,12 @@ class _Shortcut(asyncio.Protocol):
     # --- events of the node's connection --------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        if self._between and (event := _event_in(data)) and self._keeps_up():
+            self._relay.note_sent(event)
+            self._client.write(data)
+            return
         self._parser.data_received(data)
-        self._pass_on()
+        self._pass_on(data)
 
     def eof_received(self) -> None:
         self._parser.eof_received()
@@ -291,3 +298,17 @@ class _Shortcut(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._parser.resume_writing()
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _event_in(data: bytes) -> bytes:
+    """Returns the event that is the only chunk in `data`; empty if `data` is anything else.
+
+    If the parser returns exactly this event for these bytes, it was between two chunks. Inside a chunk, it
+    would return the event's size, too, or fail, because `data: ` is no size.
+    """
+    event = data.partition(b"\r\n")[2][:-2]
+    return event if event.startswith(b"data: ") and data == _chunk(event) else b""

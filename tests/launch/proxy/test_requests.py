@@ -153,6 +153,49 @@ async def test_the_pieces_of_an_answer_pass_without_steps_of_their_request(versi
         assert len(set(c.decode[0].peers)) == 1
 
 
+@pytest.mark.parametrize("version", [aiohttp.HttpVersion10, aiohttp.HttpVersion11])
+@scenario
+async def test_an_answer_passes_unchanged_however_its_chunks_are_cut_into_packets(version):
+    event, done = EVENTS[0], EVENTS[-1]
+    within = chunk(event)  # looks like a chunk of its own
+    large = chunk(done + within + done)
+    middle = large.index(within)
+    packets = [  # each with the part of the answer that it holds
+        *[(chunk(event), event)] * 3,
+        (chunk(event)[:20], event[: 20 - chunk(event).index(event)]),
+        (chunk(event)[20:], event[20 - chunk(event).index(event) :]),
+        (chunk(event), event),
+        (chunk(event) * 2, event * 2),
+        *[(chunk(event), event)] * 2,
+        (large[:middle], done),
+        (within, within),
+        (large[middle + len(within) :], done),
+        *[(chunk(done), done)] * 2,
+        (chunk(event) + b"0\r\n\r\n", event),
+    ]
+    received = asyncio.Semaphore(0)
+
+    async def sends(request):
+        await begin(request, done)
+        for packet, _ in packets:
+            await received.acquire()
+            request.transport.write(packet)
+        await hangs(request)
+
+    async with cluster(0, 1) as c, aiohttp.ClientSession(version=version) as c.session:
+        c.decode[0].default = sends
+        async with c.post({"prompt": "x", "stream": True}) as response:
+            assert await response.content.readexactly(len(done)) == done
+            for _, part in packets:
+                received.release()
+                assert await response.content.readexactly(len(part)) == part
+            assert await response.content.read() == b""
+
+
+def chunk(data):
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
 async def begin_and_end(pieces, headers, request):
     response = await begin(request, *pieces, **headers)
     await response.write_eof()
