@@ -400,7 +400,10 @@ def pods(folder, documents):
                 own.mkdir()
                 fields = {"metadata.name": name, "status.podIP": address}
                 env = {
-                    one["name"]: fields[one["valueFrom"]["fieldRef"]["fieldPath"]] for one in container["env"]
+                    one["name"]: one["value"]
+                    if "value" in one
+                    else fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
+                    for one in container["env"]
                 }
                 env["PATH"] = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
                 words = [*container["command"], *(moved(text, own) for text in container["args"])]

@@ -91,6 +91,11 @@ def test_nodes_log_details_if_up_does(caplog):
         assert up.program_of(ProxyNode(name="p"), Path("c.yaml")).argv.count("-v") == details
 
 
+def test_only_a_proxy_gets_the_environment_for_huge_pages():
+    for node, env in ((ProxyNode(name="p"), up.HUGE_PAGES), (DecodeNode(name="d"), None)):
+        assert up.program_of(node, Path("c.yaml")).env == env
+
+
 def test_a_role_raises_the_soft_limit_of_open_files_to_the_hard_one():
     program = "import launch.run.roles as r, resource as s; r.raise_limit_of_files(); print(*s.getrlimit(s.RLIMIT_NOFILE))"
     command = f"ulimit -Sn 300 && ulimit -Hn 777 && exec {sys.executable} -c '{program}'"
