@@ -127,8 +127,8 @@ def patient(monkeypatch):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
-    """Jobs are forks of a process that has imported all tests."""
-    if sys.platform == "linux":
+    """Jobs are forks of a process that has imported all tests, in the root folder."""
+    if sys.platform == "linux" and config.invocation_params.dir == config.rootpath:
         warm(config, specs)
 
 

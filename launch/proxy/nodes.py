@@ -84,7 +84,8 @@ def new_session(connections: int) -> aiohttp.ClientSession:
         connector=aiohttp.TCPConnector(
             limit=connections, keepalive_timeout=_KEEPALIVE_S, socket_factory=_socket
         ),
-        timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),  # the caller has a deadline
+        timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),  # the caller has a deadline,
+        # and `sock_read` would not see the bytes that a `_Shortcut` passes on
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
     )

@@ -221,8 +221,8 @@ class Relay:
 
 
 class _Shortcut(asyncio.Protocol):
-    """Writes a node's bytes to the client as soon as they arrive, while the client keeps up. So a token
-    passes the proxy in half of the time.
+    """Writes a node's bytes to the client as soon as they arrive, while the client keeps up, without a
+    step of the request.
 
     It stands between the node's connection and aiohttp's protocol, which parses the bytes. While the parser
     is between two chunks, a chunk that is an event goes to the client unparsed.

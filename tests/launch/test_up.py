@@ -1,6 +1,7 @@
 """Which nodes run here, on which ports, and how they start."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -91,9 +92,31 @@ def test_nodes_log_details_if_up_does(caplog):
         assert up.program_of(ProxyNode(name="p"), Path("c.yaml")).argv.count("-v") == details
 
 
-def test_only_a_proxy_gets_the_environment_for_huge_pages():
-    for node, env in ((ProxyNode(name="p"), up.HUGE_PAGES), (DecodeNode(name="d"), None)):
-        assert up.program_of(node, Path("c.yaml")).env == env
+@pytest.mark.parametrize(
+    "enabled, own, libc, gets",
+    [
+        ("always [madvise] never", {}, "glibc 2.36", True),
+        ("[always] madvise never", {}, "glibc 2.35", True),
+        ("always madvise [never]", {}, "glibc 2.36", False),
+        (None, {}, "glibc 2.36", False),
+        ("always [madvise] never", {"PYTHONMALLOC": "debug"}, "glibc 2.36", False),
+        ("always [madvise] never", {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, "glibc 2.36", False),
+        ("always [madvise] never", {}, "glibc 2.34", False),
+    ],
+)
+def test_a_proxy_gets_huge_pages_if_there_are_any_and_this_environment_chooses_no_allocator(
+    tmp_path, monkeypatch, enabled, own, libc, gets
+):
+    if enabled is not None:
+        (tmp_path / "enabled").write_text(enabled)
+    for name in ("PYTHONMALLOC", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(up, "_WHEN_HUGE", tmp_path / "enabled")
+    monkeypatch.setattr(os, "confstr", lambda name: libc)
+    assert bool(up.program_of(ProxyNode(name="p"), Path("c.yaml")).env) == gets
+    assert up.program_of(DecodeNode(name="d"), Path("c.yaml")).env is None
 
 
 def test_a_role_raises_the_soft_limit_of_open_files_to_the_hard_one():
