@@ -112,7 +112,7 @@ class PoolLookups:
             self._used, self._client, self._namer = pool, None, None
             blind = pool if isinstance(pool, str) else self._enter(pool)
             if self._open is None:
-                blind = "proxy.direct_tokens is 0"
+                blind = "direct_tokens is 0"
             elif blind != self.blind:
                 log.info("looking up prompts in the pool" if not blind else f"looking up no prompts: {blind}")
             self.blind = blind

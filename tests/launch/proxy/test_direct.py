@@ -280,7 +280,7 @@ XXHASH = msgspec.structs.replace(NAMESPACE, hash_mode="blocks", hash_seed=descri
             "off: .*names its blocks by xxhash",
         ),
         (lambda client: looks_up(None), "off: no Mooncake here"),
-        (lambda client: looks_up(client, 0), "off: proxy.direct_tokens is 0"),
+        (lambda client: looks_up(client, 0), "off: direct_tokens is 0"),
         (
             lambda client: {"lookups": PoolLookups(lambda pool: client)},
             "off: no decode node reports its namespace",

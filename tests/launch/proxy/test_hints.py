@@ -377,7 +377,7 @@ async def test_hints_need_a_clients_key_lookups_and_a_share(tmp_path):
     async with cluster(**looks_up(Renewing(), 0)) as c:
         for target in (sent, {"request_id": "r", "ttl_s": 60}):
             why = (await c.hint("kv.retain", target))["reason"]
-            assert why == "the prompt cannot be named: proxy.direct_tokens is 0"
+            assert why == "the prompt cannot be named: direct_tokens is 0"
     async with pinning(hints=HintsConfig(max_share=0)) as c:
         assert "max_share is 0" in (await c.hint("kv.retain", sent))["reason"]
 
