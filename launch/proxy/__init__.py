@@ -4,24 +4,17 @@ node.
 It guarantees:
 
 1. A request is answered within `request_timeout_s`, whatever the nodes do.
-2. The prefill hop is an optimisation: if prefill nodes fail, refuse or hang, the decode node computes the
-   prompt itself, and only its refusal goes to the client. But if two nodes lost their connections while they
-   had the request, it may have brought them down: no further node gets it, and the client gets a 502. The hop
-   is skipped if it would gain nothing.
-3. Until the first byte of the answer, a decode node that fails is replaced by another, unless the request has
-   failed two nodes, or too many requests were tried again lately (`RetryBudget`). A node that keeps its
-   connection and says nothing is not replaced: it may have a long queue. After the first byte, the client
-   gets an error.
+2. The prefill hop is an optimisation, and skipped if it would gain nothing. If prefill nodes fail, refuse or
+   hang, the decode node computes the prompt. But a request during which two nodes lost their connections may
+   have brought them down: it goes to no further node, and the client gets a 502.
+3. Until the answer's first byte, a decode node that fails is replaced, unless the request has failed two, or
+   too many were tried again lately (`RetryBudget`). A silent node is not replaced: it may have a long queue.
+   After the first byte, the client gets an error.
 4. What the prefill node hands over (`kv_transfer_params`) is forwarded unread, and never accepted from a
    client.
 5. A client that goes away takes its upstream connections with it.
 6. Nodes come and go with discovery's view (`nodes`). The proxy does not wait for discovery, and for the pool
    only as long as a lookup may take.
-
-Behind a gateway, such as Envoy, `gateway/picker` takes the place of `serving`. It takes the same steps up to
-`Requests.prepare`, but also holds a place while it reads the body. Then it names the decode node, and the
-gateway asks that node. From there on, rules 1, 3 and 5 are up to the gateway. If answers pass the picker, the
-request ends with its answer, otherwise with the answer's head.
 
 A completion's way takes five minutes. Read these functions, in this order, and open nothing else:
 
@@ -45,6 +38,11 @@ Then, by question:
     serving.py    Relay.pass_on         How do an answer's bytes pass? Most pass in a `_Shortcut`.
 
 What is counted, reported or traced changes nothing on this way.
+
+Behind a gateway, such as Envoy, `gateway/picker` takes the place of `serving`. It takes the same steps up to
+`Requests.prepare`, but also holds a place while it reads the body. Then it names the decode node, and the
+gateway asks that node. From there on, rules 1, 3 and 5 are up to the gateway. If answers pass the picker, the
+request ends with its answer, otherwise with the answer's head.
 
 A *hop* is a request's part at a prefill or a decode node. `exchange` is the state of a request, and `trips`
 is what the proxy's pages say about its hops. `bodies` reads what clients and nodes send. `lookups` looks

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -142,16 +143,12 @@ _WHEN_HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 def proxy_env() -> dict[str, str]:
     """Returns what a proxy's environment has beside this process's. It puts the proxy's objects into huge
-    pages, which saves a quarter of its processor time: after other programs ran, the processor looks up fewer
-    pages. Empty if this process's environment chooses an allocator, or if there are no huge pages."""
-    libc = os.confstr("CS_GNU_LIBC_VERSION") or "glibc 0.0"
-    too_old = [int(part) for part in libc.split()[1].split(".")] < [
-        2,
-        35,
-    ]  # and Python's allocator is faster then
-    if too_old or _HUGE_PAGES.keys() & os.environ.keys() or not _WHEN_HUGE.exists():
-        return {}
-    return {} if "[never]" in _WHEN_HUGE.read_text() else _HUGE_PAGES
+    pages, which saves processor time: after other programs ran, the processor looks up fewer pages. Empty if
+    this process's environment chooses an allocator, or without huge pages: then Python's is faster."""
+    library, version = platform.libc_ver()
+    huge = library == "glibc" and [int(part) for part in version.split(".")] >= [2, 35]
+    huge = huge and _WHEN_HUGE.exists() and "[never]" not in _WHEN_HUGE.read_text()
+    return _HUGE_PAGES if huge and not _HUGE_PAGES.keys() & os.environ.keys() else {}
 
 
 def program_of(node: Node, file: Path) -> Program:

@@ -1,7 +1,7 @@
 """Which nodes run here, on which ports, and how they start."""
 
 import json
-import os
+import platform
 import socket
 import subprocess
 import sys
@@ -114,7 +114,7 @@ def test_a_proxy_gets_huge_pages_if_there_are_any_and_this_environment_chooses_n
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(up, "_WHEN_HUGE", tmp_path / "enabled")
-    monkeypatch.setattr(os, "confstr", lambda name: libc)
+    monkeypatch.setattr(platform, "libc_ver", libc.split)
     assert bool(up.program_of(ProxyNode(name="p"), Path("c.yaml")).env) == gets
     assert up.program_of(DecodeNode(name="d"), Path("c.yaml")).env is None
 
