@@ -20,6 +20,7 @@ stdin. Each command but `press` is answered with a line `{"e": NAME OF THE COMMA
 """
 
 import faulthandler
+import functools
 import itertools
 import json
 import logging
@@ -140,6 +141,11 @@ class Lane(threading.Thread):
         self._serial = itertools.count(random.Random(f"{self.label}/{driver.start}").randrange(1 << 62))
         self.buffer = PagedBuffer()
         self.cache = Choosing(driver.open(self.buffer), driver.judge, self.label)
+        self.in_copy = False
+        """Whether the operation found the cache server in the middle of a copy into the buffer."""
+        if isinstance(self.cache.cache, RemoteCache):
+            fence = self.cache.cache.connection.fence
+            fence.revoke = functools.partial(self._revoke, fence.revoke)
         self.resting = threading.Event()
 
     def run(self):
@@ -166,6 +172,7 @@ class Lane(threading.Thread):
     def do(self, operation):
         """Does one operation and reports it."""
         driver, bound = self._driver, operation.timeout
+        self.in_copy = False
         canary = (next(self._serial) * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
         times = []
 
@@ -178,10 +185,15 @@ class Lane(threading.Thread):
         (begin, before), (end, after) = times
         driver.say(
             "end", lane=self.label, kind=operation.kind, bound=bound, begin=begin, end=end, starved=after - before,
-            prompt=str(operation.prompt), declined=self.cache.declined, **vars(done),
+            prompt=str(operation.prompt), declined=self.cache.declined, in_copy=self.in_copy, **vars(done),
         )  # fmt: skip
         self.cache.declined = 0
         return done
+
+    def _revoke(self, revoke, slot, ticket):
+        removed = revoke(slot, ticket)
+        self.in_copy |= not removed
+        return removed
 
 
 class Driver:

@@ -13,7 +13,7 @@ from pd_cache.cache import CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.config import CacheConfig, LocalTier, NodeSettings
 from pd_cache.layout import KVLayout
-from tests.soak.books import ALLOWANCE_S, Call, Span
+from tests.soak.books import ALLOWANCE_S, Books, Call, Span
 from tests.soak.faults import ACTIONS, KINDS, LONG_KINDS, planned
 from tests.soak.oracle import (  # fmt: skip
     BLOCKS,
@@ -124,8 +124,19 @@ def test_answers_that_cannot_be_right_and_exceptions_are_complaints(cache):
 def test_an_answer_is_late_unless_its_time_was_taken_by_the_machine_or_the_soak():
     call = Call("engine-a", "lookup", Span(100.0, 100.0 + 1.0 + ALLOWANCE_S + 3.0), bound=1.0)
     assert call.seconds_late([]) == pytest.approx(3.0)
-    assert call.seconds_late([Span(99.0, 102.0), Span(101.0, 101.5)]) == pytest.approx(0.5)
+    assert call.seconds_late([Span(101.0, 101.5), Span(99.0, 102.0)]) == pytest.approx(1.0)
     assert call._replace(starved=3.5).seconds_late([]) == 0.0
+
+
+@pytest.mark.parametrize("in_copy", [False, True])
+def test_a_stopped_cache_server_excuses_only_a_load_whose_blocks_it_was_copying_into(in_copy):
+    books = Books()
+    books.stops["cache"] = [Span(103.0, 173.0)]
+    operation = {"lane": "engine-b/0", "kind": "retrieve", "prompt": "", "begin": 100.0, "end": 173.5}
+    done = {"hit": 0, "wrong": 0, "complaint": "", "declined": 0, "compared": 0, "starved": 0.0}
+    books.event("engine-b", {"e": "end", **operation, **done, "bound": 10.0, "in_copy": in_copy})
+    books.judge()
+    assert bool(books.troubles["late"]) is not in_copy
 
 
 @pytest.mark.parametrize("seconds", [15.0, 600.0])
