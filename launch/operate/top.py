@@ -19,7 +19,7 @@ from launch.discovery import open_directory
 from launch.http import proxy_access
 from launch.run.supervise import stop_on_signals
 from launch.watch.asker import SYNC_S, Asker, watched_nodes
-from launch.watch.figures import hit_rate, shown_age
+from launch.watch.figures import shown_age
 from launch.watch.state import ClusterStatus, NodeStatus
 from pd_cache.cluster import ENGINES, ClusterConfig
 
@@ -28,7 +28,9 @@ _STALE_S = 10.0
 """A node that has not answered for this time, and for one interval between questions, is down."""
 WIDEST = 200
 """The width of the table if the output is not a terminal."""
-_STYLES = {"up": "green", "degraded": "yellow", "asking": "dim", "not asked": "dim", "DOWN": "bold red"}
+_WIDE = 120
+"""The least width at which the table has all columns."""
+_STYLES = {"up": "green", "degraded": "yellow", "asking": "dim", "not asked": "dim"}
 
 
 # --- texts for figures --------------------------------------------------------------------------------------
@@ -69,28 +71,21 @@ def percent(part: float | None) -> str:
 
 
 class Column(NamedTuple):
-    """A column of the table: shown if there is room after those of a lower rank."""
+    """A column of the table."""
 
     title: str
-    width: int
-    rank: int
+    width: int | None
+    """None for the remaining width."""
     cell: Callable[[NodeStatus], str]
     left: bool = False
+    wide: bool = False
+    """Whether only wide terminals show it."""
 
 
-def _pair(node: NodeStatus, *timings: str) -> str:
+def _pair(node: NodeStatus) -> str:
     found = {} if node.rates is None else node.rates.quantiles
-    return next(
-        (f"{seconds(found[name][0]):>5} {seconds(found[name][1]):>5}" for name in timings if name in found),
-        "",
-    )
-
-
-def _source(node: NodeStatus, name: str) -> str:
-    sources = None if node.rates is None else node.rates.sources
-    if sources is None or (sources["loaded"] and name != "engine"):  # the tier is unknown
-        return ""
-    return percent(sources[name]) if sources[name] else "-"
+    pairs = (found[name] for name in ("first byte", "first token", "lookup") if name in found)
+    return next((f"{seconds(median):>5} {seconds(most):>5}" for median, most in pairs), "")
 
 
 def _traffic(node: NodeStatus, what: Literal["load", "store", "lookups"]) -> float | None:
@@ -109,63 +104,34 @@ def _staging(node: NodeStatus) -> str:
 
 
 def _evicted(node: NodeStatus) -> str:
-    evictions = {} if node.rates is None else node.rates.evictions
-    return rate(sum(evictions.values())) if evictions else ""
+    return rate(node.rates.evictions) if node.rates and node.rates.evictions else ""
 
 
-def _given(node: NodeStatus) -> str:
-    if node.memory:
-        return "drain"  # the details show its progress
-    given = node.segments or ()
-    size = sum(segment.size_bytes for segment in given)
-    return percent(sum(segment.allocator_used_bytes for segment in given) / size) if size else ""
+def _missed(node: NodeStatus) -> str:
+    return ", ".join(reason for reason, *_ in node.rates.missed) if node.rates else ""
 
 
-_WHY = "why computed"
 COLUMNS = (
-    Column("node", 14, 0, lambda node: node.name, left=True),
-    Column("role", 12, 12, lambda node: node.role, left=True),
-    Column("state", 9, 0, lambda node: node.state, left=True),
-    Column("hit", 4, 0, lambda node: percent(node.hit)),
-    Column("engine", 6, 6, lambda node: _source(node, "engine")),
-    Column("memory", 6, 6, lambda node: _source(node, "memory")),
-    Column("disk", 4, 6, lambda node: _source(node, "disk")),
-    Column("pool", 4, 6, lambda node: _source(node, "pool")),
-    Column("load/s", 6, 0, lambda node: rate(_traffic(node, "load"))),
-    Column("store/s", 7, 0, lambda node: rate(_traffic(node, "store"))),
-    Column("look/s", 6, 0, lambda node: rate(_traffic(node, "lookups"))),
-    Column("p50   p99", 11, 0, lambda node: _pair(node, "first byte", "first token", "lookup")),
-    Column("lookup 50 99", 12, 7, lambda node: _pair(node, "lookup")),
-    Column("queue", 6, 0, _queue),
-    Column("staging", 7, 8, _staging),
-    Column("breaker", 7, 8, lambda node: {None: "", True: "up", False: "DOWN"}[node.reading.pool_up]),
-    Column("evict/s", 7, 9, _evicted),
-    Column("gives", 5, 10, _given),
-    Column(_WHY, 22, 11, lambda node: "" if node.rates is None else ", ".join(reason for reason, _, _ in node.rates.missed), left=True),
-)  # fmt: skip
-
-
-def columns_for(width: int) -> list[Column]:
-    """Returns the columns that fit into `width` characters. The reasons get the remaining width."""
-    left, chosen = width + 1, set[Column]()
-    for rank in sorted({column.rank for column in COLUMNS}):
-        together = [column for column in COLUMNS if column.rank == rank]
-        needed = sum(column.width + 1 for column in together)
-        if needed > left and rank:
-            break
-        left -= needed
-        chosen.update(together)
-    return [
-        column._replace(width=column.width + max(0, left)) if column.title == _WHY else column
-        for column in COLUMNS
-        if column in chosen
-    ]
+    Column("node", 14, lambda node: node.name, left=True),
+    Column("role", 12, lambda node: node.role, left=True, wide=True),
+    Column("state", 9, lambda node: node.memory or node.state, left=True),
+    Column("hit", 4, lambda node: percent(node.hit)),
+    Column("load/s", 6, lambda node: rate(_traffic(node, "load"))),
+    Column("store/s", 7, lambda node: rate(_traffic(node, "store"))),
+    Column("look/s", 6, lambda node: rate(_traffic(node, "lookups"))),
+    Column("p50   p99", 11, _pair),
+    Column("queue", 6, _queue),
+    Column("staging", 7, _staging, wide=True),
+    Column("evict/s", 7, _evicted, wide=True),
+    Column("why computed", None, _missed, left=True, wide=True),
+)
 
 
 def table(nodes: Sequence[NodeStatus], width: int) -> Group:
     """Returns the reasons why nodes do not work, and below them a table of what the other nodes do, `width`
     columns wide."""
-    columns, troubles = columns_for(width), list[Text]()
+    columns = [column for column in COLUMNS if width >= _WIDE or not column.wide]
+    troubles = list[Text]()
     shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
         justify: Literal["left", "right"] = "left" if column.left else "right"
@@ -192,11 +158,8 @@ def summary(status: ClusterStatus, name: str) -> Text:
         line.append(f", {down} down", "bold red")
     for trouble in status.troubles:
         line.append(f", {trouble.found.partition(':')[0]}", "bold red")
-    if (sources := status.sources) is not None:
-        parts = ", ".join(
-            f"{name} {percent(part)}" for name, part in sources.items() if part and name != "computed"
-        )
-        line.append(f"   hit {percent(hit_rate(sources))}", "bold").append(f" ({parts})" if parts else "")
+    if status.hit is not None:
+        line.append(f"   hit {percent(status.hit)}", "bold")
     # counted at engines, because a cache server moves the same bytes for them
     rates = [node.rates for node in nodes if node.rates is not None and node.role in ENGINES]
     for what, value in {

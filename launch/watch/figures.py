@@ -17,9 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pd_cache.decoding import one_line
 
-SOURCES = ("engine", "memory", "disk", "pool", "loaded", "computed")
-"""The places that the KV of a prompt's tokens can come from: the engine's own cache, a tier, a tier that the
-node does not name, or none."""
 TIMINGS = ("lookup", "retrieve", "store", "first token", "first byte")
 LONGEST_WINDOW_S = 60.0
 """The window of shares and quantiles."""
@@ -91,9 +88,8 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     started: float | None = None
     """When the process started, in seconds since 1970."""
     counts: dict[Key, float] = {}
-    """Counters, by kind and label: `lookups`, `requests` (by status), `bytes` (by operation), `tokens` (by
-    source), `hits` and `evictions` (by tier), `missed` (tokens by reason), and each of `TIMINGS`: how many
-    took at most the label's seconds."""
+    """Counters, by kind and label: `lookups`, `evictions`, `bytes` (by operation), `tokens` (by source),
+    `missed` (tokens by reason), and each of `TIMINGS`: how many took at most the label's seconds."""
     queued: float | None = None
     running: float | None = None
     staging: float | None = None
@@ -126,10 +122,7 @@ def read_node(samples: Samples, at: float) -> NodeReading:
     started = samples.get("process_start_time_seconds")
     up = samples.get("pd_cache_pool_up")
     operations = _by(samples, "pd_cache_ops_total", "op") | _by(samples, "pd_cache_op_seconds_count", "op")
-    tokens = _by(samples, "pd_cache_prompt_tokens_total", "source")
-    evictions = _by(samples, "pd_cache_tier_evictions_total", "tier")
-    if "master_evicted_key_count" in samples:
-        evictions["pool"] = total(samples, "master_evicted_key_count")
+    evictions = _gauge(samples, "pd_cache_tier_evictions_total", "master_evicted_key_count") or 0.0
     tiers = _by(samples, "pd_cache_tier_bytes", "tier")
     if "master_allocated_bytes" in samples:
         tiers["pool"] = total(samples, "master_allocated_bytes")
@@ -143,11 +136,9 @@ def read_node(samples: Samples, at: float) -> NodeReading:
         errors["store.no_space"] = refused
     families = {
         "lookups": {"": operations.get("lookup", 0.0)},
-        "requests": _by(samples, "pd_cache_proxy_requests_total", "status"),
+        "evictions": {"": evictions},
         "bytes": _by(samples, "pd_cache_bytes_total", "op"),
-        "tokens": {"engine" if source == "at_hand" else source: value for source, value in tokens.items()},
-        "hits": _by(samples, "pd_cache_tier_hits_total", "tier"),
-        "evictions": evictions,
+        "tokens": _by(samples, "pd_cache_prompt_tokens_total", "source"),
         "missed": _by(samples, "pd_cache_missed_tokens_total", "reason"),
         **{timing: _buckets(samples, timing) for timing in TIMINGS},
     }
@@ -212,11 +203,11 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     store: float = 0.0
     """Bytes that the node stored."""
     lookups: float = 0.0
-    requests: float = 0.0
-    evictions: dict[str, float] = {}
-    """Evicted chunks, by tier."""
-    sources: dict[str, float] | None = None
-    """The shares of the last minute's prompt tokens, by source (`SOURCES`); None without prompts."""
+    evictions: float = 0.0
+    """Chunks that were evicted: at a node from its own tiers, at a master from the pool."""
+    hit: float | None = None
+    """The hit rate: the share of the last minute's prompt tokens that was loaded; None without prompts.
+    Tokens in the engine's own cache are no hits."""
     quantiles: dict[str, tuple[float, float]] = {}
     """The median and the 99th percentile of the last minute, in seconds, by timing. Infinite beyond the last
     bucket."""
@@ -224,11 +215,6 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """The reasons of the last minute for tokens that were computed: reason, tokens, and how many seconds ago
     it last occurred. The most recent reason comes first; among equally recent reasons, the one with the most
     tokens."""
-
-    @property
-    def hit(self) -> float | None:
-        """The hit rate: loaded tokens over all prompt tokens."""
-        return None if self.sources is None else hit_rate(self.sources)
 
 
 def shown_age(seconds: float) -> str:
@@ -242,13 +228,7 @@ def shown_age(seconds: float) -> str:
     )
 
 
-def hit_rate(sources: Mapping[str, float]) -> float:
-    """Returns the hit rate of the shares of `SOURCES`. Tokens from the engine's own cache do not count as
-    hits."""
-    return sum(part for source, part in sources.items() if source not in ("engine", "computed"))
-
-
-class _Increment(msgspec.Struct, frozen=True):
+class Increment(msgspec.Struct, frozen=True):
     """The increments of the counters between two readings."""
 
     at: float
@@ -266,7 +246,7 @@ class NodeHistory:
         """`since_start`: counts from before the first reading belong to the last minute, too."""
         self.last: NodeReading | None = None
         self._since_start = since_start
-        self._steps: list[_Increment] = []
+        self._steps: list[Increment] = []
 
     def add(self, reading: NodeReading) -> None:
         """Takes in the next reading."""
@@ -274,15 +254,15 @@ class NodeHistory:
         if before is None:
             if self._since_start:
                 seconds = math.inf if reading.started is None else max(1.0, time.time() - reading.started)
-                self._steps.append(_Increment(reading.at, seconds, reading.counts))
+                self._steps.append(Increment(reading.at, seconds, reading.counts))
             return
         counts = {
             key: value - known if value >= (known := before.counts.get(key, 0.0)) else value
             for key, value in reading.counts.items()
         }
-        self._steps = [*self.recent(reading.at), _Increment(reading.at, reading.at - before.at, counts)]
+        self._steps = [*self.recent(reading.at), Increment(reading.at, reading.at - before.at, counts)]
 
-    def recent(self, now: float) -> list[_Increment]:
+    def recent(self, now: float) -> list[Increment]:
         """Returns the increments of the last minute."""
         return [step for step in self._steps if now - step.at <= LONGEST_WINDOW_S]
 
@@ -300,64 +280,27 @@ class NodeHistory:
             load=latest.rate(("bytes", "retrieve")),
             store=latest.rate(("bytes", "store")),
             lookups=latest.rate(("lookups", "")),
-            requests=sum(_sums([latest], "requests").values()) / latest.seconds,
-            evictions={tier: count / latest.seconds for tier, count in _sums([latest], "evictions").items()},
-            sources=_shares(_tokens(recent, self.last)),
+            evictions=latest.rate(("evictions", "")),
+            hit=hit_rate(recent),
             quantiles=quantiles,
             missed=_missed(recent, now),
         )
 
 
-def merged_sources(
-    nodes: Iterable[NodeHistory], servers: Iterable[NodeHistory], now: float
-) -> dict[str, float] | None:
-    """Returns the sources of several nodes' prompt tokens together. `servers`: cache servers, which know from
-    which tiers their engines' tokens were loaded."""
-    tokens = dict.fromkeys(SOURCES, 0.0)
-    for history in nodes:
-        for source, count in _tokens(history.recent(now), history.last).items():
-            tokens[source] += count
-    parts = _parts([step for history in servers for step in history.recent(now)])
-    for tier, part in parts.items():
-        tokens[tier] += tokens["loaded"] * part
-    if parts:
-        tokens["loaded"] = 0.0
-    return _shares(tokens)
+def hit_rate(steps: Iterable[Increment]) -> float | None:
+    """Returns the hit rate of the prompts of these increments together; None without prompts."""
+    tokens = _sums(steps, "tokens")
+    asked = sum(tokens.values())
+    return tokens.get("loaded", 0.0) / asked if asked else None
 
 
-def _sums(steps: Iterable[_Increment], kind: str) -> dict[str, float]:
+def _sums(steps: Iterable[Increment], kind: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for step in steps:
         for (of, label), value in step.counts.items():
             if of == kind:
                 found[label] = found.get(label, 0.0) + value
     return found
-
-
-def _tokens(steps: list[_Increment], last: NodeReading | None) -> dict[str, float]:
-    """Returns how many tokens came from each source. Loaded tokens are split among tiers in the ratio of the
-    chunks that were read from each tier."""
-    tokens = _sums(steps, "tokens")
-    found = {source: tokens.get(source, 0.0) for source in ("engine", "loaded", "computed")}
-    parts = _parts(steps)
-    if not parts and last is not None and len(last.tier_bytes) == 1:
-        parts = dict.fromkeys(last.tier_bytes, 1.0)  # a node with one tier does not count by tier
-    if parts and set(parts) <= set(TIERS.values()):
-        loaded = found.pop("loaded")
-        found |= {tier: loaded * part for tier, part in parts.items()}
-    return found
-
-
-def _parts(steps: list[_Increment]) -> dict[str, float]:
-    """Returns the share of chunks that was read from each tier; empty if none was read."""
-    hits = _sums(steps, "hits")
-    read = sum(hits.get(tier, 0.0) for tier in TIERS.values())
-    return {tier: hits.get(tier, 0.0) / read for tier in TIERS.values()} if read else {}
-
-
-def _shares(tokens: Mapping[str, float]) -> dict[str, float] | None:
-    asked = sum(tokens.values())
-    return {source: tokens.get(source, 0.0) / asked for source in SOURCES} if asked else None
 
 
 def quantile(counted: Mapping[float, float], part: float) -> float:
@@ -377,7 +320,7 @@ def quantile(counted: Mapping[float, float], part: float) -> float:
     return bounds[-1]
 
 
-def _missed(steps: list[_Increment], now: float) -> tuple[tuple[str, float, float], ...]:
+def _missed(steps: list[Increment], now: float) -> tuple[tuple[str, float, float], ...]:
     tokens: dict[str, float] = {}
     seen: dict[str, float] = {}
     for step in steps:

@@ -14,7 +14,7 @@ import msgspec
 
 from launch.discovery import View
 from launch.masters import LEADER, Segment
-from launch.watch.figures import NodeHistory, NodeReading, Rates, merged_sources
+from launch.watch.figures import NodeHistory, NodeReading, Rates, hit_rate
 from pd_cache.cluster import ENGINES, NodeRecord, Skew, differences, mooncake_skew
 from pd_cache.cluster.machine import host_of, shown_bytes
 
@@ -129,7 +129,6 @@ class NodeStatus(msgspec.Struct, kw_only=True):
             "role": self.role,
             "state": self.state,
             "why": self.why,
-            "hit": self.hit,
             **shown,
             "queued": reading.queued,
             "running": reading.running,
@@ -163,9 +162,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     """The pool's memory, as the leading master reports it; None if no master reports it."""
     elected: bool = False
     """Whether etcd elects one of several masters."""
-    sources: dict[str, float] | None = None
-    """The shares of prompts' tokens by source (`figures.SOURCES`), at prefill nodes, or at decode nodes if
-    the prefill nodes had no prompts."""
+    hit: float | None = None
+    """The hit rate of prefill nodes, or of decode nodes if the prefill nodes had no prompts."""
 
     @property
     def view(self) -> View:
@@ -324,15 +322,16 @@ class WatchedNodes:
             nodes,
             segments=segments,
             elected=self._elected,
-            sources=self._sources(now),
+            hit=self._hit(now),
         )
 
-    def _sources(self, now: float) -> dict[str, float] | None:
-        def of(role: str) -> list[NodeHistory]:
-            return [node.history for node in self._nodes.values() if node.record.role == role]
-
-        found = (merged_sources(of(role), of("cache-server"), now) for role in ("prefill", "both", "decode"))
-        return next((sources for sources in found if sources is not None), None)
+    def _hit(self, now: float) -> float | None:
+        for role in ("prefill", "both", "decode"):
+            histories = (node.history for node in self._nodes.values() if node.record.role == role)
+            hit = hit_rate(step for history in histories for step in history.recent(now))
+            if hit is not None:
+                return hit
+        return None
 
     def _node(self, node: _Watched, now: float) -> NodeStatus:
         record = node.record

@@ -291,8 +291,8 @@ def _metrics(data):
     history.add(_OLDER)
     history.add(reading)
     rates = history.rates(2.0)
-    assert all(0 <= value < math.inf for value in (rates.load, rates.store, rates.lookups, rates.requests))
-    assert rates.sources is None or math.isclose(sum(rates.sources.values()), 1.0)
+    assert all(0 <= value < math.inf for value in (rates.load, rates.store, rates.lookups, rates.evictions))
+    assert rates.hit is None or 0 <= rates.hit <= 1
     assert all(0 <= low <= high for low, high in rates.quantiles.values())
     watched = WatchedNodes()
     watched.update(View(_WATCHED))

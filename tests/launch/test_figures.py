@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from launch.watch.figures import NodeHistory, merged_sources, quantile, read_node, read_samples
+from launch.watch.figures import NodeHistory, quantile, read_node, read_samples
 
 RECORDED = """
 # TYPE pd_cache_bytes_total counter
@@ -20,8 +20,6 @@ pd_cache_prompt_tokens_total{source="loaded"} %(loaded)s
 pd_cache_prompt_tokens_total{source="computed"} %(computed)s
 pd_cache_missed_tokens_total{reason="never_stored"} %(computed)s
 pd_cache_missed_tokens_total{reason="none"} 1000
-pd_cache_tier_hits_total{tier="local"} %(memory)s
-pd_cache_tier_hits_total{tier="mooncake"} %(pool)s
 pd_cache_tier_evictions_total{tier="local"} %(evicted)s
 pd_cache_staging_bytes 1000
 pd_cache_staging_used_bytes 250
@@ -29,7 +27,7 @@ pd_cache_pool_up 1
 process_start_time_seconds %(started)s
 """
 NOTHING = dict.fromkeys(
-    ("load", "store", "quick", "lookups", "at_hand", "loaded", "computed", "memory", "pool", "evicted"), 0
+    ("load", "store", "quick", "lookups", "at_hand", "loaded", "computed", "evicted"), 0
 )
 
 
@@ -48,12 +46,6 @@ def rates(*readings):
     return history(*readings).rates(readings[-1][0])
 
 
-def shares(**given):
-    """Where prompts' KV came from, as `sources` has it."""
-    others = dict.fromkeys(("engine", "memory", "disk", "pool", "loaded", "computed"), 0.0)
-    return pytest.approx({**others, **given})
-
-
 def test_since_its_start_one_reading_says_what_a_node_found_and_how_long_it_took():
     found = NodeHistory(since_start=True)
     begun = time.time() - 100
@@ -70,7 +62,7 @@ def test_since_its_start_one_reading_says_what_a_node_found_and_how_long_it_took
 def test_rates_are_increments_a_second():
     nodes = history((5.0, text(load=100, lookups=1)), (7.0, text(load=300, store=50, lookups=9, evicted=4)))
     found, last = nodes.rates(7.0), nodes.last
-    assert (found.load, found.store, found.lookups, found.evictions) == (100.0, 25.0, 4.0, {"memory": 2.0})
+    assert (found.load, found.store, found.lookups, found.evictions) == (100.0, 25.0, 4.0, 2.0)
     assert (last.staging, last.staging_used, last.pool_up, last.queued) == (1000, 250, True, None)
 
 
@@ -83,22 +75,8 @@ def test_a_counter_that_has_begun_at_zero_again_is_all_new(before, after):
     assert rates((5.0, before), (7.0, after)).load == 20.0
 
 
-def test_loads_of_a_node_that_does_not_count_by_tier_are_those_of_its_only_tier():
-    only = 'pd_cache_tier_bytes{tier="mooncake"} 0\n'
-    found = rates((0.0, only + text()), (2.0, only + text(loaded=60, computed=40))).sources
-    assert found == shares(pool=0.6, computed=0.4)
-
-
-def test_loads_of_an_engine_with_a_cache_server_are_split_as_the_server_read():
-    engine = history((0.0, text()), (2.0, text(loaded=60, computed=40)))
-    assert engine.rates(2.0).sources["loaded"] == 0.6, "the engine alone does not know"
-    server = history((0.0, text()), (2.0, text(memory=2, pool=1)))
-    assert merged_sources([engine], [server], 2.0) == shares(memory=0.4, pool=0.2, computed=0.4)
-    assert merged_sources([], [server], 2.0) is None
-
-
 def test_shares_are_of_the_last_minute_only():
-    found = rates((0.0, text()), (2.0, text(computed=90)), (70.0, text(computed=90, loaded=10, pool=1)))
+    found = rates((0.0, text()), (2.0, text(computed=90)), (70.0, text(computed=90, loaded=10)))
     assert found.hit == 1.0
     assert rates((0.0, text()), (2.0, text(loaded=90)), (70.0, text(loaded=90))).hit is None
 
@@ -151,7 +129,6 @@ vllm:pd_cache_ops_total{engine="0",model_name="m",op="lookup"} %(lookups)s
 vllm:pd_cache_bytes_total{engine="0",model_name="m",op="retrieve"} %(load)s
 vllm:pd_cache_prompt_tokens_total{engine="0",model_name="m",source="at_hand"} %(at_hand)s
 vllm:pd_cache_prompt_tokens_total{engine="0",model_name="m",source="loaded"} %(loaded)s
-vllm:pd_cache_tier_hits_total{engine="0",model_name="m",tier="local"} %(loaded)s
 vllm:pd_cache_missed_tokens_total{engine="0",model_name="m",reason="evicted"} %(first)s
 """
 
@@ -163,7 +140,7 @@ def test_the_metrics_of_vllm_are_read_under_their_own_names():
     assert (nodes.last.queued, nodes.last.running) == (2, 3)
     assert (found.lookups, found.load, found.missed[0][0]) == (4.0, 200.0, "evicted")
     assert found.quantiles["first token"] == (pytest.approx(0.05), pytest.approx(0.099))
-    assert found.sources == shares(engine=0.75, memory=0.25)
+    assert found.hit == 0.25
 
 
 # --- text ---

@@ -109,9 +109,9 @@ def test_the_clusters_hit_rate_is_that_of_prefill_nodes_as_long_as_these_have_pr
         return NodeReading(at=at, counts={("tokens", "computed"): computed, ("tokens", "loaded"): pool})
 
     watched.take([NodeStatus(record=DECODE, reading=tokens(4.0, 10, 90))])
-    assert watched.status(4.0).sources["computed"] == 0.1
+    assert watched.status(4.0).hit == 0.9
     watched.take([NodeStatus(record=PREFILL, reading=tokens(4.0, 60, 40))])
-    assert watched.status(4.0).sources["computed"] == 0.6
+    assert watched.status(4.0).hit == 0.4
 
 
 # --- asking ---

@@ -223,7 +223,7 @@ function drawNodes(state) {
     { name: "p99", cell: (node) => seconds(first(node)[1]), n: true },
     { name: "queue", cell: (node) => (known(node.queued) ? `${short(node.queued)}+${short(node.running || 0)}` : ""), n: true },
     { name: "staging", cell: (node) => (node.staging ? percent(node.staging_used / node.staging) : ""), n: true },
-    { name: "evicted/s", cell: (node) => short(Object.values(node.evictions || {}).reduce((all, some) => all + some, 0) || NaN), n: true },
+    { name: "evicted/s", cell: (node) => short(node.evictions || NaN), n: true },
     { name: "why", cell: (node) => node.why || (node.missed || []).slice(0, 3).map(([reason]) => reason).join(", "), as: "whole break" },
   ];
   $("nodes").replaceChildren(table(columns, state.nodes, true));
