@@ -11,7 +11,6 @@ memcpy copies the same bytes into the same shared buffer.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,22 +19,18 @@ from typing import Any, NamedTuple
 
 import click
 import torch
-import zmq
 
 from bench.lib.kv import BLOCK, CHUNK, Device, FlatCopy, PagedPrompt, Shape, device_option
 from bench.lib.pool import cluster_here
 from bench.lib.report import all_at_least, all_at_most, at_most, finish, output_options
 from bench.lib.stats import Steps, gbps, in_turn, quantile, timed
 from bench.lib.two_machines import Crew, Location, Site
-from launch.run.supervise import end, spawn_child
 from pd_cache.cache import BlockCache, CacheEngineBuilder, PromptCache
 from pd_cache.chunks import CacheMetadata
 from pd_cache.cluster import CacheServerNode, ClusterConfig, MasterNode, StoreNode
 from pd_cache.config import CacheConfig, LocalTier, MooncakeTier, NodeSettings, StorageTier
 from pd_cache.layout import KVLayout
 from pd_cache.paged import host_pin
-from pd_cache.runtime import temporary_folder
-from pd_cache.server.adapters import SchedulerAdapter
 from pd_cache.server.client import RemoteCache
 from pd_cache.server.connection import ServerConnection
 from pd_cache.server.protocol import EngineIdentity, Lookup
@@ -50,13 +45,6 @@ LOOKUP_TOKENS = 4096
 _ROUNDS, _QUESTIONS, _SECONDS = 7, 20_000, 10.0
 _PATIENCE_S = 60.0
 _WARM_UP = 200
-_ECHO = """
-import sys, zmq
-socket = zmq.Context().socket(zmq.ROUTER)
-socket.bind(sys.argv[1])
-while True:
-    socket.send_multipart(socket.recv_multipart())
-"""
 
 
 @contextlib.contextmanager
@@ -168,26 +156,6 @@ def round_trips(url: str) -> list[float]:
         return [timed(lambda: client.ask(Lookup("", ()), 5)) for _ in range(_WARM_UP + _QUESTIONS)][_WARM_UP:]
 
 
-def raw_round_trips() -> list[float]:
-    """Returns the time of ZMQ alone for frames of that size between two Python processes: the floor of
-    `round_trips`."""
-    with temporary_folder() as folder:
-        url = f"ipc://{folder}/echo.sock"
-        echo = spawn_child((sys.executable, "-c", _ECHO, url))
-        try:
-            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-                socket.rcvtimeo = int(1000 * _PATIENCE_S)
-                socket.connect(url)
-
-                def trip() -> None:
-                    socket.send(b"x" * 32)
-                    socket.recv()
-
-                return [timed(trip) for _ in range(_WARM_UP + _QUESTIONS)][_WARM_UP:]
-        finally:
-            end([echo], 0, ask=False)
-
-
 class AskServer(NamedTuple):
     """The job to ask this server for a prompt of `model` that it holds. All clients together ask `RATE` times
     a second."""
@@ -202,8 +170,9 @@ class AskingScheduler(Site):
 
     def connect(self, job: AskServer) -> None:
         """Connects to the server."""
-        self._adapter = SchedulerAdapter(job.url, None, EngineIdentity(model=job.model, block_size=16))
-        self.held.callback(self._adapter.shutdown)
+        identity = EngineIdentity(model=job.model, block_size=16)
+        self._cache = RemoteCache(job.url, identity, kind="scheduler")
+        self.held.callback(self._cache.close)
 
     def ask(self, job: AskServer) -> list[float]:
         """Asks half a second from now, and then at the rate; each client at a time of its own. Returns the
@@ -214,13 +183,9 @@ class AskingScheduler(Site):
         for index in range(int(RATE / CLIENTS * job.seconds)):
             due = start + index * CLIENTS / RATE
             time.sleep(max(0.0, due - time.monotonic()))
-            adapter, request = self._adapter, str(index)
-            adapter.maybe_submit_lookup_request(request, token_ids=prompt)
-            while (found := adapter.check_lookup_result(request)) is None:
-                time.sleep(0.0001)
-            adapter.end_session(request)
-            adapter.cleanup_lookup_result(request)
-            assert found == LOOKUP_TOKENS, "a lookup missed what is there"
+            found = self._cache.find(self._cache.name_chunks(prompt), session=str(index))
+            self._cache.end(str(index))
+            assert found.chunks == LOOKUP_TOKENS // CHUNK, "a lookup missed what is there"
             latencies.append(time.monotonic() - due)
         return latencies
 
@@ -254,9 +219,9 @@ def main(device: Device, **output: Any) -> None:
     local = LocalTier(capacity=int(1.25 * shape.nbytes) + (64 << 20))
     results: dict[str, Any] = {}
     with cache_server(shape) as (settings, url):
-        for name, trips in (("empty_lookup", round_trips(url)), ("zmq_echo", raw_round_trips())):
-            results[f"{name}_p50_us"] = quantile(trips, 0.5) * 1e6
-            results[f"{name}_p99_us"] = quantile(trips, 0.99) * 1e6
+        trips = round_trips(url)
+        results["empty_lookup_p50_us"] = quantile(trips, 0.5) * 1e6
+        results["empty_lookup_p99_us"] = quantile(trips, 0.99) * 1e6
         results |= from_the_pool(prompt, settings, url)
         latencies = lookups_at_a_rate(url)
         results["lookup_p50_ms"] = quantile(latencies, 0.5) * 1e3

@@ -18,7 +18,7 @@ RUNS = {
     ),
     "server": (
         (),
-        "empty_lookup_p50_us zmq_echo_p50_us lookup_p50_ms memory_ratio store_ratio retrieve_ratio",
+        "empty_lookup_p50_us lookup_p50_ms memory_ratio store_ratio retrieve_ratio",
     ),
     "proxy": ((), "proxy_adds_first_ms proxy_adds_total_ms processor"),
     "tiers": (
