@@ -22,7 +22,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import count, product
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple, get_args
@@ -51,8 +51,10 @@ from pd_cache.events import EventBatch, KvEvent, RemovedEvent, StoredEvent
 
 Router = Literal["round_robin", "least_loaded", "guess", "guess_of_size", "events", "oracle"]
 _SPACE = "0" * 16
-_RATE = 12_000.0
-"""Tokens/s of a node."""
+_AGENTS, _NODES, _RATE = 400, 4, 12_000.0
+"""Sessions of the synthetic trace; prefill nodes; tokens/s of a node."""
+_CACHES = (500_000, 1_000_000, 2_000_000, 8_000_000)
+"""Tokens that a node's own cache holds."""
 _LAG_S = 0.1
 """The time until an event reaches the router."""
 
@@ -234,30 +236,17 @@ def agent_trace(sessions: int) -> list[Request]:
 
 @click.command()
 @option("--trace", type=file_type, help="A trace to route besides the synthetic trace.")
-@option("--agents", default=400, type=click.IntRange(0), help="Sessions of the synthetic trace; 0 for no synthetic trace.")  # fmt: skip
-@option("--nodes", "fleets", multiple=True, default=(4,), type=click.IntRange(1), help="Prefill nodes; may be given several times.")  # fmt: skip
-@option("--cache", "caches", multiple=True, default=(500_000, 1_000_000, 2_000_000, 8_000_000), type=click.IntRange(512), help="Tokens that a node's own cache holds; may be given several times.")  # fmt: skip
-@option("--policy", "routers", multiple=True, default=get_args(Router), type=click.Choice(get_args(Router)), help="A policy to compare; may be given several times.")  # fmt: skip
 @output_options
-def main(
-    trace: Path | None,
-    agents: int,
-    fleets: tuple[int, ...],
-    caches: tuple[int, ...],
-    routers: tuple[Router, ...],
-    **output: Any,
-) -> None:
+def main(trace: Path | None, **output: Any) -> None:
     """Policies on traces, in simulation."""
-    workloads = {} if trace is None else {trace.name.split(".")[0].split("_")[0]: read_trace(trace)}
-    if agents:
-        workloads["agents"] = agent_trace(agents)
-    if not workloads:
-        raise click.UsageError("neither --trace nor --agents: nothing to route")
+    workloads = {"agents": agent_trace(_AGENTS)}
+    if trace is not None:
+        workloads[trace.name.split(".")[0].split("_")[0]] = read_trace(trace)
     rows: Rows = []
     checks: list[Check] = []
-    for nodes, cache in tracked([*product(fleets, caches)], "caches"):
+    for cache in tracked(_CACHES, "caches"):
         for name, requests in workloads.items():
-            more_rows, more_checks = compare(name, requests, routers, nodes, cache)
+            more_rows, more_checks = compare(name, requests, get_args(Router), _NODES, cache)
             rows += more_rows
             checks += more_checks
     finish({"results": rows}, checks, **output)
