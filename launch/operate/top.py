@@ -108,7 +108,7 @@ def _evicted(node: NodeStatus) -> str:
 
 
 def _missed(node: NodeStatus) -> str:
-    return ", ".join(reason for reason, *_ in node.rates.missed) if node.rates else ""
+    return ", ".join(reason for reason, _ in node.rates.missed) if node.rates else ""
 
 
 COLUMNS = (

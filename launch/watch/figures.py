@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -211,10 +212,9 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     quantiles: dict[str, tuple[float, float]] = {}
     """The median and the 99th percentile of the last minute, in seconds, by timing. Infinite beyond the last
     bucket."""
-    missed: tuple[tuple[str, float, float], ...] = ()
-    """The reasons of the last minute for tokens that were computed: reason, tokens, and how many seconds ago
-    it last occurred. The most recent reason comes first; among equally recent reasons, the one with the most
-    tokens."""
+    missed: tuple[tuple[str, float], ...] = ()
+    """The reasons of the last minute for tokens that were computed, each with their number, the most tokens
+    first."""
 
 
 def shown_age(seconds: float) -> str:
@@ -283,7 +283,7 @@ class NodeHistory:
             evictions=latest.rate(("evictions", "")),
             hit=hit_rate(recent),
             quantiles=quantiles,
-            missed=_missed(recent, now),
+            missed=_missed(recent),
         )
 
 
@@ -320,13 +320,7 @@ def quantile(counted: Mapping[float, float], part: float) -> float:
     return bounds[-1]
 
 
-def _missed(steps: list[Increment], now: float) -> tuple[tuple[str, float, float], ...]:
-    tokens: dict[str, float] = {}
-    seen: dict[str, float] = {}
-    for step in steps:
-        for (kind, reason), value in step.counts.items():
-            if kind == "missed" and reason != "none" and value > 0:
-                tokens[reason] = tokens.get(reason, 0.0) + value
-                seen[reason] = step.at
-    reasons = sorted(tokens, key=lambda reason: (-seen[reason], -tokens[reason]))
-    return tuple((reason, tokens[reason], max(0.0, now - seen[reason])) for reason in reasons)
+def _missed(steps: list[Increment]) -> tuple[tuple[str, float], ...]:
+    tokens = _sums(steps, "missed")
+    counted = [(reason, count) for reason, count in tokens.items() if count and reason != "none"]
+    return tuple(sorted(counted, key=itemgetter(1), reverse=True))
