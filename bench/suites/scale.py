@@ -128,16 +128,14 @@ def full_at(shares: Sequence[tuple[int, float]]) -> float | None:
 @click.command()
 @option("--trace", required=True, type=file_type, help="A trace in the format of bench/lib/trace.py.")
 @option("--nodes", "counts", multiple=True, type=click.IntRange(1, 100_000), help="Prefill nodes, and as many decode nodes or one more; may be given several times. By default nine numbers from 1 to 1000.")  # fmt: skip
-@option("--proxies", default=1, type=click.IntRange(1, 10_000))
 @option("--gateway", type=click.Choice(["envoy"]), help="As with `proxy.gateway`, answers pass through Envoy, and only requests pass through Python.")  # fmt: skip
 @option("--costs", "file", type=file_type, help="A YAML file with unit costs; costs that it leaves out keep their defaults.")  # fmt: skip
-@option("--roles", is_flag=True, help="Compare fixed roles with roles that follow the load, on the trace, on agents, and on a day that turns at noon.")  # fmt: skip
-@option("--limits", is_flag=True, help="Compare requests a second within limits with proxy.limits and without, at up to three times the load that six nodes can do.")  # fmt: skip
+@option("--roles", is_flag=True, help="Instead, compare fixed roles of six nodes with roles that follow the load, on the trace, on agents, and on a day that turns at noon.")  # fmt: skip
+@option("--limits", is_flag=True, help="Instead, compare requests a second within limits with proxy.limits and without, at up to three times the load that six nodes can do.")  # fmt: skip
 @output_options
 def main(
     trace: Path,
     counts: tuple[int, ...],
-    proxies: int,
     gateway: Literal["envoy"] | None,
     file: Path | None,
     roles: bool,
@@ -147,9 +145,6 @@ def main(
     """A cluster of 1 to 1,000 nodes, in simulation."""
     requests = read_trace(trace)
     if roles or limits:
-        if counts or proxies > 1 or gateway or roles == limits:
-            what = "--roles and --limits have nodes and proxies of their own: give one of the two, without --nodes, --proxies and --gateway"
-            raise click.UsageError(what)
         costs = LARGE if file is None else read_costs(file)
         rows, checks = (
             compare_limits(requests, costs) if limits else compare_roles(requests, agent_trace(400), costs)
@@ -157,7 +152,7 @@ def main(
         finish({"results": rows}, checks, **output)
         return
     costs = UnitCosts() if file is None else read_costs(file)
-    plan = ClusterPlan(0, 0, proxies, proxy=ProxyConfig(gateway=gateway))
+    plan = ClusterPlan(0, 0, proxy=ProxyConfig(gateway=gateway))
     per_node = usual_rate(requests, costs, plan)
     sizes = tracked(sorted(set(counts or _NODES)), "nodes")
     steps = [grow(requests, costs, plan, nodes, per_node) for nodes in sizes]
