@@ -4,8 +4,8 @@ cache server.
 Store and load are pipelines over the backend's memory. While a batch of chunks is on the network, a store
 gathers the next batch, and a load scatters the batch before.
 
-    load   ->  _load_all: until nothing is damaged  ->  _scatter: one pass   ->  backend.batched_fetch
-    store  ->  _store_all, _put: batch by batch     ->  _gather: one batch   ->  backend.batched_put
+    load   ->  _scatter                         ->  backend.batched_fetch
+    store  ->  _store_all, _put: batch by batch  ->  _gather: one batch  ->  backend.batched_put
 
 The backend is the pool (`tiers/mooncake.py`), or several tiers (`tiers/hybrid.py`). It *fetches* objects into
 memory. The pool *gets* them from Mooncake, and a disk *reads* them. A *load* ends in the engine's blocks; the
@@ -37,9 +37,6 @@ from transfer.deadlines import End
 from transfer.errors import Status
 
 log = logging.getLogger(__name__)
-
-_RETRIES = 8
-"""How often a load reads a damaged object again: once for each tier, which removes it."""
 
 
 class ChunkRun(NamedTuple):
@@ -179,7 +176,10 @@ class ChunkMover:
             kinds: list[TierKind] = []
             reason: str = self.outdated(run)
             if not reason:
-                kinds, reason = self._load_all(run, end)
+                kinds, reason = self._scatter(run, end)
+                if reason != "none":
+                    late = len(run.names) - len(kinds) // run.shards if reason == "deadline" else 1
+                    self.metrics.trouble("retrieve", reason, late)
             if outdated := self.outdated(run):
                 reason = outdated
                 self.metrics.trouble("retrieve", reason, len(run.names))
@@ -291,47 +291,29 @@ class ChunkMover:
             raise
         return staged
 
-    def _load_all(self, run: ChunkRun, end: End) -> tuple[list[TierKind], str]:
-        """Loads objects in order, up to the first that no tier has. Returns the kind of each loaded object's
-        tier, and why the next object was not loaded; `none` if all were loaded.
+    def _scatter(self, run: ChunkRun, end: End) -> tuple[list[TierKind], str]:
+        """Reads objects and scatters them, in order, up to the first that is missing or damaged. Returns the
+        kind of each loaded object's tier, and why the next object was not loaded; `none` if all were loaded.
 
-        A damaged object is read again: its tier has removed it, and another tier may have an intact copy.
+        The blocks of a damaged object count as not loaded. Its tier has removed the object, so the next load
+        reads it from another tier.
         """
-        kinds, damages, damage = list[TierKind](), 0, ""
-        while True:
-            more, reason, damaged = self._scatter(run, len(kinds), end)
-            kinds += more
-            if more:
-                damages, damage = 0, ""
-            # the damaged object was removed, so its absence is no further trouble
-            if reason != "none" and not (damage and reason in (damage, Status.MISSING.value)):
-                late = len(run.names) - len(kinds) // run.shards if reason == "deadline" else 1
-                self.metrics.trouble("retrieve", reason, late)
-            if not damaged:
-                return kinds, damage or reason
-            damages, damage = damages + 1, reason
-            if damages > _RETRIES:
-                return kinds, reason
-
-    def _scatter(self, run: ChunkRun, first: int, end: End) -> tuple[list[TierKind], str, bool]:
-        """Reads the objects from number `first` on, and scatters them, up to the first that is missing or
-        damaged. Returns the kind of each loaded object's tier, why the next object was not loaded, and
-        whether it is damaged. If so, its blocks count as not loaded, and `_load_all` tries other tiers."""
-        kinds, keys, size = list[TierKind](), run.keys[first:], self._payload_bytes
-        with contextlib.closing(self.backend.batched_fetch(keys, payload_bytes=size, end=end)) as fetches:
+        kinds, size = list[TierKind](), self._payload_bytes
+        fetching = self.backend.batched_fetch(run.keys, payload_bytes=size, end=end)
+        with contextlib.closing(fetching) as fetches:
             for together in fetches:
                 try:
                     if self.closed:
                         break
                     if end is not None and time.monotonic() >= end:
-                        return kinds, "deadline", False
+                        return kinds, "deadline"
                     payloads, reason = _leading(together)
                     copied, damaged = list[int](), False
                     if payloads:  # otherwise `lend` might raise, and hide the reason
                         with run.lend() as copiers:
                             copied = _checksums(
                                 copiers[index % run.shards].scatter(*run.place(index, payload))
-                                for index, payload in enumerate(payloads, first + len(kinds))
+                                for index, payload in enumerate(payloads, len(kinds))
                             )
                     for fetched, checksum in zip(together, copied, strict=False):
                         # `check` removes a damaged object. Go on, so that it removes all of them
@@ -340,8 +322,8 @@ class ChunkMover:
                         elif not damaged:
                             kinds.append(fetched.tier)
                     if reason:
-                        return kinds, reason, damaged
+                        return kinds, reason
                 finally:
                     for fetched in together:
                         fetched.release()
-        return kinds, "none" if len(kinds) == len(keys) else Status.CLOSED.value, False
+        return kinds, "none" if len(kinds) == len(run.keys) else Status.CLOSED.value

@@ -1,4 +1,4 @@
-"""ChunkMover: chunks that are there together, and damaged ones, which are read again."""
+"""ChunkMover: chunks that are there together, and damaged ones."""
 
 import contextlib
 import functools
