@@ -70,7 +70,6 @@ HOMES = {
         "transfer/settings.py",
         "transfer/staging.py",
         "transfer/store.py",
-        "pd_cache/server/memory.py",
         "launch/run/_tethered.py",
         "launch/proxy/bodies.py",
     ),

@@ -28,8 +28,6 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pd_cache.server.memory import new_memory
-
 SLOTS = 1024
 """The most loads and stores of a worker at a time."""
 _GIVE_UP_S = 5.0
@@ -90,7 +88,8 @@ class Fence:
     """The engine's side of a fence. Thread-safe."""
 
     def __init__(self) -> None:
-        descriptor = new_memory("pd-cache-fence", _NBYTES)
+        descriptor = os.memfd_create("pd-cache-fence")
+        os.truncate(descriptor, _NBYTES)
         self._page = _Page(descriptor)
         self._page.clear()  # this allocates the page's memory, and charges it to this process
         self.descriptor = descriptor

@@ -9,9 +9,7 @@ the engine's own pages.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import mmap
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,64 +20,11 @@ from pd_cache.errors import PdCacheError
 from pd_cache.layout import KVCaches, layer_tensors
 from pd_cache.server.protocol import CpuStorage, CudaStorage, Storage, TensorView
 
-_PIECE = 64 << 20
-
 
 def close_all(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
-
-
-def new_memory(name: str, nbytes: int) -> int:
-    """Returns a descriptor of `nbytes` of new shared memory, all zero. The caller must close it."""
-    descriptor = os.memfd_create(name)
-    os.truncate(descriptor, nbytes)
-    return descriptor
-
-
-def reseat(source: int, address: int, nbytes: int) -> None:
-    """Moves the memory at `address` out of /dev/shm, which may be small, without changing its address. The
-    memory must be a shared mapping of the whole of `source`.
-
-    Afterwards the same addresses map new memory with the same contents, and the descriptor `source` refers to
-    that memory. Nothing may write there meanwhile. Raises OSError, with nothing changed, if there is not
-    enough memory.
-    """
-    descriptor = new_memory("pd-cache-tensors", nbytes)
-    try:
-        done = 0
-        while done < nbytes:
-            sent = os.sendfile(descriptor, source, done, min(_PIECE, nbytes - done))
-            if not sent:
-                raise OSError(f"the file of {nbytes} bytes ended after {done}")
-            done += sent
-        _map_over(descriptor, address, nbytes)
-        os.dup2(descriptor, source, inheritable=False)
-    finally:
-        os.close(descriptor)
-
-
-_MAP_FIXED = 0x10
-
-
-def _map_over(descriptor: int, address: int, nbytes: int) -> None:
-    """Replaces the mapping at `address` with a mapping of the file."""
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_longlong,
-    )
-    library.mmap.restype = ctypes.c_void_p
-    flags = mmap.MAP_SHARED | _MAP_FIXED
-    got = library.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
-    if got != address:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
 
 
 # --- an engine lends its tensors ----------------------------------------------------------------------------
@@ -187,13 +132,6 @@ def _share_cpu(storage: torch.UntypedStorage) -> int:
                 f"{storage.nbytes()} bytes of KV cache do not fit into {_SHARED_MEMORY}, which has {free} free; enlarge it, "
                 "e.g. with docker's --shm-size"
             )
-        descriptor, nbytes = storage._share_fd_cpu_()
-        try:
-            reseat(descriptor, storage.data_ptr(), nbytes)
-        except OSError as error:
-            raise SharingError(
-                f"could not move {nbytes} bytes of KV cache to shared memory: {error}"
-            ) from None
     descriptor, _ = storage._share_fd_cpu_()
     return os.dup(descriptor)  # the storage keeps and closes its own descriptor
 

@@ -1,6 +1,5 @@
 """KV tensors in memory that two processes map, and what is refused in its place."""
 
-import errno
 import math
 import mmap
 import os
@@ -52,22 +51,8 @@ def test_a_tensor_stays_where_it_is_when_it_moves_into_shared_memory():
         close_all([*first.descriptors, *second.descriptors])
 
 
-def test_a_cache_without_memory_to_move_to_stays_as_it_was(monkeypatch):
-    (cache,) = make_cache(layers=1)
-    before = cache.clone()
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no space")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "sendfile", full)
-        with pytest.raises(SharingError, match=r"could not move .* to shared memory"):
-            share_tensors([cache])
-    assert same_tensors([cache], [before])
-    free = os.statvfs("/dev/shm")
-    monkeypatch.setattr(
-        memory.os, "statvfs", lambda path: type("Room", (), {"f_bavail": 1, "f_frsize": free.f_frsize})
-    )
+def test_a_cache_without_memory_to_move_to_is_not_moved(monkeypatch):
+    monkeypatch.setattr(memory.os, "statvfs", lambda path: type("Room", (), {"f_bavail": 1, "f_frsize": 4096}))
     with pytest.raises(SharingError, match="do not fit into /dev/shm"):  # before it kills the process
         share_tensors(make_cache(blocks=64))
 
