@@ -16,7 +16,7 @@ from pd_cache.layout import KVLayout
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover
 from pd_cache.paged import host_pin
-from pd_cache.server.protocol import EngineIdentity, FurtherLayers, RefusalError
+from pd_cache.server.protocol import EngineIdentity, RefusalError
 from pd_cache.tiers import StorageBackend, open_backend
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,6 @@ class ServedModels:
         chunk_size = (
             (engine.chunk_size or cache.chunk_tokens) if cache.chunk_size == "auto" else cache.chunk_size
         )
-        layer_groups: list[EngineIdentity | FurtherLayers] = [engine, *engine.further]
         return [
             EngineGroup(
                 engine.model,
@@ -132,7 +131,7 @@ class ServedModels:
                 chunk_size,
                 part.layers,
             )
-            for part in layer_groups
+            for part in (engine, *engine.further)
         ]
 
     def serve(

@@ -49,23 +49,9 @@ class Message(Struct, frozen=True, array_like=True, tag_field="type"):
 
 # --- requests -----------------------------------------------------------------------------------------------
 
-
 ObjectSize = Annotated[int, Meta(ge=1, lt=1 << 48)]
-
-
 Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 BlockSize = Annotated[int, Meta(ge=1, le=1 << 20)]
-
-
-class FurtherLayers(Struct, frozen=True, array_like=True):
-    """A layer group besides the first, of an engine with several."""
-
-    layers: LayerGroup
-    block_size: BlockSize
-    world_size: Shards
-    """As in `EngineIdentity`, for these layers. It may differ between groups: all ranks hold the same
-    latents, but each rank holds its own part of the states."""
-    shards_per_rank: Shards
 
 
 class EngineIdentity(Struct, frozen=True, kw_only=True):
@@ -91,8 +77,9 @@ class EngineIdentity(Struct, frozen=True, kw_only=True):
     layers: LayerGroup | None = None
     """The layer group of this connection; None if all layers are kept alike. An engine has a connection for
     each layer group."""
-    further: Annotated[tuple[FurtherLayers, ...], Meta(max_length=256)] = ()
-    """The other layer groups that lookups ask for."""
+    further: Annotated[tuple[EngineIdentity, ...], Meta(max_length=256)] = ()
+    """The other layer groups that lookups ask for. Their ranks and shards may differ from these: all ranks
+    hold the same latents, but each rank holds its own part of the states."""
     object_sizes: Annotated[tuple[ObjectSize, ...], Meta(max_length=256)] = ()
     """The payload bytes of a chunk's object in each layer group of this worker. Groups of similar sizes share
     the server's memory."""
@@ -104,8 +91,7 @@ class EngineIdentity(Struct, frozen=True, kw_only=True):
             )
         if self.rank >= self.world_size:
             raise ValueError(f"rank must be less than world_size {self.world_size}, got {self.rank}")
-        groups: list[EngineIdentity | FurtherLayers] = [self, *self.further]
-        shards = max(group.world_size * group.shards_per_rank for group in groups)
+        shards = self.world_size * self.shards_per_rank
         if shards > MAX_SHARDS:
             raise ValueError(
                 f"ranks and their shards make {shards} shards of a chunk; at most {MAX_SHARDS} are allowed"
@@ -127,13 +113,7 @@ class EngineIdentity(Struct, frozen=True, kw_only=True):
             hash_mode=cache.named_by,
             hash_seed=cache.hash_seed,
             layers=metadata.group,
-            further=tuple(
-                FurtherLayers(
-                    metadata.group, metadata.block_size, metadata.world_size, metadata.shards_per_rank
-                )
-                for metadata in further
-                if metadata.group is not None
-            ),
+            further=tuple(cls.of(other, cache) for other in further),
         )
 
 
@@ -288,13 +268,13 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class RefusalError(Exception):
-    """Raised to refuse a request. `refused` is the answer to its sender."""
+    """Raised to refuse a request. `refused` is the answer to its sender, and `number` the request's number;
+    0 if it could not be read."""
 
-    number = 0
-
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str, number: int = 0) -> None:
         super().__init__(message)
         self.refused = Refused(reason, message)
+        self.number = number
 
 
 def failed(error: Exception) -> Refused:
@@ -311,12 +291,7 @@ _read_refusal = msgpack_decoder(Refused)
 
 
 class FrameError(RefusalError):
-    """Raised for a frame that cannot be read. `number` is the request's number, or 0 if the header could not
-    be read, either."""
-
-    def __init__(self, reason: Literal["version", "malformed"], message: str, number: int = 0) -> None:
-        super().__init__(reason, message)
-        self.number = number
+    """Raised for a frame that cannot be read."""
 
 
 def encode(number: int, message: Message | Found | Loaded) -> bytes:

@@ -22,7 +22,7 @@ from pd_cache.server import server as cache_server
 from pd_cache.server.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 from pd_cache.server.client import RemoteCache
 from pd_cache.server.connection import server_welcome
-from pd_cache.server.protocol import EngineIdentity, FurtherLayers, Retrieve, Store
+from pd_cache.server.protocol import EngineIdentity, Retrieve, Store
 from tests.support.engines import BLOCK, BLOCKS, CHUNK, troubles
 from tests.support.kv import make_cache, same_tensors
 from tests.support.server import (
@@ -275,7 +275,7 @@ def test_a_lookup_asks_for_all_groups_of_layers_and_pins_what_a_load_needs_of_ea
     window = LayerGroup(layers="2-4", keeps="the last tokens", tail=2)
     whole = msgspec.structs.replace(identity, layers=full)
     ends = msgspec.structs.replace(identity, layers=window, shards_per_rank=3)
-    asking = msgspec.structs.replace(whole, further=(FurtherLayers(window, BLOCK, 1, 3),))
+    asking = msgspec.structs.replace(whole, further=(ends,))
     with caches(own_server, whole, ends, asking=asking) as (scheduler, first, second):
         before = pinned_keys(own_server)
         assert first.store(NAMES, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
@@ -302,7 +302,7 @@ def test_a_lookup_for_an_engine_with_a_draft_model_ends_a_chunk_earlier_and_pins
     """Nothing lies under the first name, and that is no hole."""
     drafter = LayerGroup(layers="2", keeps="every token, for drafts", tail=0, ahead=1)
     drafts = msgspec.structs.replace(identity, layers=drafter)
-    asking = msgspec.structs.replace(identity, further=(FurtherLayers(drafter, BLOCK, 1, 1),))
+    asking = msgspec.structs.replace(identity, further=(drafts,))
     with caches(own_server, identity, drafts, asking=asking) as (scheduler, own, other):
         assert own.store(NAMES, range(5 * PER_CHUNK)) == [StoreOutcome.NEW] * 5
         assert scheduler.find(NAMES).chunks == 0
