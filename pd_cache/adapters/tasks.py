@@ -135,11 +135,10 @@ class RowResult(NamedTuple):
 
 class RowJobs:
     """Moves rows between a memory and the cache, for a caller that submits jobs and asks which have ended.
-    Thread-safe.
+    For use by one thread.
 
-    A job's time counts from its submission. After its end, nothing reads or writes its rows. Waiting jobs are
-    bounded. Stores with more than `most_waiting` rows together fail at once. Loads are bounded by the
-    caller's rows.
+    A job's time counts from its submission. After its end, nothing reads or writes its rows. Stores with more
+    than `most_stored` rows together fail at once. Loads are bounded by the caller's rows.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class RowJobs:
         row_bytes: int,
         *,
         seconds: float,
-        most_waiting: int,
+        most_stored: int,
         threads: int = 2,
     ) -> None:
         """`memory` is flat and writable, and has rows of `row_bytes`. A job may take `seconds`. Each
@@ -158,12 +157,11 @@ class RowJobs:
         self._memory = memory
         self._row_bytes = row_bytes
         self._seconds = seconds
-        self._most_waiting = most_waiting
+        self._most_stored = most_stored
         self._loads: TaskLane[RowResult] = TaskLane("pd-cache-loads", threads)
         self._stores: TaskLane[RowResult] = TaskLane("pd-cache-stores", threads)
-        self._lock = threading.Lock()
-        self._waiting: dict[int, int] = {}
-        """The rows of each store that no thread has begun."""
+        self._storing: dict[int, int] = {}
+        """How many rows each store has that has not ended."""
         self._refused: list[RowResult] = []
 
     def load(self, number: int, names: Sequence[bytes], rows: Sequence[int]) -> None:
@@ -175,24 +173,20 @@ class RowJobs:
     ) -> None:
         """Begins to store rows that were computed with the weights of `label`, by default the engine's."""
         job = RowResult(number, False, tuple(names), (False,) * len(names))
-        with self._lock:
-            waiting = sum(self._waiting.values())
-            if waiting and waiting + len(rows) > self._most_waiting:
-                self._refused.append(job)
-                return
-            self._waiting[number] = len(rows)
+        others = sum(self._storing.values())
+        if others and others + len(rows) > self._most_stored:
+            self._refused.append(job)
+            return
+        self._storing[number] = len(rows)
         self._submit(self._stores, job, rows, self._names.label if label is None else label)
 
     def finished(self) -> list[RowResult]:
         """Returns the jobs that have ended since the last call."""
-        ended = [*self._loads.take_all().values(), *self._stores.take_all().values()]
-        with self._lock:
-            for job in ended:
-                if not job.is_load:
-                    self._waiting.pop(job.job, None)  # in case the job has never begun
-            ended += self._refused
-            self._refused.clear()
-        return ended
+        stored, refused = self._stores.take_all().values(), self._refused
+        self._refused = []
+        for job in stored:
+            self._storing.pop(job.job, None)
+        return [*self._loads.take_all().values(), *stored, *refused]
 
     def drain(self) -> None:
         """Ends all jobs: waiting jobs fail, and running jobs are cut short. Waits for the running jobs."""
@@ -217,9 +211,6 @@ class RowJobs:
         begun, size = time.monotonic(), self._row_bytes
 
         def run(deadline: Deadline) -> RowResult:
-            if not job.is_load:
-                with self._lock:
-                    self._waiting.pop(job.job, None)
             if deadline.passed:
                 return job
             views = [self._memory[row * size : (row + 1) * size] for row in rows]

@@ -37,8 +37,8 @@ from pd_cache.objects.object_cache import ObjectCache
 log = logging.getLogger(__name__)
 
 _ROWS_IN_FLIGHT = 2
-"""Waiting stores may hold 1 / `_ROWS_IN_FLIGHT` of the primary tier's rows. vLLM pins these rows, and needs
-the others for itself."""
+"""All stores together may hold 1 / `_ROWS_IN_FLIGHT` of the primary tier's rows. vLLM pins these rows, and
+needs the others for itself."""
 
 
 _SHARE_OF_A_REQUEST = 4
@@ -118,7 +118,7 @@ class PdCacheTierManager(SecondaryTierManager):
             primary_kv_view.cast("B"),
             self._block_size_bytes,
             seconds=options.timeout_s,
-            most_waiting=max(1, rows // _ROWS_IN_FLIGHT),
+            most_stored=max(1, rows // _ROWS_IN_FLIGHT),
             threads=options.threads,
         )
         self._lookups = _Lookups(self._names, tier_type)

@@ -51,7 +51,7 @@ class Jobs:
     def __init__(self):
         self.names, self.memory = Names(), bytearray(8 * ROW)
         memory, names = memoryview(self.memory), self.names
-        self.its = RowJobs(names, memory, ROW, seconds=60, most_waiting=4, threads=1)
+        self.its = RowJobs(names, memory, ROW, seconds=60, most_stored=4, threads=1)
 
     def ended(self, count):
         results = []
@@ -80,7 +80,7 @@ def test_rows_are_stored_and_loaded_and_a_job_says_which(jobs):
     assert jobs.names.labels == ["e"]
 
 
-def test_stores_that_wait_are_bounded_and_one_more_fails_at_once(jobs):
+def test_stores_are_bounded_and_one_more_fails_at_once(jobs):
     jobs.names.open.clear()
     jobs.its.store(1, [b"a"], [0])
     jobs.names.under_way.acquire()
