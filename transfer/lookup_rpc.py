@@ -74,10 +74,6 @@ class UnexpectedAnswerError(Exception):
     """The master's answer has another form than that of the known versions of Mooncake."""
 
 
-class NoVerdictError(Exception):
-    """The master has answered, but with an error for at least one key."""
-
-
 def lookup_rpc(master: str) -> LookupRpc | None:
     """Returns a `LookupRpc` to the master at `host:port`; None for elected masters, and if requests do not go
     over TCP."""
@@ -129,7 +125,6 @@ class LookupRpc:
         self._idle: deque[tuple[socket.socket, float]] = deque()
         """Connections that no thread uses, and since when. The most recently used connection is the last."""
         self._connections: set[socket.socket] = set()
-        self._connecting = threading.Lock()
         self._not_before = 0.0
         self._closed = False
         self._numbers = itertools.count(1)
@@ -159,9 +154,7 @@ class LookupRpc:
             connection.settimeout(left)
             verdicts = self._exchange(connection, body, len(keys), deadline)
             answered = True
-            return verdicts
-        except NoVerdictError:
-            answered = True
+            return verdicts or None
         except TimeoutError:
             raise
         except OSError:  # the master is gone or was restarted; the other way finds out which
@@ -179,21 +172,20 @@ class LookupRpc:
         return needed and self._clock() >= self._not_before
 
     def connect(self) -> None:
-        """Makes another connection and tries it, unless another thread is doing so.
+        """Makes another connection and tries it, if one is still needed.
 
         Takes a second at most, half a second more for each further address of the master, and the time of a
         name server.
         """
-        if not self._connecting.acquire(blocking=False):
+        if not self.wants_connection:
             return
         connection, answered = None, False
         try:
-            if self.wants_connection:
-                connection = socket.create_connection(self._address, timeout=_CONNECT_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._exchange(connection, _spelled(()), 0, self._clock() + _CONNECT_S)
-                self._connections.add(connection)
-                answered = True
+            connection = socket.create_connection(self._address, timeout=_CONNECT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._exchange(connection, _spelled(()), 0, self._clock() + _CONNECT_S)
+            self._connections.add(connection)
+            answered = True
         except OSError as error:
             log.debug("no connection to the master at %s:%d: %s", *self._address, error)
             self._not_before = self._clock() + _AGAIN_S
@@ -202,7 +194,6 @@ class LookupRpc:
         finally:
             if connection is not None:
                 self._put_back(connection, answered)
-            self._connecting.release()
 
     def drop_idle(self) -> None:
         """Closes the connections that are not in use."""
@@ -283,10 +274,10 @@ def _spelled(keys: Sequence[str]) -> bytes:
 
 
 def read_answer(answer: bytes, number: int, keys: int) -> bytes | None:
-    """Returns 1 or 0 for each key of the request `number`; None if this is only the beginning of an answer.
+    """Returns 1 or 0 for each key of the request `number`, or nothing at all if the answer has an error in
+    place of a verdict; None if this is only the beginning of an answer.
 
-    Raises UnexpectedAnswerError if it does not answer that request, NoVerdictError if it has an error in
-    place of a verdict.
+    Raises UnexpectedAnswerError if it does not answer that request.
     """
     if len(answer) < _ANSWER.size:
         return None
@@ -301,6 +292,6 @@ def read_answer(answer: bytes, number: int, keys: int) -> bytes | None:
         if body.startswith(beginning + keys.to_bytes(2, "little")[:width]):
             known, verdicts = body[len(beginning) + width :: 2], body[len(beginning) + width + 1 :: 2]
             if len(known) != keys or known.count(1) != keys or verdicts.count(1) + verdicts.count(0) != keys:
-                raise NoVerdictError
+                return b""
             return verdicts
     raise UnexpectedAnswerError(f"the result of an answer begins with {body[:16].hex()}")
