@@ -40,7 +40,8 @@ _RENEWED = 1 << 14
 """The most keys in one request to the master that renews leases. Such a request takes 7 to 9 ms."""
 
 closed_in_child: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Lookups and movers. A forked child has none of their threads, so they are `closed` there."""
+"""Lookups, movers and caches of objects. A forked child has none of their threads, so they are `closed`
+there."""
 
 
 def _close_in_child() -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pd_cache.config import NodeSettings
 from pd_cache.layout import checksum
+from pd_cache.lookup import closed_in_child
 from pd_cache.metrics import CacheMetrics
 from pd_cache.objects.values import (
     MOST_PARTS,
@@ -185,8 +185,9 @@ class ObjectCache:
         self.most_bytes = most_bytes
         self.metrics = metrics or CacheMetrics()
         self._prefix = key_prefix(namespace, part_bytes)
-        self._closed = False
-        self._process = os.getpid()
+        self.closed = False
+        """True after `close`, and in a forked child, where the tiers have no threads."""
+        closed_in_child.add(self)
 
     @classmethod
     def open(
@@ -297,7 +298,7 @@ class ObjectCache:
                 raise ValueError(f"a value may have up to {self.most_bytes} bytes here, got {len(raw)}")
         if not heads:
             return []
-        if self._unusable:
+        if self.closed:
             return [Status.CLOSED] * len(heads)
         deadline = Deadline.of(timeout)
         first = {head: index for index, head in reversed(list(enumerate(heads)))}
@@ -365,7 +366,7 @@ class ObjectCache:
         will read.
         """
         heads = self._heads(names)
-        if self._unusable:
+        if self.closed:
             return [Status.CLOSED] * len(heads)
         statuses = self.backend.batched_contains(heads, end=Deadline.of(timeout).end) if heads else []
         self.metrics.outages("exists", statuses)
@@ -375,7 +376,7 @@ class ObjectCache:
         """Removes values, by their heads. Other parts stay until they are evicted; without the head they are
         never read."""
         heads = self._heads(names)
-        if self._unusable:
+        if self.closed:
             return [Status.CLOSED] * len(heads)
         return self.backend.batched_remove(heads, end=Deadline.of(timeout).end, force=True) if heads else []
 
@@ -384,29 +385,22 @@ class ObjectCache:
     @property
     def available(self) -> bool:
         """False while the cache is known to be unusable: calls then return at once."""
-        return not self._unusable and self.backend.available
+        return not self.closed and self.backend.available
 
     def wait_available(self, timeout: float) -> None:
         """Waits until the cache is open. Raises PoolUnavailableError after `timeout` seconds, or if the cache
         is closed."""
-        if self._unusable:
+        if self.closed:
             raise PoolUnavailableError("this cache is closed")
         self.backend.wait_available(timeout)
 
     def close(self) -> None:
         """Ends the calls under way, at their deadlines at the latest, and closes the tiers. Idempotent."""
-        if os.getpid() != self._process:
-            return
-        self._closed = True
-        self.backend.close()
+        if not self.closed:
+            self.closed = True
+            self.backend.close()
 
     # --- inside ---------------------------------------------------------------------------------------------
-
-    @property
-    def _unusable(self) -> bool:
-        """Whether the cache is closed. True in a forked child, too, because the threads of the tiers do not
-        exist there."""
-        return self._closed or os.getpid() != self._process
 
     def _heads(self, names: Sequence[Name]) -> list[str]:
         if isinstance(names, str | bytes):
@@ -464,7 +458,7 @@ class ObjectCache:
 
     def _refusal(self, deadline: Deadline) -> Status:
         """Returns why `_stage` filled no memory for a put."""
-        if self._unusable:
+        if self.closed:
             return Status.CLOSED
         if not self.backend.available:
             return Status.POOL_DOWN
@@ -498,7 +492,7 @@ class ObjectCache:
     def _read(self, names: Sequence[Name], target: Target, timeout: Until) -> list[str]:
         """Reads values. Returns a text for each name: empty for a hit, otherwise the reason of the miss."""
         heads = self._heads(names)
-        if self._unusable:
+        if self.closed:
             return [Status.CLOSED.value] * len(heads)
         deadline = Deadline.of(timeout)
         readings = [_Reading(head, partial(target, index)) for index, head in enumerate(heads)]
