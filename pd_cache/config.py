@@ -37,11 +37,7 @@ EvictionName = Literal["lru", "lfu", "s3fifo"]
 PromotionName = Literal["always", "second_hit", "never"]
 
 
-class Section(Checked, frozen=True, kw_only=True):
-    """Settings that accept only declared keys when they are read from a mapping."""
-
-
-class LocalTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="local"):
+class LocalTier(Checked, frozen=True, kw_only=True, tag_field="kind", tag="local"):
     """Memory of each process that has a cache."""
 
     capacity: Bytes
@@ -52,7 +48,7 @@ class LocalTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="local
     """When to put a chunk that was read from a later tier into this one."""
 
 
-class DiskTier(Section, frozen=True, kw_only=True, tag_field="kind", tag="disk"):
+class DiskTier(Checked, frozen=True, kw_only=True, tag_field="kind", tag="disk"):
     """Files on a disk, which survive a restart."""
 
     path: AbsolutePath
@@ -81,7 +77,7 @@ class MooncakeTier(Placement, frozen=True, kw_only=True, tag_field="kind", tag="
 StorageTier = LocalTier | DiskTier | MooncakeTier
 
 
-class CacheConfig(Section, frozen=True, kw_only=True):
+class CacheConfig(Checked, frozen=True, kw_only=True):
     """The `cache` section: how large chunks are, how they are named, and where they are kept. Nodes that
     share hits must agree on it."""
 
@@ -123,7 +119,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         return "blocks" if self.hash_mode == "blocks" else "tokens"
 
 
-class NodeSettings(Section, frozen=True, kw_only=True):
+class NodeSettings(Checked, frozen=True, kw_only=True):
     """Everything that the cache inside a process needs to know: a node's view of the file, or the settings of
     an embedding program."""
 
@@ -136,7 +132,7 @@ class NodeSettings(Section, frozen=True, kw_only=True):
     segment_size: Bytes = 0
 
 
-class TracingConfig(Section, frozen=True, kw_only=True):
+class TracingConfig(Checked, frozen=True, kw_only=True):
     """Where the spans of requests go (`pd_cache/tracing.py`)."""
 
     endpoint: (
@@ -156,7 +152,7 @@ class TracingConfig(Section, frozen=True, kw_only=True):
     `traceparent` decides."""
 
 
-class ServerSettings(Section, frozen=True, kw_only=True):
+class ServerSettings(Checked, frozen=True, kw_only=True):
     """A cache server's threads, and how long it protects chunks."""
 
     threads: Annotated[int, Meta(ge=2, le=64)] = 3

@@ -17,15 +17,14 @@ from pd_cache.config import (
     MooncakeTier,
     NodeSettings,
     Seconds,
-    Section,
     StorageTier,
 )
 from pd_cache.errors import ConfigError
 from pd_cache.weights import WeightsError, weights_digest
-from transfer.settings import Bytes, ByteSize, TransferSettings, decode_custom
+from transfer.settings import Bytes, ByteSize, Checked, TransferSettings, decode_custom
 
 
-class AdapterOptions(Section, frozen=True, kw_only=True):
+class AdapterOptions(Checked, frozen=True, kw_only=True):
     """The options that all adapters have. Only `master` is required."""
 
     master: MasterAddress

@@ -1,6 +1,9 @@
 """A cluster's configuration: the schema of its YAML file, the file's reader, the checks of the whole file,
 and nodes' records."""
 
+# mypy: implicit-reexport
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 from pd_cache.cluster.checks import Problem, tier_problems
@@ -56,54 +59,3 @@ from pd_cache.cluster.schema import (
     TlsConfig,
     VllmEngineConfig,
 )
-
-__all__ = [
-    "ENGINES",
-    "LARGEST_BODY",
-    "ROLES",
-    "SECRET_VARIABLES",
-    "About",
-    "Argument",
-    "CacheServerNode",
-    "Capacity",
-    "ClusterConfig",
-    "ConnectorConfig",
-    "DecodeNode",
-    "EngineNode",
-    "EtcdDiscovery",
-    "HandoffConfig",
-    "HintsConfig",
-    "LimitsConfig",
-    "MasterNode",
-    "MastersConfig",
-    "ModelConfig",
-    "Node",
-    "NodeRecord",
-    "PrefillNode",
-    "Problem",
-    "ProxyConfig",
-    "ProxyNode",
-    "RandomModel",
-    "RecordError",
-    "ReferenceEngineConfig",
-    "RolesConfig",
-    "ServerTlsConfig",
-    "Skew",
-    "Source",
-    "StoreNode",
-    "SupervisorConfig",
-    "TenantConfig",
-    "TlsConfig",
-    "VllmEngineConfig",
-    "decode_record",
-    "differences",
-    "different_lengths",
-    "dump_config",
-    "load_config",
-    "mooncake_skew",
-    "parse_config",
-    "read_about",
-    "read_config",
-    "read_tenants",
-    "tier_problems",
-]

@@ -14,12 +14,11 @@ from pd_cache.config import (
     LineOrEmpty,
     NodeSettings,
     Seconds,
-    Section,
     ServerSettings,
     TracingConfig,
 )
 from pd_cache.runtime import runtime_folder
-from transfer.settings import Bytes, ByteSize, Positive, TransferSettings
+from transfer.settings import Bytes, ByteSize, Checked, Positive, TransferSettings
 
 # `\Z`, not `$`, which also matches before a newline at the end
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -85,7 +84,7 @@ LARGEST_BODY = 16 << 20
 # --- engines ------------------------------------------------------------------------------------------------
 
 
-class RandomModel(Section, frozen=True, kw_only=True):
+class RandomModel(Checked, frozen=True, kw_only=True):
     """A Llama with seeded random weights, so that every node has the same weights and outputs. Nothing is
     downloaded."""
 
@@ -106,7 +105,7 @@ class RandomModel(Section, frozen=True, kw_only=True):
             )
 
 
-class ModelConfig(Section, frozen=True, kw_only=True):
+class ModelConfig(Checked, frozen=True, kw_only=True):
     """The model to serve."""
 
     name: Line
@@ -114,7 +113,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     random: RandomModel = RandomModel()
 
 
-class ReferenceEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind", tag="reference"):
+class ReferenceEngineConfig(Checked, frozen=True, kw_only=True, tag_field="kind", tag="reference"):
     """The small engine that ships with pd-cache: for trying out, testing and measuring, not for
     production."""
 
@@ -144,7 +143,7 @@ Arguments = dict[FlagName, Argument]
 Environment = dict[VariableName, str]
 
 
-class VllmEngineConfig(Section, frozen=True, kw_only=True, tag_field="kind", tag="vllm"):
+class VllmEngineConfig(Checked, frozen=True, kw_only=True, tag_field="kind", tag="vllm"):
     """vLLM: prefill and decode nodes run `vllm serve` with pd-cache's connector."""
 
     model: Line
@@ -184,7 +183,7 @@ COUNTS = frozenset((
 EngineConfig = ReferenceEngineConfig | VllmEngineConfig
 
 
-class ConnectorConfig(Section, frozen=True, kw_only=True):
+class ConnectorConfig(Checked, frozen=True, kw_only=True):
     """The `connector` section: pd-cache inside vLLM."""
 
     load: Literal["auto", "always", "never"] = "auto"
@@ -230,7 +229,7 @@ class _Role:
         return {key: port for key in keys if (port := getattr(self, key, None)) is not None}
 
 
-class _AnyNode(Section, _Role, frozen=True, kw_only=True, tag_field="role"):
+class _AnyNode(Checked, _Role, frozen=True, kw_only=True, tag_field="role"):
     name: Name
     host: Host = "127.0.0.1"
     """The address that it binds, and at which other nodes reach it; so it is never 0.0.0.0."""
@@ -353,11 +352,11 @@ Endpoint = Annotated[
 ]
 
 
-class StaticDiscovery(Section, frozen=True, kw_only=True, tag_field="kind", tag="static"):
+class StaticDiscovery(Checked, frozen=True, kw_only=True, tag_field="kind", tag="static"):
     """The cluster has exactly the nodes of the file."""
 
 
-class TlsConfig(Section, frozen=True, kw_only=True):
+class TlsConfig(Checked, frozen=True, kw_only=True):
     """TLS to etcd. The files are in PEM format, on every machine."""
 
     ca_file: Line
@@ -372,7 +371,7 @@ class TlsConfig(Section, frozen=True, kw_only=True):
             raise ValueError("`cert_file` and `key_file` go together")
 
 
-class EtcdDiscovery(Section, frozen=True, kw_only=True, tag_field="kind", tag="etcd"):
+class EtcdDiscovery(Checked, frozen=True, kw_only=True, tag_field="kind", tag="etcd"):
     """Nodes register in etcd and find one another there. The file need not name them all."""
 
     endpoints: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=16)]
@@ -393,7 +392,7 @@ class EtcdDiscovery(Section, frozen=True, kw_only=True, tag_field="kind", tag="e
 DiscoveryConfig = StaticDiscovery | EtcdDiscovery
 
 
-class MastersConfig(Section, frozen=True, kw_only=True):
+class MastersConfig(Checked, frozen=True, kw_only=True):
     """The `master` section: settings of all nodes of the role master."""
 
     ha: bool = False
@@ -401,7 +400,7 @@ class MastersConfig(Section, frozen=True, kw_only=True):
     others. Clients follow it."""
 
 
-class ServerTlsConfig(Section, frozen=True, kw_only=True):
+class ServerTlsConfig(Checked, frozen=True, kw_only=True):
     """TLS from clients to the proxy. The files are in PEM format. They are read again when they change."""
 
     cert_file: Annotated[str, Meta(min_length=1)]
@@ -410,7 +409,7 @@ class ServerTlsConfig(Section, frozen=True, kw_only=True):
     """The certificate's private key, without a pass phrase."""
 
 
-class HintsConfig(Section, frozen=True, kw_only=True):
+class HintsConfig(Checked, frozen=True, kw_only=True):
     """The `proxy.hints` section: how much clients may keep in the pool (`kv.retain`)."""
 
     max_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.25
@@ -421,7 +420,7 @@ class HintsConfig(Section, frozen=True, kw_only=True):
     """The most pins of one proxy."""
 
 
-class RolesConfig(Section, frozen=True, kw_only=True):
+class RolesConfig(Checked, frozen=True, kw_only=True):
     """The `proxy.roles` section: what nodes of the role `both` do."""
 
     auto: bool = False
@@ -432,7 +431,7 @@ class RolesConfig(Section, frozen=True, kw_only=True):
     min_decode: Positive = 1
 
 
-class LimitsConfig(Section, frozen=True, kw_only=True):
+class LimitsConfig(Checked, frozen=True, kw_only=True):
     """The `proxy.limits` section: completions that would probably take longer are refused; None for no
     limit."""
 
@@ -444,7 +443,7 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
     """Whether a completion that would take longer gets a 429, or waits until others have left room for it."""
 
 
-class TenantConfig(Section, frozen=True, kw_only=True):
+class TenantConfig(Checked, frozen=True, kw_only=True):
     """The limits of a tenant; None for no limit. Each of several proxies grants an equal part of `pins`."""
 
     pins: Bytes | None = None
@@ -455,7 +454,7 @@ class TenantConfig(Section, frozen=True, kw_only=True):
     """Replaces `proxy.limits` for the tenant."""
 
 
-class TenantsFile(Section, frozen=True, kw_only=True):
+class TenantsFile(Checked, frozen=True, kw_only=True):
     """The file that `proxy.tenants_file` names."""
 
     tenants: Annotated[dict[Name, TenantConfig], Meta(max_length=1000)]
@@ -463,7 +462,7 @@ class TenantsFile(Section, frozen=True, kw_only=True):
     """The limits of single keys, by their names. They replace those of the tenant and `proxy.limits`."""
 
 
-class ProxyConfig(Section, frozen=True, kw_only=True):
+class ProxyConfig(Checked, frozen=True, kw_only=True):
     """The `proxy` section."""
 
     request_timeout_s: Seconds = 300.0
@@ -531,7 +530,7 @@ class ProxyConfig(Section, frozen=True, kw_only=True):
             )
 
 
-class HandoffConfig(Section, frozen=True, kw_only=True):
+class HandoffConfig(Checked, frozen=True, kw_only=True):
     """The `handoff` section: how a decode node takes over a prompt."""
 
     wait_ms: Annotated[int, Meta(ge=0, le=600_000)] = 2_000
@@ -541,14 +540,14 @@ class HandoffConfig(Section, frozen=True, kw_only=True):
     for all, or for none. Only decode nodes that report that they can do it get such requests."""
 
 
-class SupervisorConfig(Section, frozen=True, kw_only=True):
+class SupervisorConfig(Checked, frozen=True, kw_only=True):
     """The `supervisor` section: `up` and the processes that it starts."""
 
     ready_timeout_s: Seconds = 120.0
     stop_grace_s: Seconds = 10.0
 
 
-class ClusterConfig(Section, frozen=True, kw_only=True):
+class ClusterConfig(Checked, frozen=True, kw_only=True):
     """The whole file."""
 
     name: Name = "pd-cache"
