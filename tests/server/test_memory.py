@@ -52,7 +52,9 @@ def test_a_tensor_stays_where_it_is_when_it_moves_into_shared_memory():
 
 
 def test_a_cache_without_memory_to_move_to_is_not_moved(monkeypatch):
-    monkeypatch.setattr(memory.os, "statvfs", lambda path: type("Room", (), {"f_bavail": 1, "f_frsize": 4096}))
+    monkeypatch.setattr(
+        memory.os, "statvfs", lambda path: type("Room", (), {"f_bavail": 1, "f_frsize": 4096})
+    )
     with pytest.raises(SharingError, match="do not fit into /dev/shm"):  # before it kills the process
         share_tensors(make_cache(blocks=64))
 
