@@ -36,10 +36,8 @@ _STYLES = {"up": "green", "degraded": "yellow", "asking": "dim", "not asked": "d
 # --- texts for figures --------------------------------------------------------------------------------------
 
 
-def rate(value: float | None) -> str:
-    """Returns a rate in at most 6 characters; `-` if there is none."""
-    if value is None:
-        return ""
+def rate(value: float) -> str:
+    """Returns a rate in at most 6 characters; `-` for none."""
     return short(value) if value >= 0.5 else "-"
 
 
@@ -88,8 +86,8 @@ def _pair(node: NodeStatus) -> str:
     return next((f"{seconds(median):>5} {seconds(most):>5}" for median, most in pairs), "")
 
 
-def _traffic(node: NodeStatus, what: Literal["load", "store", "lookups"]) -> float | None:
-    return None if node.traffic is None else getattr(node.traffic, what)
+def _rate(node: NodeStatus, what: Literal["load", "store", "lookups", "evictions"]) -> str:
+    return "" if node.rates is None else rate(getattr(node.rates, what))
 
 
 def _queue(node: NodeStatus) -> str:
@@ -103,10 +101,6 @@ def _staging(node: NodeStatus) -> str:
     return percent((node.reading.staging_used or 0.0) / whole) if whole else ""
 
 
-def _evicted(node: NodeStatus) -> str:
-    return rate(node.rates.evictions) if node.rates and node.rates.evictions else ""
-
-
 def _missed(node: NodeStatus) -> str:
     return ", ".join(reason for reason, _ in node.rates.missed) if node.rates else ""
 
@@ -116,13 +110,13 @@ COLUMNS = (
     Column("role", 12, lambda node: node.role, left=True, wide=True),
     Column("state", 9, lambda node: node.memory or node.state, left=True),
     Column("hit", 4, lambda node: percent(node.hit)),
-    Column("load/s", 6, lambda node: rate(_traffic(node, "load"))),
-    Column("store/s", 7, lambda node: rate(_traffic(node, "store"))),
-    Column("look/s", 6, lambda node: rate(_traffic(node, "lookups"))),
+    Column("load/s", 6, lambda node: _rate(node, "load")),
+    Column("store/s", 7, lambda node: _rate(node, "store")),
+    Column("look/s", 6, lambda node: _rate(node, "lookups")),
     Column("p50   p99", 11, _pair),
     Column("queue", 6, _queue),
     Column("staging", 7, _staging, wide=True),
-    Column("evict/s", 7, _evicted, wide=True),
+    Column("evict/s", 7, lambda node: _rate(node, "evictions"), wide=True),
     Column("why computed", None, _missed, left=True, wide=True),
 )
 

@@ -107,11 +107,6 @@ class NodeStatus(msgspec.Struct, kw_only=True):
         return None if self.rates is None else self.rates.hit
 
     @property
-    def traffic(self) -> Rates | None:
-        """Its rates, if it is of a role that loads and stores."""
-        return None if self.role in ("proxy", "master") else self.rates
-
-    @property
     def in_flight(self) -> int | None:
         """Requests that wait or run; None if it does not report them."""
         known = [count for count in (self.reading.queued, self.reading.running) if count is not None]
@@ -122,8 +117,6 @@ class NodeStatus(msgspec.Struct, kw_only=True):
         under those of `NodeReading`."""
         reading, rates = self.reading, self.rates
         shown = dict.fromkeys(Rates.__struct_fields__) if rates is None else msgspec.to_builtins(rates)
-        if self.traffic is None:
-            shown |= dict.fromkeys(("load", "store", "lookups"))
         return {
             "name": self.name,
             "role": self.role,
