@@ -156,12 +156,8 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
-            options = (
-                [option for option in error.ctx.command.params if isinstance(option, click.Option)]
-                if error.ctx
-                else []
-            )
-            file = next((option for option in options if option.name == "file"), None)
+            params = error.ctx.command.params if error.ctx else ()
+            file = next((param for param in params if param.name == "file"), None)
             missing = isinstance(error, click.MissingParameter) and error.param is file
             if error.ctx is None or file is None or not (missing or "unexpected extra" in error.message):
                 raise

@@ -178,7 +178,7 @@ def probe_findings(
     watermark = min(
         (node.eviction_high_watermark for node in config.nodes if isinstance(node, MasterNode)), default=0.9
     )
-    try:
+    with contextlib.ExitStack() as opened:
         for segment in sorted(segments, key=lambda segment: segment.segment_name):
             if hung == _MOST_HUNG:
                 yield skipped(_SEGMENT, f"not tried: {hung} segments did not answer", segment.segment_name)
@@ -190,7 +190,9 @@ def probe_findings(
                 continue
             try:
                 if store is None:
-                    store, pool = _open_store(config, master)
+                    store = opened.enter_context(_new_store(config, master))
+                    store.wait_open(_OPEN_S)
+                    pool = store.staging(_OBJECT)
             except (TransferError, PoolUnavailableError) as error:
                 yield broken(
                     "transfer.pool", f"a client of the pool cannot be opened: {error}", why="engines cannot open a client either",
@@ -201,15 +203,11 @@ def probe_findings(
             yield finding
             if hangs:  # its thread and memory are held until Mooncake gives up
                 hung += 1
-                store.close()
+                opened.close()
                 store = None
-    finally:
-        if store is not None:
-            store.close()
 
 
-def _open_store(config: ClusterConfig, master: str) -> tuple[MooncakeStore, StagingPool]:
-    """Returns a client and its staging memory."""
+def _new_store(config: ClusterConfig, master: str) -> MooncakeStore:
     deadline = int(_DEADLINE_S * 1000)
     settings = msgspec.structs.replace(
         config.transfer,
@@ -219,13 +217,7 @@ def _open_store(config: ClusterConfig, master: str) -> tuple[MooncakeStore, Stag
         timeouts=Timeouts(exist_ms=2000, get_ms=deadline, put_ms=deadline, close_ms=1000),
         breaker=BreakerSettings(failures=1_000_000),  # the failure of a segment does not concern the next
     )
-    store = MooncakeStore(settings, master=master, host=own_host(config), segment_size=0)
-    try:
-        store.wait_open(_OPEN_S)
-        return store, store.staging(_OBJECT)
-    except BaseException:  # even for a Ctrl-C: no caller has the store yet to close it
-        store.close()
-        raise
+    return MooncakeStore(settings, master=master, host=own_host(config), segment_size=0)
 
 
 def _probe(

@@ -101,10 +101,8 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
             answer = fetch(f"{record.address}/requests/{asked_for}", _ASK_S, access if by_proxy else NOBODY)
             if by_proxy:
                 return decode_json(answer, Trip).hops
-            return [
-                HopReport(record.role, record.name, report)
-                for report in decode_json(answer, _Reports).reports
-            ]
+            reports = decode_json(answer, _Reports).reports
+            return [HopReport(record.role, record.address, report) for report in reports]
         except (OSError, ValueError) as error:
             if not (isinstance(error, BadStatus) and error.status == 404):
                 unanswered[record.name] = f"no answer: {error}"
@@ -117,21 +115,15 @@ def explain_request(config: ClusterConfig, request_id: str) -> ExplainedRequest:
             asked_for = itertools.repeat(urllib.parse.quote(name, safe=""))
             answers = list(zip(records, threads.map(asked, records, asked_for), strict=True))
             trip = next((way for record, way in answers if record.role == "proxy" and way), None)
-            own = [(record, found) for record, found in answers if record.role != "proxy" and found]
-            if trip is None:  # no proxy knows the request's nodes
-                hops = [hop for _, found in own for hop in found]
-            else:
-                reports = {record.address: found[-1].report for record, found in own}
-                hops = [
-                    replace(
-                        hop,
-                        node=names.get(hop.node, hop.node),
-                        report=hop.report or reports.get(hop.node),
-                    )
-                    for hop in trip
-                ]
-            if hops:
+            own = [hop for record, found in answers if record.role != "proxy" for hop in found]
+            if trip or own:
                 break
+    reports = {hop.node: hop.report for hop in own}
+    # without a trip, no proxy knows the request's nodes
+    hops = [
+        replace(hop, node=names.get(hop.node, hop.node), report=hop.report or reports.get(hop.node))
+        for hop in trip or own
+    ]
     return ExplainedRequest(request_id, hops, unanswered)
 
 
