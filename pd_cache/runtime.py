@@ -25,6 +25,7 @@ from pathlib import Path
 from pd_cache.errors import PdCacheError
 
 _SHARED = Path("/tmp")
+_TEMPORARY = "tmp-"
 _READ_LIMIT = 4 << 20
 
 
@@ -76,14 +77,26 @@ def own_folder(path: Path | None = None) -> Iterator[int]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Makes a folder inside the runtime folder, and removes it at the end. A killed process leaves its
-    folder. Raises RuntimeFolderError for the same reasons as `own_folder`."""
-    with own_folder():
-        folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=runtime_folder()))
+    """Makes a folder inside the runtime folder, and removes it at the end.
+
+    It also removes such folders that killed processes left behind. Raises RuntimeFolderError for the same
+    reasons as `own_folder`.
+    """
+    with own_folder() as parent:
+        base = runtime_folder()
+        for name in os.listdir(parent):
+            if name.startswith(_TEMPORARY) and not _is_in_use(name, parent):
+                shutil.rmtree(base / name, ignore_errors=True)
+        new = Path(tempfile.mkdtemp(prefix="new-", dir=base))
+        holder = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        # locked before it gets its name, because other processes take an unlocked folder for a dead process's
+        fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = new.rename(base / f"{_TEMPORARY}{new.name.removeprefix('new-')}")
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(holder)
 
 
 @contextmanager
@@ -103,8 +116,7 @@ def note(name: str, text: str) -> Iterator[str | None]:
             file = stack.enter_context(open(_made(draft), "w", encoding="utf-8"))
             file.write(text)
             file.flush()
-            # locked before it gets its name, because others take an unlocked note for a dead process's
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for the reason in `temporary_folder`
             os.rename(draft, name, dst_dir_fd=folder)
         try:
             yield None
@@ -201,3 +213,15 @@ def _locked(descriptor: int) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+def _is_in_use(name: str, folder: int) -> bool:
+    """Returns whether the process that made a temporary folder is still alive."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError:
+        return True  # not our folder
+    try:
+        return _locked(descriptor)
+    finally:
+        os.close(descriptor)

@@ -69,6 +69,8 @@ class Exchange:
         """Whether its answer comes token by token."""
         self.predicted = Predicted()
         """What was predicted when it was admitted."""
+        self.prefill_s: float | None = None
+        """How long the prefill hop took; None without one."""
         self.first_byte_s: float | None = None
         """How long the decode node's first byte took; None before it."""
         self.nodes: dict[Hop, str] = {}

@@ -181,7 +181,8 @@ class Requests:
             exchange.until_answered.callback(stream.cancel)
         body = await self._computed(exchange, completion.for_prefill)
         result, handoff = await self.hops.prefill(exchange, body)
-        self.metrics.prefill_seconds.observe(time.monotonic() - exchange.started)
+        exchange.prefill_s = time.monotonic() - exchange.started
+        self.metrics.prefill_seconds.observe(exchange.prefill_s)
         if not handoff and stream is not None:
             stream.cancel()  # nothing will come
         return result, handoff
@@ -296,8 +297,9 @@ class Requests:
         if exchange.path != MODELS and (exchange.nodes or status >= 500):
             trip, status = exchange.trip(), exchange.cut_status or status
             self.trips.note(exchange.id, trip)
-            first_s, streamed = exchange.first_byte_s, exchange.streamed
-            self._recent.note(EndedRequest(exchange.id, took, first_s, status, trip, streamed))
+            first_s, streamed, prefill_s = exchange.first_byte_s, exchange.streamed, exchange.prefill_s
+            ended = EndedRequest(exchange.id, took, first_s, status, trip, streamed, prefill_s)
+            self._recent.note(ended)
 
     async def drain(self) -> None:
         """Refuses new requests, waits up to `drain_s` for those under way to end, then cuts off the rest.

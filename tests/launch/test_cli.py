@@ -14,7 +14,7 @@ from launch.run.up import running_config
 from tests.support.cli import cli, cli_json, program, run_program
 from tests.support.cluster import CHUNK, cluster_file, complete, free_node
 from tests.support.leaks import alive
-from tests.support.pool import Process
+from tests.support.pool import ROOT, Process
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -175,6 +175,14 @@ def test_demo_prints_its_json_and_nothing_else_and_all_tokens_are_equal(tmp_path
     assert third["prefill"]["cached_tokens"] == third["prompt_tokens"] // 64 * 64
     assert whole["decode"]["computed_tokens"] == 1, "a full hit leaves one token"
     assert short["decode"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("command", [["config", "example", "local"], ["status", "-c"], ["top", "--once", "-c"], ["size", "--help"]])  # fmt: skip
+def test_an_output_that_is_full_is_one_line_and_the_exit_code_1(command, tmp_path):
+    file = [cluster_file(tmp_path)] if command[-1] == "-c" else []
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(program(*command, *file), cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "pd-cache: standard output: No space left on device\n")
 
 
 def test_names_of_nodes_and_of_files_may_be_no_utf_8_and_a_prompt_may_not(tmp_path):

@@ -136,9 +136,10 @@ def test_a_note_of_a_service_is_found_by_a_shell(session, monkeypatch):
 
 WRITER = """
 import sys, time
-from pd_cache.runtime import lock_file, note
+from pd_cache.runtime import lock_file, note, temporary_folder
 from pathlib import Path
-with note("n", "text"), lock_file(Path(sys.argv[1])) as locked:
+with note("n", "text"), temporary_folder() as folder, lock_file(Path(sys.argv[1])) as locked:
+    (folder / "left").write_text("over")
     print(locked, flush=True)
     time.sleep(600)
 """
@@ -146,19 +147,11 @@ with note("n", "text"), lock_file(Path(sys.argv[1])) as locked:
 
 @pytest.fixture
 def writer(tmp_path, session):
-    """A process that keeps a note and a lock, until it is killed."""
+    """A process that keeps a note, a temporary folder and a lock, until it is killed."""
     with Process("writer", [sys.executable, "-c", WRITER, str(tmp_path / "lock")]) as process:
         process.said.wait()
         assert process.lines == ["True"], process.errors
         yield process
-
-
-def test_a_temporary_folder_is_ours_alone_and_goes_with_its_end(ours):
-    with temporary_folder() as folder:
-        assert folder.parent == ours
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        (folder / "left").write_text("over")
-    assert os.listdir(ours) == []
 
 
 def test_what_a_killed_process_left_is_not_believed_and_goes_with_the_next(writer, tmp_path):
@@ -167,10 +160,14 @@ def test_what_a_killed_process_left_is_not_believed_and_goes_with_the_next(write
     assert read_note("n") == "text"
     with lock_file(lock) as got:
         assert not got
+    with temporary_folder():
+        assert len(list(folder.glob("tmp-*/left"))) == 1, "a living process keeps its own"
     writer.kill()
-    assert os.listdir(folder) == ["n"]
+    assert {"n"} < set(os.listdir(folder))
     assert lock.exists()
     assert read_note("n") is None
+    with temporary_folder() as own:
+        assert [one.name for one in folder.glob("tmp-*")] == [own.name]
     with lock_file(lock) as got:
         assert got
     assert not lock.exists()

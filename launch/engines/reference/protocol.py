@@ -1,7 +1,6 @@
 """The completions API in JSON: reads requests, builds answers; text as bytes. Pure.
 
-As in vLLM's servers, unknown fields are ignored. So are those that would change how tokens are drawn: the
-model's weights are random, and it always takes the likeliest token.
+Reading is strict: unsupported parameters that would change the answer are refused by name, not ignored.
 """
 
 from __future__ import annotations
@@ -17,6 +16,29 @@ from launch.openai import ApiError
 from pd_cache.decoding import UndecodableError, decode_json
 from pd_cache.handoff import Announcement, BadParams, PrefillWork, read_params, write_params
 
+_ONLY_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "temperature": (0,),
+    "top_p": (1,),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "top_k": (0, -1),
+    "response_format": ({"type": "text"},),
+}
+"""Unsupported parameters, and the values (besides null) that make them change nothing."""
+
+_HARMLESS = frozenset(("user", "stream_options", "metadata", "service_tier", "request_id", "priority", "return_token_ids", "store", "session_id", "seed", "ignore_eos"))  # fmt: skip
+"""Parameters that change nothing: the engine draws nothing at random, and its model never ends a text by
+itself."""
 _AT = re.compile(r" - at `\$\.([^`\[]*)")
 """The place in msgspec's message that names the wrong field."""
 
@@ -49,12 +71,21 @@ class CompletionRequest(NamedTuple):
 
 
 def parse_completion(body: bytes, model: str) -> CompletionRequest:
-    """Reads a request to the model `model`. Raises ApiError if a field that is read cannot be used."""
+    """Reads a request to the model `model`. Raises ApiError for anything that cannot be done as asked."""
     try:
         given = decode_json(body.removeprefix(codecs.BOM_UTF8), dict[str, Any])
     except UndecodableError as error:
         raise _refused(f"the body is no JSON object: {error}", code="invalid_json") from None
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None and name not in _HARMLESS}
+    for name in given.keys() - set(CompletionFields.__struct_fields__):
+        if name not in _ONLY_NEUTRAL:
+            raise _refused(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
+        # to Python, False is 0
+        if (type(given[name]) is bool, given[name]) not in [
+            (type(neutral) is bool, neutral) for neutral in _ONLY_NEUTRAL[name]
+        ]:
+            message = f"{name} is not supported by this engine; leave it out"
+            raise _refused(message, param=name, code="unsupported_parameter")
     try:
         fields = msgspec.convert(given, CompletionFields, strict=False)
     except msgspec.ValidationError as error:

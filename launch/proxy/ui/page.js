@@ -64,6 +64,7 @@ function drawFigures(state) {
     [seconds(state.first_token[0]) || "–", known(state.first_token[0]) ? `first token, median of the hour; 99 % within ${seconds(state.first_token[1])}` : "first token: needs streamed answers"],
     [percent(hit(hour)) || "–", `hit in the last hour; ${percent(hit(last)) || "–"} in 5 minutes`],
     [short(Math.round(saved)), "tokens that hits saved in the last hour"],
+    [seconds(state.saved_s) || "–", "of prefill that hits saved in it (estimate)"],
   ];
   $("figures").replaceChildren(...tiles.map(([value, what, as]) => el("div", { class: "tile" }, el("b", { class: as || "" }, value), el("span", {}, what))));
   document.title = $("name").textContent = state.cluster ? `${state.cluster} · pd-cache` : "pd-cache";

@@ -182,6 +182,7 @@ class UiPages:
             "cluster": self._cluster,
             "serves": any(self._pools.pools["decode"].health(now).values()),
             "failed": sum((minute.failed for minute in minutes if minute is not None), Counter[int]()),
+            "saved_s": self._recent.saved_s(),
             "first_token": [first_token_within(minutes, part) for part in (0.5, 0.99)],
             "running": self._metrics.running._value.get(),
             "requests_s": self._recent.rate(),

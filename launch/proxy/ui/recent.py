@@ -47,6 +47,8 @@ class EndedRequest(NamedTuple):
     trip: Trip
     streamed: bool = False
     """Whether its first byte was that of its first token."""
+    prefill_s: float | None = None
+    """How long its prefill hop took; None without one."""
     at: float = 0.0
     """When it ended; `RecentRequests` sets it."""
 
@@ -66,6 +68,8 @@ class Minute(msgspec.Struct):
     """How many requests ended with a status of 400 or more, by status."""
     first_token: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=200))
     """Seconds to the first token of its last streams."""
+    pace: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)
+    """Four sums: tokens and seconds of prompts with loaded tokens, then tokens and seconds of all others."""
     sources: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(_SOURCES, 0.0))
     slow: list[EndedRequest] = []
 
@@ -86,11 +90,16 @@ class RecentRequests:
         minute.requests += 1
         if ended.status >= 400:
             minute.failed[ended.status] += 1
-        if ended.streamed and ended.status < 400 and ended.first_byte_s is not None:
-            minute.first_token.append(ended.first_byte_s)
+        first_token_s = ended.first_byte_s if ended.streamed and ended.status < 400 else None
+        if first_token_s is not None:
+            minute.first_token.append(first_token_s)
         if (report := next((hop.report for hop in ended.trip.hops), None)) is not None:
             for source, tokens in prompt_sources(report).items():
                 minute.sources[source] += tokens
+            took_s = first_token_s if ended.prefill_s is None else ended.prefill_s
+            if took_s is not None and report.reason != "too_short":
+                minute.pace[0 if report.loaded else 2] += report.loaded + report.computed
+                minute.pace[1 if report.loaded else 3] += took_s
         elif ended.status < 400:
             minute.untold += 1
         minute.slow.append(ended._replace(at=now))
@@ -102,6 +111,15 @@ class RecentRequests:
         last = int(self._clock() // _MINUTE_S)
         known = {minute.number: minute for minute in self._minutes}
         return [known.get(number) for number in range(last - MINUTES + 1, last + 1)]
+
+    def saved_s(self) -> float | None:
+        """Returns how much longer the last hour's prompts with hits would have taken at the pace of prompts
+        without hits; None if one of the kinds is missing."""
+        known = [minute for minute in self.minutes() if minute is not None]
+        hit_tokens, hit_s, tokens, seconds = (
+            sum(minute.pace[index] for minute in known) for index in range(4)
+        )
+        return hit_tokens * seconds / tokens - hit_s if tokens and hit_tokens else None
 
     def slowest(self, client: str | None = None) -> list[EndedRequest]:
         """Returns the requests of the last hour that waited longest for their first byte; with `client`, only

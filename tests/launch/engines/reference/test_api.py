@@ -153,7 +153,7 @@ async def test_a_node_reports_what_became_of_its_last_requests(make_engine, capl
 BAD = [
     ('{"model": "other"}', 404, "model"), ('{"prompt": [300]}', 400, "prompt"), ('{"prompt": [4611686018427387904]}', 400, "prompt"),
     ('{"prompt": "LONG"}', 400, "prompt"), ('{"max_tokens": 0}', 400, "max_tokens"), ('{"max_tokens": 237}', 400, "prompt"),
-    ('{"stream": true, "max_tokens": -5}', 400, "max_tokens"),
+    ('{"stop": ["x"]}', 400, "stop"), ('{"stream": true, "max_tokens": -5}', 400, "max_tokens"),
     ('{"kv_transfer_params": {"pd_cache": []}}', 400, "kv_transfer_params.pd_cache"),
 ]  # fmt: skip
 

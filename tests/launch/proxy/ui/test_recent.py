@@ -110,6 +110,14 @@ def test_first_token_times_are_those_of_streams(recent, clock):
     assert first_token_within(recent.minutes(), 0.99) == 1.0
 
 
+def test_hits_saved_what_they_would_have_taken_at_the_pace_of_misses(recent):
+    recent.note(EndedRequest("hit", 9.0, 9.0, 200, trip(report(loaded=900, computed=100)), prefill_s=0.5))
+    assert recent.saved_s() is None, "no prompt without hits to compare it with"
+    recent.note(EndedRequest("miss", 9.0, 9.0, 200, trip(report(computed=500)), prefill_s=1.0))
+    recent.note(EndedRequest("not streamed", 9.0, 9.0, 200, trip(report(computed=500))))
+    assert recent.saved_s() == pytest.approx(1000 * 1.0 / 500 - 0.5)
+
+
 def test_only_the_last_reports_are_kept():
     recent = RecentReports(most=2)
     for number, name in enumerate(("a", "b", "a", "c")):
