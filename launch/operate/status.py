@@ -25,7 +25,7 @@ def status_table(status: ClusterStatus) -> Group:
         table.add_column(column, no_wrap=True)
     for column in ("state", "up for", "hit", "holds", "in flight"):
         table.add_column(column, overflow="fold")
-    details, differing = [], []
+    details = []
     names = {node.record.address: node.name for node in status.nodes}
     for node in status.nodes:
         reading = node.reading
@@ -48,15 +48,16 @@ def status_table(status: ClusterStatus) -> Group:
             doing = f"{role.does} for {shown_age(role.for_s)}, as {node.name} says: {role.why}"
             details.append(Text(f"{names.get(address, one_line(address))}: {one_line(doing)}"))
         if node.difference:
-            differing.append(Text(f"{node.name}: {node.difference}", "yellow"))
+            details.append(Text(f"{node.name}: {node.difference}", "yellow"))
+    details += map(Text, status.weights)
+    details += [Text(problem, "red") for problem in status.problems]
     if (skew := status.skew) is not None and not skew.fails:
-        differing.append(Text(f"{skew.found}: {SKEW[False]}", "yellow"))
+        details.append(Text(f"{skew.found}: {SKEW[False]}", "yellow"))
     if lengths := different_lengths(node.record for node in status.nodes):
-        differing.append(
+        details.append(
             Text(f"{lengths}: a node refuses prompts that are longer than its own limit", "yellow")
         )
-    weights, problems = map(Text, status.weights), [Text(problem, "red") for problem in status.problems]
-    return Group(Text(f"discovery: {status.source}"), table, *details, *weights, *problems, *differing)
+    return Group(Text(f"discovery: {status.source}"), table, *details)
 
 
 def as_dict(status: ClusterStatus) -> dict[str, object]:

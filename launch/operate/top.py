@@ -72,8 +72,8 @@ class Column(NamedTuple):
     """A column of the table."""
 
     title: str
-    width: int | None
-    """None for the remaining width."""
+    width: int
+    """0 for the remaining width."""
     cell: Callable[[NodeStatus], str]
     left: bool = False
     wide: bool = False
@@ -117,7 +117,7 @@ COLUMNS = (
     Column("queue", 6, _queue),
     Column("staging", 7, _staging, wide=True),
     Column("evict/s", 7, lambda node: _rate(node, "evictions"), wide=True),
-    Column("why computed", None, _missed, left=True, wide=True),
+    Column("why computed", 0, _missed, left=True, wide=True),
 )
 
 
@@ -125,11 +125,11 @@ def table(nodes: Sequence[NodeStatus], width: int) -> Group:
     """Returns the reasons why nodes do not work, and below them a table of what the other nodes do, `width`
     columns wide."""
     columns = [column for column in COLUMNS if width >= _WIDE or not column.wide]
-    troubles = list[Text]()
+    rest, troubles = width - sum(column.width + 1 for column in columns), list[Text]()
     shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
         justify: Literal["left", "right"] = "left" if column.left else "right"
-        shown.add_column(Text(column.title), width=column.width, no_wrap=True, justify=justify)
+        shown.add_column(Text(column.title), width=column.width or rest, no_wrap=True, justify=justify)
     for node in nodes:
         if node.state in ("down", "degraded"):
             since = (
