@@ -105,7 +105,7 @@ def test_the_wheel_says_what_it_is(metadata, unpacked):
     assert metadata["License-Expression"] == "Apache-2.0"
     (about,) = unpacked.glob("*.dist-info")
     assert (about / "licenses" / "LICENSE").read_text().strip().startswith("Apache License")
-    assert "pd-cache = launch.cli:main" in (about / "entry_points.txt").read_text()
+    assert "pd-cache = launch.__main__:main" in (about / "entry_points.txt").read_text()
     allowed = SpecifierSet(metadata["Requires-Python"])
     named = [line.split(" :: ")[-1] for line in metadata.get_all("Classifier", []) if "Python :: 3." in line]
     assert named == [f"3.{minor}" for minor in range(30) if f"3.{minor}" in allowed]

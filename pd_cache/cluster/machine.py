@@ -14,6 +14,7 @@ import shutil
 import socket
 import sys
 import urllib.parse
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -78,18 +79,20 @@ def further_problems(config: ClusterConfig, nodes: Iterable[Node]) -> Iterator[P
         except OSError as error:
             yield Problem(path, f"this machine finds no IPv4 address for it: {error.strerror}")
     all_caching = config.caching_nodes()
-    caching = [node for node in nodes if node in all_caching]
+    caching, wanted = [node for node in nodes if node in all_caching], Counter[int]()
     for index, tier in enumerate(config.cache.tiers):
         if isinstance(tier, DiskTier) and caching:
             folder = next(path for path in (Path(tier.path), *Path(tier.path).parents) if path.exists())
             if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
                 what = "cannot be written by this user" if folder.is_dir() else "is no folder"
                 yield Problem(("cache", "tiers", index, "path"), f"{folder} {what} on this machine")
-            elif (size := shutil.disk_usage(folder).total) < len(caching) * tier.capacity:
+                continue
+            wanted[disk := folder.stat().st_dev] += len(caching) * tier.capacity
+            if (size := shutil.disk_usage(folder).total) < wanted[disk]:
                 yield Problem(
                     ("cache", "tiers", index, "capacity"),
-                    f"the disk of {folder} has {shown_bytes(size)}, too little for {len(caching)} x "
-                    f"{shown_bytes(tier.capacity)}; a full disk switches the tier off",
+                    f"the disk of {folder} has {shown_bytes(size)}, too little for the {shown_bytes(wanted[disk])} "
+                    f"of tiers at {', '.join(node.name for node in caching)}; a full disk switches the tier off",
                 )
 
 

@@ -1,6 +1,7 @@
 """The command line: what it does, and how it refuses."""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -290,9 +291,11 @@ def test_config_check_says_all_that_this_machine_cannot_do_for_its_nodes(tmp_pat
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").write_text("raise ImportError('libibverbs.so.1: cannot open')")
     (tmp_path / "file").touch()
+    part = shutil.disk_usage(tmp_path).total * 2 // 3
     tiers = [
         {"kind": "disk", "path": str(tmp_path / "file" / "tier"), "capacity": "1GiB"},
-        {"kind": "disk", "path": str(tmp_path / "tier"), "capacity": "1000000GiB"},
+        {"kind": "disk", "path": str(tmp_path / "tier"), "capacity": part},
+        {"kind": "disk", "path": str(tmp_path / "second"), "capacity": part},
         {"kind": "mooncake"},
     ]
     nodes = [free_node("master"), free_node("prefill-0"), free_node("decode-0", host="no-such-host.invalid")]
@@ -304,7 +307,7 @@ def test_config_check_says_all_that_this_machine_cannot_do_for_its_nodes(tmp_pat
         f"cache.tiers[0].path: '{tmp_path}/file/tier': {tmp_path}/file is no folder on this machine" in told
     )
     assert re.search(
-        rf"cache\.tiers\[1\]\.capacity: .*: the disk of {tmp_path} has .*, too little for 1 x 1000000\.0 GiB;",
+        rf"cache\.tiers\[2\]\.capacity: .*: the disk of {tmp_path} has .*, too little for the .* of tiers at prefill-0;",
         told,
     )
     assert "nodes[0]: mooncake.store cannot be imported: " in told
@@ -312,6 +315,11 @@ def test_config_check_says_all_that_this_machine_cannot_do_for_its_nodes(tmp_pat
     assert all(line.startswith(f"pd-cache: {file}:") for line in told.splitlines())
     old = cli("config", "check", "--file-only", file)
     assert "`config check FILE` ends with the next version" in old.stderr
+
+
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(tmp_path):
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    assert run_program("up", code=130, PYTHONPATH=str(tmp_path)).stderr == ""
 
 
 VLLM_SERVE = """
