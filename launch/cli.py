@@ -301,7 +301,7 @@ def status(file: Path, as_json: bool) -> None:
 def top(file: Path, once: bool, interval: float, as_json: bool) -> None:
     """Show the nodes live: hit rates, latencies, queues, misses.
 
-    Ctrl-C ends it. docs/monitoring.md explains the columns.
+    `q` or Ctrl-C ends it. docs/monitoring.md explains the columns.
     """
     from launch.operate import top as shown
     from launch.watch.asker import cluster_status
@@ -418,8 +418,8 @@ def pool_verify(file: Path, pattern: str, rate: int, sample: int | None, repair:
     """Read objects from the pool and check them as a load does. PATTERN selects namespaces by name or model;
     by default all are read.
 
-    Ctrl-C ends the command and prints the result so far. Exits with 1 if an object is damaged or could not be
-    read.
+    Ctrl-C ends the command and prints the result so far; the next run begins anew. Exits with 1 if an object
+    is damaged or could not be read.
     """
     from launch.operate.scan import scan
 
@@ -460,7 +460,8 @@ def _follow(
     try:
         with _under_way(begin.__name__) as (stop, show):
             for found in begin(config, chosen=chosen, stop=stop, **how):
-                show(found.text)
+                if found.done < found.objects:  # the result is printed below
+                    show(found.text)
     finally:
         if found is not None:
             _answer(as_json, found, found.text)

@@ -131,7 +131,7 @@ def request_text(explained: ExplainedRequest) -> str:
     """Returns what `explain REQUEST_ID` prints."""
     lines = [hop.text({}) for hop in explained.hops]
     if not explained.hops:
-        nodes = "no node that answers" if explained.unanswered else "no node"
+        nodes = "no node that answers" if explained.unanswered else "no proxy or engine"
         lines.append(
             f"{explained.request_id}: {nodes} remembers this request; give the X-Request-Id of its answer, or the answer's own id"
         )

@@ -1,12 +1,16 @@
-"""`pd-cache top`: what the nodes do now, as one table that is renewed until Ctrl-C. docs/monitoring.md says
-what its columns mean."""
+"""`pd-cache top`: what the nodes do now, as one table that is renewed until `q` or Ctrl-C. docs/monitoring.md
+says what its columns mean."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import os
+import select
+import termios
 import time
+import tty
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -23,6 +27,7 @@ from launch.watch.figures import shown_age
 from launch.watch.state import ClusterStatus, NodeStatus
 from pd_cache.cluster import ENGINES, ClusterConfig
 
+_STDIN = 0
 _REDRAW_S = 0.5
 _STALE_S = 10.0
 """A node that has not answered for this time, and for one interval between questions, is down."""
@@ -170,8 +175,9 @@ def plain(status: ClusterStatus, name: str, width: int) -> Group:
 
 
 def follow(config: ClusterConfig, console: Console, interval_s: float) -> None:
-    """Shows the nodes until a signal. `interval_s`: how often each node is asked."""
+    """Shows the nodes until a signal or the key `q`. `interval_s`: how often each node is asked."""
     watched = watched_nodes(config, stale_s=_STALE_S + interval_s)
+    keyboard = [_STDIN] if os.isatty(_STDIN) else []
     # lines of the log, such as those about discovery, would spoil the screen, which shows the same
     logging.disable(logging.CRITICAL)
     with contextlib.ExitStack() as stack:
@@ -179,7 +185,12 @@ def follow(config: ClusterConfig, console: Console, interval_s: float) -> None:
         asker = stack.enter_context(contextlib.closing(Asker(proxy_access(config), interval_s)))
         directory.wait_synced(SYNC_S)
         live = stack.enter_context(Live(console=console, screen=True, auto_refresh=False))
-        while not stop.wait(_REDRAW_S):
+        if keyboard:
+            stack.callback(termios.tcsetattr, _STDIN, termios.TCSADRAIN, termios.tcgetattr(_STDIN))
+            tty.setcbreak(_STDIN)
+        while not stop.is_set():
+            if select.select(keyboard, [], [], _REDRAW_S)[0] and os.read(_STDIN, 1) in (b"q", b""):
+                return
             now = time.monotonic()
             watched.update(directory.view(), directory.wait_synced(0.0))
             watched.take(asker.poll(watched.asked, now))

@@ -101,7 +101,7 @@ class NodeReading(msgspec.Struct, frozen=True, kw_only=True):
     """For a proxy: how many nodes it skips."""
     tier_bytes: dict[str, float] = {}
     errors: dict[str, float] = {}
-    """Counted troubles, by operation and reason."""
+    """Counted troubles, by operation (or hop, or tier) and reason."""
     segments: tuple[str, ...] = ()
     """The names of the segments that it gives to the pool."""
 
@@ -128,8 +128,12 @@ def read_node(samples: Samples, at: float) -> NodeReading:
     if "master_allocated_bytes" in samples:
         tiers["pool"] = total(samples, "master_allocated_bytes")
     errors = {
-        f"{labels.get('op') or labels.get('hop')}.{labels.get('reason')}": value
-        for name in ("pd_cache_troubles_total", "pd_cache_proxy_hop_failures_total")
+        f"{labels.get('op') or labels.get('hop') or labels.get('tier')}.{labels.get('reason')}": value
+        for name in (
+            "pd_cache_troubles_total",
+            "pd_cache_proxy_hop_failures_total",
+            "pd_cache_tier_failures_total",
+        )
         for labels, value in samples.get(name, ())
         if value and labels.get("reason") != "missing"
     }

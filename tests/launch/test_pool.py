@@ -309,6 +309,7 @@ def test_verify_finds_and_removes_what_a_load_would_not_use_and_nothing_else(sou
     found = run(sound, "verify", code=1)
     assert "201 of 201 objects" in found.stdout
     assert f", 4 damaged in {sound.segment(0)}\n" in found.stdout
+    assert found.stdout not in found.stderr, "the result is no line of progress, too"
     assert sound.keys() == keys, "nothing is removed unasked"
     found = verified(sound, "--repair", code=1)
     assert (found["damaged"], found["removed"]) == ({sound.segment(0): 4}, 4)

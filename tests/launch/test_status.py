@@ -64,6 +64,7 @@ pd_cache_prompt_tokens_total{source="at_hand"} 10
 pd_cache_prompt_tokens_total{source="loaded"} 60
 pd_cache_prompt_tokens_total{source="computed"} 30
 pd_cache_tier_bytes{tier="\x1b[2Jdisk"} 7
+pd_cache_tier_failures_total{tier="disk",reason="erofs"} 1
 pd_cache_troubles_total{op="\x1b]0;title\x07",reason="gone\x1b[31m"} 3
 """
 
@@ -109,6 +110,7 @@ def test_eighty_columns_show_every_word():
         "e decode up",
         "60.0%",
         "e: errors since its start: ",
+        "disk.erofs 1",
         "master up, leader",
         "s: down: timed out",
     ):

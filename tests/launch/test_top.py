@@ -197,11 +197,14 @@ def test_a_terminal_that_cannot_move_its_cursor_or_has_no_bars_gets_one_table(fi
     assert b"\x1b" not in terminal.shown
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, b"xq"])
 def test_in_a_terminal_it_follows_until_it_is_told_to_end_and_restores_the_terminal(file, ending):
     with Terminal(file, TERM="xterm-256color") as terminal:
         terminal.until(lambda: b"decode-0" in terminal.shown and b"MB/s" in terminal.shown)
-        terminal.process.send_signal(ending)
+        if isinstance(ending, bytes):
+            os.write(terminal.ours, ending)
+        else:
+            terminal.process.send_signal(ending)
         terminal.until(lambda: terminal.process.poll() is not None)
         assert terminal.process.returncode == 0, terminal.shown[-2000:]
         assert termios.tcgetattr(terminal.theirs) == terminal.mode

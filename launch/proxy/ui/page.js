@@ -68,7 +68,7 @@ function drawFigures(state) {
   ];
   $("figures").replaceChildren(...tiles.map(([value, what, as]) => el("div", { class: "tile" }, el("b", { class: as || "" }, value), el("span", {}, what))));
   document.title = $("name").textContent = state.cluster ? `${state.cluster} · pd-cache` : "pd-cache";
-  $("line").textContent = `${state.nodes.length} nodes · version ${state.version}`;
+  $("line").textContent = `${state.nodes.length} nodes behind the proxies · version ${state.version}`;
 }
 
 // --- the picture: prefill nodes, the pool, decode nodes
