@@ -7,7 +7,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -51,32 +51,32 @@ def vllm_server(
 
     Raises RoleError, with the last lines that the server printed, if it ends or is not ready in time.
     """
-    if not port:
-        with bound_socket(host, 0) as free:
-            port = int(free.getsockname()[1])
-    command = (
-        *before,
-        executable(program),
-        "serve",
-        str(model),
-        f"--served-model-name={name}",
-        f"--host={host}",
-        f"--port={port}",
-        *flags(arguments),
-        *more,
-    )
-    last: list[str] = []
+    with ExitStack() as stack:
+        if not port:  # held until the server ends, so that no other program gets it
+            port = int(stack.enter_context(bound_socket(host, 0)).getsockname()[1])
+        command = (
+            *before,
+            executable(program),
+            "serve",
+            str(model),
+            f"--served-model-name={name}",
+            f"--host={host}",
+            f"--port={port}",
+            *flags(arguments),
+            *more,
+        )
+        last: list[str] = []
 
-    def note(stream: str, line: str) -> None:
-        last.append(line)
-        del last[:-_LINES]
+        def note(stream: str, line: str) -> None:
+            last.append(line)
+            del last[:-_LINES]
 
-    server = Program("vllm", command, env)
-    with ForeignProgram(
-        "vLLM", lambda: Child(server, note), _GRACE_S, lambda: "its last lines:\n" + "\n".join(last)
-    ) as vllm:
-        vllm.wait_serving(StopFlag(), lambda: healthy(host, port), ready_timeout_s)
-        yield f"http://{host}:{port}"
+        server = Program("vllm", command, env)
+        with ForeignProgram(
+            "vLLM", lambda: Child(server, note), _GRACE_S, lambda: "its last lines:\n" + "\n".join(last)
+        ) as vllm:
+            vllm.wait_serving(StopFlag(), lambda: healthy(host, port), ready_timeout_s)
+            yield f"http://{host}:{port}"
 
 
 def connector_flag(connector: str, role: str, **more: object) -> str:

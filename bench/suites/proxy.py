@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import statistics
 import sys
 import time
@@ -47,7 +46,7 @@ from pd_cache.cluster import (
     SupervisorConfig,
     dump_config,
 )
-from pd_cache.cluster.machine import find_program
+from pd_cache.cluster.machine import bound_socket, find_program
 from pd_cache.runtime import temporary_folder
 
 _STREAM_S = 120.0
@@ -119,7 +118,11 @@ def started() -> Iterator[Supervisor]:
     """Yields a supervisor that runs two nodes, `decode` and `prefill`, and two proxies: `one-hop` knows only
     `decode`, `two-hops` knows both. If Envoy is installed, it also runs `envoy` before `decode`, and
     `picker`, a proxy behind Envoy."""
-    with temporary_folder() as folder, Supervisor(SupervisorConfig(), sink=quiet) as supervisor:
+    with (
+        temporary_folder() as folder,
+        bound_socket("127.0.0.1", 0) as held,  # so that nobody else gets Envoy's port
+        Supervisor(SupervisorConfig(), sink=quiet) as supervisor,
+    ):
         streaming = (sys.executable, "-m", "bench.lib.streaming_node")
         supervisor.start([[Program(name, (*streaming, name)) for name in ("decode", "prefill")]])
         ports = {name: int(url.rpartition(":")[2]) for name, url in supervisor.ready_urls.items()}
@@ -130,8 +133,7 @@ def started() -> Iterator[Supervisor]:
         ways = [("one-hop", [decode], None), ("two-hops", [decode, prefill], None)]
         if (envoy := find_program("envoy")) is not None:
             ways.append(("picker", [decode], "envoy"))
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
+            port = held.getsockname()[1]
             file = folder / "envoy.yaml"
             file.write_text(_ENVOY % (port, decode.port))
             run = f"exec {envoy} -c {file} --concurrency 1 -l error"
