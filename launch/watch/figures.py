@@ -40,8 +40,8 @@ _HISTOGRAMS = {
     "first byte": ("pd_cache_proxy_first_byte_seconds_bucket",),
 }
 """The timings that are no operations of the cache."""
-_QUEUED = ("pd_cache_reference_queue_length", "num_requests_waiting")
-_RUNNING = (
+QUEUED = ("pd_cache_reference_queue_length", "num_requests_waiting")
+RUNNING = (
     "pd_cache_reference_running",
     "num_requests_running",
     "pd_cache_proxy_requests_running",
@@ -49,22 +49,23 @@ _RUNNING = (
 )
 
 
-def read_samples(text: str) -> Samples:
-    """Returns the samples that are used here, of the families that pd-cache, vLLM and Mooncake's master
-    export. Leaves out values that cannot be counts. Makes labels printable.
+def read_samples(text: str, names: tuple[str, ...] = _OURS) -> Samples:
+    """Returns the samples whose names begin with one of `names`: by default those that are used here, of the
+    families that pd-cache, vLLM and Mooncake's master export. Leaves out values that cannot be counts. Makes
+    labels printable.
 
     Raises ValueError for text that Prometheus could not read.
     """
     lines: list[str] = []
     for line in text.split("\n"):
         # keeps the first line whatever it is, so that a page without metrics raises
-        if line.startswith(_OURS) or (not lines and line.strip() and line[0] != "#"):
+        if line.startswith(names) or (not lines and line.strip() and line[0] != "#"):
             lines.append(line.rstrip("\r"))
     found: Samples = {}
     try:
         for family in text_string_to_metric_families("\n".join(lines)):
             for sample in family.samples:
-                if sample.name.startswith(_OURS) and 0 <= sample.value < _MOST:
+                if sample.name.startswith(names) and 0 <= sample.value < _MOST:
                     name = sample.name.removeprefix(_VLLM)
                     labels = {label: one_line(value) for label, value in sample.labels.items()}
                     found.setdefault(name, []).append((labels, float(sample.value)))
@@ -123,7 +124,7 @@ def read_node(samples: Samples, at: float) -> NodeReading:
     started = samples.get("process_start_time_seconds")
     up = samples.get("pd_cache_pool_up")
     operations = _by(samples, "pd_cache_ops_total", "op") | _by(samples, "pd_cache_op_seconds_count", "op")
-    evictions = _gauge(samples, "pd_cache_tier_evictions_total", "master_evicted_key_count") or 0.0
+    evictions = gauge(samples, "pd_cache_tier_evictions_total", "master_evicted_key_count") or 0.0
     tiers = _by(samples, "pd_cache_tier_bytes", "tier")
     if "master_allocated_bytes" in samples:
         tiers["pool"] = total(samples, "master_allocated_bytes")
@@ -151,10 +152,10 @@ def read_node(samples: Samples, at: float) -> NodeReading:
         at=at,
         started=started[0][1] if started else None,
         counts={(kind, label): value for kind, found in families.items() for label, value in found.items()},
-        queued=_gauge(samples, *_QUEUED),
-        running=_gauge(samples, *_RUNNING),
-        staging=_gauge(samples, "pd_cache_staging_bytes"),
-        staging_used=_gauge(samples, "pd_cache_staging_used_bytes"),
+        queued=gauge(samples, *QUEUED),
+        running=gauge(samples, *RUNNING),
+        staging=gauge(samples, "pd_cache_staging_bytes"),
+        staging_used=gauge(samples, "pd_cache_staging_used_bytes"),
         pool_up=all(value > 0 for _, value in up) if up else None,
         tiers_off=tuple(tier for tier, off in _by(samples, "pd_cache_tier_off", "tier").items() if off),
         # a node of the role both has two samples, one for each hop
@@ -179,7 +180,8 @@ def _by(samples: Samples, name: str, label: str) -> dict[str, float]:
     return found
 
 
-def _gauge(samples: Samples, *names: str) -> float | None:
+def gauge(samples: Samples, *names: str) -> float | None:
+    """Returns the sum of all samples of these names; None if there are none."""
     present = [name for name in names if name in samples]
     return sum(total(samples, name) for name in present) if present else None
 

@@ -17,12 +17,12 @@ time comes from the caller.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from launch.proxy.routing.node_pool import Hop
+from launch.watch.figures import QUEUED, RUNNING, gauge, read_samples, total
 from pd_cache.cluster import RolesConfig
 
 _SETTLE_S = 10.0
@@ -39,14 +39,12 @@ _SLACK, _WORTH_S = 0.5, 10.0
 """A change pays if it saves `_WORTH_S` seconds of a node's work, beyond the work of `_SLACK` nodes."""
 _IDLE = 0.02
 """The work of each kind that is assumed of each node, so that single requests decide nothing."""
-_ABSURD = 1e15
-"""No node counts as much. Times and loads that are computed from such a number would overflow."""
-_SAMPLE = re.compile(
-    rb'^(?:vllm:|pd_cache_reference_)(num_requests_waiting|num_requests_waiting_by_reason(?=.*reason="deferred")|num_requests_running|kv_cache_usage_perc'
-    rb"|request_success_total|inter_token_latency_seconds_sum|inter_token_latency_seconds_count|queue_length|running|free_blocks|blocks|requests_total"
-    rb"|token_seconds_sum|token_seconds_count)(?:\{.*\})? ([0-9.e+-]+)\r?$",
-    re.MULTILINE,
-)
+_METRICS = (
+    "vllm:num_requests_", "vllm:kv_cache_usage_perc", "vllm:request_success_total", "vllm:inter_token_latency_seconds_sum",
+    "vllm:inter_token_latency_seconds_count", "pd_cache_reference_queue_length", "pd_cache_reference_running", "pd_cache_reference_free_blocks",
+    "pd_cache_reference_blocks", "pd_cache_reference_requests_total", "pd_cache_reference_token_seconds_sum",
+    "pd_cache_reference_token_seconds_count",
+)  # fmt: skip
 
 
 class NodeReport(NamedTuple):
@@ -75,30 +73,31 @@ def read_metrics(page: bytes, max_running: int) -> NodeReport | None:
 
     `max_running`: how many requests the node computes at a time; 0 if that is not known.
     """
-    samples: dict[bytes, list[float]] = {}  # each data-parallel rank has its own
-    for name, value in _SAMPLE.findall(page):
-        try:
-            samples.setdefault(name, []).append(float(value))
-        except ValueError:
-            return None
-    total = {name: sum(values) for name, values in samples.items()}
-    queued = total.get(b"num_requests_waiting", total.get(b"queue_length"))
-    running = total.get(b"num_requests_running", total.get(b"running"))
-    if queued is None or running is None or not all(0 <= value < _ABSURD for value in total.values()):
+    try:
+        samples = read_samples(page.decode(errors="replace"), _METRICS)
+    except ValueError:
+        return None
+    queued, running = gauge(samples, *QUEUED), gauge(samples, *RUNNING)
+    if queued is None or running is None:
         return None
     # vLLM counts these requests as waiting, but they have room
-    loading = total.get(b"num_requests_waiting_by_reason", 0.0)
+    reasons = samples.get("num_requests_waiting_by_reason", ())
+    loading = sum(value for labels, value in reasons if labels.get("reason") == "deferred")
     queued, running = max(0.0, queued - loading), running + loading
-    blocks = max(1.0, total.get(b"blocks", 1.0))
+    blocks = total(samples, "pd_cache_reference_blocks")
+    free = total(samples, "pd_cache_reference_free_blocks")
     used = max(
-        _mean(samples.get(b"kv_cache_usage_perc", [])),
-        1 - total.get(b"free_blocks", blocks) / blocks,
+        _mean([value for _, value in samples.get("kv_cache_usage_perc", ())]),  # one of each rank
+        1 - free / blocks if blocks else 0.0,
         running / max_running if max_running else 0.0,
     )
-    ended = total.get(b"request_success_total", total.get(b"requests_total", 0.0))
-    tokens, token_s = (
-        total.get(b"inter_token_latency_seconds_" + what, total.get(b"token_seconds_" + what, 0.0))
-        for what in (b"count", b"sum")
+    ended, tokens, token_s = (
+        total(samples, vllms) + total(samples, f"pd_cache_reference_{own}")
+        for vllms, own in (
+            ("request_success_total", "requests_total"),
+            ("inter_token_latency_seconds_count", "token_seconds_count"),
+            ("inter_token_latency_seconds_sum", "token_seconds_sum"),
+        )
     )
     return NodeReport(queued, running, used, ended, tokens, token_s)
 
