@@ -57,6 +57,8 @@ SYSTEM_PACKAGES = {
 
 _EXISTS = {1: Status.OK, 0: Status.MISSING}
 
+_LATE_S = 1.0
+"""How long after its deadline a lookup's answer is still of use."""
 _CONNECT_S = 2.0
 _BOUNCE_BYTES = 16 << 20
 """Mooncake's own buffer. Only small control objects are copied through it."""
@@ -237,6 +239,8 @@ class MooncakeStore:
         direct = DirectReads() if settings.protocol == "tcp" and settings.metadata == "P2PHANDSHAKE" else None
         self._moves = Moves(self._client, settings, self._breaker, self._regions, direct=direct)
         self._control = CallThreads("mooncake-control", 2)
+        self._late: dict[tuple[str, ...], Call[list[int]]] = {}
+        """By keys: the lookups whose deadline passed before their answer came."""
         # separate threads, so that stores do not hold up loads
         self._gets, self._puts = (
             CallThreads(f"mooncake-{name}", settings.threads, spare=settings.threads)
@@ -372,13 +376,22 @@ class MooncakeStore:
 
     def _ask_client(self, keys: Sequence[str], end: float) -> list[Status]:
         """As `batched_contains`, through Mooncake's client. Afterwards, opens a connection for `LookupRpc` if
-        it needs one."""
-        call = self._control.submit(self._exist, end, None, list(keys))
+        it needs one.
+
+        An answer that comes after `end` is for the next call with the same keys. Without it, a hand-off that
+        is looked up again and again would never see the answer of a master that is slower than each lookup.
+        """
+        asked, oldest = tuple(keys), time.monotonic() - _LATE_S
+        self._late = {late: call for late, call in list(self._late.items()) if call.deadline >= oldest}
+        call = self._late.pop(asked, None) or self._control.submit(self._exist, end, None, list(keys))
         if call is None:
             return [self._refusal()] * len(keys)
+        call.deadline = end
         codes = call.outcome([])
         if not codes:
             self._breaker.timed_out("batch_is_exist", call.had_s)
+            if call.started:
+                self._late[asked] = call
             return [Status.TIMEOUT] * len(keys)
         rpc = self._lookup_rpc
         if rpc is not None and rpc.wants_connection:

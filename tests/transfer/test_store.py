@@ -1,6 +1,7 @@
 """MooncakeStore against a real master and a real store node; what holds for both ways to be a client, with
 both."""
 
+import threading
 import time
 import urllib.request
 import uuid
@@ -103,6 +104,37 @@ def test_a_put_with_a_segment_lands_on_the_writers_own_node_whose_memory_is_resi
         assert [record for record in caplog.records if "33554432 bytes prefaulted in" in record.getMessage()]
     with opened(pool) as (store, _):
         assert store.batched_contains(key, end_in(60)) == [MISSING], "unmounted with its segment"
+
+
+def test_an_answer_that_came_too_late_is_for_the_next_lookup_of_the_same_keys(pool, monkeypatch):
+    with opened(pool, direct_lookups=False, breaker={"failures": 1000}) as (store, staging):
+        keys, asked, go_on = fresh(2), [], threading.Event()
+        assert put(store, staging, keys[:1]) == [OK]
+
+        class Slow:
+            def __getattr__(self, name):
+                return getattr(client, name)
+
+            def batch_is_exist(self, keys):
+                asked.append(keys)
+                go_on.wait(60)
+                return client.batch_is_exist(keys)
+
+        client, store._client = store._client, Slow()
+        try:
+            for late_s in (float("inf"), float("-inf")):
+                monkeypatch.setattr("transfer.store._LATE_S", late_s)
+                asked.clear()
+                go_on.clear()
+                while not asked:  # a lookup that no thread has begun by its end is dropped
+                    assert store.batched_contains(keys, end_in(0.1)) == [Status.TIMEOUT] * 2
+                go_on.set()
+                assert store.batched_contains(keys[:1], end_in(60)) == [OK], "the answer for other keys"
+                assert store.batched_contains(keys, end_in(60)) == [OK, MISSING]
+                assert (asked.count(keys) == 1) is (late_s > 0), "an old answer is of no use"
+        finally:
+            go_on.set()
+            store._client = client
 
 
 def test_calls_after_close_answer_closed_and_closing_twice_is_fine(pool):
