@@ -392,7 +392,8 @@ def pods(folder, documents):
     for role, text in files(documents).items():
         (written / f"{role}.yaml").write_text(moved(text, folder))
     with contextlib.ExitStack() as stack:
-        for workload in of_kind(documents, "Deployment", "DaemonSet"):
+        # masters end last: while none leads, Mooncake's clients ask etcd without a pause
+        for _, workload in sorted(workloads(documents).items(), key=lambda one: one[0] != "master"):
             (container,) = workload["spec"]["template"]["spec"]["containers"]
             for index in range(workload["spec"].get("replicas", 1)):
                 name, address = f"{workload['metadata']['name']}-{index}", f"127.0.7.{len(running) + 1}"

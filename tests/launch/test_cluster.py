@@ -233,7 +233,7 @@ def test_deaths_in_the_middle_of_requests_give_no_wrong_token_and_leave_none_una
 
 
 @contextmanager
-def eight_clients(url, tokens):
+def eight_clients(url, tokens, pause_s=0.0):
     """While the block runs, each asks again and again, with a salt of its own, so that the pool has nothing
     of it. Yields the list of clients and their answers."""
     answers, stop = [], threading.Event()
@@ -241,7 +241,7 @@ def eight_clients(url, tokens):
     def ask(client):
         for number in itertools.count():
             answers.append((client, complete(url, tokens, cache_salt=f"{client}.{number}")))
-            if stop.is_set():
+            if stop.wait(pause_s):
                 return
 
     with beside(*(partial(ask, client) for client in range(8))):
@@ -284,7 +284,7 @@ def test_nodes_take_the_places_of_dead_ones_and_every_token_stays_right(tmp_path
             return [name for name in living if roles[cluster.urls[name]]["does"] == "prefill"]
 
         assert prefilling() == ["engine-0", "engine-1"]
-        with eight_clients(url, tokens) as answers:
+        with eight_clients(url, tokens, pause_s=0.2) as answers:
             for victim, left in (
                 ("engine-0", ["engine-1", "engine-2"]),
                 ("engine-1", ["engine-2"]),

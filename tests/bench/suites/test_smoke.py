@@ -54,7 +54,7 @@ QUICKLY = {
 
 @pytest.mark.slow(seconds=90)
 def test_limits_are_compared_on_nodes_that_sleep(monkeypatch):
-    sizes = {"_PROMPTS": (300, 600), "_AT_ONCE": 2, "_WARM_S": 0.0, "_COUNTED_S": 4.0, "_LOADS": (1.0, 3.0)}
+    sizes = {"_PROMPTS": (300, 600), "_AT_ONCE": 2, "_WARM_S": 0.0, "_COUNTED_S": 1.0, "_LOADS": (1.0, 3.0)}
     for constant, value in sizes.items():
         monkeypatch.setattr(f"bench.lib.overload.{constant}", value)
     report = cli_json("bench", "proxy", "--limits")
