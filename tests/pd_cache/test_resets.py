@@ -177,68 +177,73 @@ def test_a_load_of_what_was_found_with_earlier_weights_is_a_miss_whatever_is_the
         assert node.engine.load(names, blocks, kv_caches=node.cache).chunks == len(names)
 
 
+@pytest.fixture
+def server(pool, tmp_path):
+    with served(pool, tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(server, model):
+    with Engine(server.url, model) as one:
+        wait_for(lambda: all(backend.available for backend in server.models.backends), "the server's pool")
+        yield one
+
+
+@pytest.fixture
+def other(pool, model):
+    with host(pool, model=model) as one:
+        yield one
+
+
 @pytest.mark.parametrize("label", [None, "w1"])
 def test_a_change_between_two_turns_of_a_servers_load_makes_all_of_it_a_miss(
-    pool, tmp_path, model, monkeypatch, label
+    server, engine, monkeypatch, label
 ):
     monkeypatch.setattr("pd_cache.server.clients.TURN_BYTES", 1)
-    with served(pool, tmp_path) as server, Engine(server.url, model) as engine:
-        wait_for(lambda: all(backend.available for backend in server.models.backends), "the server's pool")
-        engine.store(TOKENS)
-        assert engine.lookup(TOKENS) == len(TOKENS)
-        (served_model,) = server.models
-        load, turns = served_model.mover.load, []
+    engine.store(TOKENS)
+    assert engine.lookup(TOKENS) == len(TOKENS)
+    (served_model,) = server.models
+    load, turns = served_model.mover.load, []
 
-        def load_and_reset(run):
-            restored = load(run)
-            turns.append(restored)
-            if len(turns) == 3:
-                engine.worker._cache.reset(label)
-            return restored
+    def load_and_reset(run):
+        restored = load(run)
+        turns.append(restored)
+        if len(turns) == 3:
+            engine.worker._cache.reset(label)
+        return restored
 
-        monkeypatch.setattr(served_model.mover, "load", load_and_reset)
-        bad = engine.retrieve(TOKENS, first_block=32)
-        assert bad == set(range(32, 32 + len(TOKENS) // BLOCK))
+    monkeypatch.setattr(served_model.mover, "load", load_and_reset)
+    bad = engine.retrieve(TOKENS, first_block=32)
+    assert bad == set(range(32, 32 + len(TOKENS) // BLOCK))
 
 
 def test_a_store_that_waits_in_the_server_belongs_to_the_version_in_which_it_came(
-    pool, tmp_path, model, monkeypatch
+    server, engine, other, monkeypatch
 ):
-    with (
-        served(pool, tmp_path) as server,
-        Engine(server.url, model) as engine,
-        host(pool, model=model) as other,
-    ):
-        wait_for(lambda: all(backend.available for backend in server.models.backends), "the server's pool")
-        (served_model,) = server.models
-        store = served_model.mover.store
+    (served_model,) = server.models
+    store = served_model.mover.store
 
-        def store_after_a_change(run):
-            engine.scheduler.reset("w1")
-            return store(run)
+    def store_after_a_change(run):
+        engine.scheduler.reset("w1")
+        return store(run)
 
-        monkeypatch.setattr(served_model.mover, "store", store_after_a_change)
-        engine.store(TOKENS)
-        assert engine.lookup(TOKENS) == 0
-        assert other.lookup(TOKENS) == len(TOKENS), "it has the weights of its files"
+    monkeypatch.setattr(served_model.mover, "store", store_after_a_change)
+    engine.store(TOKENS)
+    assert engine.lookup(TOKENS) == 0
+    assert other.lookup(TOKENS) == len(TOKENS), "it has the weights of its files"
 
 
-def test_an_op_of_a_worker_with_a_label_from_before_a_change_moves_nothing(pool, tmp_path, model):
-    with (
-        served(pool, tmp_path) as server,
-        Engine(server.url, model) as engine,
-        host(pool, model=model) as other,
-    ):
-        wait_for(lambda: all(backend.available for backend in server.models.backends), "the server's pool")
-        labels = []
-        for label in (None, "w1"):
-            labels.append(engine.scheduler.label)
-            engine.scheduler.reset(label)
-            engine.worker.reset(label)
-            for before in labels:
-                engine.store(TOKENS, label=before)
-                assert engine.retrieve(TOKENS, label=before) == set(range(len(TOKENS) // BLOCK))
-        assert labels == ["", None]
-        assert other.lookup(TOKENS) == engine.lookup(TOKENS) == 0
-        engine.store(TOKENS, label="w1")
-        assert engine.lookup(TOKENS) == len(TOKENS)
+def test_an_op_of_a_worker_with_a_label_from_before_a_change_moves_nothing(engine, other):
+    labels = []
+    for label in (None, "w1"):
+        labels.append(engine.scheduler.label)
+        engine.scheduler.reset(label)
+        engine.worker.reset(label)
+        for before in labels:
+            engine.store(TOKENS, label=before)
+            assert engine.retrieve(TOKENS, label=before) == set(range(len(TOKENS) // BLOCK))
+    assert labels == ["", None]
+    assert other.lookup(TOKENS) == engine.lookup(TOKENS) == 0
+    engine.store(TOKENS, label="w1")
+    assert engine.lookup(TOKENS) == len(TOKENS)

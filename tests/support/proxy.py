@@ -29,6 +29,8 @@ NAMESPACE = Namespace(
     chunk_size=256, shards=1, hash_mode="tokens",
 )  # fmt: skip
 PARAMS = {"do_remote_prefill": True, "stored": 512}
+STREAMED = {"prompt": "x", "stream": True}
+"""A completion whose answer is a stream."""
 EVENTS = [f'data: {{"choices": [{{"text": "{n}"}}]}}\n\n'.encode() for n in range(3)] + [b"data: [DONE]\n\n"]
 
 

@@ -34,7 +34,7 @@ QUICKLY = {
     "engine.Shape": partial(Shape, 512, 2),
     "server.Shape": partial(Shape, 512, 2),
     "server._ROUNDS": 3,
-    "server.CLIENTS": 2,
+    "server.CLIENTS": 1,
     "server._QUESTIONS": 200,
     "server._SECONDS": 0.2,
     "tiers.CHUNK_BYTES": 65536,

@@ -247,6 +247,8 @@ def test_nothing_is_in_front_once_all_are_answered_or_given_up(requests):
 # --- at the proxy -------------------------------------------------------------------------------------------
 
 KEY, OF_A = "key-of-nobody-0123456789", "key-of-a-0123456789"
+AHEAD = {"prompt": [1, 2, 3]}
+AHEAD = AHEAD
 
 
 @asynccontextmanager
@@ -266,7 +268,7 @@ async def slow(*nodes, over="refuse", **options):
 async def test_what_would_be_late_gets_a_429_before_a_node_is_asked():
     async with slow() as (c, _):
         await c.ask()  # nothing is in front of it
-        async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}):
+        async with c.stuck_at(c.prefill[0], AHEAD):
             asked = len(c.prefill[0].bodies)
             async with c.post({"prompt": [1, 2]}) as response:
                 assert response.status == 429
@@ -294,7 +296,7 @@ async def test_requests_that_end_while_a_node_is_slow_to_report_are_not_taken_fo
     monkeypatch.setattr(nodes, "HEALTH_TIMEOUT_S", 60.0)
     async with slow(2, 1) as (c, limits):
         go, (node, slow_one) = asyncio.Event(), c.prefill
-        async with c.stuck_at(node, {"prompt": [1, 2, 3]}):
+        async with c.stuck_at(node, AHEAD):
             node.script = [says("vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n")]
             slow_one.script = [waits_for(go, answers(404))]
             checking = asyncio.ensure_future(c.proxy.check_nodes())
@@ -307,7 +309,7 @@ async def test_requests_that_end_while_a_node_is_slow_to_report_are_not_taken_fo
 @scenario
 async def test_what_may_wait_goes_by_its_priority_once_there_is_room_and_others_overtake_it():
     async with slow(over="best_effort") as (c, limits):
-        async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}):
+        async with c.stuck_at(c.prefill[0], AHEAD):
             waiting, turns = [], c.proxy.hops.pools["prefill"]._turns
             for number, priority in enumerate((7, None, -5, 7)):
                 body = {"prompt": [number, 1], "priority": priority}
@@ -324,7 +326,7 @@ async def test_what_may_wait_goes_by_its_priority_once_there_is_room_and_others_
 @scenario
 async def test_what_waits_is_refused_in_the_end_and_too_many_at_once():
     async with slow(over="best_effort") as (c, limits):
-        async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}):
+        async with c.stuck_at(c.prefill[0], AHEAD):
             url, place = c.prefill[0].url, limits.place
 
             def longer(*args):
@@ -349,7 +351,7 @@ async def test_what_waits_is_refused_in_the_end_and_too_many_at_once():
 @scenario
 async def test_a_tenants_and_a_keys_own_limits_count_for_it(tmp_path, tenants):
     files = files_of(tmp_path, api_keys=f"pat {KEY}\nann {OF_A} a\n", tenants=tenants)
-    async with slow(**files) as (c, _), c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}, headers=bearer(KEY)):
+    async with slow(**files) as (c, _), c.stuck_at(c.prefill[0], AHEAD, headers=bearer(KEY)):
         await c.ask({"prompt": [1]}, status=429, headers=bearer(KEY))
         await c.ask({"prompt": [1]}, headers=bearer(OF_A))
 
@@ -362,7 +364,7 @@ async def test_what_waits_for_a_strict_limit_holds_up_nobody_who_has_another(tmp
         tenants="tenants: {a: {limits: {ttft_s: 0.001, over: best_effort}}}",
     )
     async with slow(over="best_effort", **files) as (c, limits):
-        async with c.stuck_at(c.prefill[0], {"prompt": [1, 2, 3]}, headers=bearer(KEY)):
+        async with c.stuck_at(c.prefill[0], AHEAD, headers=bearer(KEY)):
             strict = asyncio.ensure_future(c.ask({"prompt": [1]}, headers=bearer(OF_A)))
             await until(lambda: limits.waiting, "the strict one waits")
             other = asyncio.ensure_future(c.ask({"prompt": [1, 2]}, headers=bearer(KEY)))

@@ -18,6 +18,7 @@ from launch.proxy import nodes
 from pd_cache.cluster import LimitsConfig
 from tests.support.proxy import (
     EVENTS,
+    STREAMED,
     Node,
     answers,
     begin,
@@ -185,7 +186,7 @@ async def test_a_node_that_leaves_ends_nothing_that_it_has_begun_and_a_stale_vie
     async with cluster(1, 2) as c:
         go = asyncio.Event()
         c.decode[0].default = pauses(go)
-        async with c.post({"prompt": "x", "stream": True}) as response:
+        async with c.post(STREAMED) as response:
             await response.content.readexactly(len(EVENTS[0]))
             left = view([c.prefill[0].url], [c.decode[1].url])
             c.proxy.update(View(left.nodes, stale_since=time.monotonic() - 60))
@@ -209,7 +210,7 @@ async def test_a_shutdown_lets_requests_end_refuses_new_ones_and_tells_those_tha
             streams_then(EVENTS[:1], hangs),
             hangs,
         )
-        stream = {"prompt": "x", "stream": True}
+        stream = STREAMED
         async with c.post(stream) as ending, c.post(stream) as stuck:
             for response in (ending, stuck):
                 assert await response.content.readexactly(len(EVENTS[0])) == EVENTS[0]
@@ -235,9 +236,7 @@ async def test_a_proxy_that_is_told_to_stop_takes_no_connections_and_ends_what_i
     more = {"direct_tokens": 0, "gateway": gateway}
     async with Node(pauses(go)) as node, aiohttp.ClientSession() as session:
         with proxy_process(tmp_path, decode_at(node.url), **more) as (url, process):
-            async with session.post(
-                url + "/v1/completions", json={"prompt": "x", "stream": True}
-            ) as response:
+            async with session.post(url + "/v1/completions", json=STREAMED) as response:
                 await response.content.readexactly(len(EVENTS[0]))
                 process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(ConnectionError):

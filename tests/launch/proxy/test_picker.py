@@ -26,6 +26,7 @@ from tests.support.pool import free_port
 from tests.support.proxy import (
     EVENTS,
     PARAMS,
+    STREAMED,
     Node,
     OneByOne,
     answers,
@@ -104,7 +105,7 @@ async def test_a_load_balancer_checks_health_by_http_1_0_without_a_host(behind_e
 async def test_an_answer_that_has_begun_needs_no_picker(behind_envoy):
     async with cluster(0, 1) as c:
         c.decode[0].default = stream = OneByOne()
-        async with c.post({"prompt": "x", "stream": True}) as response:
+        async with c.post(STREAMED) as response:
             await until(lambda: not c.proxy.requests.running, "the picker is done with it")
             await c.proxy.close()
             await stream.read(response)

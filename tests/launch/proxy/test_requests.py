@@ -31,6 +31,7 @@ from pd_cache.reasons import RequestReport
 from tests.support.proxy import (
     EVENTS,
     PARAMS,
+    STREAMED,
     OneByOne,
     abort,
     answers,
@@ -73,7 +74,7 @@ TRAP = json.dumps({"text": '"report": {"asked": 1}'})
 async def test_a_stream_is_passed_on_chunk_by_chunk():
     async with cluster() as c:
         c.decode[0].default = stream = OneByOne()
-        async with c.post({"prompt": "x", "stream": True}) as response:
+        async with c.post(STREAMED) as response:
             assert response.content_type == "text/event-stream"
             await stream.read(response)
             assert await response.content.read() == b""
@@ -117,7 +118,7 @@ async def test_a_node_that_dies_at_any_byte_is_replaced_until_the_first_of_its_a
         async with cluster(0, [url, ""], failures=len(raw)) as c:
             while len(died) < len(raw):
                 times = len(died)
-                text, cut, _ = (await c.ask({"prompt": "x", "stream": True})).partition(b'data: {"error"')
+                text, cut, _ = (await c.ask(STREAMED)).partition(b'data: {"error"')
                 assert bool(cut) == (len(died) > times and died[-1] > raw.index(EVENTS[0]))
                 assert whole.startswith(text.removesuffix(b"\n\n")) if cut else text == whole
 
@@ -147,8 +148,8 @@ async def test_the_pieces_of_an_answer_pass_without_steps_of_their_request(versi
     async with cluster(0, 1) as c, aiohttp.ClientSession(version=version) as c.session:
         for length in ({}, {"Content-Length": str(len(b"".join(pieces)))}):
             c.decode[0].default = partial(begin_and_end, pieces, length)
-            assert await c.ask({"prompt": "x", "stream": True}) == b"".join(pieces)
-            assert await c.ask({"prompt": "x", "stream": True}) == b"".join(pieces)
+            assert await c.ask(STREAMED) == b"".join(pieces)
+            assert await c.ask(STREAMED) == b"".join(pieces)
         assert len(steps) < 20
         assert len(set(c.decode[0].peers)) == 1
 
@@ -184,7 +185,7 @@ async def test_an_answer_passes_unchanged_however_its_chunks_are_cut_into_packet
 
     async with cluster(0, 1) as c, aiohttp.ClientSession(version=version) as c.session:
         c.decode[0].default = sends
-        async with c.post({"prompt": "x", "stream": True}) as response:
+        async with c.post(STREAMED) as response:
             assert await response.content.readexactly(len(done)) == done
             for _, part in packets:
                 received.release()
@@ -216,7 +217,7 @@ async def test_a_client_that_reads_no_more_holds_the_node_up_and_misses_no_byte(
 
     async with cluster(0, 1) as c:
         c.decode[0].default = writes
-        async with c.post({"prompt": "x", "stream": True}) as response:
+        async with c.post(STREAMED) as response:
             before = -1
             while sent > before:  # all of them are in this loop
                 before = sent
@@ -255,7 +256,7 @@ async def test_a_queue_of_tokens_that_is_full_at_one_node_costs_no_request_and_a
     async with cluster(0, 2) as c:
         c.decode[0].default = answers(503, QUEUE_FULL)
         for _ in range(6):
-            await c.ask({"prompt": "x", "stream": True})
+            await c.ask(STREAMED)
         assert len(c.decode[0].bodies) > 1, "a full queue says nothing against the node"
         c.decode[1].default = answers(503, QUEUE_FULL)
         async with c.post() as response:
@@ -334,7 +335,7 @@ async def test_tens_of_thousands_of_tiny_chunks_that_come_at_once_are_passed_on(
 
     async with cluster() as c:
         c.decode[0].default = floods
-        assert await c.ask({"prompt": "x", "stream": True}) == EVENTS[0] + b"x" * 100_000
+        assert await c.ask(STREAMED) == EVENTS[0] + b"x" * 100_000
 
 
 async def sends_no_chunk(request):
@@ -347,7 +348,7 @@ async def test_a_stream_that_breaks_off_within_an_event_ends_with_an_error_event
     sent, was_read = [EVENTS[0], b'data: {"cho'], asyncio.Event()
     async with cluster(1, 2) as c:
         c.decode[0].default = streams_then(sent, waits_for(was_read, then))
-        async with c.post({"prompt": "x", "stream": True}) as response:
+        async with c.post(STREAMED) as response:
             assert response.status == 200
             body = await response.content.readexactly(len(b"".join(sent)))
             was_read.set()
@@ -395,7 +396,7 @@ async def test_a_prefill_or_a_stream_that_stalls_ends_when_the_requests_time_is_
         async with await asking as response:
             assert (response.status, (await error_of(response))["code"]) == (504, "timeout")
         c.decode[0].default = streams_then(EVENTS[:1], hangs)
-        async with c.post({"prompt": "x", "stream": True}) as response:
+        async with c.post(STREAMED) as response:
             assert await response.content.readexactly(len(EVENTS[0])) == EVENTS[0]
             jump(20)
             body = await response.read()
@@ -460,7 +461,7 @@ def test_clients_that_leave_in_the_middle_of_streams_are_no_errors_of_the_event_
             c.decode[0].default = writes
 
             async def read_some_and_leave():
-                async with c.post({"prompt": "x", "stream": True}) as response:
+                async with c.post(STREAMED) as response:
                     for _ in range(3):
                         await response.content.readany()
                     response.close()
@@ -570,7 +571,7 @@ async def test_web_pages_of_the_origins_in_the_file_may_ask_and_read_also_stream
         origin = allowed[0] if allowed else None
         first = await shared("OPTIONS", "/v1/completions", asking)
         assert first == ((200, origin, "authorization") if allowed else (405, None, None))
-        stream = {"prompt": "x", "stream": True}
+        stream = STREAMED
         assert (await shared("POST", "/v1/completions", page, stream))[:2] == (200, origin)
         assert (await shared("POST", "/v1/completions", page, {}))[:2] == (400, origin)
         other = {**asking, "Origin": "https://elsewhere.example"}

@@ -10,6 +10,7 @@ from pd_cache.metrics import CacheMetrics
 from pd_cache.tiers.disk import ObjectFolder
 from tests.support.backends import Subject, make_disk, make_memory
 from tests.support.disks import PAYLOAD
+from tests.support.made import made
 from tests.support.needs import NO_ROOT
 from tests.support.waiting import wait_for
 
@@ -17,22 +18,19 @@ from tests.support.waiting import wait_for
 @pytest.fixture
 def open_disk(tmp_path):
     """Opens disk tiers over one path, for 8 objects if not told otherwise."""
-    subjects = []
 
     def make(path=tmp_path / "cache", objects=8, *, wait=True, **options):
         metrics = CacheMetrics()
         disk = make_disk(make_memory(PAYLOAD, 24), path, objects, metrics=metrics, **options)
-        subjects.append(Subject(disk, {"disk": disk}, metrics))
         if wait:
             disk.wait_available(60)
-        return subjects[-1]
+        return Subject(disk, {"disk": disk}, metrics)
 
-    try:
-        yield make
-    finally:
-        for subject in subjects:
-            subject.backend.close()
-            wait_for(lambda one=subject: one.backend.memory.pool.in_use == 0, "all memory free")
+    def end(subject):
+        subject.backend.close()
+        wait_for(lambda: subject.backend.memory.pool.in_use == 0, "all memory free")
+
+    yield from made(make, end)
 
 
 class Faults:

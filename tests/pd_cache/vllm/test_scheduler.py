@@ -59,14 +59,13 @@ class Load(NamedTuple):
 BEYOND_WINDOW = ([0, 0, 0, 0, 34, 35, 36], run(10, 17))
 """Blocks for `PROMPT` in a group with a window, of which vLLM allocates no blocks before it, and in one of
 full attention."""
+TWO_OF_FULL = (0, slice(2), run(10, 14))
 LOADS = {
-    "what the pool has": Load((PLAIN,), 27, 2, 16, [(0, slice(2), run(10, 14))]),
-    "all but the last token, from a whole chunk": Load((PLAIN,), 16, ALL, 15, [(0, slice(2), run(10, 14))]),
+    "what the pool has": Load((PLAIN,), 27, 2, 16, [TWO_OF_FULL]),
+    "all but the last token, from a whole chunk": Load((PLAIN,), 16, ALL, 15, [TWO_OF_FULL]),
     "a block is left": Load((PLAIN,), 24, ALL, 20, [(0, slice(3), [*run(10, 15), -1])], recompute="block"),
     "a token is left anyway": Load((PLAIN,), 25, ALL, 24, [(0, slice(3), run(10, 16))], recompute="block"),
-    "the pool has whole chunks only": Load(
-        (PLAIN,), 20, ALL, 16, [(0, slice(2), run(10, 14))], recompute="block"
-    ),
+    "the pool has whole chunks only": Load((PLAIN,), 20, ALL, 16, [TWO_OF_FULL], recompute="block"),
     "what is at hand and what is left are of one chunk": Load(
         (PLAIN,), 16, ALL, 4, [(0, slice(1, 2), [12, -1])], at_hand=8, recompute="block"
     ),
@@ -95,7 +94,7 @@ LOADS = {
         24,
         ALL,
         16,
-        [(0, slice(2), run(10, 14)), (1, slice(1, 2), [32, 33])],
+        [TWO_OF_FULL, (1, slice(1, 2), [32, 33])],
         groups=([0, 0, 32, 33], run(10, 14)),
         recompute="block",
     ),
