@@ -21,7 +21,7 @@ from pd_cache.layout import KVCaches, KVLayout, layer_tensors, shard_tensors
 from pd_cache.lookup import PrefixLookup
 from pd_cache.metrics import CacheMetrics
 from pd_cache.mover import ChunkMover, ChunkRun, plan_run
-from pd_cache.paged import DeviceMark, host_pin, open_copier
+from pd_cache.paged import host_pin, mark, open_copier
 from pd_cache.paged.base import BlocksOrSlots, PagedCopier, Slots
 from pd_cache.reasons import Found, Loaded, StoreOutcome
 from pd_cache.tiers import StorageBackend, open_backend
@@ -222,7 +222,7 @@ class CacheEngine(PrefixLookup):
         blocks: BlocksOrSlots,
         *,
         kv_caches: KVCaches | None = None,
-        after: DeviceMark | None = None,
+        after: Callable[[], None] | None = None,
         label: str | None = PRESENT,
         timeout: Timeout = None,
     ) -> list[StoreOutcome]:
@@ -230,7 +230,7 @@ class CacheEngine(PrefixLookup):
         has the configured time-out."""
         end, run = end_in(timeout), self._run(names, blocks, kv_caches, label, loads=False)
         if after is not None:
-            after.follow()
+            after()
         return self.mover.store(run, end)
 
     def load(
@@ -247,10 +247,10 @@ class CacheEngine(PrefixLookup):
         end, run = end_in(timeout), self._run(names, blocks, kv_caches, label, loads=True)
         return self.mover.load(run, end)
 
-    def mark(self) -> DeviceMark:
+    def mark(self) -> Callable[[], None] | None:
         """Returns a mark of the work that the calling thread has queued on the device so far.
         `store(after=…)` waits for this work."""
-        return DeviceMark(self._pages(None).tensors[0])
+        return mark(self._pages(None).tensors[0])
 
     def close(self) -> None:
         """Waits at most `transfer.timeouts.close_ms` for loads and stores under way, then closes the backend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,24 +11,17 @@ from pd_cache.paged.base import PagedCopier
 from transfer.staging import Pin
 
 
-class DeviceMark:
-    """Marks the work that the calling thread has queued on the device of `tensor` so far. Another thread's
-    work can then follow it.
+def mark(tensor: torch.Tensor) -> Callable[[], None] | None:
+    """Marks the work that the calling thread has queued on the device of `tensor` so far. Returns a function
+    that orders later work on its caller's current stream after the mark.
 
-    On the CPU, a call's work is done when the call returns, so there is nothing to wait for.
+    On the CPU, a call's work is done when the call returns, so there is nothing to wait for: returns None.
     """
+    if tensor.device.type != "cuda":
+        return None
+    from pd_cache.paged import cuda
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._follow = None
-        if tensor.device.type == "cuda":
-            from pd_cache.paged.cuda import mark
-
-            self._follow = mark(tensor.device)
-
-    def follow(self) -> None:
-        """Orders later work on the calling thread's current stream after the mark."""
-        if self._follow is not None:
-            self._follow()
+    return cuda.mark(tensor.device)
 
 
 def open_copier(tensors: Sequence[torch.Tensor], layout: KVLayout) -> PagedCopier:
