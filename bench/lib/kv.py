@@ -27,8 +27,20 @@ CHUNK, BLOCK = 256, 16
 """Tokens of a chunk, and of a block of the paged cache."""
 _KV_HEADS, _HEAD_DIM = 8, 128
 Device = Literal["cpu", "cuda"]
+
+
+def _device(context: click.Context, parameter: click.Parameter, value: Device) -> Device:
+    if value == "cuda" and not torch.cuda.is_available():
+        raise click.BadParameter(f"torch {torch.__version__} finds no CUDA device here", context, parameter)
+    return value
+
+
 device_option = option(
-    "--device", default="cpu", type=click.Choice(get_args(Device)), help="The device of the paged cache."
+    "--device",
+    callback=_device,
+    default="cpu",
+    type=click.Choice(get_args(Device)),
+    help="The device of the paged cache.",
 )
 
 

@@ -1,9 +1,11 @@
 """What `bench engine` measures the copier with is what its check of bytes compares afterwards."""
 
+import pytest
 import torch
 
 from bench.lib.kv import PagedPrompt, Shape
 from bench.suites.engine import measure_copier
+from tests.support.cli import cli
 from transfer.staging import StagingPool
 
 
@@ -16,3 +18,8 @@ def test_the_copier_is_measured_without_changing_the_prompt():
     memory.close()
     for name, tensor in prompt.tensors.items():
         assert tensor.view(torch.int16).equal(before[name].view(torch.int16))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_torch_does_not_find_is_refused():
+    assert "finds no CUDA device here" in cli("bench", "engine", "--device", "cuda", code=2).output
