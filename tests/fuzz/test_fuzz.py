@@ -21,7 +21,7 @@ from tests.fuzz.targets import TARGETS, Format
 pytestmark = pytest.mark.slow(seconds=30)
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
-"""For each target; with 0 three hundred, and the same ones each time, so that nobody's build fails by
+"""For each target; with 0 two hundred, and the same ones each time, so that nobody's build fails by
 chance."""
 CORPUS = Path(__file__).with_name("corpus")
 
@@ -163,7 +163,7 @@ def test_a_small_input_never_takes_much_memory(target):
 def test_whatever_others_write_ends_well_or_as_documented(target):
     # how long an example takes says nothing where other programs run, too
     @settings(
-        max_examples=EXAMPLES or 300, derandomize=not EXAMPLES, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=EXAMPLES or 200, derandomize=not EXAMPLES, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )  # fmt: skip
     @given(inputs_of(target))
     def try_some(data):

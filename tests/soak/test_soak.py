@@ -61,12 +61,10 @@ def test_a_single_wrong_byte_is_found_inside_the_slots_and_outside(buffer):
 
 
 def test_each_chunk_may_be_of_earlier_weights_but_none_of_no_weights(buffer):
-    slots, _ = _loaded(buffer, (2, 0, 1))
-    names, earliest = buffer.recognise(slots, lambda weights: prefixes(range(3 * CHUNK), weights), 2)
-    assert (earliest, buffer.compare(slots, names, _NONE, CANARY)[0]) == (0, 0)
-    slots, _ = _loaded(buffer, (2, 3, 2))
-    names, earliest = buffer.recognise(slots, lambda weights: prefixes(range(3 * CHUNK), weights), 2)
-    assert (earliest, buffer.compare(slots, names, _NONE, CANARY)[0]) == (2, CHUNK)
+    for weights, earliest, wrong in (((2, 0, 1), 0, 0), ((2, 3, 2), 2, CHUNK)):
+        slots, _ = _loaded(buffer, weights)
+        names, found = buffer.recognise(slots, lambda number: prefixes(range(3 * CHUNK), number), 2)
+        assert (found, buffer.compare(slots, names, _NONE, CANARY)[0]) == (earliest, wrong)
 
 
 class _Faulty(PromptCache):

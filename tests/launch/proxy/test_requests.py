@@ -283,8 +283,7 @@ async def test_what_prefill_nodes_refuse_another_one_or_the_decode_node_computes
         assert sum(len(node.bodies) for node in c.prefill) == asked + 2, "two refusals are enough"
         assert c.metric("handoffs_total", result="prefill_refused") == 1
         c.decode[0].default = answers(status, QUEUE_FULL)
-        async with c.post() as response:
-            assert (response.status, await response.json()) == (status, QUEUE_FULL), "the decode node's words"
+        assert json.loads(await c.ask(status=status)) == QUEUE_FULL, "the decode node's words"
 
 
 @scenario

@@ -42,9 +42,12 @@ async def served(engine, registry=None, **settings):
         await asyncio.wait_for(server, 60)
 
 
+def completion(**fields):
+    return {"model": "tiny", "prompt": list(prompt_of(20)), "max_tokens": 6, **fields}
+
+
 async def post(client, expect=200, headers=None, **fields):
-    body = {"model": "tiny", "prompt": list(prompt_of(20)), "max_tokens": 6, **fields}
-    async with client.post("/v1/completions", json=body, headers=headers) as response:
+    async with client.post("/v1/completions", json=completion(**fields), headers=headers) as response:
         answer = await response.json()
         assert response.status == expect, answer
         if expect >= 400:
@@ -59,8 +62,7 @@ async def get(client, path, expect=200):
 
 
 async def post_stream(client, **fields):
-    body = {"model": "tiny", "prompt": list(prompt_of(20)), "max_tokens": 6, "stream": True, **fields}
-    async with client.post("/v1/completions", json=body) as response:
+    async with client.post("/v1/completions", json=completion(stream=True, **fields)) as response:
         assert (response.status, response.content_type) == (200, "text/event-stream")
         events = (await response.text()).split("\n\n")
     assert events.pop() == ""
