@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -154,13 +155,19 @@ def test_after_the_first_read_from_a_peer_bytes_come_without_mooncakes_client_an
         assert ways == ["direct"], "what the master does not know is Mooncake's client's to answer"
 
 
+@contextmanager
+def holding_four(pool):
+    """A store of this pool that has put four objects."""
+    timeouts = {"get_ms": 3000, "put_ms": 3000, "close_ms": 30_000}
+    with opened(pool, timeouts=timeouts) as (store, staging):
+        assert put(store, staging, keys := fresh(4)) == [OK] * 4
+        yield pool, store, staging, keys
+
+
 def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_when_it_goes_on(
     make_pool, ways
 ):
-    pool = make_pool(client_ttl_s=600).start()
-    with opened(pool, timeouts={"get_ms": 2000, "put_ms": 2000}) as (store, staging):
-        keys = fresh(4)
-        assert put(store, staging, keys) == [OK] * 4
+    with holding_four(make_pool(client_ttl_s=600).start()) as (pool, store, staging, keys):
         slots = leased(staging, 4)
 
         def got(timeout):
@@ -176,10 +183,7 @@ def test_a_peer_that_hangs_costs_the_deadline_and_is_read_by_mooncakes_client_wh
 
 
 def test_a_store_that_closes_while_bytes_come_waits_for_them(make_pool):
-    pool = make_pool(client_ttl_s=600).start()
-    with opened(pool, timeouts={"get_ms": 3000, "put_ms": 3000, "close_ms": 30_000}) as (store, staging):
-        keys = fresh(4)
-        assert put(store, staging, keys) == [OK] * 4
+    with holding_four(make_pool(client_ttl_s=600).start()) as (pool, store, staging, keys):
         slots = leased(staging, 4, b"\0")
         assert get(store, keys, slots) == [FOUND] * 4
         with pool.nodes["store-0"].stopped():

@@ -29,6 +29,11 @@ def trip(prefill, decode=None, client=""):
     return Trip(client, (HopReport("prefill", "p", prefill), HopReport("decode", "d", decode)))
 
 
+def note(recent, *reports):
+    """Some request has ended, with these reports."""
+    recent.note(EndedRequest("a", 1.0, 0.5, 200, trip(*reports)))
+
+
 @pytest.mark.parametrize(
     "found, expected",
     [
@@ -39,7 +44,7 @@ def trip(prefill, decode=None, client=""):
     ],
 )  # fmt: skip
 def test_a_prompt_counts_where_it_came_first_and_not_again_at_the_decode_node(recent, found, expected):
-    recent.note(EndedRequest("a", 1.0, 0.5, 200, trip(found, report(loaded=449, pool=512, computed=1))))
+    note(recent, found, report(loaded=449, pool=512, computed=1))
     (minute,) = [one for one in recent.minutes() if one is not None]
     assert (minute.untold, *minute.sources.values()) == expected
 
@@ -47,7 +52,7 @@ def test_a_prompt_counts_where_it_came_first_and_not_again_at_the_decode_node(re
 def test_an_hour_of_minutes_is_kept_and_those_without_requests_are_blank(recent, clock):
     for _ in range(100):
         clock.now += 120
-        recent.note(EndedRequest("a", 1.0, 0.5, 200, trip(report(computed=1))))
+        note(recent, report(computed=1))
     minutes = recent.minutes()
     assert len(minutes) == MINUTES
     assert sum(one is not None for one in minutes) == MINUTES // 2
@@ -73,7 +78,7 @@ def test_the_slowest_are_those_whose_first_byte_took_longest_within_the_hour(rec
 
 def test_the_rate_is_that_of_the_present_minute_and_the_last(recent, clock):
     for _ in range(18):
-        recent.note(EndedRequest("a", 1.0, 0.5, 200, trip(report(computed=1))))
+        note(recent, report(computed=1))
         clock.now += 10
     clock.now -= 30  # half of the third minute is over
     assert recent.rate() == pytest.approx(12 / 90)
