@@ -160,7 +160,8 @@ def holding_four(pool):
     """A store of this pool that has put four objects."""
     timeouts = {"get_ms": 3000, "put_ms": 3000, "close_ms": 30_000}
     with opened(pool, timeouts=timeouts) as (store, staging):
-        assert put(store, staging, keys := fresh(4)) == [OK] * 4
+        keys = fresh(4)
+        assert put(store, staging, keys) == [OK] * 4
         yield pool, store, staging, keys
 
 
