@@ -382,14 +382,16 @@ class MooncakeStore:
         is looked up again and again would never see the answer of a master that is slower than each lookup.
         """
         asked, oldest = tuple(keys), time.monotonic() - _LATE_S
-        self._late = {late: call for late, call in list(self._late.items()) if call.deadline >= oldest}
-        call = self._late.pop(asked, None) or self._control.submit(self._exist, end, None, list(keys))
+        self._late = {before: call for before, call in list(self._late.items()) if call.deadline >= oldest}
+        late = self._late.pop(asked, None)
+        call = late or self._control.submit(self._exist, end, None, list(keys))
         if call is None:
             return [self._refusal()] * len(keys)
         call.deadline = end
         codes = call.outcome([])
         if not codes:
-            self._breaker.timed_out("batch_is_exist", call.had_s)
+            if late is None:  # a call counts once
+                self._breaker.timed_out("batch_is_exist", call.had_s)
             if call.started:
                 self._late[asked] = call
             return [Status.TIMEOUT] * len(keys)
