@@ -161,7 +161,7 @@ def test_a_short_run_ends_with_nothing_wrong_late_raised_or_left(tmp_path):
         "-m",
         "tests.soak",
         "--minutes",
-        "0.15",
+        "0.2",
         "--seed",
         "11",
         "--logs",
