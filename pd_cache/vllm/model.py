@@ -86,6 +86,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         "enable_fault_tolerance: vLLM goes on without the outputs of failed steps, which report the stores that have ended": (
             getattr(parallel, "enable_fault_tolerance", False)
         ),
+        "enable_sleep_mode: loads and stores would go on while vLLM sleeps": model.enable_sleep_mode,
         "its tokens attend to later tokens, so that their KV depends on more than what comes before them": any(
             getattr(spec, "non_causal", False) for spec in specs.values()
         ),
