@@ -51,7 +51,7 @@ from pd_cache.reasons import ChunkHistory
 from pd_cache.server.client import ServerLookupClient
 from pd_cache.tracing import open_tracing
 from pd_cache.versions import WeightsVersion
-from pd_cache.vllm.files import report_file, serving_weights, write_about, write_report
+from pd_cache.vllm.files import answering, write_about
 from pd_cache.vllm.layers import (
     KeptLayers,
     cache_tokens,
@@ -179,11 +179,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._handshake: Handshake | None = None
         self._bad_blocks: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
-            on_report = None
             if self._settings.namespace_file is not None:
-                file = Path(self._settings.namespace_file)
-                file.unlink(missing_ok=True)  # left by an earlier start
-                on_report = functools.partial(write_report, report_file(file))
+                Path(self._settings.namespace_file).unlink(missing_ok=True)  # left by an earlier start
             plan = ChunkPlan(
                 self._settings,
                 self._layers,
@@ -202,7 +199,6 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
                 plan,
                 adapters,
                 self._metrics,
-                on_report=on_report,
                 tracing=tracing,
                 version=self._version,
             )
@@ -390,7 +386,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         longest = self._vllm_config.model_config.max_model_len
         streams, kv_tokens = scheduler.streams.possible, cache_tokens(self._kv_cache_config)
         write_about(file, () if secret else namespaces, kv_tokens, streams, longest)
-        self._resources.enter_context(serving_weights(file, self._version, scheduler.costs))
+        self._resources.enter_context(answering(file, self._version, scheduler.costs, scheduler.reports))
 
     def _open_lookup(self, groups: Sequence[CacheMetadata], worker: Handshake) -> LookupClient:
         """Returns the lookup client, which depends on where the workers' caches are:

@@ -1,11 +1,11 @@
-"""Connects vLLM's API server with the connector, by files and sockets: for `/health`, `/requests/ID` and
+"""Connects vLLM's API server with the connector, by a file and sockets: for `/health`, `/requests/ID` and
 `/weights`.
 
 The connector runs in vLLM's engine process. It knows the namespaces of the cache, how many tokens vLLM's own
-cache can hold, and the report on each request. Proxies and `explain` ask the API server, which is another
-process. So `pd-cache launch` names the same file to both, and gives vLLM `TellCache` as `--middleware`. With
-data parallelism, a server has several engines; each answers for its weights at its own socket beside that
-file.
+cache can hold, and the reports on the latest requests. Proxies and `explain` ask the API server, which is
+another process. So `pd-cache launch` names the same file to both, and gives vLLM `TellCache` as
+`--middleware`. The connector writes what does not change into the file. The server asks for the rest at a
+socket beside it. With data parallelism, a server has several engines, and each engine has its own socket.
 """
 
 from __future__ import annotations
@@ -71,103 +71,71 @@ def about(file: Path) -> bytes:
     return b""
 
 
-_MOST_BYTES = 1 << 19
+# --- reports and weights, from each engine ------------------------------------------------------------------
+
 _PATH = "/requests/"
 _MOST_FOUND = 16
-
-
-class _Line(msgspec.Struct, frozen=True):
-    id: str
-    report: RequestReport
-
-
-def report_file(namespace_file: Path) -> Path:
-    """Returns the path of the file of reports, which lies beside a namespace file."""
-    return namespace_file.with_name(f"{namespace_file.name}.requests")
-
-
-def write_report(
-    file: Path, request_id: str, report: RequestReport, *, most_bytes: int = _MOST_BYTES
-) -> None:
-    """Appends a report to a file that all data-parallel ranks of a node share.
-
-    When the file reaches `most_bytes`, it replaces the older file, and a new file begins. Raises OSError if
-    the report cannot be written.
-    """
-    line = msgspec.json.encode(_Line(request_id, report)) + b"\n"
-    # nothing was written yet, or another rank has just replaced it
-    with contextlib.suppress(FileNotFoundError):
-        if file.stat().st_size + len(line) > most_bytes:
-            file.replace(_before(file))
-    with file.open("ab") as reports:
-        reports.write(line)
-
-
-def find_reports(file: Path, request_id: str) -> list[RequestReport]:
-    """Returns the reports on a request, the latest last.
-
-    vLLM makes its ids from the header `X-Request-Id`: it prepends the API's name, and appends the number of
-    the prompt and eight random characters. With `n` samples, it prepends the number of the sample, too. A
-    report matches if its id is `request_id`, or was made from it.
-    """
-    found: list[RequestReport] = []
-    given, needle = re.escape(request_id), request_id.encode()
-    made = re.compile(
-        rf"(\d+_)?(cmpl-{given}-\d+|(chatcmpl|generate-tokens)-{given}(_\d+)?)(-[0-9a-f]{{8}})?"
-    )
-    for path in (_before(file), file):
-        try:
-            lines = path.read_bytes().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            if needle not in line:
-                continue
-            try:
-                read = decode_json(line, _Line)
-            except UndecodableError:
-                continue  # it is being written
-            if read.id == request_id or made.fullmatch(read.id):
-                found.append(read.report)
-    return found[-_MOST_FOUND:]
-
-
-def _before(file: Path) -> Path:
-    return file.with_name(f"{file.name}.before")
-
-
-# --- the weights of each engine -----------------------------------------------------------------------------
-
 _ANSWER_S = 1.0
 _LONGEST = 1 << 17
-"""The most bytes of a naming: enough for all states that it may list."""
+"""The most bytes of a question or an answer: enough for all states that a naming may list."""
 _NOBODY = Naming(label="-", ids=())
+
+Reports = Sequence[tuple[str, RequestReport]]
+"""Reports on requests, with vLLM's ids of these, the latest last."""
+
+
+class _Question(msgspec.Struct, frozen=True):
+    naming: Naming = _NOBODY
+    request_id: str = ""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    weights: Weights
+    """The state of the engine's weights, after the naming."""
+    reports: list[RequestReport]
+    """Those on the request."""
 
 
 @contextlib.contextmanager
-def serving_weights(file: Path, version: WeightsVersion, costs: Costs) -> Iterator[None]:
-    """Answers `name_weights` until the `with` block ends. Raises OSError if no socket can be made beside
-    `file`."""
+def answering(file: Path, version: WeightsVersion, costs: Costs, reports: Reports) -> Iterator[None]:
+    """Answers `name_weights` and `find_reports` until the `with` block ends. Raises OSError if no socket can
+    be made beside `file`."""
 
-    class NamingHandler(socketserver.StreamRequestHandler):
+    class QuestionHandler(socketserver.StreamRequestHandler):
         timeout = _ANSWER_S
 
         def handle(self) -> None:
             with contextlib.suppress(OSError, UndecodableError):
-                naming = decode_json(self.rfile.readline(_LONGEST), Naming)
-                state = msgspec.structs.replace(version.name(naming), declines=costs.declines)
-                self.wfile.write(msgspec.json.encode(state) + b"\n")
+                question = decode_json(self.rfile.readline(_LONGEST), _Question)
+                state = msgspec.structs.replace(version.name(question.naming), declines=costs.declines)
+                found = reports_on(question.request_id, list(reports)) if question.request_id else []
+                self.wfile.write(msgspec.json.encode(_Answer(state, found)) + b"\n")
 
     path = file.with_name(f"{file.name}.{os.getpid()}.sock")
     path.unlink(missing_ok=True)
-    with socketserver.ThreadingUnixStreamServer(str(path), NamingHandler) as server:
+    with socketserver.ThreadingUnixStreamServer(str(path), QuestionHandler) as server:
         server.daemon_threads, server.block_on_close = True, False
-        threading.Thread(target=server.serve_forever, name="pd-cache-weights", daemon=True).start()
+        threading.Thread(target=server.serve_forever, name="pd-cache-answers", daemon=True).start()
         try:
             yield
         finally:
             server.shutdown()
             path.unlink(missing_ok=True)
+
+
+def reports_on(request_id: str, reports: Reports) -> list[RequestReport]:
+    """Returns the last reports on a request.
+
+    vLLM makes its ids from the header `X-Request-Id`: it prepends the API's name, and appends the number of
+    the prompt and eight random characters. With `n` samples, it prepends the number of the sample, too. A
+    report matches if its id is `request_id`, or was made from it.
+    """
+    given = re.escape(request_id)
+    made = re.compile(
+        rf"(\d+_)?(cmpl-{given}-\d+|(chatcmpl|generate-tokens)-{given}(_\d+)?)(-[0-9a-f]{{8}})?"
+    )
+    near = [entry for entry in reports if request_id in entry[0]]  # most are not, and it takes less time
+    return [report for name, report in near if name == request_id or made.fullmatch(name)][-_MOST_FOUND:]
 
 
 def name_weights(file: Path, naming: Naming = _NOBODY) -> list[Weights]:
@@ -176,7 +144,16 @@ def name_weights(file: Path, naming: Naming = _NOBODY) -> list[Weights]:
 
     Raises OSError or UndecodableError if an engine that runs does not answer within a second.
     """
-    states = []
+    return [answer.weights for answer in _answers(file, _Question(naming))]
+
+
+def find_reports(file: Path, request_id: str) -> list[RequestReport]:
+    """Returns the reports on a request that these engines keep. Raises the same errors."""
+    answers = _answers(file, _Question(request_id=request_id))
+    return [report for answer in answers for report in answer.reports]
+
+
+def _answers(file: Path, question: _Question) -> Iterator[_Answer]:
     for path in sorted(file.parent.glob(f"{glob.escape(file.name)}.*.sock")):
         with (
             socket.socket(socket.AF_UNIX) as client,
@@ -184,10 +161,9 @@ def name_weights(file: Path, naming: Naming = _NOBODY) -> list[Weights]:
         ):
             client.settimeout(_ANSWER_S)
             client.connect(str(path))  # refused by the socket of an engine that was killed
-            client.sendall(msgspec.json.encode(naming) + b"\n")
+            client.sendall(msgspec.json.encode(question) + b"\n")
             with client.makefile("rb") as answer:
-                states.append(decode_json(answer.readline(_LONGEST), Weights))
-    return states
+                yield decode_json(answer.readline(_LONGEST), _Answer)
 
 
 class TellCache:
@@ -214,8 +190,9 @@ class TellCache:
         elif path == "/health":
             await self._health(scope, receive, send)
         elif path.startswith(_PATH):
-            name = path.removeprefix(_PATH)
-            reports = find_reports(report_file(self._file), name) if name else []
+            reports: list[RequestReport] = []
+            with contextlib.suppress(OSError, UndecodableError):
+                reports = await asyncio.to_thread(find_reports, self._file, path.removeprefix(_PATH))
             await _answer(send, 200 if reports else 404, msgspec.json.encode({"reports": reports}))
         else:
             await self._app(scope, receive, send)

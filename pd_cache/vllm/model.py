@@ -68,7 +68,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             raise UnsupportedModelError(
                 f"{name}: its layer {layer} has a {type(spec).__name__}; pd-cache restores {known}{hint}"
             )
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
     unshared = [
         layer
         for group in groups
@@ -77,14 +77,10 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     ]
     reasons = {
         "context parallelism spreads a block's tokens over ranks": (
-            getattr(parallel, "decode_context_parallel_size", 1) > 1
-            or getattr(parallel, "prefill_context_parallel_size", 1) > 1
-        ),
-        "calculate_kv_scales: the scales are found at run time and are not part of the KV": (
-            getattr(cache, "calculate_kv_scales", False)
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
         ),
         "enable_fault_tolerance: vLLM goes on without the outputs of failed steps, which report the stores that have ended": (
-            getattr(parallel, "enable_fault_tolerance", False)
+            parallel.enable_fault_tolerance
         ),
         "enable_sleep_mode: loads and stores would go on while vLLM sleeps": model.enable_sleep_mode,
         "its tokens attend to later tokens, so that their KV depends on more than what comes before them": any(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:  # so that tests can replay histories without vLLM
 
 log = logging.getLogger("vllm.pd_cache")  # below vLLM's own logger, whose handlers and level it inherits
 
+_MOST_REPORTS = 4096
+
 
 class SchedulerSide:
     """The hooks of an engine. Call `bind` and `open` before the first request."""
@@ -63,22 +66,21 @@ class SchedulerSide:
         adapters: Adapters,
         metrics: CacheMetrics,
         *,
-        on_report: Callable[[str, RequestReport], None] | None = None,
         tracing: Tracing = UNTRACED,
         version: WeightsVersion | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_report` is called with the id and the report of each request that has a report when it ends.
-        `version`: the version of the engine's weights, which the lookup client uses, too. The caller closes
-        `adapters` and `tracing`."""
+        """`version`: the version of the engine's weights, which the lookup client uses, too. The caller
+        closes `adapters` and `tracing`."""
         self._plan = plan
         self._adapters = adapters
         self.metrics = metrics
-        self._on_report = on_report
         self._tracing = tracing
         self._version = version or WeightsVersion()
         self._clock = clock
         self.costs = Costs()
+        self.reports = deque[tuple[str, RequestReport]](maxlen=_MOST_REPORTS)
+        """The reports on the requests that ended last, with their ids. Other threads read it."""
         self._requests: dict[str, TrackedRequest] = {}
         self._next = Step()
         """The next step, as far as it is planned."""
@@ -342,15 +344,11 @@ class SchedulerSide:
         return params
 
     def _published(self, tracked: TrackedRequest, report: RequestReport) -> dict[str, Any]:
-        """Counts and logs a report. Returns the report for the request's answer, together with the prefill
+        """Counts, logs and keeps a report. Returns the report for the request's answer, together with the prefill
         node's work."""
         self.metrics.request(report)
         log.info("request %s: %s", tracked.id, report.line())
-        if self._on_report is not None:
-            try:
-                self._on_report(tracked.id, report)
-            except OSError as error:
-                self.metrics.trouble("report", "not_written", detail=str(error))
+        self.reports.append((tracked.id, report))
         ours: dict[str, Any] = {KEY: msgspec.to_builtins(report)}
         announced = tracked.handoff.announced
         if announced is not None and announced.prefill is not None:

@@ -212,12 +212,10 @@ class Scene:
         node = NodeSettings(master="127.0.0.1:1", cache=CacheConfig(chunk_size=CHUNK, hash_mode=hash_mode))
         settings = Settings(node=node, connector=ConnectorConfig(**connector), handoff_wait_s=2.0, shards=0)
         self.adapters = Adapters()
-        self.reports = []
         side = SchedulerSide(
             ChunkPlan(settings, layers, BLOCK, stores, ranks, dense, drafted_up_to, hashes_media),
             self.adapters,
             self.metrics,
-            on_report=lambda request_id, report: self.reports.append(report),
             tracing=tracing,
             version=self.version,
             clock=self.clock,
@@ -226,6 +224,11 @@ class Scene:
         side.open([METADATA_OF_DRAFTER if one.drafts else METADATA for one in layers], self.lookups)
         self.side = side  # our requests and managers only look like vLLM's
         self.side.bind(self.manager)
+
+    @property
+    def reports(self):
+        """The reports on the requests that have ended."""
+        return [report for _, report in self.side.reports]
 
     def names(self, request):
         """Of all of its whole chunks."""

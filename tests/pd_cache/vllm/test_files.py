@@ -1,5 +1,5 @@
-"""The files in which the connector leaves what it knows, and what vLLM's server makes of them; an ASGI
-application plays vLLM's part."""
+"""The file and the sockets through which the connector says what it knows, and what vLLM's server makes of
+them; an ASGI application plays vLLM's part."""
 
 import asyncio
 import contextlib
@@ -20,11 +20,9 @@ from pd_cache.vllm.files import (
     NAMESPACE_FILE,
     TellCache,
     about,
-    find_reports,
-    report_file,
-    serving_weights,
+    answering,
+    reports_on,
     write_about,
-    write_report,
 )
 from pd_cache.vllm.settings import read_settings
 from tests.support.names import NAMESPACE
@@ -104,53 +102,25 @@ def test_without_a_file_health_is_vllms_own(content, file):
     assert (ask(), about(file)) == ((200, b""), b"")
 
 
-def test_reports_are_found_by_vllms_id_and_by_the_id_that_the_client_sent(file):
-    assert ask("/requests/abc") == (404, b'{"reports":[]}')
-    reports = report_file(file)
-    write_report(reports, "cmpl-abc-0-1f2e3d4c", REPORT)
-    for other in (
-        "cmpl-abcd-0",
-        "cmpl-abc-0-0",
-        "cmpl-x-abc-0",
-        "chatcmpl-abc-x",
-        "chatcmpl-x-abc",
-        "cmpl-abc-x-0",
+@pytest.mark.parametrize("name", ["abc", "cmpl-abc-0-1f2e3d4c"])
+def test_reports_are_found_by_vllms_id_and_by_the_id_that_the_client_sent(name):
+    others = (
+        *("cmpl-abcd-0", "cmpl-abc-0-0", "cmpl-x-abc-0", "chatcmpl-abc-x", "chatcmpl-x-abc", "cmpl-abc-x-0"),
         "a-abc-0",
-    ):
-        write_report(reports, f"{other}-1f2e3d4c", RequestReport.of(1, 8))
-    for name in ("abc", "cmpl-abc-0-1f2e3d4c"):
-        assert find_reports(report_file(file), name) == [REPORT]
-    status, body = ask("/requests/abc")
-    assert (status, json.loads(body)["reports"]) == (200, [msgspec.to_builtins(REPORT)])
-    for name in ("ab", ""):
-        assert ask(f"/requests/{name}")[0] == 404
-    for made in ("chatcmpl-one", "chatcmpl-one_3", "2_cmpl-one-0", "generate-tokens-one"):
-        write_report(reports, f"{made}-00112233", REPORT)
-    assert find_reports(report_file(file), "one") == [REPORT] * 4
+    )
+    reports = [(f"{other}-1f2e3d4c", RequestReport.of(1, 8)) for other in others]
+    assert reports_on(name, [("cmpl-abc-0-1f2e3d4c", REPORT), *reports]) == [REPORT]
+    assert reports_on("ab", reports) == []
 
 
-def test_the_files_of_all_data_parallel_ranks_never_grow_beyond_their_bound_and_keep_the_last_reports(
-    tmp_path,
-):
-    file = tmp_path / "requests"
-    for number in range(100):
-        write_report(file, f"r{number}", REPORT, most_bytes=1000)
-        assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 2000
-    assert find_reports(file, "r99") == find_reports(file, "r94") == [REPORT]
-    assert find_reports(file, "r1") == []
+def test_a_request_has_a_report_for_each_of_its_prompts_and_samples():
+    names = ("chatcmpl-one", "chatcmpl-one_3", "2_cmpl-one-0", "generate-tokens-one")
+    reports = [(f"{name}-00112233", REPORT) for name in names]
+    assert reports_on("one", reports) == [REPORT] * 4
+    assert len(reports_on("one", reports * 100)) == 16
 
 
-def test_what_is_half_written_or_wrong_is_no_report(tmp_path):
-    file = tmp_path / "requests"
-    write_report(file, "new", REPORT)
-    with file.open("ab") as lines:
-        lines.write(b'{"id": "half", "rep\n{"id": "wrong", "report": {"asked": -1}}\n\xff\n')
-    assert find_reports(file, "new") == [REPORT]
-    for name in ("half", "wrong"):
-        assert find_reports(file, name) == []
-
-
-# --- the weights of a server's engines ----------------------------------------------------------------------
+# --- what a server's engines answer -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -163,9 +133,18 @@ def engines(file, monkeypatch):
         dead.bind(str(file.with_name(f"{file.name}.1.sock")))
         for pid, version in enumerate(versions, 2):
             monkeypatch.setattr("pd_cache.vllm.files.os.getpid", lambda pid=pid: pid)
-            stack.enter_context(serving_weights(file, version, costs))
+            reports = [("cmpl-abc-0-1f2e3d4c", REPORT)] * (pid - 1)
+            stack.enter_context(answering(file, version, costs, reports))
         yield versions
     assert not list(file.parent.glob("*.[23].sock"))
+
+
+@pytest.mark.usefixtures("engines")
+def test_the_reports_of_all_engines_are_answered():
+    status, body = ask("/requests/abc")
+    assert (status, json.loads(body)["reports"]) == (200, [msgspec.to_builtins(REPORT)] * 3)
+    for name in ("ab", ""):
+        assert ask(f"/requests/{name}") == (404, b'{"reports":[]}')
 
 
 def test_the_weights_of_each_engine_of_a_server_are_told_and_named(engines):
@@ -196,6 +175,7 @@ def test_of_an_engine_that_does_not_answer_nothing_is_told_and_it_counts_as_not_
         stopped.listen()
         assert json.loads(ask()[1]) == {**json.loads(about(file)), "renders": True}
         assert ask("/weights", "POST", body=msgspec.json.encode(Naming(label="w1", ids=())))[0] == 503
+        assert ask("/requests/abc")[0] == 404
 
 
 def test_a_vllm_that_was_started_by_hand_has_the_file_from_its_environment(file, tmp_path):
