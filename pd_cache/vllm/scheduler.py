@@ -344,8 +344,8 @@ class SchedulerSide:
         return params
 
     def _published(self, tracked: TrackedRequest, report: RequestReport) -> dict[str, Any]:
-        """Counts, logs and keeps a report. Returns the report for the request's answer, together with the prefill
-        node's work."""
+        """Counts, logs and keeps a report. Returns the report for the request's answer, together with the
+        prefill node's work."""
         self.metrics.request(report)
         log.info("request %s: %s", tracked.id, report.line())
         self.reports.append((tracked.id, report))
