@@ -67,11 +67,7 @@ def vllm_program(config: ClusterConfig, node: EngineNode, file: Path, namespace_
         "kv_connector_module_path": "pd_cache.vllm.connector",
         "kv_role": "kv_consumer" if isinstance(node, DecodeNode) else "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "config_file": str(file),
-            "node": node.name,
-            "namespace_file": str(namespace_file),
-        },
+        "kv_connector_extra_config": {"config_file": str(file), "node": node.name},
     }
     argv = [
         executable(engine.executable),

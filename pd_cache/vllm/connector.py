@@ -51,7 +51,7 @@ from pd_cache.reasons import ChunkHistory
 from pd_cache.server.client import ServerLookupClient
 from pd_cache.tracing import open_tracing
 from pd_cache.versions import WeightsVersion
-from pd_cache.vllm.files import answering, write_about
+from pd_cache.vllm.files import NAMESPACE_FILE, answering, write_about
 from pd_cache.vllm.layers import (
     KeptLayers,
     cache_tokens,
@@ -171,6 +171,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._layers = kept_layers(kv_cache_config, self._draft)
         hash_block_size = kv_cache_config.hash_block_size or self._layers[0].block_size
         self._settings = fitted(settings, vllm_config, self._layers, hash_block_size)
+        file = os.environ.get(NAMESPACE_FILE)
+        self._file = Path(file) if file else None
         self._metrics = CacheMetrics()
         self._version = WeightsVersion()
         self._scheduler: SchedulerSide | None = None
@@ -179,8 +181,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._handshake: Handshake | None = None
         self._bad_blocks: set[int] = set()
         if role is KVConnectorRole.SCHEDULER:
-            if self._settings.namespace_file is not None:
-                Path(self._settings.namespace_file).unlink(missing_ok=True)  # left by an earlier start
+            if self._file is not None:
+                self._file.unlink(missing_ok=True)  # left by an earlier start
             plan = ChunkPlan(
                 self._settings,
                 self._layers,
@@ -376,8 +378,8 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._resources.callback(lookup.close)
         self._scheduler.open(groups, lookup)
         spaces = tuple(group.namespace(cache) for group in groups)
-        if self._settings.namespace_file is not None:
-            self._publish(Path(self._settings.namespace_file), spaces, self._scheduler)
+        if self._file is not None:
+            self._publish(self._file, spaces, self._scheduler)
 
     @never_fails("namespace")
     def _publish(self, file: Path, namespaces: tuple[Namespace, ...], scheduler: SchedulerSide) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -22,7 +21,6 @@ from pd_cache.cluster import (
 from pd_cache.config import CacheConfig, NodeSettings, TracingConfig
 from pd_cache.errors import CacheServerError, ConfigError
 from pd_cache.server.connection import server_welcome
-from pd_cache.vllm.files import NAMESPACE_FILE
 
 _CONNECT_S = 10.0
 """How long a cache server may take to answer, if there is no file."""
@@ -42,9 +40,6 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The name of this vLLM's node in the file; needed if several nodes fit."""
     host: str = "127.0.0.1"
     """The address at which other nodes of the pool reach this vLLM, if it is no node of a file."""
-    namespace_file: str | None = None
-    """Where to write the namespace of the cache once it is known, for the program that started this vLLM
-    (`pd_cache.vllm.files`). By default the value of `PD_CACHE_NAMESPACE_FILE`."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +52,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How many parts a chunk's KV heads are cut into; 0 for as many as this engine has ranks."""
     server_url: str | None = None
     """The cache server that holds this engine's cache; None for a cache in each worker."""
-    namespace_file: str | None = None
-    """As in `ExtraConfig`."""
     tracing: TracingConfig = TracingConfig()
     role: str = "vllm"
     name: str = ""
@@ -107,7 +100,6 @@ def read_settings(extra: Mapping[str, Any], kv_role: str) -> Settings:
         handoff_wait_s=config.handoff.wait_ms / 1000,
         shards=config.shards if isinstance(config.engine, VllmEngineConfig) else config.cache.shards,
         server_url=server_url,
-        namespace_file=given.namespace_file or os.environ.get(NAMESPACE_FILE),
         tracing=config.tracing,
         role="vllm" if node is None else node.role,
         name="" if node is None else node.name,
@@ -133,7 +125,6 @@ def _of_server(given: ExtraConfig) -> Settings:
     return Settings(
         node=NodeSettings(master="", host=given.host, cache=cache),
         server_url=given.server_url,
-        namespace_file=given.namespace_file or os.environ.get(NAMESPACE_FILE),
     )
 
 

@@ -135,15 +135,14 @@ def test_a_node_that_differs_is_shown_with_what_differs_and_one_that_dies_is_dro
 
 
 VLLM = """#!{python}
-import json, pathlib, signal, sys, time
+import os, pathlib, signal, sys, time
 from launch.run.health_server import Response, serving
 from launch.run.supervise import stop_on_signals
 from pd_cache.chunks import Namespace
 from pd_cache.vllm.files import write_about
 
 flags = dict(flag.split("=", 1) for flag in sys.argv[3:])
-extra = json.loads(flags["--kv-transfer-config"])["kv_connector_extra_config"]
-write_about(pathlib.Path(extra["namespace_file"]), [Namespace(
+write_about(pathlib.Path(os.environ["PD_CACHE_NAMESPACE_FILE"]), [Namespace(
     model="some", kv_dtype="float32", layout="l", layers=1, block_size=16, page_bytes=64, chunk_size=32, shards=1, hash_mode="blocks"
 )], 4096)
 with stop_on_signals() as stop, serving("127.0.0.1", int(flags["--port"]), lambda *_: Response(200, b""), 64):

@@ -63,14 +63,15 @@ def test_flags_are_those_of_the_engine_and_over_them_those_of_the_node(executabl
     "node, role", [(PrefillNode(name="a"), "kv_both"), (DecodeNode(name="a"), "kv_consumer")]
 )
 def test_the_connector_is_told_its_file_node_and_role(node, role, executable, tmp_path):
-    argv = program(VllmEngineConfig(model="m", executable=executable), node, tmp_path).argv
+    started = program(VllmEngineConfig(model="m", executable=executable), node, tmp_path)
     given = json.loads(
-        next(flag for flag in argv if flag.startswith("--kv-transfer-config=")).partition("=")[2]
+        next(flag for flag in started.argv if flag.startswith("--kv-transfer-config=")).partition("=")[2]
     )
-    extra = {"config_file": str(tmp_path / "c.yaml"), "node": "a", "namespace_file": str(tmp_path / "n")}
+    extra = {"config_file": str(tmp_path / "c.yaml"), "node": "a"}
     expected = {"kv_connector": "PdCacheConnector", "kv_role": role, "kv_load_failure_policy": "recompute"}
     assert given == given | expected | {"kv_connector_extra_config": extra}
-    assert "--middleware=pd_cache.vllm.files.TellCache" in argv
+    assert "--middleware=pd_cache.vllm.files.TellCache" in started.argv
+    assert started.env["PD_CACHE_NAMESPACE_FILE"] == str(tmp_path / "n")
 
 
 def test_vllm_binds_the_port_of_its_events_on_all_addresses_or_a_socket_and_records_say_where_others_find_them(
