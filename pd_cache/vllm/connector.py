@@ -411,9 +411,7 @@ class PdCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if worker.pid == os.getpid():
             names = [engine_name(worker.instance, place) for place in range(len(groups))]
             engines = [engine for name in names if (engine := CacheEngineBuilder.get(name)) is not None]
-            if [engine.database.namespace for engine in engines] == [
-                group.namespace(node.cache) for group in groups
-            ]:
+            if len(engines) == len(groups):
                 logger.info("pd-cache: lookups ask the worker's engine")
                 first, layers = engines[0], LayerGroups([engine.database for engine in engines])
                 prefix = PrefixLookup(layers, first.backend, self._version, metrics, first.mover.history)
