@@ -125,6 +125,7 @@ class LookupRpc:
         self._idle: deque[tuple[socket.socket, float]] = deque()
         """Connections that no thread uses, and since when. The most recently used connection is the last."""
         self._connections: set[socket.socket] = set()
+        self._connecting = threading.Lock()
         self._not_before = 0.0
         self._closed = False
         self._numbers = itertools.count(1)
@@ -172,20 +173,21 @@ class LookupRpc:
         return needed and self._clock() >= self._not_before
 
     def connect(self) -> None:
-        """Makes another connection and tries it, if one is still needed.
+        """Makes another connection and tries it, unless another thread is doing so.
 
         Takes a second at most, half a second more for each further address of the master, and the time of a
         name server.
         """
-        if not self.wants_connection:
+        if not self._connecting.acquire(blocking=False):
             return
         connection, answered = None, False
         try:
-            connection = socket.create_connection(self._address, timeout=_CONNECT_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._exchange(connection, _spelled(()), 0, self._clock() + _CONNECT_S)
-            self._connections.add(connection)
-            answered = True
+            if self.wants_connection:
+                connection = socket.create_connection(self._address, timeout=_CONNECT_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._exchange(connection, _spelled(()), 0, self._clock() + _CONNECT_S)
+                self._connections.add(connection)
+                answered = True
         except OSError as error:
             log.debug("no connection to the master at %s:%d: %s", *self._address, error)
             self._not_before = self._clock() + _AGAIN_S
@@ -194,6 +196,7 @@ class LookupRpc:
         finally:
             if connection is not None:
                 self._put_back(connection, answered)
+            self._connecting.release()
 
     def drop_idle(self) -> None:
         """Closes the connections that are not in use."""
