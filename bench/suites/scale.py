@@ -145,6 +145,9 @@ def main(
     """A cluster of 1 to 1,000 nodes, in simulation."""
     requests = read_trace(trace)
     if roles or limits:
+        if counts or gateway or roles == limits:
+            what = "--roles and --limits have nodes of their own: give one of the two, without --nodes and --gateway"
+            raise click.UsageError(what)
         costs = LARGE if file is None else read_costs(file)
         rows, checks = (
             compare_limits(requests, costs) if limits else compare_roles(requests, agent_trace(400), costs)

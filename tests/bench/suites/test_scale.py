@@ -23,7 +23,7 @@ from bench.lib.simulation.workload import Arrival, Part
 from bench.suites.scale import full_at
 from pd_cache.cluster import LimitsConfig, ProxyConfig
 from pd_cache.errors import ConfigError
-from tests.support.cli import cli_json
+from tests.support.cli import cli, cli_json
 from tests.support.traces import conversations, write_trace
 
 _FREE, _NO_POOL = ServiceCosts(), PoolCosts()
@@ -185,3 +185,9 @@ def test_costs_that_are_none_are_refused(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"costs\.yaml"):
         read_costs(file)
+
+
+@pytest.mark.parametrize("more", [("--limits",), ("--nodes", "5"), ("--gateway", "envoy")])
+def test_an_option_that_would_be_ignored_is_refused(tmp_path, more):
+    trace = write_trace(tmp_path / "trace.jsonl", conversations(1, 1))
+    assert "give one of the two" in cli("bench", "scale", "--trace", trace, "--roles", *more, code=2).stderr
